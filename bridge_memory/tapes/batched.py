@@ -26,10 +26,10 @@ AXES = 3
 
 
 class Differs(Exception):
-    """Runs take different branches. ``answers``: the value of each run, an array over the grid's axes."""
+    """Runs take different branches. ``values``: of what they branch on, an array over the grid's axes."""
 
-    def __init__(self, answers: np.ndarray) -> None:
-        self.answers = answers
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
 
 
 class Batched(np.ndarray):
@@ -184,7 +184,7 @@ class Part:
                 values = values.take(at, axis)
         return values
 
-    def answers(self, values: Any) -> Iterator[tuple[Part, Any, Part | None]]:
+    def by_value(self, values: Any) -> Iterator[tuple[Part, Any, Part | None]]:
         """Divide by values: yields (a part with one value, the value, its positions inside this part or None if it is
         all of this part)."""
         if not isinstance(values, np.ndarray):
@@ -196,12 +196,12 @@ class Part:
             return
         for inside in whole(self.shape).divided(values):
             some = Part(tuple(at[few] for at, few in zip(self.positions, inside.positions, strict=True)))
-            for part, answer, deeper in some.answers(inside.take(values)):
+            for part, value, deeper in some.by_value(inside.take(values)):
                 if deeper is not None:
                     inside_of = zip(inside.positions, deeper.positions, strict=True)
-                    yield part, answer, Part(tuple(at[few] for at, few in inside_of))
+                    yield part, value, Part(tuple(at[few] for at, few in inside_of))
                 else:
-                    yield part, answer, inside
+                    yield part, value, inside
 
     @property
     def index(self) -> Any:
@@ -213,16 +213,16 @@ class Part:
                 self._index = np.ix_(*self.positions)
         return self._index
 
-    def divided(self, answers: np.ndarray) -> list[Part]:
-        """Parts along one axis: that with the fewest (but more than one) distinct rows of ``answers``."""
+    def divided(self, values: np.ndarray) -> list[Part]:
+        """Parts along one axis: that with the fewest (but more than one) distinct rows of ``values``."""
         best: tuple[int, int, np.ndarray] | None = None
         for axis in range(AXES):
-            if answers.shape[axis] > 1:
-                rows = np.moveaxis(answers, axis, 0).reshape(answers.shape[axis], -1)
+            if values.shape[axis] > 1:
+                rows = np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1)
                 kinds, back = numbered_rows(rows)
                 if len(kinds) > 1 and (best is None or len(kinds) < best[0]):
                     best = len(kinds), axis, back
-        assert best is not None, "answers that do not differ"
+        assert best is not None, "values that do not differ"
         number, axis, back = best
         out = []
         for kind in range(number):
@@ -244,7 +244,7 @@ def parts(of: Part, evaluate: Callable[[Part], Any]) -> Iterator[tuple[Part, Any
         try:
             result = evaluate(part)
         except Differs as differs:
-            todo += part.divided(differs.answers)[::-1]
+            todo += part.divided(differs.values)[::-1]
             continue
         yield part, result
 

@@ -282,9 +282,9 @@ class ShapeEnv:
         return register
 
     def guard(self, operation: Operation, left: SymInt, right: Any) -> bool:
-        answer = self.step(operation, left, right)
-        self.add_guard(answer)
-        return bool(answer.value)
+        found = self.step(operation, left, right)
+        self.add_guard(found)
+        return bool(found.value)
 
     def add_guard(self, size: SymInt) -> None:
         if size.register not in self.guards:
@@ -356,12 +356,12 @@ _SIGNS: dict[Any, str] = {
 class _Branch:
     """One guard in the tree of traces, with the subtree of each of its values."""
 
-    __slots__ = ("answers", "register", "steps")
+    __slots__ = ("register", "steps", "subtrees")
 
     def __init__(self, register: int, steps: Columns) -> None:
         self.register = register
         self.steps = steps
-        self.answers: dict[Any, Any] = {}
+        self.subtrees: dict[Any, Any] = {}
 
 
 class _Leaf(NamedTuple):
@@ -384,15 +384,15 @@ class Traces:
 
     def kept(self, dimensions: Sequence[int]) -> Any:
         """What ``keep`` was given for dimensions that are equal in all that any trace depends on, or None."""
-        positions, answers = self._kept
-        return answers.get(tuple([dimensions[i] for i in positions]))
+        positions, results = self._kept
+        return results.get(tuple([dimensions[i] for i in positions]))
 
-    def keep(self, dimensions: Sequence[int], answer: Any) -> None:
-        """Cache ``answer``, which a caller derived from ``find(dimensions)``."""
-        positions, answers = self._kept
-        if len(answers) >= MOST_KEPT:
-            self._kept = positions, answers = positions, {}
-        answers[tuple([dimensions[i] for i in positions])] = answer
+    def keep(self, dimensions: Sequence[int], result: Any) -> None:
+        """Cache ``result``, which a caller derived from ``find(dimensions)``."""
+        positions, results = self._kept
+        if len(results) >= MOST_KEPT:
+            self._kept = positions, results = positions, {}
+        results[tuple([dimensions[i] for i in positions])] = result
 
     def find(self, dimensions: Sequence[int]) -> tuple[Any, list[Any]] | None:
         """(the trace that serves ``dimensions``, its sizes), or None where none does.
@@ -409,7 +409,7 @@ class Traces:
                     registers[register] = left if operation is None else operation(registers[left], registers[right])
                 if type(node) is _Leaf:
                     return node.trace, list(map(registers.__getitem__, node.registers))
-                node = node.answers.get(registers[node.register])
+                node = node.subtrees.get(registers[node.register])
         except IndexError:  # another thread added a longer trace since ``_length`` was read
             pass
         return None
@@ -428,12 +428,12 @@ class Traces:
         #: (values of a guard with their subtrees, the value to follow, the runs that have it, their registers)
         todo: list[tuple[dict[Any, Any], Any, Any, list[Any]]] = [(self._top, None, of, registers)]
         while todo:
-            answers, answer, part, registers = todo.pop()
-            node = answers.get(answer)
+            subtrees, value, part, registers = todo.pop()
+            node = subtrees.get(value)
             if node is None:
                 if not missing(part):
                     continue
-                node = answers[answer]
+                node = subtrees[value]
                 registers += [None] * (self._length - len(registers))
             for register, operation, left, right in zip(*node.steps, strict=True):
                 registers[register] = (
@@ -442,24 +442,24 @@ class Traces:
             if type(node) is _Leaf:
                 yield part, node.trace, list(map(registers.__getitem__, node.registers))
                 continue
-            for few, answer, positions in part.answers(registers[node.register]):
+            for few, value, positions in part.by_value(registers[node.register]):
                 theirs = registers if positions is None else [
-                    value if value is None else positions.take(value) for value in registers
+                    held if held is None else positions.take(held) for held in registers
                 ]
-                todo.append((node.answers, answer, few, theirs))
+                todo.append((node.subtrees, value, few, theirs))
 
     def add(self, env: ShapeEnv, trace: Any, sizes: Sequence[SymInt]) -> None:
         """Put a trace, with the registers of ``sizes``, at the leaf where the values of its guards lead."""
         held: dict[Any, Any] = self._top
         key: Any = None
         computed: set[int] = set()
-        for register, answer in env.guards.items():
+        for register, value in env.guards.items():
             steps = env.needed((register,), computed)
             branch = held.get(key)
             if branch is None:
                 branch = held[key] = _Branch(register, steps)
             assert branch.register == register, "a trace evaluated its guards in another order"
-            held, key = branch.answers, answer
+            held, key = branch.subtrees, value
         wanted = tuple([size.register for size in sizes])
         leaf = _Leaf(trace, env.needed(wanted, computed), wanted)
         positions = tuple(sorted({*self._kept[0], *[i for i in computed if i < len(DIMENSIONS)]}))

@@ -370,7 +370,7 @@ class Pieces:
             try:
                 result = evaluate(made)
             except Differs as differs:
-                for few in part.divided(differs.answers):
+                for few in part.divided(differs.values):
                     todo += list(parts(few, self._make))
                 continue
             kept.append((part, made))
