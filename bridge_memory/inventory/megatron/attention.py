@@ -543,8 +543,8 @@ def _context_parallel(
         if c > 2:
             around = largest(around, (buffers - 2) * kv_bytes + 3 * step)
         else:
-            # The last step is added to the first: statistics of the sum before and after, their exponentials'
-            # temporary, and those of both steps.
+            # The last step is added to the first: statistics of the sum before and after, and temporaries made from
+            # them and from those of both steps.
             around += 5 * 4 * rows
     around += copies
     gradient_copy = out_bytes if batch_first and kernel == "fused" else 0
