@@ -96,8 +96,7 @@ class Torch:
         self.tape.keep_alive(*(a.tensor for a in arrays if a is not None))
 
     def precise(self, name: str, x: Array) -> Array:
-        """What autocast hands to operations that it runs in fp32 (``aten/src/ATen/autocast_mode.h:
-        AT_FORALL_FP32``)."""
+        """The input of an operation that autocast runs in fp32 (``aten/src/ATen/autocast_mode.h: AT_FORALL_FP32``)."""
         return self.cast(name, x, FP32) if self.hf.autocast else x
 
     def constant(self, name: str, elements: Any, width: int) -> Array:
