@@ -15,7 +15,7 @@ from bridge_memory.releases import (
     MTP_CHECKPOINT_DIFFERENTIATES,
     MTP_DEPTHS_RECOMPUTED,
     MXFP8_ATTENTION,
-    PACKING_IS_LOOKED_AT,
+    PACKING_IS_CHECKED,
     UNMASKED_MAY_BE_PACKED,
 )
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec, SideBySideSpec
@@ -80,7 +80,7 @@ class TorchLayers(NamedTuple):
     def packing_is_supposed(self) -> bool:
         """Whether a batch without a mask is treated as possibly packed, which position ids would show
         (``masking_utils.py: find_packed_sequence_indices``). From 5 on transformers looks at the position ids."""
-        return UNMASKED_MAY_BE_PACKED(self.spec) and not PACKING_IS_LOOKED_AT(self.spec)
+        return UNMASKED_MAY_BE_PACKED(self.spec) and not PACKING_IS_CHECKED(self.spec)
 
     @property
     def fused_experts(self) -> bool:

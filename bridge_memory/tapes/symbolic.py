@@ -214,7 +214,7 @@ def chosen(condition: Any, yes: Any, no: Any) -> Any:
     return where(yes, no)
 
 
-def somewhere(value: Any) -> bool:
+def any_nonzero(value: Any) -> bool:
     """Whether a number is not zero; for an array, whether any entry is not."""
     anywhere = getattr(value, "any", None)
     return bool(value) if anywhere is None else bool(anywhere())

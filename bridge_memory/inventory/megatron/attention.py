@@ -14,7 +14,7 @@ from bridge_memory.releases import (
     FP8_ATTENTION_KEEPS_ONE_STATISTIC,
     MASK_MADE_BY_EACH_LAYER,
     QKV_OUTPUT_HELD,
-    RING_SUMS_AS_IT_GOES,
+    RING_SUMS_EACH_STEP,
     SOFTMAX_MAKES_A_GRADIENT,
     STEPS_OF_ALL_GATHER_DROPPED,
 )
@@ -537,7 +537,7 @@ def _context_parallel(
     # statistics are copied to be summed, those of each step transposed.
     copies = kv_bytes // 2 if ctx.packed else 0
     around = (c - 1) * kv_bytes + c * step + (16 * rows if ctx.packed else 4 * out_bytes // ctx.act + 4 * rows)
-    if RING_SUMS_AS_IT_GOES(ctx.impl):
+    if RING_SUMS_EACH_STEP(ctx.impl):
         buffers = smallest(c, 4)
         around = (buffers - 1) * kv_bytes + 2 * step
         if c > 2:
