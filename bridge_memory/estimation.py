@@ -13,19 +13,19 @@ from bridge_memory.caveats.ignored import ignored
 from bridge_memory.caveats.unmodelled import Needs, unmodelled_features
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.by_name import engine_of
-from bridge_memory.engines.engine import BeginsOtherwise, Engine, Phase, StageState
+from bridge_memory.engines.engine import Engine, HasFirstStep, Phase, StageState
 from bridge_memory.inventory.counts import model_parameters
-from bridge_memory.inventory.deferred import of_earlier_microbatches
+from bridge_memory.inventory.deferred import deferred_bytes
 from bridge_memory.inventory.layer_links import ignores_full_recompute, offloaded_layers
 from bridge_memory.inventory.stack import (
     Unit,
+    chunk_before_its_backward,
     chunk_inventory,
     chunk_units,
     stage_inventories,
-    straight_into_backward,
 )
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StagePeak
-from bridge_memory.schedule.events import Apart, ChunkCost, PeakMoment
+from bridge_memory.schedule.events import ChunkCost, OverlapCost, PeakMoment
 from bridge_memory.schedule.peak import dynamic_peak, peak_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
@@ -259,7 +259,7 @@ class _Chunk:
         self.inventory: ChunkInventory | None = None
 
 
-class StageHolds:
+class StageContents:
     """What stages of one run hold, by their shapes, or those of many runs at once (``run`` and ``ctx`` have arrays)."""
 
     def __init__(self, run: RunSpec, ctx: BlockContext, engine: Engine) -> None:
@@ -270,7 +270,7 @@ class StageHolds:
         self._units: dict[ChunkShape, list[Unit]] = {}
         self._of_shapes: dict[StageShape, _Held] = {}
 
-    def let_go(self, few: int) -> None:
+    def evict(self, few: int) -> None:
         """Of all shapes so far, but for chunks where there are no more than ``few``."""
         if len(self._chunks) > few:
             self._chunks.clear()
@@ -317,18 +317,18 @@ class StageHolds:
     def _deferred(self, shapes: StageShape) -> int:
         if not (self.ctx.impl.defer_embedding_wgrad_compute and any(shape.output for shape in shapes)):
             return 0
-        nbytes: int = of_earlier_microbatches(self.run.model, self.run.num_microbatches, self.ctx)
+        nbytes: int = deferred_bytes(self.run.model, self.run.num_microbatches, self.ctx)
         return nbytes
 
     def _costs(self, inventories: Sequence[ChunkInventory], chunks: Sequence[_Chunk]) -> list[ChunkCost]:
         costs = stage_costs(inventories)
         if not self.run.implementation.overlap_moe_expert_parallel_comm:
             return costs
-        apart = [
-            Apart(*inventory.by_layer(), held_by_nodes(chunk.facts.experts, self.ctx))
+        overlap = [
+            OverlapCost(*inventory.by_layer(), held_by_nodes(chunk.facts.experts, self.ctx))
             for inventory, chunk in zip(inventories, chunks, strict=True)
         ]
-        return [cost._replace(apart=each) for cost, each in zip(costs, apart, strict=True)]
+        return [cost._replace(overlap=each) for cost, each in zip(costs, overlap, strict=True)]
 
     def _chunk(self, shape: ChunkShape) -> _Chunk:
         found = self._chunks.get(shape)
@@ -344,7 +344,7 @@ class StageHolds:
         if concurrent:
             return tuple(stage_inventories(model, shapes, ctx, concurrent))
         found = [self._inventory(chunk, shape) for chunk, shape in zip(chunks, shapes, strict=True)]
-        last = straight_into_backward(shapes)
+        last = chunk_before_its_backward(shapes)
         if last >= 0 and found[last].offloads:
             found[last] = chunk_inventory(model, shapes[last], ctx, backward_next=True)
         return tuple(found)
@@ -355,7 +355,7 @@ class StageHolds:
         return chunk.inventory
 
 
-class _Stages(StageHolds):
+class _Stages(StageContents):
     """Every stage of one run."""
 
     def __init__(self, run: RunSpec, rank: int | None = None, engine: Engine | None = None) -> None:
@@ -377,7 +377,7 @@ class _Stages(StageHolds):
 
     def of_first_step(self) -> _Stages:
         """The same stages in the passes of the first step, which some engines begin otherwise."""
-        return _Stages(self.run, engine=self.engine.first_step()) if isinstance(self.engine, BeginsOtherwise) else self
+        return _Stages(self.run, engine=self.engine.first_step()) if isinstance(self.engine, HasFirstStep) else self
 
     def __iter__(self) -> Iterator[_Held]:
         return iter(self._stages)
@@ -477,7 +477,7 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
             name = "whole gradients of earlier microbatches"
             components.append(_transient(name, held.state.accumulated - freed, Part.DATA_PARALLEL))
         if held.fresh:
-            components, waiting = _as_far_as_made(components, made)
+            components, waiting = _made_so_far(components, made)
             carried_over = (*carried_over, *waiting)
         transient = moment.bytes - moment.hidden_bytes - sum(retained.values()) - made + freed
         components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
@@ -495,7 +495,7 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
     )
 
 
-def _as_far_as_made(components: list[Component], made: int) -> tuple[list[Component], list[Component]]:
+def _made_so_far(components: list[Component], made: int) -> tuple[list[Component], list[Component]]:
     """(``components`` with ``made`` bytes of the gradients that backward makes, the rest of these gradients)."""
     there: list[Component] = []
     rest: list[Component] = []

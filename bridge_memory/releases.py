@@ -281,7 +281,7 @@ OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS = since(core=(0, 14))
 
 #: Where expert communication overlaps, the nodes of a layer go when it has run backward; before, they hold inputs and
 #: gradients until the chunk is done (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).
-OVERLAPPED_LAYERS_LET_GO = since(core=(0, 16))
+OVERLAPPED_LAYERS_FREED = since(core=(0, 16))
 
 # ---- megatron-core: what its training scripts mean ----
 
@@ -400,7 +400,7 @@ SOFTMAX_MAKES_A_GRADIENT = since(te=(2, 19))
 BF16_MOMENTS_UPDATED_IN_PLACE = since(te=(2, 13))
 #: p2p adds each step's output to the sum as it goes round the ring, so that two steps' outputs and few buffers of keys
 #: and values are there; before, those of all steps until the end (``context_parallel.py: AttnFuncWithCPAndKVP2P``).
-RING_SUMS_AS_IT_GOES = since(te=(2, 20))
+RING_SUMS_EACH_STEP = since(te=(2, 20))
 #: Its containers carry a FlashAttention (2.4.1) with a deterministic backward (``dot_product_attention/utils.py:
 #: get_attention_backend``).
 FLASH_IS_DETERMINISTIC = since(te=(1, 6))
@@ -435,7 +435,7 @@ SDPA_SHARES_KEYS = TransformersRule((4, 54))
 #: A batch without a mask may be packed, of which positions tell (``masking_utils.py: find_packed_sequence_indices``).
 UNMASKED_MAY_BE_PACKED = TransformersRule((4, 54))
 #: Whether it is packed is looked at (the same function).
-PACKING_IS_LOOKED_AT = TransformersRule((5, 0))
+PACKING_IS_CHECKED = TransformersRule((5, 0))
 #: Experts' weights are one parameter of three dimensions each, for grouped products (``integrations/moe.py``).
 EXPERTS_IN_ONE_PARAMETER = TransformersRule((5, 0))
 #: Checkpoints are not reentrant unless told (``modeling_utils.py: PreTrainedModel.gradient_checkpointing_enable``).

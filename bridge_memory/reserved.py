@@ -122,7 +122,7 @@ class _Job:
         self.run = run
         self.allocators = allocators
         self.stream = COMPUTE
-        self.storages = Storages(self._told)
+        self.storages = Storages(self._report)
         ctx = context_of(run)
         shape = layout(run.model, run.parallel).shapes(run.model)[0][0]
         self.model: Model = model_of(run, chunk_units(run.model, shape, ctx))
@@ -149,7 +149,7 @@ class _Job:
         self.gathered: tuple[tuple[int, ...], int] | None = None
         self.reducing: int | None = None
 
-    def _told(self, number: int, nbytes: int | None) -> None:
+    def _report(self, number: int, nbytes: int | None) -> None:
         for allocator in self.allocators:
             if nbytes is None:
                 allocator.free(number)
@@ -270,13 +270,13 @@ class _Job:
             made[made.index(dense)] = self._make(self.storages.size(dense))
             self.storages.drop_all((dense, own))
             return
-        told = Counter(map(self.storages.size, given))
+        reported = Counter(map(self.storages.size, given))
         for module in self.modules.get(place, ()):
             for p, times in module.trained_parameters():
                 for _ in range(times):
                     nbytes = p.numel * self.gradient_width
-                    if told[nbytes]:
-                        told[nbytes] -= 1
+                    if reported[nbytes]:
+                        reported[nbytes] -= 1
                     else:
                         made.append(self._make(nbytes))
 

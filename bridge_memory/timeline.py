@@ -78,7 +78,7 @@ class Point(NamedTuple):
     #: Hidden states that the schedule holds.
     pipeline: int
     #: What is there until the link, or the optimizer's step, is done, the batch among it.
-    passing: int
+    transient: int
     #: What the last step leaves until the first forward pass.
     carried_over: int
     total: int
@@ -109,8 +109,8 @@ class Timeline:
         saved = [chunk.saved for chunk in self.chunks]
         yield Point(-1, -1, 0, 0, 0, self.carried_over, floor + self.carried_over)
 
-        def point(number: int, step: int, kept: int, held: int, passing: int) -> Point:
-            return Point(number, step, kept, held, passing, 0, floor + kept + held + passing)
+        def point(number: int, step: int, kept: int, held: int, transient: int) -> Point:
+            return Point(number, step, kept, held, transient, 0, floor + kept + held + transient)
 
         for number, one in enumerate(self.passes):
             held = one.hidden * self.hidden_state

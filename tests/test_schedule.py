@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_memory.schedule.events import (
-    Apart,
     ChunkCost,
+    OverlapCost,
     in_flight,
     num_warmup,
     schedule_events,
@@ -260,13 +260,15 @@ def test_overlapped_losses_do_not_meet():
     """Without a pipeline, forward of one microbatch beside backward of the one before. The loss (saved 40 of 100) runs
     backward before any layer goes forward, and forward after the last layer went backward.
 
-    The loss backward (150) beside the next embedding (2): 152. Layers: 100 - 40 saved by either, 7 and 9 in passing.
+    The loss backward (150) with the next embedding (2): 152. Layers: 100 - 40 saved by either, 7 and 9 of temporaries.
     The loss forward (145) beside the embedding of before. Where layers are let go when the chunk is done they are
     there too, 50 of them.
     """
     kept = {"saved": 100, "forward_peak": 145, "backward_peak": 150}
-    for apart, highest in ((Apart(2, 40, 7, 9), 152), (Apart(2, 40, 90, 9), 159), (Apart(2, 40, 7, 9, 50), 197)):
-        both = dynamic_peak(1, 0, 64, [ChunkCost(**kept, apart=apart)], overlap_moe_expert_parallel_comm=True)
+    for overlap, highest in (
+        (OverlapCost(2, 40, 7, 9), 152), (OverlapCost(2, 40, 90, 9), 159), (OverlapCost(2, 40, 7, 9, 50), 197),
+    ):
+        both = dynamic_peak(1, 0, 64, [ChunkCost(**kept, overlap=overlap)], overlap_moe_expert_parallel_comm=True)
         assert (both.phase, both.alive, both.bytes) == ("overlapped", (1,), highest)
 
 

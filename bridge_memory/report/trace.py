@@ -59,7 +59,7 @@ def _stage(timeline: Timeline) -> list[dict[str, Any]]:
             begins.setdefault(number, now)
             ends[number] = now + length
         parts = {
-            **persistent, "activations": point.activations, "pipeline": point.pipeline, "in passing": point.passing,
+            **persistent, "activations": point.activations, "pipeline": point.pipeline, "in passing": point.transient,
             "left by the last step": point.carried_over,
         }  # fmt: skip
         # The moment of an operation's peak is somewhere inside of it.
