@@ -14,7 +14,7 @@ from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provena
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import ParallelSpec
 from bridge_memory.tapes.chain import EngineBytes
-from bridge_memory.tapes.symbolic import somewhere
+from bridge_memory.tapes.symbolic import any_nonzero
 
 
 class Phase(str, Enum):
@@ -74,7 +74,7 @@ class StageState(NamedTuple):
     #: Allocated for good: weights, gradients, optimizer state.
     amounts: tuple[tuple[Line, int], ...]
     #: What the allocator adds to them.
-    rests: int = 0
+    remainders: int = 0
     #: fp32 copies of gradients that the optimizer's step leaves behind until the next zero_grad.
     gradient_copies: int = 0
     #: Whole parameters that are there during every pass, beyond this rank's shard.
@@ -124,28 +124,28 @@ class StageState(NamedTuple):
     def buffers(self) -> list[Component]:
         """What is allocated beside it."""
         out = []
-        if somewhere(self.rests):
+        if any_nonzero(self.remainders):
             out.append(
                 Component(
-                    "unsplit rests of allocator blocks", self.rests, Role.BUFFERS, Provenance.FORMULA,
+                    "unsplit rests of allocator blocks", self.remainders, Role.BUFFERS, Provenance.FORMULA,
                     lifetime=Lifetime.FIRST_PASS, part=Part.ALLOCATOR,
                 )
             )
-        if somewhere(self.pools):
+        if any_nonzero(self.pools):
             out.append(
                 Component(
                     "double buffers of units", self.pools, Role.BUFFERS, Provenance.FORMULA,
                     lifetime=Lifetime.FIRST_PASS, part=Part.DATA_PARALLEL,
                 )
             )
-        if somewhere(self.gradient_copies):
+        if any_nonzero(self.gradient_copies):
             out.append(
                 Component(
                     "main gradients in fp32", self.gradient_copies, Role.BUFFERS, Provenance.FORMULA,
                     lifetime=Lifetime.BETWEEN_STEPS, part=Part.DATA_PARALLEL,
                 )
             )
-        if somewhere(self.gathered_between_steps):
+        if any_nonzero(self.gathered_between_steps):
             out.append(
                 Component(
                     "parameters gathered between steps", self.gathered_between_steps, Role.BUFFERS,
@@ -158,7 +158,7 @@ class StageState(NamedTuple):
 T = TypeVar("T")
 
 
-class OfChunks(Generic[T]):
+class PerChunk(Generic[T]):
     """What one engine worked out of chunks, once for each list of units and whether its buffers are cut into buckets.
 
     A list is kept beside its answer: the id by which it is known would else be given to another once it is gone.
@@ -186,7 +186,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class BeginsOtherwise(Protocol):
+class HasFirstStep(Protocol):
     """An engine whose first step gathers otherwise than later ones."""
 
     def first_step(self) -> Engine:

@@ -24,7 +24,7 @@ from bridge_memory.releases import (
     FSDP_ROOT_ALONE,
 )
 from bridge_memory.tapes.chain import Concurrent, EngineBytes
-from bridge_memory.workspaces.allocator import block_rest
+from bridge_memory.workspaces.allocator import block_remainder
 
 #: Elements that wait to be reduced, twice the elements gathered ahead, where nobody says otherwise.
 COMMUNICATION_UNIT = 1_000_000_000
@@ -43,7 +43,7 @@ class Flow:
         self.impl = impl
         root = [sharding.whole_weights(b) for b in buckets if not b.unit]
         #: Whole weights outside of units, each a block of the allocator's.
-        self.root_bytes = sum(root) + (0 if impl.expandable_segments else sum(map(block_rest, root)))
+        self.root_bytes = sum(root) + (0 if impl.expandable_segments else sum(map(block_remainder, root)))
         #: Sums over the buckets before each: elements, and bytes that units gather forward and backward.
         self.sizes = [0, *accumulate(b.size for b in buckets)]
         self.bytes = [

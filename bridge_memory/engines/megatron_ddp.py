@@ -15,7 +15,7 @@ from operator import add
 from typing import NamedTuple
 
 from bridge_memory.components import Provenance, Role, State
-from bridge_memory.engines.engine import Line, OfChunks, StageState
+from bridge_memory.engines.engine import Line, PerChunk, StageState
 from bridge_memory.engines.optimizer_states import (
     OptimizerState,
     Over,
@@ -48,8 +48,8 @@ from bridge_memory.tapes.parameters import (
     rounded_bytes_of_others,
     square_scales,
 )
-from bridge_memory.tapes.symbolic import common_multiple, somewhere
-from bridge_memory.workspaces.allocator import block_rest
+from bridge_memory.tapes.symbolic import any_nonzero, common_multiple
+from bridge_memory.workspaces.allocator import block_remainder
 
 #: Elements: end of every bucket, together with the data-parallel size.
 BUCKET_ALIGNMENT = 128
@@ -89,13 +89,13 @@ class MegatronDDP:
         self.forward_depths = self.fp8 and context_of(run).mtp_without_gradients
         self.states = () if self.frozen else optimizer_states(run)
         self.expandable = run.implementation.expandable_segments
-        rests = not (self.expandable or run.peft.freezes)
+        remainders = not (self.expandable or run.peft.freezes)
         offloaded = run.optimizer.optimizer_cpu_offload or self.layer_wise
         #: States that are tensors of their own on the GPU, of which the allocator adds rests.
-        self.rest_states = self.states if rests and not offloaded else ()
-        self.rests = rests
+        self.remainder_states = self.states if remainders and not offloaded else ()
+        self.remainders = remainders
         self.copies_gradients = keeps_fp32_gradient_copies(run)
-        divided = tuple([self.distributed and somewhere(world > 1) for world in self.worlds])
+        divided = tuple([self.distributed and any_nonzero(world > 1) for world in self.worlds])
         self.lines = (
             *_lines(False, adapters, self.fp8, self.frozen, divided[False], "dp x cp", self.states),
             *_lines(True, adapters, self.fp8, self.frozen, divided[True],
@@ -103,29 +103,29 @@ class MegatronDDP:
         )  # fmt: skip
         self.columns, at = _columns(
             precision.fp8_recipe, self.width, self.distributed, self.frozen, self.fp8_parameters and self.distributed,
-            self.states, self.rest_states, self.rests, self.copies_gradients and not self.expandable,
+            self.states, self.remainder_states, self.remainders, self.copies_gradients and not self.expandable,
         )  # fmt: skip
         self._weights_at = at.get((rounded_bytes, self.width), 0)
         self._unmapped_at = at.get((rounded_bytes_of_others, self.width), 0)
-        self._weight_rests_at = at.get((_rest, self.width), 0)
-        self._copies_at = at.get((_rest, 4), 0)
+        self._weight_remainders_at = at.get((_remainder, self.width), 0)
+        self._copies_at = at.get((_remainder, 4), 0)
         #: (of which parameters, bytes an element, share on the GPU, where its rounded bytes are).
         self._of_states = [
             (s.over, s.width, s.on_gpu, at.get((rounded_bytes, s.width), 0)) for s in self.states
         ]
-        self._rests_at = [at[_RESTS[s.over], s.width] for s in self.rest_states]
-        self._chunks: OfChunks[ChunkState] = OfChunks()
+        self._remainders_at = [at[_REMAINDERS[s.over], s.width] for s in self.remainder_states]
+        self._chunks: PerChunk[ChunkState] = PerChunk()
         self.adapters = MegatronDDP(run, adapters=True) if self.frozen else None
 
     def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
         """What a stage of ``chunks`` keeps."""
         amounts = [0] * len(self.lines)
-        parameters = rests = copies = 0
+        parameters = remainders = copies = 0
         # Of later stages and chunks a buffer is one bucket (``DistributedDataParallel.__init__``: disable_bucketing).
         starts = bool(chunks) and _starts_the_model(chunks[0], self.run)
         for found, times in self._counted(chunks, starts):
             parameters += times * found.parameters
-            rests += times * found.rests
+            remainders += times * found.remainders
             copies += times * found.gradient_copies
             amounts = [n + times * more for n, more in zip(amounts, found.amounts, strict=True)]
         lines, whole = self.lines, amounts
@@ -137,8 +137,8 @@ class MegatronDDP:
                     found = self.adapters.chunk(beside, in_buckets=starts and index == 0)
                     of_adapters = list(map(add, of_adapters, found.amounts))
             lines, whole = (*lines, *self.adapters.lines), [*amounts, *of_adapters]
-        kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if somewhere(n))
-        return StageState(parameters, kept, rests, copies, in_step=copies_in_step(self.run, self.states, kept))
+        kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if any_nonzero(n))
+        return StageState(parameters, kept, remainders, copies, in_step=copies_in_step(self.run, self.states, kept))
 
     def _counted(self, chunks: Sequence[Sequence[Unit]], starts: bool) -> Iterator[tuple[ChunkState, int]]:
         """What chunks of a stage keep, and how many of them do."""
@@ -167,7 +167,7 @@ class MegatronDDP:
             buffers = [((False, True), list(map(add, dense, experts)))]
         lines = len(self.lines) // 2
         of_kind = {False: [0] * lines, True: [0] * lines}
-        rests = copies = 0
+        remainders = copies = 0
         for kinds, sums in buffers:
             if not sums[0]:
                 continue
@@ -192,14 +192,14 @@ class MegatronDDP:
                 )
                 whole = [n - m for n, m in zip(whole, of_kind[True], strict=True)]
             of_kind[kinds[0]] = whole
-            if self.rests:
-                rests += self._rests(sums, world)
+            if self.remainders:
+                remainders += self._remainders(sums, world)
             if self.copies_gradients:
                 rest = 0 if self.expandable else sums[self._copies_at]
                 copies += -(-(4 * sums[0] + rest) // (world if self.distributed else 1))
         if self.forward_depths:
             self._without_layouts_of_depths(units, of_kind)
-        return ChunkState(dense[0] + experts[0], of_kind[False] + of_kind[True], rests, copies)
+        return ChunkState(dense[0] + experts[0], of_kind[False] + of_kind[True], remainders, copies)
 
     def _late(self, units: Sequence[Unit]) -> dict[bool, list[int]]:
         """Of dense weights and of experts', those of ``late`` units: elements, tensors, bytes of blocks' scales."""
@@ -325,14 +325,14 @@ class MegatronDDP:
                 nbytes = -(-(padded if n == numel else n) // (world if self.sharded else 1)) * width
             yield nbytes if on_gpu == 1.0 else round(nbytes * on_gpu)
 
-    def _rests(self, sums: Sequence[int], world: int) -> int:
-        """``block_rest`` of everything that stays: parameters, gradient buffers, optimizer states. Nothing with
+    def _remainders(self, sums: Sequence[int], world: int) -> int:
+        """``block_remainder`` of everything that stays: parameters, gradient buffers, optimizer states. Nothing with
         expandable segments, which split exactly."""
         numel = sums[0]
-        total = block_rest(numel * self.gradient_width)
-        total += block_rest(numel * self.width) if self.distributed else sums[self._weight_rests_at]
+        total = block_remainder(numel * self.gradient_width)
+        total += block_remainder(numel * self.width) if self.distributed else sums[self._weight_remainders_at]
         shards = world if self.distributed else 1
-        return total + sum([sums[at] // shards for at in self._rests_at])
+        return total + sum([sums[at] // shards for at in self._remainders_at])
 
 
 @lru_cache(maxsize=256)
@@ -356,13 +356,13 @@ def _lines(
 @lru_cache(maxsize=256)
 def _columns(
     recipe: str, width: int, distributed: bool, frozen: bool, others: bool, states: tuple[OptimizerState, ...],
-    rest_states: tuple[OptimizerState, ...], rests: bool, copies: bool,
+    remainder_states: tuple[OptimizerState, ...], remainders: bool, copies: bool,
 ) -> tuple[tuple[Column, ...], dict[Column, int]]:  # fmt: skip
     """What is summed over parameters, and where each sum is.
 
     ``width``: bytes of a parameter. ``others``: parameters that are no fp8 tensors have a buffer of their own;
-    ``rest_states``: of these the allocator adds rests, where there are ``rests``; ``copies``: gradients have some in
-    fp32.
+    ``remainder_states``: of these the allocator adds rests, where there are ``remainders``; ``copies``: gradients have
+    some in fp32.
     """
     columns: list[Column] = [
         (elements, 0), (aligned_elements, PARAM_ALIGNMENT), (gemm_elements, 0), (matrix_elements, 0),
@@ -374,11 +374,11 @@ def _columns(
         columns.append((rounded_bytes_of_others, width))
     if not distributed:
         columns += [(rounded_bytes, state.width) for state in states]
-    if rests and not distributed:
-        columns.append((_rest, width))
-    columns += [(_RESTS[state.over], state.width) for state in rest_states]
+    if remainders and not distributed:
+        columns.append((_remainder, width))
+    columns += [(_REMAINDERS[state.over], state.width) for state in remainder_states]
     if copies:
-        columns.append((_rest, 4))
+        columns.append((_remainder, 4))
     distinct = tuple(dict.fromkeys(columns))
     return distinct, {column: i for i, column in enumerate(distinct)}
 
@@ -390,7 +390,7 @@ class ChunkState(NamedTuple):
     #: In the order of the ledger's lines.
     amounts: list[int]
     #: What the allocator adds.
-    rests: int
+    remainders: int
     #: fp32 copies of the gradients that this rank's optimizer updates, one tensor a parameter.
     gradient_copies: int
 
@@ -587,19 +587,19 @@ def _has_column_wise_copies(precision: PrecisionSpec, gpu_arch: str) -> bool:
     return not (gpu_arch == "blackwell" and precision.recipe in ("delayed", "tensorwise"))
 
 
-def _rest(parameter: Parameter, width: int) -> int:
-    return block_rest(parameter.numel * width)
+def _remainder(parameter: Parameter, width: int) -> int:
+    return block_remainder(parameter.numel * width)
 
 
-def _rest_of_matrix(parameter: Parameter, width: int) -> int:
-    return _rest(parameter, width) if parameter.is_matrix else 0
+def _remainder_of_matrix(parameter: Parameter, width: int) -> int:
+    return _remainder(parameter, width) if parameter.is_matrix else 0
 
 
-def _rest_of_others(parameter: Parameter, width: int) -> int:
-    return 0 if parameter.is_matrix else _rest(parameter, width)
+def _remainder_of_others(parameter: Parameter, width: int) -> int:
+    return 0 if parameter.is_matrix else _remainder(parameter, width)
 
 
-_RESTS = {Over.ALL: _rest, Over.MATRICES: _rest_of_matrix, Over.REST: _rest_of_others}
+_REMAINDERS = {Over.ALL: _remainder, Over.MATRICES: _remainder_of_matrix, Over.REST: _remainder_of_others}
 
 
 ENGINE = MegatronDDP

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bridge_memory.components import Provenance, Role, State
-from bridge_memory.engines.engine import Line, OfChunks, StageState
+from bridge_memory.engines.engine import Line, PerChunk, StageState
 from bridge_memory.engines.fsdp_buckets import Bucket, Sharding, places_of
 from bridge_memory.engines.fsdp_flow import Flow
 from bridge_memory.engines.megatron_ddp import bucket_elements, fp8_copies
@@ -36,7 +36,7 @@ from bridge_memory.releases import FSDP_MAIN_DTYPES
 from bridge_memory.spec import RunSpec
 from bridge_memory.tapes.chain import EngineBytes
 from bridge_memory.tapes.parameters import Column, gemm_elements, rounded_bytes
-from bridge_memory.workspaces.allocator import block_rest
+from bridge_memory.workspaces.allocator import block_remainder
 
 
 class ChunkState(NamedTuple):
@@ -52,7 +52,7 @@ class ChunkState(NamedTuple):
     #: Buffers of units that stay; all chunks share them.
     pools: int
     #: What the allocator adds to buffers.
-    rests: int
+    remainders: int
     concurrent: EngineBytes
 
 
@@ -69,7 +69,7 @@ class MegatronFSDP:
         self.lines = tuple(
             line for adapters in (False, True) for experts in (False, True) for line in self._lines(experts, adapters)
         )
-        self._chunks: OfChunks[ChunkState] = OfChunks()
+        self._chunks: PerChunk[ChunkState] = PerChunk()
 
     def _lines(self, experts: bool, adapters: bool) -> Iterator[Line]:
         whole = "etp x ep" if experts else "tp"
@@ -92,7 +92,7 @@ class MegatronFSDP:
             parameters=sum(chunk.parameters for chunk in found),
             amounts=kept,
             in_step=copies_in_step(self.run, self.states, kept),
-            rests=sum(chunk.rests for chunk in found),
+            remainders=sum(chunk.remainders for chunk in found),
             gradient_copies=sum(chunk.gradient_copies for chunk in found),
             pools=max((chunk.pools for chunk in found), default=0),
             gathered=sum(chunk.gathered for chunk in found),
@@ -116,7 +116,7 @@ class MegatronFSDP:
         flow = Flow(sharding, buckets, units, places, limit)
         return ChunkState(
             sum(b.numel for b in buckets), tuple(amounts), flow.root_bytes, flow.between_steps(), copies,
-            flow.pools, self._rests([*buckets, *adapters]), flow.engine_bytes(),
+            flow.pools, self._remainders([*buckets, *adapters]), flow.engine_bytes(),
         )
 
     def _amounts(self, buckets: Sequence[Bucket], units: Sequence[Unit], adapters: bool) -> Iterator[int]:
@@ -143,7 +143,7 @@ class MegatronFSDP:
                 nbytes = elements * state.width
                 yield nbytes if state.on_gpu == 1.0 else round(nbytes * state.on_gpu)
 
-    def _rests(self, buckets: Sequence[Bucket]) -> int:
+    def _remainders(self, buckets: Sequence[Bucket]) -> int:
         """What the allocator adds to buffers: a bucket's weights and main parameters are tensors of their own, the
         gradients of all one (``_init_each_parameter_group_buffers``: ``buffer_all_in_one``). Optimizer states,
         which are pieces of parameters, are left out."""
@@ -153,11 +153,11 @@ class MegatronFSDP:
         main = sum(s.width for s in self.states if s.state is State.MAIN_PARAMETERS)
         total = gradients = 0
         for b in buckets:
-            total += block_rest(sharding.weight_bytes(b) // sharding.ranks("params", b.experts))
+            total += block_remainder(sharding.weight_bytes(b) // sharding.ranks("params", b.experts))
             if not b.frozen:
-                total += block_rest(b.size // sharding.ranks("optim", b.experts) * main)
+                total += block_remainder(b.size // sharding.ranks("optim", b.experts) * main)
                 gradients += b.size // sharding.ranks("grads", b.experts) * sharding.gradient_width
-        return total + block_rest(gradients)
+        return total + block_remainder(gradients)
 
     def _fp8_copies(self, buckets: Sequence[Bucket], units: Sequence[Unit], experts: bool) -> int:
         """fp8 data beside the weights that stays: what Transformer Engine caches of weights in bf16, and the

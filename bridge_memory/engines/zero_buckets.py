@@ -154,10 +154,10 @@ class Reductions:
         self.found.append(Reduction(place, trigger, found))
         for g, own in zip(self.bucket, mine, strict=True):
             if not self.contiguous or g.numel > self.limit:
-                self._let_go(self._bytes(g), own=own)
+                self._after_reduction(self._bytes(g), own=own)
         self.bucket, self.elements = [], 0
 
-    def _let_go(self, nbytes: int, *, own: bool) -> None:
+    def _after_reduction(self, nbytes: int, *, own: bool) -> None:
         """What becomes of a gradient in a tensor of its own once it is reduced."""
         if own and self.contiguous and (not self.widths.compact or not self.partitioned):
             freed = True  # moved into this rank's buffer, or added to it and cleared
