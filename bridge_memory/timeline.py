@@ -44,11 +44,11 @@ class Step(NamedTuple):
 
 class Chunk(NamedTuple):
     """One virtual stage: its links, the bytes that one microbatch saves in all of them, and the bytes that other
-    virtual stages carry over from earlier backward passes (``beside``)."""
+    virtual stages carry over from earlier backward passes."""
 
     steps: tuple[Step, ...]
     saved: int
-    beside: int
+    carried_over: int
 
 
 class Pass(NamedTuple):
@@ -122,18 +122,18 @@ class Timeline:
                 counted = alive - min(saved[one.chunk], saved[one.forward_chunk])
                 yield point(number, 0, counted, held, alive - both + one.peak - counted + self.always)
                 continue
-            others, beside = alive - chunk.saved, chunk.beside + self.always
+            others, more = alive - chunk.saved, chunk.carried_over + self.always
             backward = one.phase == "backward"
             if backward:
-                yield point(number, -1, alive, held, beside)
+                yield point(number, -1, alive, held, more)
             order = range(len(chunk.steps))
             for i in reversed(order) if backward else order:
                 step = chunk.steps[i]
                 kept = step.before + step.keeps
                 high = step.backward if backward else step.forward
-                yield point(number, i, others + kept, held, high - kept + beside)
+                yield point(number, i, others + kept, held, high - kept + more)
             if not backward:
-                yield point(number, -1, alive, held, beside)
+                yield point(number, -1, alive, held, more)
         end = len(self.passes)
         yield Point(end, -1, 0, 0, 0, 0, floor)
         yield Point(end, 0, 0, 0, self.in_step, self.carried_over, floor + self.carried_over + self.in_step)

@@ -58,18 +58,18 @@ class DDP:
                 own = [k.gradients for k in held]
                 waiting = sum(own)
             held = [k._replace(gradients=0) for k in held]
-        beside = made_gradients(run, model, [k.gradients for k in held])
+        by_place = made_gradients(run, model, [k.gradients for k in held])
         if waiting and run.num_microbatches == 2:
             # The last microbatch's backward frees each once it is in its bucket.
             freed = made_before(model, own)
-            beside = [Concurrent(0, -n, -n, freed=n) for n in freed]
+            by_place = [Concurrent(0, -n, -n, freed=n) for n in freed]
         step, name = in_step(run, held)
         amounts = amounts_of(run, held, fresh=not stays, shard_name="")
         buckets = Line(Role.GRADIENTS, State.GRADIENTS, "gradient buckets", False, adapters=run.peft.freezes)
         amounts.insert(2, (buckets, sum(rounded(n) for n in bucket_bytes(run, model, trained_width(run, self.width)))))
         return StageState(
             model.numel, tuple((line, n) for line, n in amounts if n), in_step=step, step_name=name,
-            accumulated=waiting, concurrent=(model.engine_bytes(beside),),
+            accumulated=waiting, concurrent=(model.engine_bytes(by_place),),
             building=sum(n for line, n in amounts if line.lifetime is Lifetime.MODEL and not line.zeroed), saving=0,
         )
 

@@ -198,14 +198,14 @@ class Places(NamedTuple):
     mtp: range
     loss: int
 
-    def engine_bytes(self, beside: Sequence[Concurrent]) -> EngineBytes:
+    def engine_bytes(self, by_place: Sequence[Concurrent]) -> EngineBytes:
         """``EngineBytes`` from bytes at every place."""
         return EngineBytes(
-            layers=tuple(beside[place] for place in self.layers),
-            embedding=beside[0],
-            final_norm=beside[self.norm],
-            mtp=most([beside[place] for place in self.mtp] or [NOTHING]),
-            loss=beside[self.loss],
+            layers=tuple(by_place[place] for place in self.layers),
+            embedding=by_place[0],
+            final_norm=by_place[self.norm],
+            mtp=most([by_place[place] for place in self.mtp] or [NOTHING]),
+            loss=by_place[self.loss],
         )
 
 

@@ -143,11 +143,11 @@ class Flow:
     def engine_bytes(self) -> EngineBytes:
         """Bytes during each link of the chunk."""
         forward, backward = self.gathered(backward=False), self.gathered(backward=True)
-        beside = [
+        by_place = [
             Concurrent(f, b + made.backward, b + made.backward_at_end, made.least_backward and b + made.least_backward)
             for f, b, made in zip(forward, backward, self.gradients(), strict=True)
         ]
-        return self.places.engine_bytes(beside)
+        return self.places.engine_bytes(by_place)
 
     # ---- weights ----
 
@@ -180,10 +180,10 @@ class Flow:
             low, high = self._window(*own, backward=backward)
             found[place] = sums[high] - sums[low]
         for place in (self.places.norm, self.places.loss, *(() if backward else (0,))):
-            found[place] = self._beside_root(backward)
+            found[place] = self._ahead_of_root(backward)
         return found
 
-    def _beside_root(self, backward: bool) -> int:
+    def _ahead_of_root(self, backward: bool) -> int:
         """Bytes of units' gathered weights while modules outside of units run. Hooks of these modules gather the next
         units too, except in releases in which the first backward pass disables that. The oldest releases free all
         weights when backward begins."""

@@ -133,9 +133,9 @@ class MegatronDDP:
         if self.adapters is not None:
             of_adapters = [0] * len(self.adapters.lines)
             for index, units in enumerate(chunks):
-                beside = adapter_units(self.run, units)
-                if beside:
-                    found = self.adapters.chunk(beside, in_buckets=starts and index == 0)
+                of_chunk = adapter_units(self.run, units)
+                if of_chunk:
+                    found = self.adapters.chunk(of_chunk, in_buckets=starts and index == 0)
                     of_adapters = list(map(add, of_adapters, found.amounts))
             lines, whole = (*lines, *self.adapters.lines), [*amounts, *of_adapters]
         kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if any_nonzero(n))
@@ -196,8 +196,8 @@ class MegatronDDP:
             if self.remainders:
                 remainders += self._remainders(sums, world)
             if self.copies_gradients:
-                rest = 0 if self.expandable else sums[self._copies_at]
-                copies += -(-(4 * sums[0] + rest) // (world if self.distributed else 1))
+                remainder = 0 if self.expandable else sums[self._copies_at]
+                copies += -(-(4 * sums[0] + remainder) // (world if self.distributed else 1))
         if self.forward_depths:
             self._without_layouts_of_depths(units, of_kind)
         return ChunkState(dense[0] + experts[0], of_kind[False] + of_kind[True], remainders, copies)

@@ -35,11 +35,11 @@ def adapter_units(run: RunSpec, units: Sequence[Unit]) -> list[Unit]:
     for unit in units:
         kind = id(unit.parameters), unit.prefix
         if kind not in made:
-            made[kind] = ParameterList(list(_beside(unit, make)))
+            made[kind] = ParameterList(list(_adapters_of(unit, make)))
     return [unit._replace(parameters=made[id(unit.parameters), unit.prefix]) for unit in units]
 
 
-def _beside(unit: Unit, make: Callable[[Sequence[Parameter]], list[Parameter]]) -> Iterator[Repeated]:
+def _adapters_of(unit: Unit, make: Callable[[Sequence[Parameter]], list[Parameter]]) -> Iterator[Repeated]:
     """The adapters of one block, with how often each exists."""
     for parameters, times in unit.parameters.rows:
         adapters = make([p.numbered(0).under(unit.prefix) for p in parameters])

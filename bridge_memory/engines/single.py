@@ -44,12 +44,12 @@ class Single:
         held = kept_of(run, model, self.width)
         if run.transformers.optimizer_in_bwd:
             return self._stepping_in_backward(model, held)
-        beside = made_gradients(run, model, [k.gradients for k in held])
+        by_place = made_gradients(run, model, [k.gradients for k in held])
         step, name = in_step(run, held)
         amounts = amounts_of(run, held, fresh=not accumulates(run), shard_name="")
         return StageState(
             model.numel, tuple((line, n) for line, n in amounts if n), in_step=step, step_name=name,
-            concurrent=(model.engine_bytes(beside),), building=sum(k.weights for k in held), saving=0,
+            concurrent=(model.engine_bytes(by_place),), building=sum(k.weights for k in held), saving=0,
             host=offloaded_activations(run, model),
         )
 
@@ -58,15 +58,15 @@ class Single:
         accumulate_grad.cpp``, torchtune ``training/memory.py: register_optim_in_bwd_hooks``). Counted are the largest
         gradient, or all of a compiled layer's, and the temporaries of one step."""
         run = self.run
-        beside = [Concurrent()] * model.number
+        by_place = [Concurrent()] * model.number
         for module, kept in zip(model.modules, held, strict=True):
             largest = trained_width(run, self.width) * kept.largest
-            there = kept.gradients if run.layers_compiled else largest
-            beside[module.place] = Concurrent(least_backward=there + step_of_largest(run, kept))
+            gradients = kept.gradients if run.layers_compiled else largest
+            by_place[module.place] = Concurrent(least_backward=gradients + step_of_largest(run, kept))
         without = [kept._replace(gradients=0) for kept in held]
         amounts = amounts_of(run, without, fresh=True, shard_name="")
         return StageState(
-            model.numel, tuple((line, n) for line, n in amounts if n), concurrent=(model.engine_bytes(beside),),
+            model.numel, tuple((line, n) for line, n in amounts if n), concurrent=(model.engine_bytes(by_place),),
             building=sum(k.weights for k in held), saving=0, host=offloaded_activations(run, model),
         )
 

@@ -52,8 +52,8 @@ class Model(NamedTuple):
     #: Elements of all parameters.
     numel: int
 
-    def engine_bytes(self, beside: Sequence[Concurrent]) -> EngineBytes:
-        return self.places.engine_bytes(beside)
+    def engine_bytes(self, by_place: Sequence[Concurrent]) -> EngineBytes:
+        return self.places.engine_bytes(by_place)
 
     @property
     def number(self) -> int:
@@ -67,17 +67,17 @@ def model_of(run: RunSpec, units: Sequence[Unit]) -> Model:
     places = places_of(units)
     adapters: list[ParameterList | None] = [None] * len(units)
     if run.peft.freezes:
-        beside = adapter_units(run, units)
-        if len(beside) == len(units):
-            adapters = [unit.parameters for unit in beside]
-        elif beside:
+        found = adapter_units(run, units)
+        if len(found) == len(units):
+            adapters = [unit.parameters for unit in found]
+        elif found:
             first = next((i for i, unit in enumerate(units) if unit.label is Label.LAYER), 0)
-            adapters[first] = beside[0].parameters
+            adapters[first] = found[0].parameters
     modules = []
-    for unit, place, beside_it in zip(units, places.first, adapters, strict=True):
+    for unit, place, of_unit in zip(units, places.first, adapters, strict=True):
         for position in range(place, place + unit.times):
             if run.peft.freezes:
-                modules.append(Module(position, unit.label, beside_it or _NONE, unit.parameters, unit.prefix))
+                modules.append(Module(position, unit.label, of_unit or _NONE, unit.parameters, unit.prefix))
             else:
                 modules.append(Module(position, unit.label, unit.parameters, _NONE))
     return Model(places, tuple(modules), sum(unit.times * unit.parameters.numel for unit in units))

@@ -107,7 +107,7 @@ class ZeRO3:
         step, name = self._step(groups, max(trained, default=0))
         return StageState(
             model.numel, tuple((line, n) for line, n in gpu if n), in_step=step, step_name=name,
-            concurrent=(model.engine_bytes(self._beside(model, weights, live)),), host=tuple(host),
+            concurrent=(model.engine_bytes(self._concurrent(model, weights, live)),), host=tuple(host),
             building=self._building(weights, groups, kept), saving=self._gathered(weights),
         )
 
@@ -220,7 +220,7 @@ class ZeRO3:
 
     # ---- what moves ----
 
-    def _beside(self, model: Model, weights: Sequence[Weight], live: Live) -> list[Concurrent]:
+    def _concurrent(self, model: Model, weights: Sequence[Weight], live: Live) -> list[Concurrent]:
         """Gathered parameters, the buffers from which they are copied, and buffers in which gradients are reduced."""
         forward, backward, last_running, between, left = live
         copies, last = self._reductions(model, weights)
@@ -345,8 +345,8 @@ class ZeRO3:
         if most == norm:
             return most, "the largest gradient in fp64, for the norm"
         name = "fp32 gradients" if self.main_width == 4 else "bf16 gradients"
-        beside = "" if most == flattened else " and the optimizer's temporaries"
-        return most, f"{name}{beside} of a sub-group"
+        temporary = "" if most == flattened else " and the optimizer's temporaries"
+        return most, f"{name}{temporary} of a sub-group"
 
 
 def in_order(block: Module) -> Iterator[tuple[tuple[Parameter, ...], bool]]:
@@ -361,13 +361,13 @@ def in_order(block: Module) -> Iterator[tuple[tuple[Parameter, ...], bool]]:
         of_module: dict[str, list[Parameter]] = {}
         for p in parameters:
             of_module.setdefault(p.name.rpartition(".")[0], []).append(p)
-        beside = {path: p.numbered(0).under(block.prefix).name.rpartition(".")[0]
+        linears = {path: p.numbered(0).under(block.prefix).name.rpartition(".")[0]
                   for path, (p, *_) in of_module.items()}  # fmt: skip
         for _ in range(times):
             for path, held in of_module.items():
                 yield tuple(held), not block.frozen.rows
-                met.add(beside[path])
-                for adapter in adapters.get(beside[path], ()):
+                met.add(linears[path])
+                for adapter in adapters.get(linears[path], ()):
                     yield (adapter,), True
     for path, others in adapters.items():
         if path not in met:  # adapters whose targets are full names

@@ -93,7 +93,7 @@ class ZeRO12:
             host = self._host(flat, kept)
             kept = [(line, n) for line, n in kept if line.role is Role.WEIGHTS]
             gradients = 0
-        beside = self._beside(model, flat, gradients, whole, many=many)
+        by_place = self._concurrent(model, flat, gradients, whole, many=many)
         step, name = self._step(flat, gradients, self._left_to_step(model, flat))
         largest = max((p.numel for m in model.modules for p, _ in m.trained_parameters()), default=0)
         if self.offloads:
@@ -103,7 +103,7 @@ class ZeRO12:
         return StageState(
             model.numel, tuple((line, n) for line, n in kept if n), in_step=step, step_name=name,
             accumulated=whole if many and not self.of_bf16_optimizer else 0,
-            concurrent=(model.engine_bytes(beside),), host=tuple(host), building=self._building(flat), saving=0,
+            concurrent=(model.engine_bytes(by_place),), host=tuple(host), building=self._building(flat), saving=0,
         )
 
     def _building(self, flat: Flat) -> int | None:
@@ -176,7 +176,7 @@ class ZeRO12:
 
     # ---- what moves ----
 
-    def _beside(
+    def _concurrent(
         self, model: Model, flat: Flat, gradients: int, whole: int, *, many: bool
     ) -> list[Concurrent]:  # fmt: skip
         """Buckets and gradients at every place."""

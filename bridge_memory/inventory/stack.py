@@ -192,7 +192,7 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
     if shape.embedding or shape.num_depths:
         parameters = embedding_block(model, ctx).parameters
         if shape.embedding and model.encoders and ctx.torch_layers is None:
-            parameters = _beside_encoders(parameters, model, ctx)
+            parameters = _with_encoders(parameters, model, ctx)
         units.append(Unit(Label.EMBEDDING, "", parameters))
     for kind, count in shape.layers:
         units.append(Unit(Label.LAYER, prefix, layer_block(kind, ctx).parameters, count, kind))
@@ -210,7 +210,7 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
     return units
 
 
-def _beside_encoders(embedding: ParameterList, model: ModelSpec, ctx: BlockContext) -> ParameterList:
+def _with_encoders(embedding: ParameterList, model: ModelSpec, ctx: BlockContext) -> ParameterList:
     """The embedding's parameters and those of modality encoders, one parameter for each encoder: they are on the first
     stage, as the embedding is, and are not quantized (Megatron Bridge ``models/*_vl/modeling_*.py``: pre_process)."""
     key = ("encoders", embedding, model.encoders)

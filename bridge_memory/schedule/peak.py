@@ -183,7 +183,7 @@ class _Interleaved:
         self.pp, self.v, self.group, self.m = pp, v, group, m
         self.extra, self.overlap_p2p = extra, overlap_p2p
         self.first, self.last = rank == 0, rank == pp - 1
-        whole, self.rest = divmod(m, group)
+        whole, self.remainder = divmod(m, group)
         self.span = group * v
         self.whole = whole * group * v  # passes in whole groups
         self.whole_microbatches = whole * group
@@ -205,7 +205,7 @@ class _Interleaved:
             before = groups * size
         else:
             x -= self.whole
-            before, size = self.whole_microbatches, self.rest
+            before, size = self.whole_microbatches, self.remainder
         x -= chunk * size
         return before if x <= 0 else before + size if x >= size else before + x
 
@@ -213,7 +213,7 @@ class _Interleaved:
         """The chunk of forward pass x."""
         if x < self.whole:
             return x % (self.group * self.v) // self.group
-        return (x - self.whole) // self.rest
+        return (x - self.whole) // self.remainder
 
     def counts(self, x: int) -> tuple[int, ...]:
         """``done(x, chunk)`` of every chunk."""
@@ -223,7 +223,7 @@ class _Interleaved:
                 groups, i = divmod(x, self.group * self.v)
                 begun, size = groups * self.group, self.group
             else:
-                begun, size, i = self.whole_microbatches, self.rest, x - self.whole
+                begun, size, i = self.whole_microbatches, self.remainder, x - self.whole
             full, part = divmod(i, size)
             known = (begun + size,) * full
             if full < self.v:
@@ -235,12 +235,12 @@ class _Interleaved:
         """How many microbatches are alive, by kind of chunk."""
         if self.kinds == self.v:
             return tuple(map(sub, self.counts(forwards), self.counts(backwards)[::-1]))
-        out, rest = [0] * self.kinds, forwards - backwards
+        out, remainder = [0] * self.kinds, forwards - backwards
         for chunk, kind in self.others:
             n = self.done(forwards, chunk) - self.done(backwards, self.v - 1 - chunk)
             out[kind] += n
-            rest -= n
-        out[self.most] = rest
+            remainder -= n
+        out[self.most] = remainder
         return tuple(out)
 
     def waiting(self, received: int, used: int) -> int:
@@ -274,12 +274,12 @@ class _Interleaved:
         if microbatch < self.whole_microbatches:
             groups, i = divmod(microbatch, self.group)
             return (groups * self.v + chunk) * self.group + i
-        return self.whole + chunk * self.rest + microbatch - self.whole_microbatches
+        return self.whole + chunk * self.remainder + microbatch - self.whole_microbatches
 
     def _microbatch(self, x: int) -> int:
         if x < self.whole:
             return x // (self.group * self.v) * self.group + x % self.group
-        return self.whole_microbatches + (x - self.whole) % self.rest
+        return self.whole_microbatches + (x - self.whole) % self.remainder
 
     def _kept(self) -> tuple[list[int], list[int]]:
         """(backward passes after which a variable keeps an input and its gradient, those for an output gradient)."""
@@ -345,7 +345,7 @@ class _Interleaved:
         span = self.group * self.v
         steady = self.total - self.warmup
         turns = {c * self.group + g for g in range(0, self.whole, span) for c in self._turns()}
-        turns |= {self.whole + c * self.rest for c in range(self.v + 1)}
+        turns |= {self.whole + c * self.remainder for c in range(self.v + 1)}
         if self.group > self.pp:
             turns |= {t + self.pp - 1 for t in turns}
         ends = {t + d for t in turns for d in (-1, 0, 1)}

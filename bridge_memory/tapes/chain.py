@@ -96,17 +96,17 @@ class Link(NamedTuple):
 
     def with_engine(self, held: Concurrent, at_end: int) -> Link:
         """The same link while a data-parallel engine holds ``held``. ``at_end``: result of the method of that name."""
-        beside, least = held.backward_at_end, held.least_backward
+        concurrent, least = held.backward_at_end, held.least_backward
         least += self.waiting if least else 0
         if at_end:
-            beside, least = held.backward, at_end + max(beside, least)
+            concurrent, least = held.backward, at_end + max(concurrent, least)
         if held.entering_backward:
             least = max(least, self.retained + self.waiting + held.entering_backward)
-        freed = held.freed_at_least if least > self.backward_peak + beside else held.freed
+        freed = held.freed_at_least if least > self.backward_peak + concurrent else held.freed
         return self._replace(
             forward_peak=max(self.forward_peak + held.forward, held.least_forward),
-            backward_peak=max(self.backward_peak + beside, least),
-            backward_peak_held=max(self.backward_peak_held + beside, least),
+            backward_peak=max(self.backward_peak + concurrent, least),
+            backward_peak_held=max(self.backward_peak_held + concurrent, least),
             routed_peak=self.routed_peak + held.forward if self.routed_peak else 0,
             gradients=held.gradients,
             freed=freed,

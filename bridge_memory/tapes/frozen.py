@@ -53,7 +53,7 @@ def column_linear(
             workspace=r.fp8_bytes(entering) if r.fp8 and sp else 0,
             backward_workspace=backward + shard + (whole if sp else 0), label=label,
         )
-        return _beside_column(r, name, source, out, ctx.tokens, in_features, out_features)
+        return _add_column_adapter(r, name, source, out, ctx.tokens, in_features, out_features)
     if sp and not ctx.te:
         gathered = tape.make(f"{name} gathered input", x, whole)
         out = tape.make(label, gathered, out_bytes)
@@ -67,7 +67,7 @@ def column_linear(
         return out
     if sp:
         x = tape.make(f"{name}.adapter gathered input", x, whole)
-    return _beside_column(r, name, x, out, ctx.tokens, in_features, out_features)
+    return _add_column_adapter(r, name, x, out, ctx.tokens, in_features, out_features)
 
 
 def row_linear(r: Recorder, name: str, x: Tensor, in_features: Any, out_features: Any, *, label: str) -> Tensor:
@@ -86,7 +86,7 @@ def row_linear(r: Recorder, name: str, x: Tensor, in_features: Any, out_features
         )
     if not r.adapts(name):
         return out
-    return _beside_row(r, name, x, out, ctx.tokens, in_features, out_features, scattered=ctx.sp)
+    return _add_row_adapter(r, name, x, out, ctx.tokens, in_features, out_features, scattered=ctx.sp)
 
 
 def plain_linear(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any, out_features: Any) -> Tensor:
@@ -99,7 +99,7 @@ def plain_linear(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any,
     )
     if not r.adapts(name):
         return out
-    return _sum(r, name, x, out, _beside_whole(r, name, x, rows, in_features, out_features))
+    return _sum(r, name, x, out, _replicated_adapter(r, name, x, rows, in_features, out_features))
 
 
 def router_logits(r: Recorder, x: Tensor, logits: Tensor, rows: Any, experts: Any) -> Tensor:
@@ -107,7 +107,7 @@ def router_logits(r: Recorder, x: Tensor, logits: Tensor, rows: Any, experts: An
     name, tape = "mlp.router", r.tape
     if not r.adapts(name):
         return logits
-    wide = _beside_whole(r, name, x, rows, r.ctx.hidden_size, experts)
+    wide = _replicated_adapter(r, name, x, rows, r.ctx.hidden_size, experts)
     scaled = tape.make(f"{name}.adapter output scaled", wide, rows * experts * r.ctx.act)
     term = scaled
     if r.ctx.impl.moe_router_dtype not in (None, r.ctx.params_dtype):
@@ -129,14 +129,14 @@ def expert_linear(
     if not r.adapts(name):
         return out
     if row:
-        return _beside_row(r, name, x, out, rows, in_features, out_features, scattered=False, experts=True)
-    return _beside_column(r, name, x, out, rows, in_features, out_features, experts=True)
+        return _add_row_adapter(r, name, x, out, rows, in_features, out_features, scattered=False, experts=True)
+    return _add_column_adapter(r, name, x, out, rows, in_features, out_features, experts=True)
 
 
 # ---- adapters ----
 
 
-def _beside_column(
+def _add_column_adapter(
     r: Recorder, name: str, x: Tensor, out: Tensor, rows: Any, in_features: Any, out_features: Any, *,
     experts: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -144,7 +144,7 @@ def _beside_column(
     return _sum(r, name, x, out, _linear_out(r, name, low, rows, out_features))
 
 
-def _beside_row(
+def _add_row_adapter(
     r: Recorder, name: str, x: Tensor, out: Tensor, rows: Any, in_features: Any, out_features: Any, *,
     scattered: bool, experts: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -163,7 +163,7 @@ def _beside_row(
     return _sum(r, name, x, out, wide)
 
 
-def _beside_whole(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any, out_features: Any) -> Tensor:
+def _replicated_adapter(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any, out_features: Any) -> Tensor:
     """The adapter of a replicated weight: its output is sharded and then gathered."""
     ctx = r.ctx
     local = divide_features(name, out_features, ctx.tp, experts=False)

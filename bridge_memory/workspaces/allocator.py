@@ -20,5 +20,5 @@ def block_remainder(nbytes: int) -> int:
     nbytes = pad(nbytes, ALLOCATION_UNIT)
     own = nbytes >= 10 * MIB
     tensors = chosen(own, 1, 20 * MIB // largest(1, nbytes))
-    rest = chosen(own, -nbytes % (2 * MIB), 20 * MIB - tensors * nbytes)
-    return chosen((nbytes > MIB) & (rest <= MIB), rest // largest(1, tensors), 0)
+    remainder = chosen(own, -nbytes % (2 * MIB), 20 * MIB - tensors * nbytes)
+    return chosen((nbytes > MIB) & (remainder <= MIB), remainder // largest(1, tensors), 0)

@@ -135,8 +135,8 @@ class CachingAllocator:
             block = self._fresh(pool, size)
         if block is None:
             raise DeviceFull(f"{size} bytes more than {self.reserved} do not fit {self.capacity}")
-        rest = block.size - size
-        if rest >= BLOCK if small or self.expandable else rest > SMALL:
+        remainder = block.size - size
+        if remainder >= BLOCK if small or self.expandable else remainder > SMALL:
             block = self._split(block, size)
         block.allocated = True
         self._blocks[tensor] = block
@@ -168,12 +168,12 @@ class CachingAllocator:
 
     def _split(self, block: _Block, size: int) -> _Block:
         """The first ``size`` bytes of a block; the remainder goes to its pool."""
-        rest = block
-        first = _Block(block.pool, block.address, size, prev=block.prev, next=rest)
+        remainder = block
+        first = _Block(block.pool, block.address, size, prev=block.prev, next=remainder)
         if first.prev is not None:
             first.prev.next = first
-        rest.prev, rest.address, rest.size = first, rest.address + size, rest.size - size
-        rest.pool.add(rest)
+        remainder.prev, remainder.address, remainder.size = first, remainder.address + size, remainder.size - size
+        remainder.pool.add(remainder)
         return first
 
     def _merge(self, block: _Block) -> None:
@@ -258,11 +258,11 @@ class CachingAllocator:
             return False
         pool.drop(block)
         if nbytes < block.size:
-            rest = _Block(pool, block.address + nbytes, block.size - nbytes, False, prev=block, next=block.next)
-            if rest.next is not None:
-                rest.next.prev = rest
-            block.next, block.size = rest, nbytes
-            pool.add(rest)
+            remainder = _Block(pool, block.address + nbytes, block.size - nbytes, False, prev=block, next=block.next)
+            if remainder.next is not None:
+                remainder.next.prev = remainder
+            block.next, block.size = remainder, nbytes
+            pool.add(remainder)
         block.mapped = True
         self._merge(block)
         pool.add(block)

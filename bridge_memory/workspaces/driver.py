@@ -113,7 +113,7 @@ DEEPEP_WORKSPACE = 32 << 20
 NVSHMEM_GRANULARITY = 1 << 29
 #: Bytes per token in addition to its row: up to 128 expert indices in int64 and their weights in fp32, 128 fp32 scales,
 #: and where it came from (``csrc/config.hpp: kNumMaxTopK, kNumMaxScales``; ``internode.cu: SourceMeta``).
-_DEEPEP_BESIDE = 128 * 8 + 128 * 4 + 128 * 4 + 8
+_DEEPEP_METADATA = 128 * 8 + 128 * 4 + 128 * 4 + 8
 
 
 def deepep_bytes(row: int, n: int, sms: int = DEEPEP_SMS) -> int | None:
@@ -127,7 +127,7 @@ def deepep_bytes(row: int, n: int, sms: int = DEEPEP_SMS) -> int | None:
         return None
     over_nvlink, over_rdma = DEEPEP_TOKENS[n]
     channels, peers, nodes = sms // 2, min(n, DEEPEP_PEERS), max(1, n // DEEPEP_PEERS)
-    each = row + _DEEPEP_BESIDE
+    each = row + _DEEPEP_METADATA
     nvlink = channels * peers * ((2 * nodes + 3) * 4 + over_nvlink * each)
     nbytes = _up(nvlink, 128) + DEEPEP_WORKSPACE
     if nodes > 1:

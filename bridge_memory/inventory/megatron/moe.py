@@ -343,8 +343,8 @@ def held_order_bytes(ctx: BlockContext, spec: MoESpec) -> int:
 
 
 def routed_gradients(ctx: BlockContext, spec: MoESpec) -> int:
-    """Bytes of the gradients of a layer's tokens before their exchange, after it, and on their way back: [P, w], then
-    [R, w] twice."""
+    """Bytes of the gradients of a layer's tokens before the exchange, after it, and before the exchange back: [P, w],
+    then [R, w] twice."""
     n = routed_tokens(ctx, spec)
     return (n.permuted + 2 * n.arrived) * (spec.latent_size or ctx.hidden_size) * ctx.act
 
