@@ -45,8 +45,8 @@ def test_threads_get_what_one_alone_gets() -> None:
         sys.setswitchinterval(before)
 
 
-def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the bound everything is let go, runs at work keep what they hold, and answers stay what they are."""
+def test_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the bound the cache is emptied, runs in progress keep their traces, and estimates do not change."""
     expected = [peaks(run) for run in RUNS]
     clear_caches()
     monkeypatch.setattr(context, "MOST_TRACES", 5)
@@ -55,7 +55,7 @@ def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert context.TRACE_CACHE.recorded <= 5
 
 
-def test_what_is_kept_is_let_go_on_demand() -> None:
+def test_clear_caches_empties_the_cache() -> None:
     assert context.TRACE_CACHE.recorded == 0
     estimate(RUNS[0])
     assert context.TRACE_CACHE.recorded > 0
@@ -63,8 +63,8 @@ def test_what_is_kept_is_let_go_on_demand() -> None:
     assert context.TRACE_CACHE.recorded == 0
 
 
-def test_equal_layouts_record_nothing_new() -> None:
-    """A longer sequence, another pipeline, another data-parallel size: the sizes differ, the recordings do not."""
+def test_equal_layouts_trace_nothing_new() -> None:
+    """A longer sequence, another pipeline, another data-parallel size: the sizes differ, the traces do not."""
     estimate(RUNS[0])
     before = context.TRACE_CACHE.recorded
     for parallel, seq in (

@@ -257,12 +257,12 @@ def test_without_a_pipeline_one_microbatch_is_alive():
 
 
 def test_overlapped_losses_do_not_meet():
-    """Without a pipeline, forward of one microbatch beside backward of the one before. The loss (saved 40 of 100) runs
-    backward before any layer goes forward, and forward after the last layer went backward.
+    """Without a pipeline, forward of one microbatch overlaps backward of the one before. The loss (saved 40 of 100)
+    runs backward before any layer runs forward, and forward after the last layer has run backward.
 
     The loss backward (150) with the next embedding (2): 152. Layers: 100 - 40 saved by either, 7 and 9 of temporaries.
-    The loss forward (145) beside the embedding of before. Where layers are let go when the chunk is done they are
-    there too, 50 of them.
+    The loss forward (145) with the embedding of the one before. If layers are freed only when the chunk is done, their
+    50 bytes are alive too.
     """
     kept = {"saved": 100, "forward_peak": 145, "backward_peak": 150}
     for overlap, highest in (

@@ -29,14 +29,14 @@ def _link(retained: int, forward: int, backward: int, held: int, carried: int) -
 
 @pytest.mark.parametrize("output", [0, 5])
 def test_links_one_by_one_are_never_higher_than_the_chunk(output: int) -> None:
-    """Three kinds in rows: what follow tells of every link has the chunk's peaks as its highest."""
+    """Three kinds in rows: the highest of all links' peaks are the chunk's."""
     links = [(_link(10, 30, 40, 42, 0), 3), (_link(4, 50, 20, 21, 6), 4), (_link(0, 9, 12, 14, 0), 2)]
     chunk = compose(links, output)
-    passing = list(peaks_by_link(chunk))
-    assert len(passing) == 9
-    assert [one.before for one in passing] == [0, 10, 20, 30, 34, 38, 42, 46, 46]
-    assert max(one.forward for one in passing) == chunk.forward_peak
-    assert max(one.backward for one in passing) == chunk.backward_peak
+    by_link = list(peaks_by_link(chunk))
+    assert len(by_link) == 9
+    assert [one.before for one in by_link] == [0, 10, 20, 30, 34, 38, 42, 46, 46]
+    assert max(one.forward for one in by_link) == chunk.forward_peak
+    assert max(one.backward for one in by_link) == chunk.backward_peak
 
 
 @pytest.mark.parametrize("name", NAMES)
