@@ -106,13 +106,13 @@ def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) 
     traces = ctx.cache.traces(key)
     made = traces.kept(ctx.dimensions)
     if made is None:
-        made = Block(*recorded(ctx, key, traces, record))
+        made = Block(*traced(ctx, key, traces, record))
         traces.keep(ctx.dimensions, made)
     ctx.blocks[key] = made
     return made
 
 
-def recorded(
+def traced(
     ctx: BlockContext, key: Hashable, traces: Traces, record: Callable[[Recorder], None]
 ) -> tuple[_Trace, list[int]]:
     """The trace that serves the run, made if there is none, and its sizes."""

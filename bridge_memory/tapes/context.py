@@ -155,7 +155,7 @@ class TraceCache:
         self.parameter_lists: dict[Any, Any] = {}
         #: Results that depend on parameters and an engine's options, but not on tokens; each user chooses its keys.
         self.replays: dict[Any, Any] = {}
-        self.recorded = 0
+        self.traced = 0
 
     def cache(self, settings: Settings) -> SettingsCache:
         found = self._by_settings.get(settings)
@@ -166,8 +166,8 @@ class TraceCache:
 
     def count_trace(self) -> None:
         """Count a new trace. Over the bound the cache is emptied; runs in progress keep the traces they refer to."""
-        self.recorded += 1
-        if self.recorded > MOST_TRACES:
+        self.traced += 1
+        if self.traced > MOST_TRACES:
             self.clear()
 
     def clear(self) -> None:
@@ -175,7 +175,7 @@ class TraceCache:
             self._by_settings = {}
             self.parameter_lists = {}
             self.replays = {}
-            self.recorded = 0
+            self.traced = 0
 
 
 #: The cache that all estimates of this process share.

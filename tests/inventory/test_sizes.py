@@ -58,12 +58,12 @@ def worked_out(expression: Expression, dimensions: Any, operations: dict[str, Ca
 
 @given(EXPRESSIONS, DIMENSION_VALUES, DIMENSION_VALUES)
 def test_arithmetic_is_that_of_ints_there_and_in_any_run_it_serves(
-    expression: Expression, recorded: list[int], asked: list[int]
+    expression: Expression, traced: list[int], asked: list[int]
 ) -> None:
-    env = ShapeEnv(recorded)
+    env = ShapeEnv(traced)
     try:
         size = round(worked_out(expression, env.sizes, OPERATIONS))
-        expected = round(worked_out(expression, recorded, OF_INTS))
+        expected = round(worked_out(expression, traced, OF_INTS))
     except (ZeroDivisionError, OverflowError):
         return
     assert int(getattr(size, "value", size)) == expected
@@ -105,7 +105,7 @@ def test_nothing_stays_a_plain_nothing() -> None:
 # ---- traces and their guards ----
 
 
-def recorded(traces: Traces, dimensions: list[int], record: Callable[..., Any]) -> str:
+def traced(traces: Traces, dimensions: list[int], record: Callable[..., Any]) -> str:
     """Trace under ``dimensions`` unless a trace serves; the trace that was found or made."""
     found = traces.find(dimensions)
     if found is None:
@@ -139,12 +139,12 @@ def a_layer(asked: list[str]) -> Callable[..., Any]:
 def test_a_trace_serves_every_run_that_passes_its_guards() -> None:
     asked: list[str] = []
     traces, record = Traces(), a_layer(asked)
-    assert recorded(traces, at(4096), record) == "long"
-    assert recorded(traces, at(8192), record) == "long"
-    assert recorded(traces, at(512), record) == "short"
-    assert recorded(traces, at(8192, tp=2), record) == "long, divided"
+    assert traced(traces, at(4096), record) == "long"
+    assert traced(traces, at(8192), record) == "long"
+    assert traced(traces, at(512), record) == "short"
+    assert traced(traces, at(8192, tp=2), record) == "long, divided"
     # The trace of a short one has no guard on tp, so that it serves every tp.
-    assert recorded(traces, at(256, tp=8), record) == "short"
+    assert traced(traces, at(256, tp=8), record) == "short"
     assert asked == ["long", "short", "long, divided"]
     assert traces.find(at(2048)) == ("long", [2048])
     assert traces.find(at(256, tp=8)) == ("short", [32])
@@ -157,7 +157,7 @@ def test_a_number_taken_out_serves_that_number_only() -> None:
         return f"{len(range(tp))} shards", seq
 
     traces = Traces()
-    assert recorded(traces, at(10, tp=2), record) == "2 shards"
+    assert traced(traces, at(10, tp=2), record) == "2 shards"
     assert traces.find(at(99, tp=2)) == ("2 shards", [99])
     assert traces.find(at(10, tp=4)) is None
 
@@ -180,7 +180,7 @@ def test_what_is_found_is_what_would_have_been_traced(runs: list[tuple[int, int]
 
     traces = Traces()
     for seq, tp in runs:
-        recorded(traces, at(seq, tp), record)
+        traced(traces, at(seq, tp), record)
     for seq, tp in runs:
         name, size = record(*at(seq, tp))
         assert traces.find(at(seq, tp)) == (name, [size])
@@ -189,7 +189,7 @@ def test_what_is_found_is_what_would_have_been_traced(runs: list[tuple[int, int]
     for seq, tp in runs:
         result = traces.kept(at(seq, tp))
         if result is None:
-            recorded(traces, at(seq, tp), record)
+            traced(traces, at(seq, tp), record)
             result = traces.find(at(seq, tp))
             traces.keep(at(seq, tp), result)
         name, size = record(*at(seq, tp))
@@ -205,7 +205,7 @@ def test_a_cached_result_serves_all_dimensions_that_no_trace_depends_on() -> Non
     assert traces.kept(at(512, tp=4)) == "1024 of whoever asks"
     assert traces.kept(at(513)) is None
     traces = Traces()
-    assert recorded(traces, at(512, tp=2), record) == "short"
+    assert traced(traces, at(512, tp=2), record) == "short"
     traces.keep(at(512, tp=2), "of two ranks")
     assert traces.kept(at(512, tp=2)) == "of two ranks" and traces.kept(at(512, tp=4)) is None
 
