@@ -1,4 +1,4 @@
-"""What of a tape is alive when: by reference counting, as in PyTorch itself.
+"""What is alive at every moment of a tape, by reference counting, as in PyTorch.
 
 The rules, with their source:
 

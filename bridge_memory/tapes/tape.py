@@ -2,7 +2,7 @@
 
 A block (attention, MLP, loss, ...) writes its forward pass as operations on tensors, in the order in which the
 real implementation runs them: what each operation makes, what it keeps for its backward, and its scratch space.
-``alive`` works out from that one list what is alive when.
+``alive`` derives from this list what is alive at every moment.
 
 What a tape can hold, with its source:
 
