@@ -319,7 +319,7 @@ class _Backward:
         found = [self._at(place) for place in reversed(range(len(self.own)))]
         found.reverse()
         least, freed = self._last_reductions()
-        found[0] = found[0]._replace(least_backward=least, gone_at_least=freed)
+        found[0] = found[0]._replace(least_backward=least, freed_at_least=freed)
         return found
 
     def _at(self, place: int) -> Concurrent:
@@ -339,7 +339,7 @@ class _Backward:
         if unit is not None and place == unit.places[0] and place:
             self.parameters -= unit.whole
             reducing = self.parameters + self.ahead + self._reducing(unit) + self.input_gradient
-            beside = beside._replace(least_backward=max(reducing, late), gone_at_least=self.freed)
+            beside = beside._replace(least_backward=max(reducing, late), freed_at_least=self.freed)
             self._reduce(unit)
             self.reduced = unit.reduced if self.engine.keeps_reduced else 0
             self.unreplicated += self.engine.all_reduced(unit)
@@ -364,7 +364,7 @@ class _Backward:
         if self.engine.waits and self.engine.run.num_microbatches > 2 and held < parameters:
             # One that is reduced neither now nor before.
             return Concurrent(backward=parameters, entering_backward=entering)
-        return Concurrent(backward=held, gradients=shards, gone=self.freed, entering_backward=entering)
+        return Concurrent(backward=held, gradients=shards, freed=self.freed, entering_backward=entering)
 
     def _reducing(self, group: Group) -> int:
         """Gradients while those of ``group`` are reduced."""

@@ -125,11 +125,11 @@ def _follow(memory: _Allocator, timeline: Timeline) -> None:
 def _pass(memory: _Allocator, timeline: Timeline, point: Point, kept: Any) -> None:
     one = timeline.passes[point.pass_number]
     if point.step < 0:
-        memory.once(point.passing, timeline.operation(point), one.phase)
+        memory.once(point.transient, timeline.operation(point), one.phase)
         return
     forward = one.phase == "forward"
     if forward:
         kept(one.chunk, one.microbatch, point.step, there=True)
-    memory.once(point.passing, timeline.operation(point), one.phase)
+    memory.once(point.transient, timeline.operation(point), one.phase)
     if not forward:
         kept(one.chunk, one.microbatch, point.step, there=False)

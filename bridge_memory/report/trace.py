@@ -60,7 +60,7 @@ def _stage(timeline: Timeline) -> list[dict[str, Any]]:
             begins.setdefault(number, now)
             ends[number] = now + length
         parts = {
-            **persistent, "activations": point.activations, "pipeline": point.pipeline, "temporaries": point.passing,
+            **persistent, "activations": point.activations, "pipeline": point.pipeline, "temporaries": point.transient,
             "carried over from the last step": point.carried_over,
         }  # fmt: skip
         # The peak of an operation lies somewhere within it.

@@ -46,10 +46,10 @@ def swept(costs: Any) -> list[Any]:
 def test_a_second_search_records_nothing_and_finds_the_same(tmp_path: Path) -> None:
     clear_caches()
     first = swept(kept.KeptCosts(tmp_path))
-    recorded = TRACE_CACHE.recorded
+    traced = TRACE_CACHE.traced
     clear_caches()
     second = swept(kept.KeptCosts(tmp_path))
-    assert recorded > 20 and not TRACE_CACHE.recorded
+    assert traced > 20 and not TRACE_CACHE.traced
     assert first == second and sum(len(peaks) for peaks, _ in first) > 99
 
 
@@ -90,7 +90,7 @@ def test_what_is_not_its_own_is_worked_out_anew(tmp_path: Path, how: str) -> Non
     for file in tmp_path.iterdir():
         damage(file, how)
     clear_caches()
-    assert swept(kept.KeptCosts(tmp_path)) == first and TRACE_CACHE.recorded
+    assert swept(kept.KeptCosts(tmp_path)) == first and TRACE_CACHE.traced
 
 
 def test_other_code_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_other_code_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kept, "code", lambda: "another")
     clear_caches()
     swept(kept.KeptCosts(tmp_path))
-    assert TRACE_CACHE.recorded and len(set(tmp_path.iterdir()) - files) == len(files)
+    assert TRACE_CACHE.traced and len(set(tmp_path.iterdir()) - files) == len(files)
 
 
 def test_numbers_that_were_changed_are_refused_where_a_row_is_shown(tmp_path: Path) -> None:

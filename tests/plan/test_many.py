@@ -199,7 +199,7 @@ def test_an_array_answers_a_question_only_as_one() -> None:
     assert size > 0 and not size > 4 and int(along(1, [3, 3])) == 3
     with pytest.raises(Differs) as differs:
         bool(size > 1)
-    pieces = whole((3, 2, 1)).divided(differs.value.answers)
+    pieces = whole((3, 2, 1)).divided(differs.value.values)
     assert sorted(tuple(part.positions[0]) for part in pieces) == [(0,), (1, 2)]
     with pytest.raises(Differs):
         range(size)

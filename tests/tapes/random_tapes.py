@@ -1,4 +1,4 @@
-"""Random tapes: every word of the recording, in the order in which real blocks use them."""
+"""Random tapes with everything that a tape can record, in the order in which real blocks use it."""
 
 from __future__ import annotations
 

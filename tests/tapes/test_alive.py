@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plain_tapes import cost_of
 from random_tapes import Writer
 
-from bridge_memory.tapes.alive import Atoms, BlockCost, Moment, Structure, _Passage, _undominated
+from bridge_memory.tapes.alive import Atoms, BlockCost, Moment, Structure, _PeakCandidates, _undominated
 from bridge_memory.tapes.symbolic import DIMENSIONS, SIZES, ShapeEnv, SymInt, Traces
 from bridge_memory.tapes.tape import Op, Tape, Tensor
 
@@ -158,6 +158,6 @@ def test_the_moments_that_are_kept_have_the_highest(counts: list[list[int]], siz
         Moment(str(i), sum(n * unit for n, unit in zip(row, units, strict=True))) for i, row in enumerate(counts)
     ]
     high = [sum(n * size for n, size in zip(row, sizes, strict=True)) for row in counts]
-    found, name = _Passage(_undominated(moments, atoms), atoms).named([*sizes, *(-n for n in sizes)])
+    found, name = _PeakCandidates(_undominated(moments, atoms), atoms).named([*sizes, *(-n for n in sizes)])
     assert found == max(high, default=0)
     assert found == 0 or high[int(name)] == found

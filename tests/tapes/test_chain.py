@@ -19,11 +19,13 @@ from bridge_memory.tapes.context import context_of
 MIB = 1 << 20
 
 
-def link(name: str, retained: int, forward: int, backward: int, *, held: int | None = None, residue: int = 0) -> Link:
+def link(
+    name: str, retained: int, forward: int, backward: int, *, held: int | None = None, carried_over: int = 0
+) -> Link:
     """``held``: its backward peak where the gradient of its output is held to the end (default: the same)."""
     return Link(
         Label.LAYER, retained, forward, backward, backward if held is None else held, lambda: f"{name} forward",
-        lambda: f"{name} backward", residue=residue, residue_gradient=residue // 2,
+        lambda: f"{name} backward", carried_over=carried_over, carried_over_gradient=carried_over // 2,
     )  # fmt: skip
 
 
@@ -82,23 +84,23 @@ def test_what_the_last_backward_left_is_there_until_the_next_forward_has_passed(
     Forward finds what those after it left: 30 + 12, 10 + 30 + 6 and 20 + 30. Backward finds what those after it have
     just left, less the gradient of its own output, which it counts itself: 20 + 40; 10 + 40 + 6 - 3; 40 + 12 - 3.
     """
-    chunk = compose([(link("router", 10, 30, 40, residue=6), 3)])
-    assert chunk.residue == 18
+    chunk = compose([(link("router", 10, 30, 40, carried_over=6), 3)])
+    assert chunk.carried_over == 18
     assert (chunk.forward_peak, chunk.backward_peak) == (50, 60)
 
 
 def test_the_first_of_a_row_is_the_highest_where_more_is_left_than_kept() -> None:
     """Kept 4 each. Forward: 30 + 12, 4 + 30 + 6, 8 + 30. Backward: 8 + 40, 4 + 40 + 6 - 3, 40 + 12 - 3 = 49."""
-    chunk = compose([(link("router", 4, 30, 40, residue=6), 3)])
+    chunk = compose([(link("router", 4, 30, 40, carried_over=6), 3)])
     assert (chunk.forward_peak, chunk.backward_peak) == (42, 49)
 
 
 def test_dense_links_before_a_router_find_what_it_left() -> None:
     """Forward: 30 + 6, 10 + 30. Backward: 10 + 40; then 40 beside the 6 that the router left, of which 3 are the
     gradient that arrives here."""
-    chunk = compose([(link("dense", 10, 30, 40), 1), (link("router", 10, 30, 38, residue=6), 1)])
+    chunk = compose([(link("dense", 10, 30, 40), 1), (link("router", 10, 30, 38, carried_over=6), 1)])
     assert (chunk.forward_peak, chunk.backward_peak) == (40, 48)
-    chunk = compose([(link("dense", 1, 30, 40), 1), (link("router", 1, 30, 38, residue=6), 1)])
+    chunk = compose([(link("dense", 1, 30, 40), 1), (link("router", 1, 30, 38, carried_over=6), 1)])
     assert (chunk.forward_peak, chunk.backward_peak) == (30 + 6, 40 + 6 - 3)
 
 
@@ -106,9 +108,9 @@ def one_by_one(links: Sequence[Link], output: int) -> tuple[int, int]:
     """(forward, backward) peaks, every link looked at."""
     forward = backward = before = 0
     for i, at in enumerate(links):
-        left = sum(after.residue for after in links[i + 1 :])
+        left = sum(after.carried_over for after in links[i + 1 :])
         forward = max(forward, before + at.forward_peak + left)
-        own = links[i + 1].residue_gradient if i + 1 < len(links) else 0
+        own = links[i + 1].carried_over_gradient if i + 1 < len(links) else 0
         last = i + 1 == len(links)
         peak = at.backward_peak_held if output and last else at.backward_peak + output
         backward = max(backward, before + peak + left - own)
@@ -118,8 +120,8 @@ def one_by_one(links: Sequence[Link], output: int) -> tuple[int, int]:
 
 BYTES = st.integers(0, 50)
 LINKS = st.builds(
-    lambda retained, forward, backward, held, residue: link(
-        "any", retained, retained + forward, retained + backward, held=retained + held, residue=residue
+    lambda retained, forward, backward, held, carried_over: link(
+        "any", retained, retained + forward, retained + backward, held=retained + held, carried_over=carried_over
     ),
     BYTES, BYTES, BYTES, BYTES, st.just(0) | BYTES,
 )  # fmt: skip
@@ -131,7 +133,7 @@ def test_looking_at_the_ends_of_rows_is_looking_at_every_link(rows: list[tuple[L
     links = [at for at, count in rows for _ in range(count)]
     assert (chunk.forward_peak, chunk.backward_peak) == one_by_one(links, output)
     assert chunk.retained == sum(at.retained for at in links)
-    assert chunk.residue == sum(at.residue for at in links)
+    assert chunk.carried_over == sum(at.carried_over for at in links)
 
 
 # ---- links that change ----

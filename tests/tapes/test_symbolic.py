@@ -1,5 +1,4 @@
-"""Sizes that note how they were worked out: their arithmetic is that of ints, and a recording serves whoever answers
-its questions alike."""
+"""Symbolic integers: their arithmetic is that of ints, and a trace serves every run that passes its guards."""
 
 from __future__ import annotations
 
@@ -59,24 +58,24 @@ def worked_out(expression: Expression, dimensions: Any, operations: dict[str, Ca
 
 @given(EXPRESSIONS, DIMENSION_VALUES, DIMENSION_VALUES)
 def test_arithmetic_is_that_of_ints_there_and_in_any_run_it_serves(
-    expression: Expression, recorded: list[int], asked: list[int]
+    expression: Expression, traced: list[int], asked: list[int]
 ) -> None:
-    env = ShapeEnv(recorded)
+    env = ShapeEnv(traced)
     try:
         size = round(worked_out(expression, env.sizes, OPERATIONS))
-        expected = round(worked_out(expression, recorded, OF_INTS))
+        expected = round(worked_out(expression, traced, OF_INTS))
     except (ZeroDivisionError, OverflowError):
         return
     assert int(getattr(size, "value", size)) == expected
     if isinstance(size, int):  # a constant, or a product with 0
         return
     found = Traces()
-    found.add(env, "recording", [size])
+    found.add(env, "trace", [size])
     try:
         expected = round(worked_out(expression, asked, OF_INTS))
     except (ZeroDivisionError, OverflowError):
         return
-    assert found.find(asked) == ("recording", [expected])
+    assert found.find(asked) == ("trace", [expected])
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 9))
@@ -97,17 +96,17 @@ def test_a_step_is_noted_once() -> None:
 
 
 def test_nothing_stays_a_plain_nothing() -> None:
-    """What is not there has no size: 0 times anything is 0, and adding 0 notes no step."""
+    """A tensor that does not exist has no size: 0 times anything is 0, and adding 0 records no step."""
     seq = ShapeEnv(plain(3)).sizes[0]
     assert seq * 0 == 0 and type(seq * 0) is int
     assert seq + 0 is seq and seq - 0 is seq and seq * 1 is seq and seq // 1 is seq
 
 
-# ---- recordings and their questions ----
+# ---- traces and their guards ----
 
 
-def recorded(traces: Traces, dimensions: list[int], record: Callable[..., Any]) -> str:
-    """Record under ``dimensions`` unless something serves; what was found, or what was recorded."""
+def traced(traces: Traces, dimensions: list[int], record: Callable[..., Any]) -> str:
+    """Trace under ``dimensions`` unless a trace serves; the trace that was found or made."""
     found = traces.find(dimensions)
     if found is None:
         env = ShapeEnv(dimensions)
@@ -137,35 +136,35 @@ def a_layer(asked: list[str]) -> Callable[..., Any]:
     return record
 
 
-def test_a_recording_serves_whoever_answers_its_questions_alike() -> None:
+def test_a_trace_serves_every_run_that_passes_its_guards() -> None:
     asked: list[str] = []
     traces, record = Traces(), a_layer(asked)
-    assert recorded(traces, at(4096), record) == "long"
-    assert recorded(traces, at(8192), record) == "long"
-    assert recorded(traces, at(512), record) == "short"
-    assert recorded(traces, at(8192, tp=2), record) == "long, divided"
-    # A short one never asked for tp, so that whatever it is, the recording serves.
-    assert recorded(traces, at(256, tp=8), record) == "short"
+    assert traced(traces, at(4096), record) == "long"
+    assert traced(traces, at(8192), record) == "long"
+    assert traced(traces, at(512), record) == "short"
+    assert traced(traces, at(8192, tp=2), record) == "long, divided"
+    # The trace of a short one has no guard on tp, so that it serves every tp.
+    assert traced(traces, at(256, tp=8), record) == "short"
     assert asked == ["long", "short", "long, divided"]
     assert traces.find(at(2048)) == ("long", [2048])
     assert traces.find(at(256, tp=8)) == ("short", [32])
 
 
 def test_a_number_taken_out_serves_that_number_only() -> None:
-    """``range(tp)`` asks for the number itself (``__index__``)."""
+    """``range(tp)`` needs the number itself (``__index__``), which becomes a guard."""
 
     def record(seq: Any, batch: Any, tp: Any, *_: Any) -> tuple[str, Any]:
         return f"{len(range(tp))} shards", seq
 
     traces = Traces()
-    assert recorded(traces, at(10, tp=2), record) == "2 shards"
+    assert traced(traces, at(10, tp=2), record) == "2 shards"
     assert traces.find(at(99, tp=2)) == ("2 shards", [99])
     assert traces.find(at(10, tp=4)) is None
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=8), st.data())
-def test_what_is_found_is_what_would_have_been_recorded(runs: list[tuple[int, int]], data: st.DataObject) -> None:
-    """A recording whose sizes, and whose very questions, depend on what it asked before."""
+def test_what_is_found_is_what_would_have_been_traced(runs: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Traces whose sizes, and whose guards, depend on earlier guards."""
     bounds = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
 
     def record(seq: Any, batch: Any, tp: Any, *_: Any) -> tuple[str, Any]:
@@ -181,24 +180,24 @@ def test_what_is_found_is_what_would_have_been_recorded(runs: list[tuple[int, in
 
     traces = Traces()
     for seq, tp in runs:
-        recorded(traces, at(seq, tp), record)
+        traced(traces, at(seq, tp), record)
     for seq, tp in runs:
         name, size = record(*at(seq, tp))
         assert traces.find(at(seq, tp)) == (name, [size])
-    # Kept as they come: a later recording may depend on what no earlier one did.
+    # Cached one after the other: a later trace may depend on dimensions that no earlier one did.
     traces = Traces()
     for seq, tp in runs:
-        answer = traces.kept(at(seq, tp))
-        if answer is None:
-            recorded(traces, at(seq, tp), record)
-            answer = traces.find(at(seq, tp))
-            traces.keep(at(seq, tp), answer)
+        result = traces.kept(at(seq, tp))
+        if result is None:
+            traced(traces, at(seq, tp), record)
+            result = traces.find(at(seq, tp))
+            traces.keep(at(seq, tp), result)
         name, size = record(*at(seq, tp))
-        assert answer == (name, [size])
+        assert result == (name, [size])
 
 
-def test_an_answer_serves_whatever_its_recordings_do_not_depend_on() -> None:
-    """The block of one sequence length is one for every tp, until a recording asks for tp."""
+def test_a_cached_result_serves_all_dimensions_that_no_trace_depends_on() -> None:
+    """The block of one sequence length is one for every tp, until a trace has a guard on tp."""
     traces, record = Traces(), a_layer([])
     short = at(512)
     traces.add(env := ShapeEnv(short), "short", [env.sizes[0] * 2])
@@ -206,7 +205,7 @@ def test_an_answer_serves_whatever_its_recordings_do_not_depend_on() -> None:
     assert traces.kept(at(512, tp=4)) == "1024 of whoever asks"
     assert traces.kept(at(513)) is None
     traces = Traces()
-    assert recorded(traces, at(512, tp=2), record) == "short"
+    assert traced(traces, at(512, tp=2), record) == "short"
     traces.keep(at(512, tp=2), "of two ranks")
     assert traces.kept(at(512, tp=2)) == "of two ranks" and traces.kept(at(512, tp=4)) is None
 
@@ -233,8 +232,9 @@ def run_of(seq: int, tp: int = 1, recompute: RecomputeSpec | None = None) -> Run
     )
 
 
-def test_a_block_is_recorded_again_only_where_it_decides_otherwise() -> None:
-    """Tensor parallelism gathers: tp 2 is another recording than tp 1, tp 4 is tp 2's. The sequence is only a size."""
+def test_a_block_is_traced_again_only_where_a_guard_fails() -> None:
+    """Tensor parallelism gathers: tp 2 has another trace than tp 1, tp 4 has that of tp 2. The sequence is only a size.
+    """
     calls: list[int] = []
 
     def record(r: Recorder) -> None:
@@ -257,21 +257,21 @@ def test_a_block_is_recorded_again_only_where_it_decides_otherwise() -> None:
     assert cost(run_of(300)) == (300 * 2048 * 2, 2048 * 2048) and len(calls) == 1
     assert cost(run_of(100, tp=2)) == (100 * 2048 * 2, 2048 * 1024) and len(calls) == 2
     assert cost(run_of(400, tp=4)) == (400 * 2048 * 2, 2048 * 512) and len(calls) == 2
-    # Another library records for itself, and one that lets go starts anew.
+    # An emptied cache traces again.
     owner.clear()
     assert cost(run_of(100)) == (100 * 2048 * 2, 2048 * 2048) and len(calls) == 3
 
 
-def test_settings_that_decide_are_apart() -> None:
-    """A block recorded in bf16 is not that of fp32, whatever its sizes are."""
+def test_each_combination_of_settings_has_its_cache() -> None:
+    """A trace in bf16 does not serve fp32, whatever the sizes are."""
     owner = TraceCache()
     bf16, fp32 = run_of(128), replace(run_of(128), precision=replace(run_of(128).precision, params_dtype="fp32"))
     assert context_of(bf16, owner).cache is context_of(run_of(256), owner).cache
     assert context_of(bf16, owner).cache is not context_of(fp32, owner).cache
 
 
-def test_a_recording_that_another_thread_adds_meanwhile_is_not_found_yet():
-    """A walk counts its registers first; here a longer recording is put where the walk will come by, in between."""
+def test_a_trace_that_another_thread_adds_meanwhile_is_not_found_yet():
+    """``find`` allocates its registers first; here a longer trace is added on its path in between."""
     traces = Traces()
     for_one, for_many = plain(1), plain(2)
 

@@ -1,7 +1,7 @@
-"""Multi-latent attention of transformers' classes: latents, queries and keys put together of two parts.
+"""Multi-latent attention of transformers' classes: latents, and queries and keys concatenated from two parts.
 
-Source: ``models/deepseek_v3/modeling_deepseek_v3.py: DeepseekV3Attention``, and that of deepseek_v2. Shapes: T
-tokens; a heads of n + r queries and keys and v values; latents of l.
+Source: ``models/deepseek_v3/modeling_deepseek_v3.py: DeepseekV3Attention``, and that of deepseek_v2. Shapes: T tokens;
+a heads, whose queries and keys are n + r wide and whose values are v wide; latents of width l.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def record_mla(t: Torch, spec: MLASpec, x: Array, shared: Shared) -> Array:
     k_pass, value = t.split("keys and values", both, tokens * a * n, tokens * a * v)
     before = q_turning, k_turning
     if t.hf.family.rotary == "polar":
-        q_turned, k_turned = _turned(t, shared, *before)
+        q_turned, k_turned = _rotated_complex(t, shared, *before)
     else:
         assert shared.cos is not None and shared.sin is not None
         q_turned, k_turned = (
@@ -56,9 +56,9 @@ def record_mla(t: Torch, spec: MLASpec, x: Array, shared: Shared) -> Array:
     return y
 
 
-def _turned(t: Torch, shared: Shared, *given: Array) -> list[Array]:
-    """``models/deepseek_v2/modeling_deepseek_v2.py: apply_rotary_emb``: copies in fp32, as complex numbers by a table
-    of them, cast back one after the other."""
+def _rotated_complex(t: Torch, shared: Shared, *given: Array) -> list[Array]:
+    """``models/deepseek_v2/modeling_deepseek_v2.py: apply_rotary_emb``: copies in fp32, multiplied as complex numbers
+    by a complex table, and cast back one after the other."""
     assert shared.cos is not None
     wide = [t.cast(f"{x.tensor.name} in fp32", x, FP32) for x in given]
     turned = []
@@ -71,7 +71,7 @@ def _turned(t: Torch, shared: Shared, *given: Array) -> list[Array]:
 
 
 def _interleaved(t: Torch, name: str, x: Array, cos: Array, sin: Array) -> Array:
-    """``apply_rotary_pos_emb_interleave``: pairs are put apart in a copy first."""
+    """``apply_rotary_pos_emb_interleave``: pairs are first deinterleaved in a copy."""
     apart = t.copy(f"{name}, pairs apart", x)
     straight = t.mul(f"{name} times cos", apart, cos)
     half = apart.elements // 2

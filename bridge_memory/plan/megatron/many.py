@@ -1,9 +1,9 @@
 """The layouts of a space evaluated together: legality, memory and step time as arrays.
 
-What decides is written once, for single runs (``spec.validation``, ``estimate.StageHolds``, ``speed.step_time``), and
-evaluated here with arrays in the place of numbers; ``inventory.fields`` says how that cannot go wrong. Layouts of one
-pipeline (its size, virtual stages and split of the layers) stand in a grid of parallel sizes x micro batches x sets of
-recomputation. What of memory does not depend on the pipeline is worked out once for all of them.
+What decides is written once, for single runs (``spec.validation``, ``estimate.StageContents``, ``speed.step_time``),
+and evaluated here with arrays in the place of numbers; ``inventory.fields`` says how that cannot go wrong. Layouts of
+one pipeline (its size, virtual stages and split of the layers) stand in a grid of parallel sizes x micro batches x sets
+of recomputation. What of memory does not depend on the pipeline is worked out once for all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
-from bridge_memory.estimation import StageHolds, by_lifetime
+from bridge_memory.estimation import StageContents, by_lifetime
 from bridge_memory.plan.found import Refused
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.space import (
@@ -374,7 +374,7 @@ class Pieces:
             try:
                 result = evaluate(made)
             except Differs as differs:
-                for few in part.divided(differs.answers):
+                for few in part.divided(differs.values):
                     todo += list(parts(few, self._make))
                 continue
             kept.append((part, made))
@@ -427,10 +427,10 @@ class Memory:
             runs.parallel = sheet.parallel(sizes, pipeline_model_parallel_size=pipeline.pp, **pipeline.fields)
         return runs
 
-    def _held_by(self, part: Subgrid) -> StageHolds:
-        return StageHolds(self.runs(None, part), self.grid.context(part), _NoEngine())  # type: ignore[arg-type]
+    def _held_by(self, part: Subgrid) -> StageContents:
+        return StageContents(self.runs(None, part), self.grid.context(part), _NoEngine())  # type: ignore[arg-type]
 
-    def _stage(self, holds: StageHolds, shapes: StageShape) -> _Stage:
+    def _stage(self, holds: StageContents, shapes: StageShape) -> _Stage:
         held = holds.held(shapes)
         distinct = list(dict.fromkeys(map(id, held.inventories)))
         which = tuple(distinct.index(id(inventory)) for inventory in held.inventories)
@@ -448,14 +448,14 @@ class Memory:
             return known
         pieces = self._states.get(pp)
         if pieces is None:
-            def made(part: Subgrid) -> StageHolds:
+            def made(part: Subgrid) -> StageContents:
                 runs: Any = self.runs(pipeline._replace(fields={}), part)
-                return StageHolds(runs, self.grid.context(part).bare(), engine_of(runs))
+                return StageContents(runs, self.grid.context(part).bare(), engine_of(runs))
 
             sizes = np.flatnonzero(self._of_pp[pp][self._sizes])
             pieces = self._states[pp] = Pieces(Subgrid((sizes, *self.grid.all.positions[1:])), made)
 
-        def state(holds: StageHolds) -> tuple[Any, ...]:
+        def state(holds: StageContents) -> tuple[Any, ...]:
             found = holds.state(shapes)
             persistent, between = by_lifetime(found.buffers())
             model = sum([nbytes for _, nbytes in found.amounts])
@@ -528,7 +528,7 @@ class Memory:
             if not fit.all():
                 found, peaks, microbatches = tuple(at[fit] for at in found), peaks[fit], microbatches[fit]
         for holds in self._holds.made():
-            holds.let_go(self.few_chunks)
+            holds.evict(self.few_chunks)
         return Peaks(found[0], found[1], found[2], peaks)
 
     def cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -639,7 +639,7 @@ class Times:
             for part, values in self._passes.each(seconds, used):
                 out[part.index] = values
         for _, passes in self._passes.made():
-            passes.let_go(memory.few_chunks)
+            passes.evict(memory.few_chunks)
         found: np.ndarray = out[cells]
         return found
 

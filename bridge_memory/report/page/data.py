@@ -115,7 +115,7 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
             for step in chunk.steps
         ]  # fmt: skip
         name = f"virtual stage {number}" if len(timeline.chunks) > 1 else "the stage"
-        chunks.append({"name": name, "saved": chunk.saved, "beside": chunk.beside, "steps": steps})
+        chunks.append({"name": name, "saved": chunk.saved, "beside": chunk.carried_over, "steps": steps})
     peak = timeline.peak()
     return {
         "stage": stage,

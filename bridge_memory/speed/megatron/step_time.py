@@ -27,7 +27,7 @@ from bridge_memory.speed.megatron.work import (
 )
 from bridge_memory.tapes.context import BlockContext, context_of
 from bridge_memory.tapes.parameters import elements
-from bridge_memory.tapes.symbolic import chosen, largest, smallest, somewhere
+from bridge_memory.tapes.symbolic import any_nonzero, chosen, largest, smallest
 
 T = TypeVar("T")
 
@@ -148,7 +148,7 @@ class _Rates:
 
     def experts(self, w: Work, ranks: Any, stride: Any) -> Any:
         """The exchanges with experts on ``ranks`` that are ``stride`` apart."""
-        if not somewhere(w.expert_parallel):
+        if not any_nonzero(w.expert_parallel):
             return 0.0
         if w.expert_gathers:
             return self.gathered(w.expert_parallel, w.expert_exchanges, ranks * stride)
@@ -300,7 +300,7 @@ class Step:
         for numel, ranks, beside in (
             (dense, p.data_parallel_size * p.cp, p.tp), (experts, p.expert_data_parallel_size, p.etp * p.ep),
         ):
-            if not somewhere(numel):
+            if not any_nonzero(numel):
                 continue
             sharing = largest(1, ranks // instances)
             moves = (sharing > 1) & (numel > 0)
@@ -356,7 +356,7 @@ class Passes:
         self._layers.clear()
         self._chunks.clear()
 
-    def let_go(self, few: int) -> None:
+    def evict(self, few: int) -> None:
         """Of all chunks so far, where there are more than ``few``."""
         if len(self._chunks) > few:
             self._chunks.clear()
@@ -430,7 +430,7 @@ class Passes:
     def _context(self, w: Work, attention: Any, passed: int) -> Any:
         """Context parallelism's communication that nothing hides (Transformer Engine's ``context_parallel.py``)."""
         p, how = self.run.parallel, self.run.implementation.cp_comm_type
-        if not somewhere(w.context_parallel):
+        if not any_nonzero(w.context_parallel):
             return 0.0
         if how == "a2a":  # queries, keys and values by heads, and back by tokens
             nbytes = (w.context_parallel + w.context_queries) * (p.cp - 1) / p.cp
@@ -507,9 +507,9 @@ class Passes:
 
         for kind, count in shape.layers:
             first = largest(0, smallest(count, recomputed))
-            if somewhere(first):
+            if any_nonzero(first):
                 add(self._layer(kind, "whole"), first)
-            if somewhere(count - first):
+            if any_nonzero(count - first):
                 add(self._layer(kind, "not at all"), count - first)
             recomputed = recomputed - count
         losses = int(shape.output)
