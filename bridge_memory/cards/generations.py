@@ -21,6 +21,11 @@ DEFAULT_GENERATION = "hopper"
 AMD_GENERATIONS: dict[str, Capability] = {"cdna2": (9, 0), "cdna3": (9, 4), "cdna4": (9, 5)}
 
 
+def since_hopper(generation: str) -> bool:
+    """Whether one of ``GENERATIONS`` is Hopper or newer: compute capability 9.0 on."""
+    return GENERATIONS[generation] >= GENERATIONS["hopper"]
+
+
 def generation_of(capability: Capability, vendor: str = NVIDIA) -> str | None:
     """The generation of a vendor's GPUs of this compute capability; None for those older than are known here."""
     known = AMD_GENERATIONS if vendor == AMD else GENERATIONS

@@ -147,13 +147,11 @@ def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace) -> Words:
 
 
 def fit_words(gpu: Gpu, peak: int, free: int, stage: int | None) -> str:
-    """"fits H100: peak 54.77 (stage 1) + margin 5.98 of 79.10 GiB: 18.34 GiB free"; ``free`` and ``peak``: bytes."""
-    margin = gpu.capacity_bytes - peak - free
-    where = "" if stage is None else f" (stage {stage})"
-    sizes = f"peak {peak / GIB:.2f}{where} + margin {margin / GIB:.2f} of {gpu.capacity_bytes / GIB:.2f} GiB"
-    if free < 0:
-        return f"does not fit {gpu.name}: {sizes}: {-free / GIB:.2f} GiB too much"
-    return f"fits {gpu.name}: {sizes}: {free / GIB:.2f} GiB free"
+    """"FITS H100: peak 54.8 (stage 1) + margin 6.0 of 79.1 GiB, 18.3 free"; ``free`` and ``peak``: bytes."""
+    from bridge_memory.report.answer import room_words
+
+    counted, room = room_words(gpu.capacity_bytes, peak, free, "" if stage is None else f"stage {stage}")
+    return f"{'FITS' if free >= 0 else 'DOES NOT FIT'} {gpu.name}: {counted}, {room}"
 
 
 def tokens_per_second_per_gpu(row: Row[Any]) -> float:

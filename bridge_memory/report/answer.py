@@ -107,11 +107,22 @@ class FitTicks(NamedTuple):
     free: int
 
 
-def fit_ticks(fit: Fit, unit: str, decimals: int | None = None) -> FitTicks:
-    """Usable memory, peak and free memory are rounded to nearest; the margin, an allowance, takes the difference."""
-    usable, peak = ticks(fit.capacity_bytes, unit, decimals), ticks(fit.peak_bytes, unit, decimals)
-    free = ticks(fit.headroom_bytes, unit, decimals)
-    return FitTicks(usable, peak, usable - peak - free, free)
+def fit_ticks(capacity: int, peak: int, free: int, unit: str, decimals: int | None = None) -> FitTicks:
+    """Of bytes. Usable memory, peak and free memory are rounded to nearest; the margin, an allowance, takes the
+    difference."""
+    usable, highest, left = (ticks(nbytes, unit, decimals) for nbytes in (capacity, peak, free))
+    return FitTicks(usable, highest, usable - highest - left, left)
+
+
+def room_words(capacity: int, peak: int, free: int, where: str = "", unit: str = "GiB") -> tuple[str, str]:
+    """("peak 15.0 (stage 1) + margin 3.1 of 79.1 GiB", "61.0 free" or "over by 3.9"), of bytes; they add up as shown.
+    ``where``: of the peak."""
+    decimals = coarser(unit, free)
+    found = fit_ticks(capacity, peak, free, unit, decimals)
+    usable, highest, margin, left = (format_ticks(value, unit, decimals) for value in found)
+    place = f" ({where})" if where else ""
+    room = f"{left} free" if free >= 0 else f"over by {format_ticks(-found.free, unit, decimals)}"
+    return f"peak {highest}{place} + margin {margin} of {usable} {unit}", room
 
 
 def _one_gpu(result: Estimate, fit: Fit, unit: str) -> str:
@@ -119,23 +130,15 @@ def _one_gpu(result: Estimate, fit: Fit, unit: str) -> str:
     if fit.lacks:
         return f"DOES NOT FIT {fit.gpu}: it has no {fit.lacks}"
     start = f"{_VERDICT_WORDS[fit.verdict]} {fit.gpu}"
-    decimals = coarser(unit, fit.headroom_bytes)
-    usable, peak, margin, free = fit_ticks(fit, unit, decimals)
-
-    def number(value: int) -> str:
-        return format_ticks(value, unit, decimals)
-
     stage = result.stages[fit.peak_stage]
-    where = f" (stage {stage.stage}, {phase_words(stage)})" if len(result.stages) > 1 else ""
-    counted = f"peak {number(peak)}{where} + margin {number(margin)} of {number(usable)} {unit}"
+    where = f"stage {stage.stage}, {phase_words(stage)}" if len(result.stages) > 1 else ""
+    counted, room = room_words(fit.capacity_bytes, fit.peak_bytes, fit.headroom_bytes, where, unit)
     if fit.verdict is Verdict.UNKNOWN:
         return f"{start}: modelled {counted}; not modelled: {feature_names(result)}"
-    if fit.headroom_bytes < 0:
-        return f"{start}: {counted}, over by {number(-free)}"
-    if fit.verdict is Verdict.DOES_NOT_FIT:
+    if fit.headroom_bytes >= 0 and fit.verdict is Verdict.DOES_NOT_FIT:
         least = format_bytes(result.peak_bounds.least or fit.peak_bytes, unit)
         return f"{start}: modelled {counted}; with what is not modelled the peak is at least {least}"
-    return f"{start}: {counted}, {number(free)} free"
+    return f"{start}: {counted}, {room}"
 
 
 def _names_features(fits: Sequence[Fit]) -> bool:

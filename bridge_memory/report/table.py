@@ -358,7 +358,9 @@ def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
     for fit in fits:
         rows.append(
             (
-                fit.gpu, *(format_ticks(n, unit) for n in fit_ticks(fit, unit)),
+                fit.gpu,
+                *(format_ticks(n, unit)
+                  for n in fit_ticks(fit.capacity_bytes, fit.peak_bytes, fit.headroom_bytes, unit)),
                 _FITS[fit.verdict] + f" {fit.lacks}".rstrip(),
             )
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bridge_memory.cards.generations import DEFAULT_GENERATION, GENERATIONS
+from bridge_memory.cards.generations import DEFAULT_GENERATION, GENERATIONS, since_hopper
 from bridge_memory.releases import DEFAULT_MEGATRON_CORE, TE_GROUPED_GEMM
 from bridge_memory.spec.engine_options import TORCH_IMPLEMENTATIONS
 from bridge_memory.spec.errors import SpecError
@@ -573,4 +573,4 @@ class ImplementationSpec(Checked):
     def prefers_flash(self) -> bool:
         """Whether Transformer Engine takes FlashAttention 2 where it and cuDNN both can: before compute capability
         9.0 (``get_attention_backend``: "FusedAttention preference on Hopper+")."""
-        return GENERATIONS[self.gpu_arch] < GENERATIONS["hopper"]
+        return not since_hopper(self.gpu_arch)

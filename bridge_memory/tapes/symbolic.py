@@ -414,7 +414,7 @@ class Traces:
     ) -> Iterator[tuple[Any, Any, list[Any]]]:
         """As ``find``, for many runs: yields (some of the runs, the trace that serves them, its sizes).
 
-        ``dimensions``: arrays over a grid of runs. ``of``: the runs of that grid to find traces for (``batched.Subgrid``).
+        ``dimensions``: arrays over a grid of runs. ``of``: its runs to find traces for (``batched.Subgrid``).
         ``step``: applies an operation to arrays. ``missing`` is called with runs for the first of which there is no
         trace: it adds the trace and returns True, or returns False if these runs are not needed, which skips them.
         """

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bridge_memory.cards.generations import GENERATIONS
+from bridge_memory.cards.generations import GENERATIONS, since_hopper
 from bridge_memory.workspaces.allocator import MIB
 
 #: Transformer Engine's cuBLAS workspace: 32 MiB from compute capability 9.0 on, 4 MiB before. The 1 KiB that 2.11
 #: adds to the former for scales of NVFP4 is not counted.
 #: Source: TE ``pytorch/cpp_extensions/gemm.py: get_cublas_workspace_size_bytes`` (``module/base.py`` in older ones).
-TE_WORKSPACE = {name: (32 if first >= (9, 0) else 4) * MIB for name, first in GENERATIONS.items()}
+TE_WORKSPACE = {name: (32 if since_hopper(name) else 4) * MIB for name in GENERATIONS}
 
 #: :4096:2:16:8, sizes in KiB.
 _SMALL = (2 * 4096 + 8 * 16) * 1024

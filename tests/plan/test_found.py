@@ -80,12 +80,12 @@ def test_the_answer_comes_first_and_adds_up(command: list[str], capsys: pytest.C
     assert answer.startswith("Fastest ") and f"{best['step_seconds']:#.3g} s a step" in answer
     rate = 64 * 2048 / best["step_seconds"] / 8
     assert f"{rate:,.0f} tokens/s/GPU" in answer
-    words = answer.partition("fits H100: peak ")[2].replace("GiB", "").replace(":", "").split()
+    words = answer.partition("FITS H100: peak ")[2].replace(",", "").split()
     numbers = [float(word) for word in words if word[0].isdigit() and not word.endswith(")")]
     peak, margin, capacity, free = numbers
-    assert peak + margin + free == pytest.approx(capacity, abs=0.02)
-    assert peak == pytest.approx(best["peak_bytes"] / 2**30, abs=0.006)
-    assert free == pytest.approx(best["headroom_bytes"] / 2**30, abs=0.006)
+    assert peak + margin + free == pytest.approx(capacity, abs=1e-9)  # as shown
+    assert peak == pytest.approx(best["peak_bytes"] / 2**30, abs=0.06)
+    assert free == pytest.approx(best["headroom_bytes"] / 2**30, abs=0.06)
 
 
 def test_what_must_be_free_is_free_in_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
