@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import bridge_memory
-from bridge_memory.readers.container_registry import GAPS as CONTAINER_GAPS
 from bridge_memory.readers.container_registry import OTHER_LAYER_SPECS
+from bridge_memory.readers.container_registry import UNMODELLED as CONTAINER_UNMODELLED
 from bridge_memory.readers.engines.deepspeed import _ZERO_UNMODELLED, UNMODELLED
 from bridge_memory.readers.megatron_args.sizes import ORDERS
-from bridge_memory.readers.megatron_args.unmodelled import GAPS, Listed
+from bridge_memory.readers.megatron_args.unmodelled import UNMODELLED as UNMODELLED_ARGUMENTS
+from bridge_memory.readers.megatron_args.unmodelled import Feature
 from bridge_memory.spec.unmodelled import Effect, as_feature
 
 ROOT = Path(bridge_memory.__file__).parent
@@ -50,7 +51,7 @@ def test_every_gap_is_made_with_an_order() -> None:
 
 def listed() -> dict[str, tuple[Effect, str]]:
     found: dict[str, tuple[Effect, str]] = {}
-    tables: dict[str, dict[str, Listed]] = {"arguments": GAPS, **CONTAINER_GAPS}
+    tables: dict[str, dict[str, Feature]] = {"arguments": UNMODELLED_ARGUMENTS, **CONTAINER_UNMODELLED}
     for table, entries in tables.items():
         found |= {f"{table}.{name}": (entry.effect, entry.order) for name, entry in entries.items()}
     found |= {name: (effect, order) for name, (effect, _, order) in OTHER_LAYER_SPECS.items()}
@@ -68,7 +69,7 @@ def test_every_entry_of_a_registry_has_an_order(name: str, entry: tuple[Effect, 
 
 def test_an_argument_has_one_order() -> None:
     names = [name for words in ORDERS.values() for name in words.split()]
-    assert sorted(names) == sorted(GAPS)
+    assert sorted(names) == sorted(UNMODELLED_ARGUMENTS)
 
 
 def test_lists_of_what_is_not_modelled_are_given_gaps() -> None:

@@ -20,8 +20,8 @@ from bridge_memory.readers import model_from_hf_config
 from bridge_memory.readers.engines.accelerate import read_accelerate
 from bridge_memory.readers.engines.deepspeed import read_deepspeed
 from bridge_memory.readers.engines.peft import read_peft
-from bridge_memory.readers.engines.run import fields_of, settle
-from bridge_memory.readers.engines.sections import Notes
+from bridge_memory.readers.engines.run import apply_world_size, fields_of
+from bridge_memory.readers.engines.sections import Diagnostics
 from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.readers.engines.torchtitan import read_torchtitan
 from bridge_memory.readers.engines.training_args import read_training_args
@@ -64,19 +64,19 @@ def run_of_trainer(
         ('single', 4)
     """
     spec = model_of(model)
-    settings = Settings(Notes("TrainingArguments"))
-    told = _told(spec)
+    settings = Settings(Diagnostics("TrainingArguments"))
+    specified = _specified(spec)
     given = args.to_dict()
     # What TrainingArguments made of themselves: lists of words, tables that they read from files.
     given["fsdp"] = [getattr(word, "value", word) for word in given.get("fsdp") or []]
     filled = getattr(args, "hf_deepspeed_config", None)
     if filled is not None:
         given["deepspeed"] = dict(filled.config)
-    if getattr(args, "n_gpu", 1) > 1 and told.world_size == 1:
+    if getattr(args, "n_gpu", 1) > 1 and specified.world_size == 1:
         raise SpecError(f"n_gpu is {args.n_gpu}: DataParallel in one process is not estimated; start it with torchrun")
     given["use_cpu"] = False
     given["dtype"] = _adapted(_inner(model), settings)
-    read_training_args(given, settings, told, _no_files)
+    read_training_args(given, settings, specified, _no_files)
     if getattr(args, "world_size", 1) > 1 and settings.engine is None:
         settings.set(data_parallel__engine="ddp")
     settings.set(batch__seq_length=seq_length, batch__micro_batch_size=micro_batch_size)
@@ -114,21 +114,21 @@ def run_of_accelerator(
         >>> report = MemoryReport(run=run)  # with report: ... report.step()
     """
     spec = model_of(model)
-    settings = Settings(Notes("accelerate"))
-    told = _told(spec)
+    settings = Settings(Diagnostics("accelerate"))
+    specified = _specified(spec)
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     precision = str(accelerator.mixed_precision)
     settings.set(batch__micro_batch_size=micro_batch_size)
     config: dict[str, Any] = {
-        "distributed_type": kind if told.world_size != 1 or kind in ("FSDP", "DEEPSPEED") else "NO",
-        "mixed_precision": precision, "num_processes": told.world_size,
+        "distributed_type": kind if specified.world_size != 1 or kind in ("FSDP", "DEEPSPEED") else "NO",
+        "mixed_precision": precision, "num_processes": specified.world_size,
     }  # fmt: skip
     if kind == "DEEPSPEED":
-        read_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, settings, told)
+        read_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, settings, specified)
     else:
         if kind == "FSDP":
             config["fsdp_config"] = _fsdp(accelerator.state.fsdp_plugin)
-        read_accelerate(config, settings, told, _no_files)
+        read_accelerate(config, settings, specified, _no_files)
     settings.accumulation = settings.accumulation or int(accelerator.gradient_accumulation_steps)
     settings.set(batch__micro_batch_size=micro_batch_size, batch__seq_length=seq_length)
     _optimizer(optimizer, settings)
@@ -165,9 +165,9 @@ def run_of_deepspeed(engine: Any, *, seq_length: int, model: Any = None) -> RunS
     """
     model = engine.module if model is None else model
     spec = model_of(model)
-    settings = Settings(Notes("DeepSpeed"))
+    settings = Settings(Diagnostics("DeepSpeed"))
     config = getattr(engine, "config", None)
-    read_deepspeed(config if isinstance(config, Mapping) else engine._config._param_dict, settings, _told(spec))
+    read_deepspeed(config if isinstance(config, Mapping) else engine._config._param_dict, settings, _specified(spec))
     settings.set(batch__seq_length=seq_length)
     if settings.get("optimizer", "optimizer") is None:
         _optimizer(getattr(engine, "basic_optimizer", None), settings)
@@ -198,7 +198,7 @@ def run_of_torchtitan(job_config: Any, model: ModelSpec | str | None = None) -> 
         >>> run_of_torchtitan(JobConfig()).model.name
         'meta-llama/Llama-3.1-8B'
     """
-    settings = Settings(Notes("torchtitan"))
+    settings = Settings(Diagnostics("torchtitan"))
     table = {k: _written(v) for k, v in dataclasses.asdict(job_config).items()}
     read_torchtitan(
         {k: v for k, v in table.items() if isinstance(v, Mapping)}, settings, Specified(world_size=world_size())
@@ -223,12 +223,12 @@ def model_of(model: Any) -> ModelSpec:
     raise SpecError(f"model ({type(model).__name__}) has no Hugging Face config; give MemoryReport a RunSpec as run")
 
 
-def _told(spec: ModelSpec) -> Specified:
+def _specified(spec: ModelSpec) -> Specified:
     import sys
 
     release = release_in(getattr(sys.modules.get("transformers"), "__version__", None))
-    told = Specified(world_size=world_size(), hidden_size=spec.hidden_size)
-    return told if release is None else dataclasses.replace(told, transformers=release)
+    specified = Specified(world_size=world_size(), hidden_size=spec.hidden_size)
+    return specified if release is None else dataclasses.replace(specified, transformers=release)
 
 
 def _no_files(path: str) -> Mapping[str, Any]:
@@ -279,7 +279,7 @@ def _optimizer(optimizer: Any, settings: Settings) -> None:
     known = _OPTIMIZERS.get(type(inner).__name__)
     if known is None:
         settings.set(optimizer__optimizer="adamw")
-        settings.notes.assume(f"torch's AdamW in place of the optimizer ({type(inner).__name__})")
+        settings.diagnostics.assume(f"torch's AdamW in place of the optimizer ({type(inner).__name__})")
         return
     defaults = getattr(inner, "defaults", {})
     asked = "fused" if defaults.get("fused") else "for-loop" if defaults.get("foreach") is False else "foreach"
@@ -325,7 +325,7 @@ def _adapted(model: Any, settings: Settings) -> str | None:
         return _one_dtype(p for p in parameters if p.requires_grad)
     (config, *others) = adapters.values()
     if others:
-        settings.notes.refuse("peft_config", f"has {len(adapters)} adapters", "train one")
+        settings.diagnostics.refuse("peft_config", f"has {len(adapters)} adapters", "train one")
     read_peft({k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}, settings, Specified())
     own = _one_dtype(p for p in parameters if not p.requires_grad and p.is_floating_point())
     told: Any = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -360,11 +360,11 @@ def _run(spec: ModelSpec, settings: Settings, model: Any) -> RunSpec:
     release = release_in(getattr(sys.modules.get("transformers"), "__version__", None))
     if release is not None:
         settings.set(transformers__transformers_version=release)
-    settings.notes.check()
+    settings.diagnostics.check()
     given = fields_of(settings)
-    settle(given, settings, world)
+    apply_world_size(given, settings, world)
     groups: dict[str, Any] = {name: GROUPS[name](**fields) for name, fields in given.items() if name != "parallel"}
     return RunSpec(
-        model=spec, parallel=ParallelSpec(world_size=world), assumptions=tuple(settings.notes.assumptions),
-        not_modelled=tuple(settings.notes.not_modelled), **groups,
+        model=spec, parallel=ParallelSpec(world_size=world), assumptions=tuple(settings.diagnostics.assumptions),
+        not_modelled=tuple(settings.diagnostics.not_modelled), **groups,
     )  # fmt: skip

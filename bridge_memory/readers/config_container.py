@@ -18,15 +18,6 @@ from typing import Any
 
 from bridge_memory.cards.generations import DEFAULT_GENERATION
 from bridge_memory.readers.container_fields import container_part, data_parallel_size, vocabulary
-from bridge_memory.readers.container_gaps import (
-    PARTS,
-    distillation_of,
-    encoder_gaps,
-    encoders_of,
-    not_modelled,
-    provider_of,
-    teacher_of,
-)
 from bridge_memory.readers.container_registry import (
     CP_LOSS_BY_TOKEN,
     DENSE_MTP_SPECS,
@@ -39,7 +30,16 @@ from bridge_memory.readers.container_registry import (
     SEQUENCE_PARALLEL_WITH_TP,
     STAGE_LAYOUTS,
 )
-from bridge_memory.readers.encoders import held_by
+from bridge_memory.readers.container_unmodelled import (
+    PARTS,
+    distillation_of,
+    encoders_of,
+    not_modelled,
+    provider_of,
+    teacher_of,
+    unmodelled_encoders,
+)
+from bridge_memory.readers.encoders import describe_encoder
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.transformer_config import FALCON_H1, GEMMA4_DENSE, model_from_transformer_config, pattern_of
 from bridge_memory.releases import (
@@ -454,7 +454,7 @@ def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelS
     if heterogeneous and not _get(model, "per_block_parameters"):
         provider = _finalized(model)
     encoders = encoders_of(container_part(config, "model"))
-    assumptions += [f"{held_by(encoder)}, on the first stage" for encoder in encoders]
+    assumptions += [f"{describe_encoder(encoder)}, on the first stage" for encoder in encoders]
     found = model_from_transformer_config(
         provider,
         vocab_size=vocab,
@@ -486,7 +486,7 @@ def _layer_spec(model: Any) -> tuple[str, bool]:
     return name, name in LOCAL_LAYER_SPECS
 
 
-def _layer_spec_gaps(model: Any) -> Iterator[Unmodelled]:
+def _unmodelled_layer_spec(model: Any) -> Iterator[Unmodelled]:
     name, _ = _layer_spec(model)
     if name in OTHER_LAYER_SPECS:
         effect, what, order = OTHER_LAYER_SPECS[name]
@@ -856,7 +856,7 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     model = container_part(config, "model")
     parts = {part: getattr(config, part, None) for part in PARTS}
     parts |= {"model": view.model, "optimizer": view.optimizer, "ddp": view.ddp}
-    out = [*not_modelled(parts), *encoder_gaps(model), *_layer_spec_gaps(view.model)]
+    out = [*not_modelled(parts), *unmodelled_encoders(model), *_unmodelled_layer_spec(view.model)]
     if _get(model, "freeze_language_model", False):
         out.append(
             Unmodelled(

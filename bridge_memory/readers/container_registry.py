@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bridge_memory.readers.megatron_args.harmless import HARMLESS as HARMLESS_ARGUMENTS
 from bridge_memory.readers.megatron_args.sizes import ORDER_OF
-from bridge_memory.readers.megatron_args.unmodelled import GAPS as GAPS_OF_ARGUMENTS
-from bridge_memory.readers.megatron_args.unmodelled import Asked, Listed
+from bridge_memory.readers.megatron_args.unmodelled import UNMODELLED as UNMODELLED_ARGUMENTS
+from bridge_memory.readers.megatron_args.unmodelled import ArgumentValues, Feature
 from bridge_memory.spec.unmodelled import Effect
 
 UP, DOWN, EITHER, UNKNOWN = Effect.UP, Effect.DOWN, Effect.EITHER, Effect.UNKNOWN
@@ -132,98 +132,98 @@ READ: dict[str, frozenset[str]] = {
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def _apart(asked: Asked, value: object) -> bool:
+def _apart(asked: ArgumentValues, value: object) -> bool:
     return bool(getattr(value, "use_dist_train", False))
 
 
-def _divided(asked: Asked, value: object) -> bool:
+def _divided(asked: ArgumentValues, value: object) -> bool:
     return bool(asked["sequence_parallel"])
 
 
 #: Part -> field -> what is not counted of it; with those of the arguments of the same name.
-GAPS: dict[str, dict[str, Listed]] = {
+UNMODELLED: dict[str, dict[str, Feature]] = {
     "model": {
-        "parallel_output": Listed(True, UP, "logits that are gathered over tensor-parallel ranks",
+        "parallel_output": Feature(True, UP, "logits that are gathered over tensor-parallel ranks",
                                       order="s b V elements beside the s b V / t that are counted"),
-        "use_transformer_engine_full_layer_spec": Listed(False, EITHER, "Transformer Engine's whole layer",
+        "use_transformer_engine_full_layer_spec": Feature(False, EITHER, "Transformer Engine's whole layer",
                                                              order="as large as what a layer saves, in every layer"),
-        "restore_modelopt_state": Listed(False, EITHER, "ModelOpt's quantizers",
+        "restore_modelopt_state": Feature(False, EITHER, "ModelOpt's quantizers",
                                              order="a copy of the largest quantized tensor, and what is clipped of it"),
-        "teacher": Listed(None, UP, "the teacher of a distillation", order=ORDER_OF["export_kd_teacher_load"]),
-        "kd_config": Listed(None, UP, "the losses of a distillation",
+        "teacher": Feature(None, UP, "the teacher of a distillation", order=ORDER_OF["export_kd_teacher_load"]),
+        "kd_config": Feature(None, UP, "the losses of a distillation",
                                 order="fp32 logits of teacher and student, 4 s b V / t bytes each, some three times"),
-        "dense_grouped_gemm": Listed(False, EITHER, "a dense MLP through the grouped GEMM",
+        "dense_grouped_gemm": Feature(False, EITHER, "a dense MLP through the grouped GEMM",
                                          order=ORDER_OF["use_grouped_gemm_for_dense_mlp"]),
         # models/*/modeling_*.py: the embedding's output stays whole until images are put in, then it is scattered
-        "scatter_embedding_sequence_parallel": Listed(
+        "scatter_embedding_sequence_parallel": Feature(
             True, UP, "the whole embedding's output beside the scattered one", _divided,
             order="s b h elements, of the first stage",
         ),
-        "dist_train": Listed(None, EITHER, "towers on ranks of their own", _apart,
+        "dist_train": Feature(None, EITHER, "towers on ranks of their own", _apart,
                                  order="as large as the tower's weights, their states and activations"),
         # MiniMax-M3: frozen weights that nothing runs (models/minimax_m3: lightning_indexer_layers)
-        "lightning_indexer_layers": Listed(None, UP, "the frozen weights of an indexer that is not run",
+        "lightning_indexer_layers": Feature(None, UP, "the frozen weights of an indexer that is not run",
                                                order="2 h (heads + 1) width bytes for each of these layers"),
         # models/gemma_vl/modeling_gemma3_vl.py: Gemma3VLModel._compute_attention_biases
-        "is_vision_language": Listed(
+        "is_vision_language": Feature(
             False, UP, "the attention bias of images, b x s x s, and what attention keeps for it",
             order="2 b s s bytes, and b n s s / t elements in every layer where attention keeps the scores",
         ),
         # models/stepfun/step35_provider.py: Step35DecoderLayer, one number a layer
         **dict.fromkeys(
-            ("swiglu_limits", "swiglu_limits_shared"), GAPS_OF_ARGUMENTS["activation_func_clamp_value"]
+            ("swiglu_limits", "swiglu_limits_shared"), UNMODELLED_ARGUMENTS["activation_func_clamp_value"]
         ),
-        "attention_chunk_size": Listed(None, DOWN, "attention within chunks",
+        "attention_chunk_size": Feature(None, DOWN, "attention within chunks",
                                            order="what attention saves of the tokens beyond a chunk, in every layer"),
-        "nope_layer_interval": Listed(None, DOWN, "layers without rotary embeddings",
+        "nope_layer_interval": Feature(None, DOWN, "layers without rotary embeddings",
                                            order=ORDER_OF["no_rope_freq"]),
-        "use_arbitrary_attention_mask": Listed(None, UP, "attention masks of any form",
+        "use_arbitrary_attention_mask": Feature(None, UP, "attention masks of any form",
                                                    order="b s s bytes, and the scores, b n s s / t elements a layer"),
     },
     "optimizer": {
-        "overlap_param_gather_with_optimizer_step": Listed(False, EITHER, "parameters gathered during the step",
+        "overlap_param_gather_with_optimizer_step": Feature(False, EITHER, "parameters gathered during the step",
                                                                order="as large as one bucket of parameters"),
     },
     "ddp": {
-        "num_buckets": GAPS_OF_ARGUMENTS["ddp_num_buckets"],
-        "pad_buckets_for_high_nccl_busbw": GAPS_OF_ARGUMENTS["ddp_pad_buckets_for_high_nccl_busbw"],
-        "param_name_patterns_for_fp32_local_accumulation": GAPS_OF_ARGUMENTS[
+        "num_buckets": UNMODELLED_ARGUMENTS["ddp_num_buckets"],
+        "pad_buckets_for_high_nccl_busbw": UNMODELLED_ARGUMENTS["ddp_pad_buckets_for_high_nccl_busbw"],
+        "param_name_patterns_for_fp32_local_accumulation": UNMODELLED_ARGUMENTS[
             "ddp_param_name_patterns_for_fp32_local_accumulation"
         ]._replace(also=("()",)),
-        "megatron_fsdp_cuda_graph_mode": Listed(False, UP, "Megatron-FSDP's buffers under CUDA graphs",
+        "megatron_fsdp_cuda_graph_mode": Feature(False, UP, "Megatron-FSDP's buffers under CUDA graphs",
                                                     order=ORDER_OF["megatron_fsdp_cuda_graph_mode"]),
-        "preserve_fp32_weights": GAPS_OF_ARGUMENTS["preserve_fp32_weights"],
+        "preserve_fp32_weights": UNMODELLED_ARGUMENTS["preserve_fp32_weights"],
     },
     "dist": {
-        "eval_context_parallel_size": Listed(None, EITHER, "evaluation with another context-parallel size",
+        "eval_context_parallel_size": Feature(None, EITHER, "evaluation with another context-parallel size",
                                                  order="as large as evaluation's activations in one layer"),
     },
     "dataset": {
-        "inter_document_masking": GAPS_OF_ARGUMENTS["dataloader_inter_document_masking"],
+        "inter_document_masking": UNMODELLED_ARGUMENTS["dataloader_inter_document_masking"],
     },
     "peft": {
-        "exclude_modules": Listed(None, DOWN, "linears that get no adapter",
+        "exclude_modules": Feature(None, DOWN, "linears that get no adapter",
                                       order="some 18 bytes for each weight of those adapters, and their inputs"),
-        "lora_dtype": Listed(None, EITHER, "adapters of another dtype",
+        "lora_dtype": Feature(None, EITHER, "adapters of another dtype",
                                  order="2 bytes for each weight of the adapters, and as many for their gradients"),
-        "sequence_parallel_input_regather": Listed(False, EITHER, "adapter inputs that are gathered again",
+        "sequence_parallel_input_regather": Feature(False, EITHER, "adapter inputs that are gathered again",
                                                         order="s b h elements for each linear with an adapter"),
-        "share_expert_adapters": Listed(True, UP, "adapters expert by expert",
+        "share_expert_adapters": Feature(True, UP, "adapters expert by expert",
                                              order="as many times the experts' adapters as a rank has experts"),
-        "experts_shared_outer_loras": Listed(False, EITHER, "adapters that experts share",
+        "experts_shared_outer_loras": Feature(False, EITHER, "adapters that experts share",
                                                    order="half of the experts' adapters, and their states"),
-        "normalize_moe_lora": Listed(False, DOWN, "adapters of experts of a lower rank",
+        "normalize_moe_lora": Feature(False, DOWN, "adapters of experts of a lower rank",
                                          order="the experts' adapters and their states, over a token's experts"),
-        "dropout": Listed(0.0, UP, "dropout of the adapters' inputs",
+        "dropout": Feature(0.0, UP, "dropout of the adapters' inputs",
                               order="a byte for each element of those inputs, and a scaled copy"),
-        "freeze_language_model": Listed(True, UP, "a language model that trains beside its adapters",
+        "freeze_language_model": Feature(True, UP, "a language model that trains beside its adapters",
                                             order="16 bytes or less for each weight that is counted as frozen"),
     },
     "profiling": {
-        "use_pytorch_profiler": Listed(False, UP, "what PyTorch's profiler keeps on the GPU", outside=True,
+        "use_pytorch_profiler": Feature(False, UP, "what PyTorch's profiler keeps on the GPU", outside=True,
                                            order="as large as CUPTI's buffers, which grow with the steps"),
     },
-    "tensor_inspect": {"enabled": Listed(False, UP, "statistics of tensors that are inspected",
+    "tensor_inspect": {"enabled": Feature(False, UP, "statistics of tensors that are inspected",
                                                 order="a few numbers for each tensor, and a copy while it is read")},
 }  # fmt: skip
 
@@ -420,20 +420,20 @@ HARMLESS: dict[str, dict[str, str]] = {
 _NOT_THE_ARGUMENT = _names("use_checkpoint_args use_mp_args_from_checkpoint_args")
 
 
-def gap_of(part: str, field: str) -> Listed | None:
+def feature_of(part: str, field: str) -> Feature | None:
     """What is not counted of a field; None where it is read, harmless or not known."""
     if field in READ.get(part, ()) or field in HARMLESS.get(part, ()) or field in _NOT_THE_ARGUMENT:
         return None
-    return GAPS.get(part, {}).get(field) or GAPS_OF_ARGUMENTS.get(field)
+    return UNMODELLED.get(part, {}).get(field) or UNMODELLED_ARGUMENTS.get(field)
 
 
 def known(part: str, field: str) -> bool:
     """Whether a field is read, listed where it is set, or harmless."""
     return (
         field in READ.get(part, ())
-        or field in GAPS.get(part, {})
+        or field in UNMODELLED.get(part, {})
         or field in HARMLESS.get(part, {})
-        or field in GAPS_OF_ARGUMENTS
+        or field in UNMODELLED_ARGUMENTS
         or field in HARMLESS_ARGUMENTS
     )
 

@@ -39,7 +39,7 @@ class Encoders(NamedTuple):
     counted: tuple[EncoderSpec, ...] = ()
 
 
-def take_apart(config: Mapping[str, Any], name: str) -> Encoders:
+def split_multimodal(config: Mapping[str, Any], name: str) -> Encoders:
     """The language model of a multimodal wrapper, and what that leaves out."""
     key, text, outer = "", config, config
     beside: dict[str, Mapping[str, Any]] = {}
@@ -67,7 +67,7 @@ def take_apart(config: Mapping[str, Any], name: str) -> Encoders:
     if encoder is None:
         assumptions = [f"text tower only: the parameters and activations of {names} are left out"]
     else:
-        assumptions = [f"{held_by(encoder)}, on the first stage; activations are those of the text tower only"]
+        assumptions = [f"{describe_encoder(encoder)}, on the first stage; activations are those of the text tower only"]
     if left:
         assumptions.append(f"{' and '.join(left)}: Megatron Bridge builds the thinker alone")
     if config.get("model_type") in _WITHOUT_MTP and text.pop("num_nextn_predict_layers", None):
@@ -89,7 +89,7 @@ def encoder_of(config: Mapping[str, Any], names: str, name: str = "config") -> E
     return EncoderSpec(names, count, sharded)
 
 
-def held_by(encoder: EncoderSpec) -> str:
+def describe_encoder(encoder: EncoderSpec) -> str:
     """What ranks hold of it, in words."""
     how = "whole on every tensor-parallel rank"
     if encoder.sharded:

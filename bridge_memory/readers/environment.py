@@ -55,7 +55,7 @@ def attention_backend(env: Mapping[str, str]) -> str | None:
 
 #: What torch's deterministic mode asks of the environment (``torch.use_deterministic_algorithms``).
 _DETERMINISTIC_CONFIG = ":4096:8"
-SUPPOSED_CUBLAS = (
+ASSUMED_CUBLAS = (
     f"CUBLAS_WORKSPACE_CONFIG is {_DETERMINISTIC_CONFIG}: NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 asks for determinism "
     "and the environment names none (measured so on GB200)"
 )
@@ -71,9 +71,9 @@ def implementation_of(
     """
     deterministic = nvte_deterministic(env)
     workspace = cublas_workspace_bytes(env.get("CUBLAS_WORKSPACE_CONFIG"))
-    supposed: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
     if deterministic and workspace is None:
-        workspace, supposed = cublas_workspace_bytes(_DETERMINISTIC_CONFIG), (SUPPOSED_CUBLAS,)
+        workspace, assumed = cublas_workspace_bytes(_DETERMINISTIC_CONFIG), (ASSUMED_CUBLAS,)
     fields: dict[str, Any] = {
         "nvte_deterministic": deterministic,
         "cublas_workspace_bytes": workspace,
@@ -88,4 +88,4 @@ def implementation_of(
         left = "unfused"
     if left is not None:
         fields["attention_backend"] = left
-    return fields, supposed
+    return fields, assumed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from bridge_memory.readers.encoders import take_apart
+from bridge_memory.readers.encoders import split_multimodal
 from bridge_memory.readers.families.bridged import read_deepseek_v4, read_falcon_h1, read_gemma4
 from bridge_memory.readers.families.deepseek import MLA, read_deepseek
 from bridge_memory.readers.families.delta_net import DELTA_NET, read_delta_net
@@ -121,7 +121,7 @@ def model_from_hf_config(
     """
     if not isinstance(config, Mapping):
         raise SpecError(f"{name}: the config is {shown(config)}; it must be a JSON object")
-    encoders = take_apart(config, name)
+    encoders = split_multimodal(config, name)
     config = dict(encoders.text)
     defaults = _fill_defaults(config, encoders.key) if encoders.key else []
     model_type = config.get("model_type")

@@ -155,7 +155,7 @@ def model_from_transformer_config(
     unmodelled += stack.unmodelled
     streams = c.size("num_residual_streams", 4) if c.flag("enable_hyper_connections") else 1
     if _variant(c) == "dsv4_hybrid":
-        unmodelled += _gaps_of_compressed(c)
+        unmodelled += _unmodelled_of_compressed(c)
         assumptions = (*assumptions, *_assumptions_of_compressed(c, megatron_core))
     layers, depths = stack.layers, stack.depths
     if post_layernorms:
@@ -277,7 +277,7 @@ def _assumptions_of_compressed(c: ConfigAttributes, megatron_core: Release) -> I
         )
 
 
-def _gaps_of_compressed(c: ConfigAttributes) -> Iterator[Unmodelled]:
+def _unmodelled_of_compressed(c: ConfigAttributes) -> Iterator[Unmodelled]:
     if c.get("moe_n_hash_layers", 0):
         yield Unmodelled(
             f"moe_n_hash_layers ({c.get('moe_n_hash_layers')}): layers whose router looks experts up by the token, "

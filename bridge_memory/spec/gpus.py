@@ -60,10 +60,10 @@ def check_computes(gpu: Gpu, precision: PrecisionSpec) -> None:
     )
 
 
-def supposed_on(gpu: Gpu, run: RunSpec) -> list[str]:
+def gpu_assumptions(gpu: Gpu, run: RunSpec) -> list[str]:
     """What is supposed of ``run`` on ``gpu``, a sentence each: where it is not what was counted for."""
     if gpu.vendor == AMD:
-        return [taken_as_nvidia(gpu.name, run.implementation.gpu_arch)]
+        return [amd_assumption(gpu.name, run.implementation.gpu_arch)]
     per_tensor = run.precision.fp8 is not None and run.precision.fp8_recipe in ("delayed", "tensorwise")
     if per_tensor and gpu.arch == "blackwell" and not multiplies_one_layout(gpu):
         return [
@@ -73,7 +73,7 @@ def supposed_on(gpu: Gpu, run: RunSpec) -> list[str]:
     return []
 
 
-def taken_as_nvidia(what: str, generation: str) -> str:
+def amd_assumption(what: str, generation: str) -> str:
     """The assumption under which anything is said of ``what``, a GPU or a runtime of AMD's."""
     return (
         f"{what} is AMD's: library workspaces, attention kernels and fp8 layouts are taken as on NVIDIA's "

@@ -45,7 +45,7 @@ from bridge_memory.spec.transformers import (
     COMPILED,
     DEFAULT_TRANSFORMERS_SPEC,
     TransformersSpec,
-    as_transformers_has_it,
+    as_transformers_builds,
 )
 from bridge_memory.spec.validation import validate
 
@@ -161,7 +161,7 @@ class RunSpec:
             # torch ``checkpoint_wrapper``: NO_REENTRANT, in torchtitan and torchtune.
             object.__setattr__(self, "transformers", replace(hf, use_reentrant=False))
         if self.implementation.torch_layers:
-            object.__setattr__(self, "model", as_transformers_has_it(self.model))
+            object.__setattr__(self, "model", as_transformers_builds(self.model))
             if self.peft.scheme == "lora" and self.peft.target_modules == MEGATRON_TARGETS:
                 object.__setattr__(self, "peft", replace(self.peft, target_modules=(ALL_LINEAR,)))
                 note = f"adapters on every linear but the output layer (peft.target_modules {ALL_LINEAR})"

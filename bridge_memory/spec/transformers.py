@@ -307,7 +307,7 @@ def usable_attention(model_type: str, spec: TransformersSpec) -> tuple[str, ...]
 DEFAULT_TRANSFORMERS_SPEC = TransformersSpec()
 
 
-def as_transformers_has_it(model: ModelSpec) -> ModelSpec:
+def as_transformers_builds(model: ModelSpec) -> ModelSpec:
     """The vocabulary as it is, and without MTP depths, which transformers' classes do not build."""
     if not (model.make_vocab_size_divisible_by or model.mtp_num_layers):
         return model

@@ -32,7 +32,7 @@ def read_fsdp(
 ) -> None:  # fmt: skip
     """Read a table of FSDP options. ``prefix``: before every key ("fsdp_" in accelerate's YAML); ``version``, ``wrap``,
     ``use_orig_params``: where the table does not say; ``mixed_precision``: "bf16" or "fp16", None for none."""
-    notes = settings.notes
+    diagnostics = settings.diagnostics
 
     def key(name: str) -> str:
         """The key as the file has it: accelerate takes each with and without "fsdp_"."""
@@ -57,13 +57,16 @@ def read_fsdp(
         for old in ("forward_prefetch", "backward_prefetch", "use_orig_params", "limit_all_gathers"):
             if section.has(key(old)):
                 section.ignore(key(old))
-                notes.assume(f"{section.named(key(old))} does nothing with FSDP2")
+                diagnostics.assume(f"{section.named(key(old))} does nothing with FSDP2")
         if not reshard:
             found["reshard_after_forward"] = False
     wrap = section.choice(key("auto_wrap_policy"), WRAPS, wrap)
     if wrap == "SIZE_BASED_WRAP":
-        notes.refuse(section.named(key("auto_wrap_policy")), "is SIZE_BASED_WRAP, whose units are not counted here",
-                     "use TRANSFORMER_BASED_WRAP")
+        diagnostics.refuse(
+            section.named(key("auto_wrap_policy")),
+            "is SIZE_BASED_WRAP, whose units are not counted here",
+            "use TRANSFORMER_BASED_WRAP",
+        )
     elif wrap == "NO_WRAP" or version == 1:
         found["auto_wrap_policy"] = wrap
     else:
@@ -77,14 +80,20 @@ def read_fsdp(
         # torch's checkpoint_wrapper around every layer that is wrapped, without reentrance.
         settings.set(transformers__gradient_checkpointing=True, transformers__use_reentrant=False)
     if section.flag(key("activation_checkpointing_offload"), False, words=True):
-        notes.refuse(section.named(key("activation_checkpointing_offload")),
-                     "keeps the inputs of layers in host memory, which is not counted here", "set it to false")
+        diagnostics.refuse(
+            section.named(key("activation_checkpointing_offload")),
+            "keeps the inputs of layers in host memory, which is not counted here",
+            "set it to false",
+        )
     for name in ("ignored_modules", "mixed_precision_policy"):
         if section.raw(key(name)) is not None:
-            notes.refuse(section.named(key(name)), f"is {show(section.data[key(name)])}, which is not counted here",
-                         "leave it out")
+            diagnostics.refuse(
+                section.named(key(name)),
+                f"is {show(section.data[key(name)])}, which is not counted here",
+                "leave it out",
+            )
     if section.flag(key("xla"), False) or section.flag(key("xla_fsdp_v2"), False):
-        notes.refuse(section.named(key("xla")), "runs on TPUs, which are not counted here", "drop it")
+        diagnostics.refuse(section.named(key("xla")), "runs on TPUs, which are not counted here", "drop it")
     section.ignore(key("xla_fsdp_grad_ckpt"), *(key(name) for name in HARMLESS))
     settings.set(data_parallel__engine=engine, **{f"fsdp__{name}": value for name, value in found.items()})
 
@@ -101,7 +110,7 @@ def _sharding(section: Section, strategy_key: str, reshard_key: str, version: in
             section.problem(reshard_key, f"is {show(reshard)}", "with FSDP2 it must be true or false")
             reshard = None
         if strategy is not None:
-            section.notes.assume(f"{section.named(strategy_key)} does nothing with FSDP2 (reshard_after_forward)")
+            section.diagnostics.assume(f"{section.named(strategy_key)} does nothing with FSDP2 (reshard_after_forward)")
         return "FULL_SHARD", reshard is not False
     chosen, key = (strategy, strategy_key) if strategy is not None else (reshard, reshard_key)
     if strategy is None and str(reshard).lower() in ("true", "false"):

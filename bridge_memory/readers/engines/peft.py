@@ -35,22 +35,22 @@ DEFAULT_TARGETS = {
 _KNOWN = (*HARMLESS, *OTHER_PARAMETERS, "peft_type", "r", "target_modules", "lora_dropout", "bias", "use_dora")
 
 
-def read_peft(config: Mapping[str, Any], settings: Settings, told: Specified) -> None:
+def read_peft(config: Mapping[str, Any], settings: Settings, specified: Specified) -> None:
     """Read a parsed file. What is wrong with it, or not counted, is in ``settings.notes``."""
-    notes = settings.notes
-    top = Section(config, "", notes)
+    diagnostics = settings.diagnostics
+    top = Section(config, "", diagnostics)
     kind = top.text("peft_type", "LORA")
     if kind.upper() != "LORA":
-        notes.refuse("peft_type", f"is {kind}, which is not counted here", "only LORA is")
+        diagnostics.refuse("peft_type", f"is {kind}, which is not counted here", "only LORA is")
     bias = top.text("bias", "none")
     if bias != "none":
-        notes.refuse("bias", f"is {bias}: biases that train are not counted here", 'set it to "none"')
+        diagnostics.refuse("bias", f"is {bias}: biases that train are not counted here", 'set it to "none"')
     for name in OTHER_PARAMETERS:
         if top.raw(name):
-            notes.refuse(name, "trains other parameters, which are not counted here", "leave it out")
+            diagnostics.refuse(name, "trains other parameters, which are not counted here", "leave it out")
     settings.set(
         peft__scheme="lora", peft__dim=top.integer("r", 8, least=1),
-        peft__target_modules=targets_of(top, "target_modules", top.raw("target_modules"), told),
+        peft__target_modules=targets_of(top, "target_modules", top.raw("target_modules"), specified),
         peft__use_dora=top.flag("use_dora") or None,
         transformers__lora_dropout=top.number("lora_dropout", most=1.0) or None,
     )  # fmt: skip
@@ -58,16 +58,16 @@ def read_peft(config: Mapping[str, Any], settings: Settings, told: Specified) ->
     top.refuse_unread(_KNOWN, "peft refuses it")
 
 
-def targets_of(top: Section, key: str, value: Any, told: Specified) -> tuple[str, ...] | None:
+def targets_of(top: Section, key: str, value: Any, specified: Specified) -> tuple[str, ...] | None:
     """Names of linears that ``value`` says under ``key``; None, and a problem, where it says something else. None is
     peft's own choice by the kind of model."""
     if value is None:
-        found = DEFAULT_TARGETS.get(told.model_type or "llama")
+        found = DEFAULT_TARGETS.get(specified.model_type or "llama")
         if found is None:
-            what = f"is missing, and peft knows none for {told.model_type}"
+            what = f"is missing, and peft knows none for {specified.model_type}"
             top.problem(key, what, "name the linears, or all-linear")
         else:
-            top.notes.assume(f"{', '.join(found)}, which peft takes where {top.named(key)} is missing")
+            top.diagnostics.assume(f"{', '.join(found)}, which peft takes where {top.named(key)} is missing")
         return found
     if isinstance(value, str):
         if value.lower() == ALL_LINEAR:

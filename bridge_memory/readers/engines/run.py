@@ -20,7 +20,7 @@ from bridge_memory.readers.engines.accelerate import ReadFile, read_accelerate
 from bridge_memory.readers.engines.deepspeed import Filler, read_deepspeed
 from bridge_memory.readers.engines.files import MOST_BYTES, read_table, table_of, without_comments
 from bridge_memory.readers.engines.peft import read_peft
-from bridge_memory.readers.engines.sections import Notes
+from bridge_memory.readers.engines.sections import Diagnostics
 from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.readers.engines.torchtitan import read_torchtitan
 from bridge_memory.readers.engines.training_args import read_training_args
@@ -40,44 +40,50 @@ KINDS = {
 
 def settings_from_files(
     *, deepspeed: str | None = None, accelerate: str | None = None, training_args: str | None = None,
-    torchtitan: str | None = None, peft_config: str | None = None, told: Specified | None = None,
+    torchtitan: str | None = None, peft_config: str | None = None, specified: Specified | None = None,
     micro_batch_size: int | None = None,
 ) -> Settings:  # fmt: skip
     """What the files say of a run. Raises SpecError only for a file that cannot be read: what is wrong with what it
     says is in ``notes``, see ``Notes.check``. ``micro_batch_size``: as a flag says it, for what is "auto"."""
-    told = told or Specified()
+    specified = specified or Specified()
     named = [path for path in (training_args, accelerate, deepspeed, torchtitan, peft_config) if path is not None]
-    settings = Settings(Notes(os.path.basename(named[0]) if len(named) == 1 else " with ".join(
+    settings = Settings(Diagnostics(os.path.basename(named[0]) if len(named) == 1 else " with ".join(
         os.path.basename(path) for path in named)))
     if torchtitan is not None:
         if len(named) > 1:
             raise SpecError("--torchtitan says the whole run; drop the other files")
-        read_torchtitan(read_table(torchtitan, f"give {KINDS['torchtitan']}"), settings, told)
+        read_torchtitan(read_table(torchtitan, f"give {KINDS['torchtitan']}"), settings, specified)
         return settings
     if peft_config is not None:
-        read_peft(read_table(peft_config, f"give {KINDS['peft_config']}"), settings, told)
+        read_peft(read_table(peft_config, f"give {KINDS['peft_config']}"), settings, specified)
     if micro_batch_size is not None:
         settings.set(batch__micro_batch_size=micro_batch_size)
     ds = None if deepspeed is None else _deepspeed_table(deepspeed, settings, alone=len(named) == 1)
     args = None if training_args is None else read_table(training_args, f"give {KINDS['training_args']}")
     if accelerate is not None:
         table = read_table(accelerate, f"give {KINDS['accelerate']}")
-        ds = _launched(table, accelerate, settings, told, ds, trainer=args is not None)
+        ds = _launched(table, accelerate, settings, specified, ds, trainer=args is not None)
     if args is not None:
-        read_file = beside(training_args or "", settings.notes)
-        read_training_args(args, settings, _with_world(told, settings), read_file, deepspeed=ds)
+        read_file = beside(training_args or "", settings.diagnostics)
+        read_training_args(args, settings, _with_world(specified, settings), read_file, deepspeed=ds)
     elif deepspeed is not None and ds is not None:
         if '"auto"' in json.dumps(ds):
-            settings.notes.assume(
+            settings.diagnostics.assume(
                 'what is "auto" in the DeepSpeed config as the HF Trainer fills it in with bf16=True and else its '
                 "defaults (--training-args)"
             )
-        read_deepspeed(ds, settings, _with_world(told, settings), _alone(settings))
-    if settings.engine is not None and settings.get("optimizer", "optimizer") is None and not settings.notes.refusals:
+        read_deepspeed(ds, settings, _with_world(specified, settings), _alone(settings))
+    if (
+        settings.engine is not None
+        and settings.get("optimizer", "optimizer") is None
+        and not settings.diagnostics.refusals
+    ):
         settings.set(optimizer__optimizer="adamw")
-        settings.notes.assume("torch's AdamW: the files leave the optimizer to the script (--optimizer)")
+        settings.diagnostics.assume("torch's AdamW: the files leave the optimizer to the script (--optimizer)")
     if settings.engine is not None and settings.get("batch", "micro_batch_size") is None:
-        settings.notes.assume("micro batches of 1 sequence: the files leave them to the script (--micro-batch-size)")
+        settings.diagnostics.assume(
+            "micro batches of 1 sequence: the files leave them to the script (--micro-batch-size)"
+        )
     return settings
 
 
@@ -95,12 +101,13 @@ def _deepspeed_table(path: str, settings: Settings, *, alone: bool) -> Mapping[s
             table = {}
         if not table or '"auto"' in json.dumps(table):
             raise
-    settings.notes.assume("comments in the DeepSpeed config, which DeepSpeed reads past; accelerate and the HF Trainer "
-                          "refuse them")
+    settings.diagnostics.assume(
+        "comments in the DeepSpeed config, which DeepSpeed reads past; accelerate and the HF Trainer refuse them"
+    )
     return table
 
 
-def beside(path: str, notes: Notes) -> ReadFile:
+def beside(path: str, diagnostics: Diagnostics) -> ReadFile:
     """Reads a file that the one at ``path`` names: as the tools do from the working directory, else beside it. One that
     cannot be read is a problem, and empty."""
 
@@ -110,21 +117,21 @@ def beside(path: str, notes: Notes) -> ReadFile:
             return read_table(name if os.path.exists(name) or not os.path.exists(near) else near, "give the file")
         except SpecError as error:
             what, _, fix = str(error).rpartition("; ")
-            notes.problem(name, what.removeprefix(name).strip(": ") or str(error), fix or "give the file")
+            diagnostics.problem(name, what.removeprefix(name).strip(": ") or str(error), fix or "give the file")
             return {}
 
     return read
 
 
-def _with_world(told: Specified, settings: Settings) -> Specified:
-    return told if told.world_size else replace(told, world_size=settings.world_size)
+def _with_world(specified: Specified, settings: Settings) -> Specified:
+    return specified if specified.world_size else replace(specified, world_size=settings.world_size)
 
 
 def _launched(
     table: Mapping[str, Any],
     path: str,
     settings: Settings,
-    told: Specified,
+    specified: Specified,
     ds: Mapping[str, Any] | None,
     *,
     trainer: bool,
@@ -134,8 +141,8 @@ def _launched(
     section = table.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if trainer and ds is None and isinstance(named, str):
-        ds = beside(path, settings.notes)(named)
-    read_accelerate(table, settings, told, beside(path, settings.notes), deepspeed_read=ds is not None)
+        ds = beside(path, settings.diagnostics)(named)
+    read_accelerate(table, settings, specified, beside(path, settings.diagnostics), deepspeed_read=ds is not None)
     return ds
 
 
@@ -215,24 +222,24 @@ def run_from_files(
     if model is None:
         raise SpecError("the model is missing; name a preset, a path or a Hub id")
     spec = model if isinstance(model, ModelSpec) else resolve_model(model)
-    told = Specified(world_size=world_size, hidden_size=spec.hidden_size, model_type=spec.model_type)
-    settings = settings_from_files(**paths, told=told)
-    settings.notes.check()
+    specified = Specified(world_size=world_size, hidden_size=spec.hidden_size, model_type=spec.model_type)
+    settings = settings_from_files(**paths, specified=specified)
+    settings.diagnostics.check()
     given = fields_of(settings)
     if seq_length is not None:
         given.setdefault("batch", {})["seq_length"] = seq_length
     if world_size is None and settings.world_size is None:
-        settings.notes.assume("1 GPU (world_size)")
-    settle(given, settings, world_size or settings.world_size or 1)
+        settings.diagnostics.assume("1 GPU (world_size)")
+    apply_world_size(given, settings, world_size or settings.world_size or 1)
     groups: dict[str, Any] = {name: GROUPS[name](**fields) for name, fields in given.items() if name != "parallel"}
     parallel = ParallelSpec(**given.get("parallel", {}), world_size=world_size or settings.world_size or 1)
     return RunSpec(
-        model=spec, parallel=parallel, assumptions=tuple(settings.notes.assumptions),
-        not_modelled=tuple(settings.notes.not_modelled), **groups,
+        model=spec, parallel=parallel, assumptions=tuple(settings.diagnostics.assumptions),
+        not_modelled=tuple(settings.diagnostics.not_modelled), **groups,
     )  # fmt: skip
 
 
-def settle(given: dict[str, dict[str, Any]], settings: Settings, world_size: int) -> None:
+def apply_world_size(given: dict[str, dict[str, Any]], settings: Settings, world_size: int) -> None:
     """What is known once the number of GPUs is: the sequences of a step, and what runs on one GPU."""
     batch, engine = given.setdefault("batch", {}), given.setdefault("data_parallel", {})
     parallel = given.get("parallel", {})

@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
 
 @dataclass(slots=True)
-class Notes:
+class Diagnostics:
     """What reading a configuration turns up."""
 
     #: How the file is called in messages.
@@ -79,10 +79,10 @@ class Notes:
 class Section:
     """Typed getters over a table of a file. ``null`` counts as absent."""
 
-    def __init__(self, data: Mapping[str, Any], where: str, notes: Notes) -> None:
+    def __init__(self, data: Mapping[str, Any], where: str, diagnostics: Diagnostics) -> None:
         self.data = data
         self.where = where
-        self.notes = notes
+        self.diagnostics = diagnostics
         self._read: set[str] = set()
 
     def named(self, key: str) -> str:
@@ -90,7 +90,7 @@ class Section:
         return f"{self.where}.{key}" if self.where else key
 
     def problem(self, key: str, what: str, fix: str) -> None:
-        self.notes.problem(self.named(key), what, fix)
+        self.diagnostics.problem(self.named(key), what, fix)
 
     def has(self, key: str) -> bool:
         return self.data.get(key) is not None
@@ -178,7 +178,7 @@ class Section:
         if value is not None and not isinstance(value, Mapping):
             self._wrong(key, value, "a table")
             value = None
-        return Section(value or {}, self.named(key), self.notes)
+        return Section(value or {}, self.named(key), self.diagnostics)
 
     def ignore(self, *keys: str) -> None:
         """These keys were considered and change no byte of a training step."""
@@ -191,7 +191,7 @@ class Section:
         value = self.raw(key)
         if value not in (None, default, AUTO, "", [], {}):
             told = value if isinstance(value, (str, int, float)) else "set"
-            self.notes.feature(f"{self.named(key)} ({show(told)}): {what}", effect, order=order, outside=outside)
+            self.diagnostics.feature(f"{self.named(key)} ({show(told)}): {what}", effect, order=order, outside=outside)
 
     def unread(self) -> list[str]:
         """Keys that nobody asked for."""
@@ -208,7 +208,7 @@ class Section:
         self._read.add(key)
         near = get_close_matches(key, known, n=1, cutoff=0.75)
         fix = f"did you mean {near[0]}?" if near else "remove it if it does nothing"
-        self.notes.ignored.append(Problem(_name(self.named(key)), f"is unknown: {said}", fix))
+        self.diagnostics.ignored.append(Problem(_name(self.named(key)), f"is unknown: {said}", fix))
 
 
 def _name(key: str) -> str:

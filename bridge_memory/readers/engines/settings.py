@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge_memory.readers.engines.sections import Notes
+from bridge_memory.readers.engines.sections import Diagnostics
 from bridge_memory.spec.unmodelled import Effect
 
 #: What accelerate launches and the Trainer call a dtype -> the spec's word.
@@ -21,7 +21,7 @@ Groups = dict[str, dict[str, Any]]
 class Settings:
     """Fields by group, as far as files say them."""
 
-    notes: Notes
+    diagnostics: Diagnostics
     groups: Groups = field(default_factory=dict)
     #: GPUs of the job; None where no file says it.
     world_size: int | None = None
@@ -67,12 +67,18 @@ def autocast(mixed: str | None, weights: str, settings: Settings) -> str | None:
     if mixed is None or weights == "fp32":
         return mixed
     if weights != mixed:
-        settings.notes.refuse(mixed, f"is the mixed precision, and weights are in {weights}: autocast from one to "
-                              "the other is not counted here", f"mix in {weights}, or load the model in fp32")
+        settings.diagnostics.refuse(
+            mixed,
+            f"is the mixed precision, and weights are in {weights}: autocast from one to the other is not counted here",
+            f"mix in {weights}, or load the model in fp32",
+        )
     elif settings.get("peft", "scheme") is not None:
-        settings.notes.feature(f"{mixed}: inputs of adapters, which autocast narrows; counted in the adapters' fp32",
-                           Effect.DOWN, order="2 bytes for each element that enters an adapter, in every layer")
-    settings.notes.assume(f"autocast to {mixed} over weights in {weights} is counted as without it")
+        settings.diagnostics.feature(
+            f"{mixed}: inputs of adapters, which autocast narrows; counted in the adapters' fp32",
+            Effect.DOWN,
+            order="2 bytes for each element that enters an adapter, in every layer",
+        )
+    settings.diagnostics.assume(f"autocast to {mixed} over weights in {weights} is counted as without it")
     # What a launcher's file said of weights in fp32.
     settings.groups.get("transformers", {}).pop("autocast", None)
     return None

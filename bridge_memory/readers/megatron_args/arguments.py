@@ -16,7 +16,7 @@ from typing import Any
 
 from bridge_memory.readers.megatron_args.harmless import HARMLESS
 from bridge_memory.readers.megatron_args.parsing import RawArguments, Value, words_of
-from bridge_memory.readers.megatron_args.unmodelled import GAPS
+from bridge_memory.readers.megatron_args.unmodelled import UNMODELLED
 from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.errors import finite
 from bridge_memory.spec.unmodelled import UNKNOWN_SIZE, Effect, Unmodelled
@@ -132,7 +132,7 @@ PATTERNS: dict[str, Any] = {
 #: Arguments that the reader turns into fields of the RunSpec.
 READ = OFF | ON | INTEGERS.keys() | NUMBERS.keys() | WORDS.keys() | LISTS.keys() | PATTERNS.keys()
 #: Every argument that has its place, in one of the three.
-KNOWN = READ | HARMLESS.keys() | GAPS.keys()
+KNOWN = READ | HARMLESS.keys() | UNMODELLED.keys()
 
 #: Options whose destination is not their name. (``--no-x`` and ``--disable-x`` of a known x need no entry.)
 DESTINATIONS = {
@@ -192,10 +192,10 @@ class Arguments:
         """One line for every argument that changes memory and is not counted, or that nobody here knows; by name."""
         lines = []
         for name, value in sorted(self._values.items()):
-            if name in GAPS:
-                if GAPS[name].applies(self, value):
+            if name in UNMODELLED:
+                if UNMODELLED[name].applies(self, value):
                     told = f"{_option(name)} {'' if value is True else value}".rstrip()
-                    lines.append(GAPS[name].feature(self, told))
+                    lines.append(UNMODELLED[name].feature(self, told))
             elif name not in KNOWN and not (self.parsed and not value):
                 what = f"{_option(name)}: not an argument this reader knows"
                 lines.append(Unmodelled(what, Effect.UNKNOWN, order=UNKNOWN_SIZE))
@@ -209,11 +209,11 @@ def by_destination(options: dict[str, Value]) -> dict[str, Value]:
         name = SWITCHED_OFF_BY.get(option)
         if name is None and option not in KNOWN:
             bare = re.sub("^(no|disable)_", "", option)
-            name = bare if bare != option and (bare in READ or bare in GAPS) else None
+            name = bare if bare != option and (bare in READ or bare in UNMODELLED) else None
         if name is not None:
             if _is_on(value):
                 values[name] = False
-        elif value is not False or option in ON or (option in GAPS and GAPS[option].default is True):
+        elif value is not False or option in ON or (option in UNMODELLED and UNMODELLED[option].default is True):
             values[DESTINATIONS.get(option, option)] = value
     return values
 

@@ -54,7 +54,7 @@ def container_of(a: Arguments, running: Running, world_size: int | None) -> Mega
     values = {name: a[name] for name in READ}
     values.update(_architecture(a))
     values.update(_position(a))
-    vocabulary, supposed = _vocabulary(a, running)
+    vocabulary, assumed = _vocabulary(a, running)
     values.update(vocabulary)
     unmodelled = list(a.not_modelled())
     if values["experimental_attention_variant"] not in (None, "gated_delta_net", "dsa"):
@@ -77,7 +77,7 @@ def container_of(a: Arguments, running: Running, world_size: int | None) -> Mega
         ),
         world_size=world_size,
         env=a.env,
-        assumptions=(supposed,) if supposed else (),
+        assumptions=(assumed,) if assumed else (),
         not_modelled=tuple(unmodelled),
     )
 
@@ -126,11 +126,11 @@ def _position(a: Arguments) -> dict[str, Any]:
 def _vocabulary(a: Arguments, running: Running) -> tuple[dict[str, Any], str]:
     """Tokens before padding and how they are padded, and what had to be supposed about them."""
     size, padded, multiple = a["vocab_size"], a["padded_vocab_size"], a["make_vocab_size_divisible_by"]
-    tokenizer, supposed = a["tokenizer_type"] or "GPT2BPETokenizer", ""
+    tokenizer, assumed = a["tokenizer_type"] or "GPT2BPETokenizer", ""
     if size is None and not a.parsed:
         size = GPT2_VOCABULARY
         if padded is None and tokenizer not in ("GPT2BPETokenizer", "GPT2BPE"):
-            supposed = f"GPT-2's {size} tokens: the size of {tokenizer} is not in the arguments"
+            assumed = f"GPT-2's {size} tokens: the size of {tokenizer} is not in the arguments"
     elif size is not None and tokenizer == "NullTokenizer" and (
         a["legacy_tokenizer"] or not NULL_TOKENIZER_COUNTS_ALL(running)
     ):
@@ -141,7 +141,7 @@ def _vocabulary(a: Arguments, running: Running) -> tuple[dict[str, Any], str]:
         # The padded size is final; where padding says the same, the tokens themselves are told too.
         if not (pads and size is not None and -(-size // by) * by == padded):
             size, pads = padded, False
-    return {"vocab_size": size, "should_pad_vocab": pads}, supposed
+    return {"vocab_size": size, "should_pad_vocab": pads}, assumed
 
 
 def _stages(a: Arguments, values: Mapping[str, Any]) -> dict[str, Any]:

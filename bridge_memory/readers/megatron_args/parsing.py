@@ -322,9 +322,9 @@ def _launched_ranks(values: Mapping[str, Value], text: str, variables: _Variable
     for name, fact in _SLURM_VARIABLES.items():
         if fact in slurm:
             variables.setdefault(name, str(slurm[fact]))
-    per_node = _said(values, "nproc_per_node", text, variables)
+    per_node = _launcher_option(values, "nproc_per_node", text, variables)
     if per_node is not None:
-        nodes = _said(values, "nnodes", text, variables)
+        nodes = _launcher_option(values, "nnodes", text, variables)
         ranks = slurm.get("gpus_per_node") if per_node in ("gpu", "auto") else _count(per_node)
         all_nodes = 1 if nodes is None else _count(nodes)
         return None if ranks is None or all_nodes is None else ranks * all_nodes
@@ -335,7 +335,7 @@ def _launched_ranks(values: Mapping[str, Value], text: str, variables: _Variable
     return None
 
 
-def _said(values: Mapping[str, Value], name: str, text: str, variables: _Variables) -> str | None:
+def _launcher_option(values: Mapping[str, Value], name: str, text: str, variables: _Variables) -> str | None:
     """The value of an option of torchrun's, among the words of arrays or where the command itself has it."""
     found: str | None = None
     if name in values:

@@ -10,12 +10,12 @@ from bridge_memory.cards.generations import AMD, DEFAULT_GENERATION
 from bridge_memory.cards.names import gpu_of_name
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.megatron_args.arguments import Arguments
-from bridge_memory.readers.megatron_args.beside_model import beside_model, trained
 from bridge_memory.readers.megatron_args.container import MegatronLM, container_of
+from bridge_memory.readers.megatron_args.model_override import with_model, with_model_sizes
 from bridge_memory.readers.megatron_args.parsing import RawArguments, is_namespace, read_arguments
 from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Release, Running
 from bridge_memory.spec import ModelSpec, RunSpec, SpecError
-from bridge_memory.spec.gpus import taken_as_nvidia
+from bridge_memory.spec.gpus import amd_assumption
 from bridge_memory.spec.release import read_release
 
 
@@ -69,20 +69,20 @@ def run_from_megatron_args(
         read_release(torch, "torch"),
     )
     raw = read_arguments(args)
-    config = _container(raw if model is None else beside_model(raw, model), running, world_size, env or {})
+    config = _container(raw if model is None else with_model_sizes(raw, model), running, world_size, env or {})
     if config.world_size is None:
         raise SpecError("world_size is unknown; give the number of GPUs (--world-size N)")
     arch = gpu_architecture(gpu)
-    decided, supposed = implementation_of(config.env, arch, running)
+    decided, assumed = implementation_of(config.env, arch, running)
     known = gpu_of_name(gpu) if gpu else None
     if gpu and known and known.vendor == AMD:
-        supposed = (*supposed, taken_as_nvidia(gpu, arch))
+        assumed = (*assumed, amd_assumption(gpu, arch))
     run = run_of_container(
         config, running, world_size=config.world_size, gpu_arch=arch, implementation=decided
     )
     if model is not None:
-        run = trained(run, raw, model)
-    return replace(run, assumptions=(*run.assumptions, *supposed)) if supposed else run
+        run = with_model(run, raw, model)
+    return replace(run, assumptions=(*run.assumptions, *assumed)) if assumed else run
 
 
 def container(config: Any, running: Running | None = None) -> Any:

@@ -35,7 +35,7 @@ _HAVE_TO_AGREE = frozenset({
 })  # fmt: skip
 
 
-def beside_model(raw: RawArguments, model: ModelSpec) -> RawArguments:
+def with_model_sizes(raw: RawArguments, model: ModelSpec) -> RawArguments:
     """``raw`` with the sizes of ``model`` in place of its own. Raises SpecError where both say one and differ."""
     facts = _facts(model)
     for name in sorted(_HAVE_TO_AGREE & facts.keys()):
@@ -50,7 +50,7 @@ def beside_model(raw: RawArguments, model: ModelSpec) -> RawArguments:
     return replace(raw, values={**kept, **{name: value for name, value in facts.items() if value is not False}})
 
 
-def trained(run: RunSpec, raw: RawArguments, model: ModelSpec) -> RunSpec:
+def with_model(run: RunSpec, raw: RawArguments, model: ModelSpec) -> RunSpec:
     """``run``, read with ``beside_model``'s arguments, of ``model``. Dropout, how experts are
     balanced and, where they say it, the number of MTP depths are the arguments'."""
     read = {"mtp_num_layers"}

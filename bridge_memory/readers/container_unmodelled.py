@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from bridge_memory.readers.container_registry import PROVIDERS, REFUSED, gap_of, known
+from bridge_memory.readers.container_registry import PROVIDERS, REFUSED, feature_of, known
 from bridge_memory.readers.encoders import encoder_of
 from bridge_memory.readers.fields import shown
 from bridge_memory.readers.megatron_args.sizes import ORDER_OF
-from bridge_memory.readers.megatron_args.unmodelled import Asked
+from bridge_memory.readers.megatron_args.unmodelled import ArgumentValues
 from bridge_memory.spec import EncoderSpec, SpecError
 from bridge_memory.spec.fields import MOST
 from bridge_memory.spec.unmodelled import ENCODER, UNKNOWN_SIZE, Effect, Unmodelled
@@ -22,7 +22,7 @@ PARTS = (
 )  # fmt: skip
 
 
-class _Asked:
+class _ContainerValues:
     """The fields of a container by the names of Megatron-LM's arguments, for the conditions of ``Unmodelled``."""
 
     parsed = True
@@ -109,7 +109,7 @@ def _at(model: Any, path: str) -> Any:
     return model
 
 
-def encoder_gaps(model: Any) -> Iterator[Unmodelled]:
+def unmodelled_encoders(model: Any) -> Iterator[Unmodelled]:
     """One for each tower of another modality whose size is not known or that is frozen: it is not counted."""
     provider = provider_of(model)
     counted = {encoder.name for encoder in encoders_of(model)}
@@ -165,7 +165,7 @@ def _counted_of_distillation(name: str, model: Any) -> bool:
     return distillation_of(model) != "none" and not pairs
 
 
-def _teacher(teacher: Any, asked: Asked) -> str:
+def _teacher(teacher: Any, values: ArgumentValues) -> str:
     """The order of a distillation's teacher, a frozen model on the student's tensor- and pipeline-parallel ranks:
     linears of its layers and ends, in bf16, and the logits of its loss.
 
@@ -175,7 +175,7 @@ def _teacher(teacher: Any, asked: Asked) -> str:
 
     def size(key: str, default: int = 1) -> int:
         value = getattr(teacher, key, None)
-        value = asked[key] if value is None else value
+        value = values[key] if value is None else value
         return value if type(value) is int and 0 < value <= MOST else default
 
     if any(type(getattr(teacher, key, None)) is not int for key in ("num_layers", "hidden_size", "vocab_size")):
@@ -204,7 +204,7 @@ def not_modelled(parts: Mapping[str, Any]) -> Iterator[Unmodelled]:
     ``parts``: part -> the part as Bridge will have changed it, a view or the part itself. Fields of a release that is
     newer than the registry are listed where they are not at their default.
     """
-    asked = _Asked(parts)
+    values = _ContainerValues(parts)
     for part, holder in parts.items():
         if holder is None:
             continue
@@ -212,16 +212,16 @@ def not_modelled(parts: Mapping[str, Any]) -> Iterator[Unmodelled]:
         attributes = _attributes(holder) if part == "model" or not defaults else ()
         for name in dict.fromkeys((*defaults, *attributes)):
             value = getattr(holder, name, None)
-            feature = gap_of(part, name)
+            feature = feature_of(part, name)
             if feature is not None:
                 if part == "model" and name in ("teacher", "kd_config") and _counted_of_distillation(name, holder):
                     continue
-                if feature.applies(asked, value):
-                    found = feature.feature(asked, _told(part, name, value))
+                if feature.applies(values, value):
+                    found = feature.feature(values, _label(part, name, value))
                     teaches = part == "model" and name == "teacher"
-                    yield Unmodelled(found, found.effect, order=_teacher(value, asked)) if teaches else found
+                    yield Unmodelled(found, found.effect, order=_teacher(value, values)) if teaches else found
             elif defaults and not known(part, name) and value is not None and not _same(value, defaults.get(name)):
-                yield Unmodelled(f"{_told(part, name, value)}: a field that is not known here", Effect.UNKNOWN,
+                yield Unmodelled(f"{_label(part, name, value)}: a field that is not known here", Effect.UNKNOWN,
                           order=UNKNOWN_SIZE)  # fmt: skip
 
 
@@ -255,6 +255,6 @@ def _same(value: Any, default: Any) -> bool:
         return False
 
 
-def _told(part: str, name: str, value: Any) -> str:
+def _label(part: str, name: str, value: Any) -> str:
     plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
     return f"{part}.{name} ({shown(value)})" if plain else f"{part}.{name}"
