@@ -21,9 +21,9 @@ from bridge_memory.spec.unmodelled import Effect, as_feature
 ROOT = Path(bridge_memory.__file__).parent
 #: What is listed with an order of its own, and what hands that on.
 MAKERS = {"Unmodelled", "feature", "unmodelled"}
-#: An order names a quantity, a bound or something that is as large; or says that nobody knows.
+#: An order names a quantity, a bound or something that is as large; or says that its size is unknown.
 SAYS = re.compile(
-    r"bytes?\b|\b[KMG]iB\b|elements|as large|as many|as much|up to|at most|rows|nobody|tokens|"
+    r"bytes?\b|\b[KMG]iB\b|elements|as large|as many|as much|up to|at most|rows|unknown|tokens|"
     r"weights|gradients|activations|saves?\b|states|logits|numbers|none|half|inputs|copies|copy|depth|queries|scores"
 )
 
