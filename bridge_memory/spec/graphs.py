@@ -25,9 +25,10 @@ def static_masks(run: RunSpec) -> Masks:
 
     A graph holds a static mask from its capture on. A microbatch reuses the mask of one whose backward pass is already
     captured. Without pipeline stages one microbatch is captured. megatron-core's graphs (``local``,
-    ``full_iteration``) are captured with the layers' actual inputs and allocate no masks. Source: megatron-core
-    ``transformer/transformer_layer.py: TransformerLayer.get_layer_static_inputs``, ``transformer/cuda_graphs.py: TECudaGraphHelper._get_sample_arguments``;
-    TE ``graph.py: _make_graphed_callables``.
+    ``full_iteration``) are captured with the layers' actual inputs and allocate no masks.
+
+    Source: megatron-core ``transformer/transformer_layer.py: TransformerLayer.get_layer_static_inputs``,
+    ``transformer/cuda_graphs.py: TECudaGraphHelper._get_sample_arguments``; TE ``graph.py: _make_graphed_callables``.
     """
     impl, batch = run.implementation, run.batch
     modules = impl.cuda_graph_modules

@@ -1,4 +1,4 @@
-"""What engines outside megatron-core refuse: megatron-core's flags, parallel sizes they lack, other engines' options."""
+"""What engines outside megatron-core refuse: its flags, parallel sizes they lack, and options of other engines."""
 
 from __future__ import annotations
 
