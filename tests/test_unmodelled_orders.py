@@ -34,7 +34,7 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
             if not isinstance(node, ast.Call):
                 continue
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-            # ``entry.feature(args, told)`` of the registries has no effect among its words; entries are walked below.
+            # ``diagnostics.feature`` has an effect among its arguments; other functions of that name do not.
             effect = any("effect" in ast.unparse(a).lower() for a in node.args)
             if name in MAKERS and (name == "Unmodelled" or effect):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node

@@ -1,8 +1,8 @@
-"""What each field of a ConfigContainer is to memory: read, harmless, or a gap that is reported by name.
+"""Registry of a ConfigContainer's fields: each is read, harmless for memory, or an unmodelled feature reported by name.
 
-Fields carry the names of megatron-core's configs, from which Megatron-LM makes its arguments: what a name means is said
-once, in ``megatron_args/harmless.py`` and ``megatron_args/unmodelled.py``. Here is what only containers have.
-``tests/readers/test_container_registry.py`` walks the classes of the installed Megatron Bridge.
+Most fields have the names of Megatron-LM's arguments, which derive from the same configs of megatron-core; those are in
+``megatron_args/harmless.py`` and ``megatron_args/unmodelled.py``. This module lists the fields that only containers
+have. ``tests/readers/test_container_registry.py`` checks it against the installed Megatron Bridge.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Fields that a reader asks for
+# Fields that are read
 # ---------------------------------------------------------------------------------------------------------------
 
 #: Part of the container -> its fields that are read.
@@ -128,7 +128,7 @@ READ: dict[str, frozenset[str]] = {
 }
 
 # ---------------------------------------------------------------------------------------------------------------
-# Fields that are listed when they are set
+# Unmodelled features, reported when they are set
 # ---------------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +140,7 @@ def _divided(asked: ArgumentValues, value: object) -> bool:
     return bool(asked["sequence_parallel"])
 
 
-#: Part -> field -> what is not counted of it; with those of the arguments of the same name.
+#: Part -> field -> its unmodelled feature. Fields with an argument's name are in ``UNMODELLED_ARGUMENTS``.
 UNMODELLED: dict[str, dict[str, Feature]] = {
     "model": {
         "parallel_output": Feature(True, UP, "logits that are gathered over tensor-parallel ranks",
@@ -154,13 +154,13 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
                                 order="fp32 logits of teacher and student, 4 s b V / t bytes each, some three times"),
         "dense_grouped_gemm": Feature(False, EITHER, "a dense MLP through the grouped GEMM",
                                          order=ORDER_OF["use_grouped_gemm_for_dense_mlp"]),
-        # models/*/modeling_*.py: the embedding's output stays whole until images are put in, then it is scattered
+        # models/*/modeling_*.py: the embedding's output is scattered only after image embeddings are inserted
         "scatter_embedding_sequence_parallel": Feature(
             True, UP, "the whole embedding's output beside the scattered one", _divided,
             order="s b h elements, of the first stage",
         ),
-        "dist_train": Feature(None, EITHER, "towers on ranks of their own", _apart,
-                                 order="as large as the tower's weights, their states and activations"),
+        "dist_train": Feature(None, EITHER, "modality encoders on separate ranks", _apart,
+                              order="as large as the encoders' weights, their states and activations"),
         # MiniMax-M3: frozen weights that nothing runs (models/minimax_m3: lightning_indexer_layers)
         "lightning_indexer_layers": Feature(None, UP, "the frozen weights of an indexer that is not run",
                                                order="2 h (heads + 1) width bytes for each of these layers"),
@@ -231,15 +231,15 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
 # Fields that are harmless
 # ---------------------------------------------------------------------------------------------------------------
 
-_CALLED = "what the training loop calls, set by itself"
-_ENCODER = "the tower of another modality, which is listed where the model has one"
+_CALLED = "callbacks that the training loop sets"
+_ENCODER = "the modality encoder, which is reported if the model has one"
 _TOKENS = "ids of tokens"
 _ROTARY = "numbers in a kernel whose tensors are the same"
-_SUPPLIED = "what a field that is read or listed was made from, or says once more"
+_SUPPLIED = "the source, or a copy, of a field that is read or reported"
 _HOST = "data: where tokens come from, on the host"
 _RANKS = "launch, signals, failures and restarts"
 
-#: Part -> reason -> fields; with the arguments of the same name.
+#: Part -> reason -> fields. Fields with an argument's name are in ``HARMLESS_ARGUMENTS``.
 REASONS: dict[str, dict[str, str]] = {
     "model": {
         _CALLED: """
@@ -249,7 +249,7 @@ REASONS: dict[str, dict[str, str]] = {
         """,
         "the values that weights start from": "embedding_init_method init_method output_layer_init_method",
         "the dtype of autocast, which Megatron's models do not use": "autocast_dtype enable_autocast",
-        "fields that nothing of Megatron Bridge 0.6.2 or megatron-core 0.19.2 reads": """
+        "fields that neither Megatron Bridge 0.6.2 nor megatron-core 0.19.2 reads": """
             keep_mtp_spec_in_bf16 moe_a2a_overlap mtp_eval_in_bf16
         """,
         "numbers of hyper-connections and of the router": "actual_vocab_size mhc_sinkhorn_iterations norm_topk_prob",
@@ -396,7 +396,7 @@ REASONS: dict[str, dict[str, str]] = {
         _SUPPLIED: "pipeline_dtype",
     },
     "tensor_inspect": {
-        "details of an option that is listed where it is set": """
+        "details of an option that is reported if it is set": """
             _feature_dirs_from_default allow_custom_feature_dirs feature_dirs features init_training_step log_dir
         """,
     },
@@ -416,19 +416,19 @@ HARMLESS: dict[str, dict[str, str]] = {
     for part, reasons in REASONS.items()
 }
 
-#: Arguments of these names are something else in a container.
+#: Fields that share a name with an argument and mean something else.
 _NOT_THE_ARGUMENT = _names("use_checkpoint_args use_mp_args_from_checkpoint_args")
 
 
 def feature_of(part: str, field: str) -> Feature | None:
-    """What is not counted of a field; None where it is read, harmless or not known."""
+    """The unmodelled feature of a field; None if the field is read, harmless or unknown."""
     if field in READ.get(part, ()) or field in HARMLESS.get(part, ()) or field in _NOT_THE_ARGUMENT:
         return None
     return UNMODELLED.get(part, {}).get(field) or UNMODELLED_ARGUMENTS.get(field)
 
 
 def known(part: str, field: str) -> bool:
-    """Whether a field is read, listed where it is set, or harmless."""
+    """Whether a field is in the registry: read, unmodelled or harmless."""
     return (
         field in READ.get(part, ())
         or field in UNMODELLED.get(part, {})
@@ -442,8 +442,8 @@ def known(part: str, field: str) -> bool:
 # Model providers and layer specs
 # ---------------------------------------------------------------------------------------------------------------
 
-#: Providers (and Bridge's newer model configs) whose text model is what their config says -> the fields that hold the
-#: configs of towers of other modalities. A class that is derived from one and makes no model of its own is one.
+#: Supported providers (and Bridge's newer model configs), whose config describes their language model -> the fields
+#: with the configs of modality encoders. A subclass that inherits ``provide`` counts as its base class.
 PROVIDERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         _words(
@@ -503,7 +503,7 @@ STAGE_LAYOUTS: dict[str, dict[int, str]] = {
     },
 }
 
-#: Layer specs whose modules are megatron-core's own.
+#: Layer specs made of megatron-core's modules.
 PLAIN_LAYER_SPECS = _names(
     """
     _build_exaone_moe_layer_spec default_layer_spec get_default_hybrid_stack_spec get_default_mamba_stack_spec
@@ -516,7 +516,7 @@ PLAIN_LAYER_SPECS = _names(
 LOCAL_LAYER_SPECS = _names("local_layer_spec get_gpt_layer_local_spec")
 POST_LAYERNORM_SPECS = _names("gemma2_layer_spec gemma3_layer_spec")
 FULL_QK_SPECS = _names("olmoe_layer_spec")
-#: Layer specs that hold megatron-core's weights in their places, or in others -> what else they do, and its order.
+#: Layer specs with megatron-core's weights but other modules -> (effect, what differs, its order).
 _SCORES = "b n s s / t elements of each step that attention makes of the scores, in every layer"
 OTHER_LAYER_SPECS: dict[str, tuple[Effect, str, str]] = {
     # models/gemma/gemma2_provider.py: Gemma2DotProductAttention keeps the scores of every head where FlexAttention
@@ -542,7 +542,7 @@ OTHER_LAYER_SPECS: dict[str, tuple[Effect, str, str]] = {
         UP, "the router's weights in fp32, and its fp32 copy of the tokens", "4 s b h / t bytes in every layer"
     ),
 }
-#: Of those, the ones whose norms follow the linears instead of going before them.
+#: Layer specs of OTHER_LAYER_SPECS with norms after the linears instead of before them.
 NORM_AFTER_SPECS = _names("exaone4_layer_spec exaone_45_transformer_layer_spec")
-#: Those whose MTP depths have a dense feed-forward block though the last layer has experts.
+#: Layer specs whose MTP depths have a dense feed-forward block although the last layer has experts.
 DENSE_MTP_SPECS = _names("_build_exaone_moe_layer_spec")

@@ -355,7 +355,7 @@ def test_the_encoder_of_a_vision_language_recipe_is_counted(recipes: Any) -> Non
     config.model.freeze_vision_model = True
     frozen = run_from_config_container(config, world_size=8)
     assert not frozen.model.encoders
-    assert [feature for feature in frozen.not_modelled if feature.startswith("model.vision_config: a tower")]
+    assert [feature for feature in frozen.not_modelled if feature.startswith("model.vision_config: a modality encoder")]
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("llama3_8b", 64), ("qwen3_30b_a3b", 16), ("deepseek_v3", 1024)])

@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments, told in any way, -> RunSpec."""
+"""Megatron-LM's arguments, in any form -> RunSpec."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def run_from_megatron_args(
     env: Mapping[str, object] | None = None,
     model: ModelSpec | None = None,
 ) -> RunSpec:
-    """Read Megatron-LM's arguments as a run. Unset ones have Megatron-LM's defaults for the release.
+    """Read Megatron-LM's arguments as a run. Unset arguments have Megatron-LM's defaults for the release.
 
     Args:
         args: A command line, a list of words, a dict such as ``{"--num-layers": 32}``, the text of a launch script or
             of a functional test's YAML, or the parsed arguments (``megatron.training.get_args()``).
         world_size: GPUs of the job. None: those of the script's torchrun options or of the parsed arguments.
-        gpu: A GPU's name, for the sizes of workspaces.
+        gpu: A GPU's name, which determines the sizes of workspaces.
         megatron_core: The release that runs, as (0, 16) or "0.16.1".
         transformer_engine: Likewise.
         torch: Likewise.
-        env: The job's environment. CUBLAS_WORKSPACE_CONFIG, PYTORCH_CUDA_ALLOC_CONF and NVTE_* matter.
-        model: What is trained, where the arguments need not say it. Sizes that both say have to agree.
+        env: The job's environment. CUBLAS_WORKSPACE_CONFIG, PYTORCH_CUDA_ALLOC_CONF and NVTE_* are read.
+        model: The model, which overrides the architecture in the arguments. Sizes that both give must agree.
 
     Returns:
         The run. Its ``not_modelled`` lists arguments that change memory and are not modelled, and unknown ones.
@@ -60,7 +60,7 @@ def run_from_megatron_args(
         >>> run.num_microbatches
         16
     """
-    # Containers ask megatron_args what a field of the same name is to memory.
+    # config_container imports megatron_args: imported here, there is no circle.
     from bridge_memory.readers.config_container import run_of_container
 
     running = Running(
@@ -86,7 +86,8 @@ def run_from_megatron_args(
 
 
 def container(config: Any, running: Running | None = None) -> Any:
-    """``config`` itself, or the container that says what Megatron-LM's parsed arguments say. Raises SpecError."""
+    """A container for ``config``: Megatron-LM's parsed arguments are converted, anything else is returned unchanged.
+    Raises SpecError."""
     if not is_namespace(config):
         return config
     return _container(read_arguments(config), running or Running(), None, {})
@@ -101,6 +102,6 @@ def _container(
 
 
 def gpu_architecture(gpu: str | None) -> str:
-    """The generation that a GPU's name says (``generations.GENERATIONS``); hopper where it says none of NVIDIA's."""
+    """The NVIDIA generation that a GPU's name implies (``generations.GENERATIONS``), or the default one."""
     known = gpu_of_name(gpu) if gpu else None
     return (known and known.generation) or DEFAULT_GENERATION

@@ -1,7 +1,8 @@
-"""Arguments of Megatron-LM that can change memory in a way that the estimate does not count.
+"""Unmodelled features of Megatron-LM: arguments that can change memory and that the estimate does not count.
 
-Each has its default, where it can move the peak, and what it would change: it is listed by name when it is set to
-something else. Sources: ``megatron/training/arguments.py`` of core 0.17 to 0.19, and the configs it fills.
+Each has its default, the direction in which it can move the peak, and what it changes. An argument that differs from
+its default is reported by name. Sources: ``megatron/training/arguments.py`` of core 0.17 to 0.19, and the configs that
+it fills.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ UP, DOWN, EITHER, UNKNOWN = Effect.UP, Effect.DOWN, Effect.EITHER, Effect.UNKNOW
 
 
 class ArgumentValues(Protocol):
-    """What a condition is told of the other arguments."""
+    """The other arguments, as conditions read them."""
 
-    #: Whether they are parsed, so that what a checkpoint or a file says is among them.
+    #: Whether they are parsed, so that they include those from a checkpoint or a file.
     parsed: bool
 
     def __getitem__(self, name: str) -> Any: ...
 
 
 class Feature(NamedTuple):
-    """One argument. ``when``: what else must hold for it to have an effect, beside a value that is not the default;
-    ``also``: values that mean what the default does; ``most``, ``outside`` and ``order`` as in ``Unmodelled``; the
-    orders of arguments are in ``sizes.py``."""
+    """One unmodelled feature: an argument that has an effect if its value differs from the default.
+
+    ``when``: a further condition for the effect. ``also``: values equivalent to the default. ``most``, ``outside`` and
+    ``order`` as in ``Unmodelled``; the orders of arguments are in ``sizes.py``.
+    """
 
     default: object
     effect: Effect
@@ -39,19 +42,19 @@ class Feature(NamedTuple):
     order: str = ""
 
     def applies(self, args: ArgumentValues, value: object) -> bool:
-        """Whether ``value`` asks for something that is not counted."""
+        """Whether ``value`` has an effect that is not counted."""
         if same(value, self.default) or str(value) in self.also:
             return False
         return self.when is None or self.when(args, value)
 
-    def feature(self, args: ArgumentValues, told: str) -> Unmodelled:
-        """The sentence, beginning with the argument as it was ``told``."""
+    def described(self, args: ArgumentValues, label: str) -> Unmodelled:
+        """The sentence "label: what", with its effect. ``label``: the argument as the user gave it."""
         most = None if self.most is None else self.most(args)
-        return Unmodelled(f"{told}: {self.what}", self.effect, order=self.order, most=most, outside=self.outside)
+        return Unmodelled(f"{label}: {self.what}", self.effect, order=self.order, most=most, outside=self.outside)
 
 
 def same(value: object, default: object) -> bool:
-    """Whether two values say the same, as text or parsed: None, off, 0 and nothing are one."""
+    """Whether two values, as text or parsed, are equivalent: None, False, 0 and "" are."""
     words, known = (str(v).lower() for v in (value, default))
     nothing = ("none", "false", "no", "0", "0.0", "", "[]", "null")
     if words == known or (words in nothing and known in nothing):
@@ -71,7 +74,7 @@ def _casts_weights(args: ArgumentValues, value: object) -> bool:
 
 
 def _unfused_activation(args: ArgumentValues, value: object) -> bool:
-    """Fused ones clamp inside of their kernel (``fusions/fused_bias_swiglu.py``, ``fused_bias_geglu.py``)."""
+    """Fused activations clamp inside their kernel (``fusions/fused_bias_swiglu.py``, ``fused_bias_geglu.py``)."""
     return not (args["bias_swiglu_fusion"] if args["swiglu"] else args["bias_gelu_fusion"] and args["add_bias_linear"])
 
 
@@ -88,16 +91,17 @@ def _muon(args: ArgumentValues, value: object) -> bool:
 
 
 def _larger_than_in_training(args: ArgumentValues, value: object) -> bool:
-    """``validate_args`` fills in the micro batch of training."""
+    """Whether evaluation's micro batch is larger than training's, which ``validate_args`` fills in by default."""
     try:
         return int(str(value)) > (args["micro_batch_size"] or 1)
-    except ValueError:  # told as it is
+    except ValueError:  # not a number: report it as given
         return True
 
 
 def _received_ahead(args: ArgumentValues) -> int:
-    """A buffer of hidden states in each direction and one more of each, in fp32 and whole on every rank: as large as
-    they can be (``pipeline_parallel/schedules.py: forward_backward_pipelining_with_interleaving``)."""
+    """Upper bound, in bytes, of the hidden states received ahead: a buffer in each direction and one more hidden state
+    of each, in fp32 and without sequence parallelism (``pipeline_parallel/schedules.py:
+    forward_backward_pipelining_with_interleaving``)."""
     tokens = (args["seq_length"] or args["encoder_seq_length"] or 0) * (args["micro_batch_size"] or 1)
     pp = args["pipeline_model_parallel_size"]
     buffer = max(1, (args["microbatch_group_size_per_vp_stage"] or pp) - pp + 1)
@@ -111,13 +115,13 @@ _OTHER_LAYERS = "layers of different shapes"
 _VARYING = "sequences of varying length"
 _RL = "reinforcement learning with inference in between"
 
-#: Argument -> what is not counted of it, without its order.
+#: Argument -> its unmodelled feature, without the order.
 _UNMODELLED: dict[str, Feature] = {
     # ---- tensor, context and data parallelism ----
     "symmetric_ar_type": Feature(None, UP, "all-reduces in symmetric memory"),
     "gtp_weight_remat_size": Feature(1, EITHER, _GTP),
     "expert_gtp_weight_remat_size": Feature(1, EITHER, _GTP),
-    # validate_args sets these two to what they mean anyway where nobody asks for them.
+    # validate_args sets these two to their effective values if they are not given.
     "tensor_parallel_num_weight_shards": Feature(None, EITHER, _GTP, _specified_elsewhere),
     "expert_tensor_parallel_num_weight_shards": Feature(None, EITHER, _GTP, _specified_elsewhere),
     "hybrid_context_parallel": Feature(False, EITHER, "sequences of different context-parallel sizes"),
@@ -131,7 +135,7 @@ _UNMODELLED: dict[str, Feature] = {
         None, UP, "fp32 sums of some gradients beside bf16 buffers"
     ),
     "reduce_scatter_with_fp32_accumulation": Feature(
-        False, UP, "another gradient reduction with buffers of its own"
+        False, UP, "another gradient reduction with separate buffers"
     ),
     "pipeline_model_parallel_comm_backend": Feature(
         None, EITHER, "pipeline buffers of another backend", also=("nccl",)
@@ -156,11 +160,11 @@ _UNMODELLED: dict[str, Feature] = {
     "megatron_fsdp_use_decoupled_grad": Feature(False, EITHER, "decoupled gradients of another dtype"),
     "preserve_fp32_weights": Feature(True, DOWN, "no fp32 main parameters under FSDP"),
     "use_torch_fsdp2": Feature(
-        False, EITHER, "PyTorch FSDP2 shards and gathers parameters its own way"
+        False, EITHER, "PyTorch FSDP2, which shards and gathers parameters differently"
     ),
     # ---- precision ----
-    "fp4_quantizer_factory": Feature(None, UNKNOWN, "quantisation of the user's own"),
-    "fp8_quantizer_factory": Feature(None, UNKNOWN, "quantisation of the user's own"),
+    "fp4_quantizer_factory": Feature(None, UNKNOWN, "the user's own quantisation"),
+    "fp8_quantizer_factory": Feature(None, UNKNOWN, "the user's own quantisation"),
     "fp8_output_proj": Feature(
         False, EITHER,
         "the output layer in mxfp8, which on the last stage adds two bytes for each of its weights (none where "
@@ -177,8 +181,8 @@ _UNMODELLED: dict[str, Feature] = {
     "fp8_wgrad": Feature(True, UP, "weight gradients in bf16 beside fp8", _fp8),
     "moe_permute_padding_for_fp8_quantization": Feature(False, UP, "tokens that pad each expert's share", _fp8),
     # extensions/transformer_engine.py: is_first_microbatch is None, so that module/linear.py casts weights in every
-    # forward pass and saves the copies for its backward.
-    # Weights that are fp8 tensors themselves are not cast (module/base.py: quantize_weight).
+    # forward pass and saves the copies for backward. Weights stored in fp8 are not cast (module/base.py:
+    # quantize_weight).
     "disable_parameter_transpose_cache": Feature(
         False, EITHER, "fp8 copies of weights that live as long as a microbatch does (counted as kept for good)",
         _casts_weights,
@@ -200,9 +204,9 @@ _UNMODELLED: dict[str, Feature] = {
     "use_precision_aware_optimizer_no_fp8_or_ds_fp8": Feature(
         False, EITHER, "decoupled gradients of another dtype"
     ),
-    "muon_scalar_optimizer": Feature("adam", EITHER, "another optimizer beside Muon", _muon),
+    "muon_scalar_optimizer": Feature("adam", EITHER, "another optimizer for what Muon does not update", _muon),
     "muon_tp_mode": Feature("blockwise", UP, "momenta that are gathered over tensor-parallel ranks", _muon),
-    # hybrid_optimizer.py: what stays on the GPU is torch's AdamW, which makes lists of temporaries.
+    # hybrid_optimizer.py: the part on the GPU is torch's AdamW, which allocates lists of temporaries.
     "use_torch_optimizer_for_cpu_offload": Feature(False, UP, "torch's optimizer and its temporaries", _offloaded),
     "overlap_cpu_optimizer_d2h_h2d": Feature(False, UP, "copies to and from the host in flight", _offloaded),
     "optimizer_offload_auto": Feature(False, EITHER, "a fraction that is chosen as the run starts"),
@@ -211,7 +215,7 @@ _UNMODELLED: dict[str, Feature] = {
         None, EITHER, "recomputation of some microbatches only"
     ),
     "activation_offload_fraction": Feature(1.0, UP, "a part of the activations in host memory"),
-    # fine_grained_activation_offload.py: post_warmup_callback, which takes groups back that would go.
+    # fine_grained_activation_offload.py: post_warmup_callback, which keeps groups on the GPU that would be offloaded.
     "delta_offload_bytes_across_pp_ranks": Feature(0, UP, "offloading that differs by pipeline rank"),
     "delay_offload_until_cuda_graph": Feature(False, UP, "offloading that waits for the CUDA graph"),
     "fine_grained_offloading_max_inflight_offloads": Feature(
@@ -259,8 +263,8 @@ _UNMODELLED: dict[str, Feature] = {
     "mamba_training_ssm_states_dtype": Feature(None, EITHER, "Mamba's states between chunks of another dtype"),
     "mamba_expand": Feature(2, EITHER, "another Mamba expansion factor"),
     "mtp_detach_heads": Feature(False, EITHER, "MTP without gradients to the main model"),
-    "mtp_hybrid_override_pattern": Feature(None, EITHER, "MTP depths with layers of their own"),
-    "mtp_standalone": Feature(False, EITHER, "MTP on a pipeline stage of its own"),
+    "mtp_hybrid_override_pattern": Feature(None, EITHER, "MTP depths with other layers"),
+    "mtp_standalone": Feature(False, EITHER, "MTP on a separate pipeline stage"),
     "heterogeneous_layers_config_path": Feature(None, EITHER, _OTHER_LAYERS + ", read from a file"),
     "heterogeneous_layers_config_encoded_json": Feature(None, EITHER, _OTHER_LAYERS),
     "heterogeneous_block_specs": Feature(False, EITHER, _OTHER_LAYERS),
@@ -276,7 +280,7 @@ _UNMODELLED: dict[str, Feature] = {
     "moe_input_feature_slicing": Feature(False, EITHER, "the removed sharding of experts' inputs"),
     "moe_use_legacy_grouped_gemm": Feature(False, EITHER, "the removed grouped GEMM's layers"),
     "moe_hybridep_pad_uneven_dispatch_inputs": Feature(False, UP, "padded tokens of HybridEP"),
-    "moe_permute_fusion_into_hybridep": Feature(False, EITHER, "tokens put in order by HybridEP"),
+    "moe_permute_fusion_into_hybridep": Feature(False, EITHER, "tokens permuted by HybridEP"),
     "moe_ncclep_static_shape": Feature(False, UP, "receive buffers of full size"),
     "moe_ncclep_zero_copy": Feature(False, UP, "buffers in NCCL's symmetric memory"),
     "moe_shared_expert_glu_interleave_size": Feature(
@@ -289,7 +293,7 @@ _UNMODELLED: dict[str, Feature] = {
     "overlap_dispatch_backward_with_experts_wgrad": Feature(
         False, UP, "inputs of experts that wait for their weight gradients"
     ),
-    # ---- other ways to train ----
+    # ---- other kinds of training ----
     "eval_micro_batch_size": Feature(
         None, UP, "forward passes of larger batches in evaluation", _larger_than_in_training
     ),
@@ -310,10 +314,10 @@ _UNMODELLED: dict[str, Feature] = {
     "rl_offload_optimizer_during_inference": Feature(False, EITHER, _RL),
     "use_checkpoint_args": Feature(False, UNKNOWN, "a model that a checkpoint describes", _specified_elsewhere),
     "use_mp_args_from_checkpoint_args": Feature(
-        False, UNKNOWN, "parallel sizes that a checkpoint says", _specified_elsewhere
+        False, UNKNOWN, "parallel sizes that a checkpoint gives", _specified_elsewhere
     ),
     "yaml_cfg": Feature(None, UNKNOWN, "arguments in a file, which is not read", _specified_elsewhere),
-    # ---- now and then, between training steps ----
+    # ---- between training steps, at intervals ----
     # distrib_optimizer.py: sharded_param_state_fully_reshardable gathers the states of every bucket on the GPU.
     "dist_ckpt_optim_fully_reshardable": Feature(
         False, UP, "optimizer states that are gathered while a checkpoint is saved", outside=True
@@ -325,5 +329,5 @@ _UNMODELLED: dict[str, Feature] = {
     "save_params_interval": Feature(None, UP, "parameters that are kept to be saved, in some steps"),
     "gpu_sniff_test_interval": Feature(None, UP, "the matrices of the GPU's test", outside=True),
 }
-#: Argument -> what is not counted of it.
+#: Argument -> its unmodelled feature.
 UNMODELLED: dict[str, Feature] = {name: entry._replace(order=ORDER_OF[name]) for name, entry in _UNMODELLED.items()}
