@@ -58,7 +58,7 @@ def provider_of(config: Mapping[str, Any], name: str) -> Any:
         try:
             from megatron.bridge import AutoBridge
             from transformers import AutoConfig, PretrainedConfig
-        except Exception as error:  # a half-installed Megatron Bridge fails in many ways
+        except Exception as error:  # a half-installed Megatron Bridge raises many kinds of errors
             raise SpecError(
                 f"mapping bridge needs megatron-bridge ({_one_line(error)}); pip install megatron-bridge, or use "
                 "--mapping builtin"

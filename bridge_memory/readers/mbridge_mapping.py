@@ -68,7 +68,7 @@ def mbridge_of(config: Mapping[str, Any], name: str) -> Any:
         from mbridge import AutoBridge
         from mbridge.core.parallel_states import ParallelStates
         from transformers import AutoConfig, PretrainedConfig
-    except Exception as error:  # a half-installed Megatron fails in many ways
+    except Exception as error:  # a half-installed Megatron raises many kinds of errors
         raise SpecError(
             f"mapping mbridge needs mbridge, megatron-core, torch and transformers ({_one_line(error)}); "
             "pip install '.[megatron]' in the folder of bridge-memory, or use --mapping builtin"

@@ -89,7 +89,7 @@ def release(default: tuple[int, int] | None) -> Any:
     return _declared(default, (tuple,), "a release as (major, minor)", release=True)
 
 
-#: The ways to declare a field, for the error about a field that has none of them.
+#: The functions that declare a field, for the error about a field declared without one.
 _DECLARATIONS = "flag(...), count(...), positive(...), number(...), fraction(...), choice(...), choices(...), text(...)"
 
 

@@ -18,13 +18,13 @@ from bridge_memory.readers.engines.sections import Section
 from bridge_memory.readers.engines.settings import Settings, Specified, autocast
 from bridge_memory.spec.unmodelled import Effect
 
-#: Reads a file that another one names.
+#: A function that reads a file named in another one.
 ReadFile = Callable[[str], Mapping[str, Any]]
 
 TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "MULTI_CPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA",
          "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU")  # fmt: skip
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
-#: Where and how processes start.
+#: Where and how processes are launched.
 HARMLESS = (
     "machine_rank", "main_process_ip", "main_process_port", "main_training_function", "rdzv_backend", "same_network",
     "gpu_ids", "num_machines", "enable_cpu_affinity", "debug", "tpu_name", "tpu_zone", "tpu_use_cluster",
@@ -37,7 +37,7 @@ _DEEPSPEED_HARMLESS = (
     "deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
     "deepspeed_moe_layer_cls_names", "zero3_init_flag", "offload_optimizer_nvme_path", "offload_param_nvme_path",
 )  # fmt: skip
-#: What the YAML may say beside a DeepSpeed config file -> refused (``_deepspeed_config_checks``).
+#: Keys that accelerate refuses together with deepspeed_config_file (``_deepspeed_config_checks``).
 _BESIDE_FILE = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
                 "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path",
                 "zero3_save_16bit_model")  # fmt: skip
@@ -47,8 +47,11 @@ def read_accelerate(
     config: Mapping[str, Any], settings: Settings, specified: Specified, read_file: ReadFile, *,
     filler: Filler | None = None, deepspeed_read: bool = False,
 ) -> None:  # fmt: skip
-    """Read a parsed YAML. ``filler``: who fills in what its DeepSpeed part leaves open; None: accelerate alone.
-    ``deepspeed_read``: the DeepSpeed config is another file's, which wins."""
+    """Read a parsed YAML into ``settings``.
+
+    ``filler``: what fills in "auto" of its DeepSpeed config; None: accelerate. ``deepspeed_read``: another file gives
+    the DeepSpeed config, which overrides the YAML's.
+    """
     diagnostics = settings.diagnostics
     top = Section(config, "", diagnostics)
     kind = top.choice("distributed_type", TYPES)
@@ -76,7 +79,7 @@ def read_accelerate(
         _deepspeed(top.table("deepspeed_config"), settings, specified, read_file, precision, filler, deepspeed_read)
     elif kind == "FSDP":
         section = top.table("fsdp_config")
-        settings.set(precision__params_dtype="fp32")  # what trains is upcast under mixed precision
+        settings.set(precision__params_dtype="fp32")  # trainable parameters are upcast under mixed precision
         read_fsdp(section, settings, mixed_precision=None if precision == "no" else _dtype(precision),
                   version=1, wrap="NO_WRAP", use_orig_params=True, prefix="fsdp_")
         for key in section.unread():
@@ -104,7 +107,7 @@ def _dtype(precision: str) -> str:
 
 
 def _mixed(settings: Settings, precision: str, specified: Specified) -> None:
-    """torch.autocast: parameters stay as the script loaded them, in fp32 unless it says otherwise."""
+    """torch.autocast: parameters keep the dtype in which the script loaded them, fp32 by default."""
     weights = specified.weights or "fp32"
     mixed = None if precision == "no" else _dtype(precision)
     settings.set(precision__params_dtype=weights, transformers__autocast=autocast(mixed, weights, settings))
@@ -185,7 +188,7 @@ def _deepspeed(
 
 
 def _accelerate(settings: Settings, precision: str) -> Filler:
-    """``_prepare_deepspeed``, ``set_mixed_precision``: what accelerate fills in where no Trainer does."""
+    """The filler of accelerate without a Trainer (``_prepare_deepspeed``, ``set_mixed_precision``)."""
     return Filler(who="accelerate", values={
         "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
         "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,

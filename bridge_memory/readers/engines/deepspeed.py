@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON -> settings of a run, with "auto" as whoever starts DeepSpeed fills it in.
+"""DeepSpeed's JSON -> settings of a run. "auto" values are filled in as accelerate or the HF Trainer does.
 
 Sources: ``deepspeed/runtime/config.py: DeepSpeedConfig``, ``runtime/zero/config.py``, ``zero/offload_config.py``,
 ``runtime/precision_config.py`` (0.19); transformers ``integrations/deepspeed.py: HfTrainerDeepSpeedConfig``; accelerate
@@ -21,7 +21,7 @@ from bridge_memory.spec.unmodelled import Effect
 DEFAULT_CLIPPING = 1.0
 ENGINE_OF_STAGE = {1: "zero1", 2: "zero2", 3: "zero3"}
 
-#: Top-level keys that change no byte of a training step, by the reason.
+#: Reason -> top-level keys that do not change the memory of a training step.
 HARMLESS = {
     "logging and timers": (
         "steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "log_level", "timers",
@@ -38,7 +38,7 @@ HARMLESS = {
         "datastates_ckpt", "nebula",
     ),
 }  # fmt: skip
-#: Blocks that change memory in a way that is not counted, on when ``enabled`` is true (None: when they are there).
+#: Blocks that are unmodelled features -> (effect, what, the switch that enables them (None: presence), order).
 UNMODELLED = {
     "flops_profiler": (Effect.UP, "what the profiler keeps while it runs", "enabled", "a few numbers for each module"),
     "data_efficiency": (
@@ -57,7 +57,7 @@ UNMODELLED = {
     "weight_quantization": (Effect.UNKNOWN, "quantised weights", None, "up to a copy of the weights"),
     "sparse_attention": (Effect.EITHER, "another attention", None, "the scores of every head, in every layer"),
     "eigenvalue": (Effect.UP, "products with the Hessian", "enabled", "as large as the gradients, twice"),
-    "amp": (Effect.UNKNOWN, "Apex keeps weights and casts its own way", "enabled", "up to 6 bytes for each weight"),
+    "amp": (Effect.UNKNOWN, "Apex's copies and casts of weights", "enabled", "up to 6 bytes for each weight"),
     "msamp": (
         Effect.UNKNOWN, "weights, gradients and states in fp8", "enabled",
         "up to half of weights, gradients and states",
@@ -82,7 +82,7 @@ UNMODELLED = {
     ),
 }
 _DEEPSPEED_IGNORES = "DeepSpeed ignores it"
-#: Keys of ``zero_optimization`` that are counted, and called so in ``DeepSpeedOptions`` -> (kind, least).
+#: Keys of ``zero_optimization`` with fields of the same name in ``DeepSpeedOptions`` -> (type, minimum).
 _ZERO = {
     "reduce_bucket_size": ("integer", 1), "allgather_bucket_size": ("integer", 1), "overlap_comm": ("flag", 0),
     "contiguous_gradients": ("flag", 0), "reduce_scatter": ("flag", 0), "round_robin_gradients": ("flag", 0),
@@ -91,7 +91,7 @@ _ZERO = {
     "stage3_max_reuse_distance": ("integer", 0), "sub_group_size": ("integer", 1),
     "zero_hpz_partition_size": ("integer", 1), "stage3_gather_16bit_weights_on_model_save": ("flag", 0),
 }  # fmt: skip
-#: The names of fields behind DeepSpeed's aliases, which it takes as well (``populate_by_name``).
+#: Alternative key -> the key above; DeepSpeed accepts both (``populate_by_name``).
 _ALIASES = {
     "prefetch_bucket_size": "stage3_prefetch_bucket_size",
     "param_persistence_threshold": "stage3_param_persistence_threshold",
@@ -100,7 +100,7 @@ _ALIASES = {
     "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }  # fmt: skip
-#: What the reader knows of options that stages below 3 read past.
+#: Options that stages below 3 ignore.
 _OF_STAGE_3 = (
     "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
     "stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size", "zero_hpz_partition_size",
@@ -148,10 +148,12 @@ _OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "lion": "lion", "sgd": "sgd"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filler:
-    """Whoever starts DeepSpeed and fills in its "auto" values.
+    """The program that fills in the "auto" values of a DeepSpeed config.
 
-    ``values``: dotted key -> what is filled in (None: it does not say). ``refuses``: keys that must agree with it
-    where they are not "auto" -> what it calls them (``fill_match``).
+    Attributes:
+        who: Its name in messages.
+        values: Dotted key -> the value that it fills in (None: unknown).
+        refuses: Dotted keys that must equal its value if they are not "auto" -> its name for them (``fill_match``).
     """
 
     who: str
@@ -160,7 +162,7 @@ class Filler:
 
 
 def hidden_size_values(hidden_size: int, *, stage3: bool = True) -> dict[str, int]:
-    """Buckets that accelerate and the Trainer make of the model's hidden size (h): h^2, 0.9 h^2 and 10 h elements."""
+    """Bucket sizes, in elements, that accelerate and the Trainer derive from hidden size h: h^2, 0.9 h^2 and 10 h."""
     values = {"zero_optimization.reduce_bucket_size": hidden_size * hidden_size}
     if stage3:
         values["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden_size * hidden_size)
@@ -169,8 +171,8 @@ def hidden_size_values(hidden_size: int, *, stage3: bool = True) -> dict[str, in
 
 
 def filled(config: Mapping[str, Any], filler: Filler, specified: Specified, diagnostics: Diagnostics) -> dict[str, Any]:
-    """A copy in which no "auto" is left that ``filler`` fills; those that DeepSpeed itself reads as its default are
-    dropped (``config_utils.py: DeepSpeedConfigModel.__init__``)."""
+    """A copy with every "auto" filled in by ``filler``, or dropped: DeepSpeed reads the others as its defaults
+    (``config_utils.py: DeepSpeedConfigModel.__init__``)."""
     out: dict[str, Any] = copy.deepcopy(dict(config))
     zero = out.get("zero_optimization")
     stage3 = isinstance(zero, dict) and zero.get("stage") == 3
@@ -218,7 +220,7 @@ def read_deepspeed(
     *,
     where: str = "",
 ) -> None:
-    """Read a parsed DeepSpeed configuration into ``settings``. ``where``: the table that it stands in."""
+    """Read a parsed DeepSpeed config into ``settings``. ``where``: the table that contains it, for messages."""
     diagnostics = settings.diagnostics
     if filler is None:  # as accelerate, and the Trainer by default
         filler = Filler(who="accelerate or the HF Trainer", values={"gradient_clipping": 1.0})
@@ -297,7 +299,7 @@ def _zero(top: Section, settings: Settings) -> int:
         if name in options:
             options[name] = min(options[name], (1 << 40) - 1)  # as good as no limit
     if stage < 3:
-        # engine.py: _configure_zero_optimizer hands them to stage 3 alone. One file serves several stages.
+        # engine.py: _configure_zero_optimizer passes them to stage 3 only. One file may serve several stages.
         idle = [name for name in _OF_STAGE_3 if options.pop(name, None) is not None]
         if idle and stage:
             diagnostics.assume(f"{', '.join(idle)} of the DeepSpeed config: nothing at stage {stage} reads them")
@@ -345,7 +347,7 @@ def _offload(zero: Section, stage: int, options: dict[str, Any], diagnostics: Di
     if zero.flag("cpu_offload_param"):
         device = "cpu"
     if device != "none" and stage != 3:
-        # engine.py: _configure_zero_optimizer hands it to stage 3 alone; accelerate asks for it whatever the stage.
+        # engine.py: _configure_zero_optimizer passes it to stage 3 only; accelerate sets it for every stage.
         if stage:
             diagnostics.assume(
                 f"{zero.named('offload_param')} does nothing: parameters are offloaded with stage 3 alone"
@@ -458,8 +460,8 @@ def _quotient(top: Section, train: int, by: int, what: str) -> int | None:
 
 
 def _checkpointing(section: Section) -> None:
-    """Used by models that call ``deepspeed.checkpointing`` themselves, as Megatron-DeepSpeed's do and those of
-    transformers do not."""
+    """activation_checkpointing affects only models that call ``deepspeed.checkpointing``: Megatron-DeepSpeed's do,
+    transformers' do not."""
     for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
         if section.flag(key):
             section.diagnostics.assume(

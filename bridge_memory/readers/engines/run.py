@@ -1,10 +1,10 @@
 """Configuration files of DeepSpeed, accelerate, the HF Trainer and torchtitan -> settings of one run.
 
-    settings_from_files(deepspeed="ds_config.json", training_args="args.yaml", told=Told(world_size=8))
+    settings_from_files(deepspeed="ds_config.json", training_args="args.yaml", specified=Specified(world_size=8))
     run_from_files("Llama-3.1-8B", deepspeed="ds_config.json", world_size=8)
 
-Several files may speak of one run: TrainingArguments with the DeepSpeed config beside them, started by ``accelerate
-launch``. The Trainer's own words win over accelerate's, as in its code.
+Several files may describe one run, such as TrainingArguments with a DeepSpeed config, started by ``accelerate launch``.
+The Trainer's settings then override accelerate's, as in its code.
 """
 
 from __future__ import annotations
@@ -43,8 +43,18 @@ def settings_from_files(
     torchtitan: str | None = None, peft_config: str | None = None, specified: Specified | None = None,
     micro_batch_size: int | None = None,
 ) -> Settings:  # fmt: skip
-    """What the files say of a run. Raises SpecError only for a file that cannot be read: what is wrong with what it
-    says is in ``notes``, see ``Notes.check``. ``micro_batch_size``: as a flag says it, for what is "auto"."""
+    """The settings of a run that the files give.
+
+    Problems with their content are in ``Settings.diagnostics``; ``Diagnostics.check`` raises them.
+
+    Args:
+        deepspeed, accelerate, training_args, torchtitan, peft_config: Paths of the files.
+        specified: What flags or the model give.
+        micro_batch_size: The value of the flag, which fills in "auto".
+
+    Raises:
+        SpecError: A file cannot be read, or torchtitan's is given together with others.
+    """
     specified = specified or Specified()
     named = [path for path in (training_args, accelerate, deepspeed, torchtitan, peft_config) if path is not None]
     settings = Settings(Diagnostics(os.path.basename(named[0]) if len(named) == 1 else " with ".join(
@@ -64,7 +74,7 @@ def settings_from_files(
         table = read_table(accelerate, f"give {KINDS['accelerate']}")
         ds = _launched(table, accelerate, settings, specified, ds, trainer=args is not None)
     if args is not None:
-        read_file = beside(training_args or "", settings.diagnostics)
+        read_file = file_reader(training_args or "", settings.diagnostics)
         read_training_args(args, settings, _with_world(specified, settings), read_file, deepspeed=ds)
     elif deepspeed is not None and ds is not None:
         if '"auto"' in json.dumps(ds):
@@ -88,7 +98,8 @@ def settings_from_files(
 
 
 def _deepspeed_table(path: str, settings: Settings, *, alone: bool) -> Mapping[str, Any]:
-    """A DeepSpeed config. Comments in it are DeepSpeed's alone to read: whoever fills in "auto" reads JSON."""
+    """A parsed DeepSpeed config. Comments are allowed only without other files and without "auto": DeepSpeed accepts
+    them, but accelerate and the Trainer, which fill in "auto", parse plain JSON."""
     text = read_text(path, f"give {KINDS['deepspeed']}", MOST_BYTES)
     try:
         return table_of(text, path)
@@ -107,9 +118,9 @@ def _deepspeed_table(path: str, settings: Settings, *, alone: bool) -> Mapping[s
     return table
 
 
-def beside(path: str, diagnostics: Diagnostics) -> ReadFile:
-    """Reads a file that the one at ``path`` names: as the tools do from the working directory, else beside it. One that
-    cannot be read is a problem, and empty."""
+def file_reader(path: str, diagnostics: Diagnostics) -> ReadFile:
+    """A function that reads files named in the file at ``path``: from the working directory, as the tools do, else from
+    the folder of ``path``. A file that cannot be read is recorded as a problem and counts as empty."""
 
     def read(name: str) -> Mapping[str, Any]:
         near = os.path.join(os.path.dirname(path), name)
@@ -136,19 +147,18 @@ def _launched(
     *,
     trainer: bool,
 ) -> Mapping[str, Any] | None:
-    """Read accelerate's YAML. Returns the DeepSpeed config that a Trainer under it gets: TrainingArguments start
-    DeepSpeed by their own words, with the launcher's config where they have none (``ACCELERATE_USE_DEEPSPEED``)."""
+    """Read accelerate's YAML. Returns the DeepSpeed config of a Trainer that accelerate launches: ``ds``, else the file
+    that the YAML names (``ACCELERATE_USE_DEEPSPEED``)."""
     section = table.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if trainer and ds is None and isinstance(named, str):
-        ds = beside(path, settings.diagnostics)(named)
-    read_accelerate(table, settings, specified, beside(path, settings.diagnostics), deepspeed_read=ds is not None)
+        ds = file_reader(path, settings.diagnostics)(named)
+    read_accelerate(table, settings, specified, file_reader(path, settings.diagnostics), deepspeed_read=ds is not None)
     return ds
 
 
 def _alone(settings: Settings) -> Filler:
-    """A DeepSpeed config by itself. With "auto" in it the HF Trainer or accelerate is to fill it in; their defaults,
-    and what flags say, are supposed."""
+    """The filler of "auto" for a DeepSpeed config without other files: the Trainer's defaults, and the flags."""
     return Filler(who="the HF Trainer", values={
         "train_micro_batch_size_per_gpu": settings.get("batch", "micro_batch_size"), "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0, "bf16.enabled": True, "fp16.enabled": False,
@@ -156,7 +166,7 @@ def _alone(settings: Settings) -> Filler:
 
 
 def fields_of(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Group -> field -> value, without options of engines that do not run; each that is dropped is an assumption."""
+    """Group -> field -> value, without the options of engines that are not used."""
     kept: dict[str, dict[str, Any]] = {}
     own = ENGINE_OPTIONS.get(settings.engine or "")
     for group, fields in settings.groups.items():
@@ -177,13 +187,12 @@ def run_from_files(
 ) -> RunSpec:  # fmt: skip
     """Read the configuration files of DeepSpeed, accelerate, the HF Trainer or torchtitan as a run.
 
-    Several files may describe one run. Words of TrainingArguments win over accelerate's.
+    Several files may describe one run. TrainingArguments override accelerate's settings.
 
     Args:
-        model: What is trained, a ModelSpec or what ``resolve_model`` takes. None: the model that torchtitan's file
-            names.
-        world_size: GPUs of the job. None: as a file says it, else 1.
-        seq_length: Tokens of a sequence. None: as a file says it, else 4096.
+        model: The model: a ModelSpec or what ``resolve_model`` takes. None: the model that torchtitan's file names.
+        world_size: GPUs of the job. None: from a file, else 1.
+        seq_length: Tokens per sequence. None: from a file, else 4096.
         deepspeed: A DeepSpeed config (JSON).
         accelerate: The YAML of ``accelerate config``.
         training_args: TrainingArguments as JSON or YAML.
@@ -191,10 +200,10 @@ def run_from_files(
         peft_config: peft's adapter_config.json.
 
     Returns:
-        The run. Its ``assumptions`` say what the files leave to the script.
+        The run. Its ``assumptions`` list what the files leave to the script.
 
     Raises:
-        SpecError: A file cannot be read, contradicts another, or asks for what is not estimated.
+        SpecError: A file cannot be read, contradicts another, or sets an option that cannot be estimated.
 
     Example:
         >>> from pathlib import Path
@@ -240,7 +249,7 @@ def run_from_files(
 
 
 def apply_world_size(given: dict[str, dict[str, Any]], settings: Settings, world_size: int) -> None:
-    """What is known once the number of GPUs is: the sequences of a step, and what runs on one GPU."""
+    """Complete ``given`` with what depends on the number of GPUs: global_batch_size, and engine single on one GPU."""
     batch, engine = given.setdefault("batch", {}), given.setdefault("data_parallel", {})
     parallel = given.get("parallel", {})
     if world_size == 1 and engine.get("engine") == "ddp":

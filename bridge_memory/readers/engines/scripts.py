@@ -1,9 +1,10 @@
-"""What training scripts say beside TrainingArguments, in the same file: how the model is loaded and which of it trains.
+"""Options of training scripts in the same file as TrainingArguments: how the model is loaded, and which parameters
+train.
 
-Two sets of words are read: TRL's (``trl/trainer/model_config.py: ModelConfig``, which the recipes of
+Two sets of options are read: TRL's (``trl/trainer/model_config.py: ModelConfig``, which the recipes of
 alignment-handbook and open-r1 use), and LLaMA-Factory's (``src/llamafactory/hparams/*.py``; ``model/adapter.py:
-init_adapter``, ``model/model_utils/checkpointing.py``). They change memory more than the Trainer's own words, so that
-none of them is passed over: what is not counted is refused.
+init_adapter``, ``model/model_utils/checkpointing.py``). They affect memory more than the Trainer's own options, so that
+unsupported ones are refused, not ignored.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from bridge_memory.readers.engines.sections import Section
 from bridge_memory.readers.engines.settings import DTYPES, Settings, Specified
 from bridge_memory.spec import show
 from bridge_memory.spec.parts import ALL_LINEAR
-from bridge_memory.spec.unmodelled import Effect
+from bridge_memory.spec.unmodelled import UNKNOWN_SIZE, Effect
 
-#: What a model's attention is called where it is loaded -> the spec's word.
+#: ``attn_implementation`` of a model -> its name in specs.
 ATTENTION = {
     "eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash_attention_2",
     "kernels-community/flash-attn": "flash_attention_2", "kernels-community/flash-attn2": "flash_attention_2",
 }  # fmt: skip
 #: LLaMA-Factory's ``flash_attn``; "auto" leaves it to transformers.
 _FLASH = {"auto": None, "sdpa": "sdpa", "fa2": "flash_attention_2", "disabled": "eager"}
-#: One of these, and the file is LLaMA-Factory's.
+#: Options that identify a file of LLaMA-Factory.
 _FACTORY = ("finetuning_type", "cutoff_len", "lora_rank", "lora_target", "quantization_bit", "pure_bf16", "flash_attn")
-#: Switches of both that put another optimizer, model or kernel in place of what is counted.
+#: Switches of both that select an optimizer, model or kernel that is not modelled.
 _REFUSED = (
     "use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_unsloth", "use_llama_pro",
     "mixture_of_depths", "shift_attn", "use_kt", "use_megatron_core", "use_mca", "use_hyper_parallel",
 )  # fmt: skip
-#: Where data are, what is printed, numbers that are no sizes.
+#: Data, logging, and numbers that are no sizes.
 HARMLESS = """
     model_revision base_model_revision model_code_revision lora_alpha lora_task_type use_rslora bnb_4bit_quant_type
     bnb_4bit_quant_storage chat_template dataset_mixer dataset_splits dataset_configs dataset_kwargs eos_token
@@ -47,16 +48,16 @@ HARMLESS = """
 class Loaded:
     """How a script loads the model."""
 
-    #: Dtype of the weights; None: nobody says.
+    #: Dtype of the weights; None: not specified.
     weights: str | None = None
-    #: Weights of adapters train, the others do not.
+    #: Whether only adapters train.
     adapters: bool = False
-    #: LLaMA-Factory checkpoints layers unless told; None: as TrainingArguments say.
+    #: Whether layers are checkpointed, as LLaMA-Factory does by default; None: as in TrainingArguments.
     checkpointing: bool | None = None
 
 
 def read_script(top: Section, settings: Settings, specified: Specified, mixed: str | None) -> Loaded:
-    """Read the words of scripts that stand beside TrainingArguments. ``mixed``: their mixed precision."""
+    """Read the options of scripts into ``settings``. ``mixed``: mixed precision of TrainingArguments, or None."""
     top.ignore(*HARMLESS.split())
     for name in _REFUSED:
         if top.raw(name):
@@ -69,7 +70,7 @@ def read_script(top: Section, settings: Settings, specified: Specified, mixed: s
             settings.diagnostics.feature(
                 f"model_init_kwargs.{name}: how the model is loaded",
                 Effect.UNKNOWN,
-                order="nobody here knows how large",
+                order=UNKNOWN_SIZE,
             )
     weights = specified.weights or _dtype(top) or _dtype(given)
     _attention(top, settings)
@@ -111,7 +112,7 @@ def read_script(top: Section, settings: Settings, specified: Specified, mixed: s
 
 
 def _dtype(section: Section) -> str | None:
-    """``dtype`` of transformers 5 and ``torch_dtype`` of 4; "auto" is the checkpoint's, which is bf16 of nearly all."""
+    """``dtype`` of transformers 5, ``torch_dtype`` of 4. "auto" is the checkpoint's, assumed to be bf16."""
     known = ("auto", *(name for name in DTYPES if name != "no"))
     words = [section.choice(name, known) for name in ("dtype", "torch_dtype")]
     word = words[0] or words[1]
@@ -137,7 +138,7 @@ def _attention(section: Section, settings: Settings) -> None:
 
 
 def _quantised(top: Section, settings: Settings) -> str | None:
-    """The switch that is on."""
+    """The name of the quantisation switch that is on, or None."""
     four, eight = top.flag("load_in_4bit"), top.flag("load_in_8bit")
     if four and eight:
         top.problem("load_in_8bit", "is true, and so is load_in_4bit", "set one")
@@ -159,7 +160,7 @@ def _lora(
 
 
 def _factory(top: Section, settings: Settings, specified: Specified, mixed: str | None) -> Loaded:
-    """LLaMA-Factory: layers are checkpointed unless told, trainable weights are in fp32 unless pure_bf16."""
+    """Read LLaMA-Factory's options. By default layers are checkpointed and trainable weights are in fp32."""
     diagnostics = settings.diagnostics
     stage = top.choice("stage", ("pt", "sft", "rm", "ppo", "dpo", "kto"), "sft")
     if stage not in ("pt", "sft"):

@@ -1,7 +1,7 @@
 """torchtitan's TOML -> settings of a run.
 
 Sources: torchtitan 0.2.2 ``config/job_config.py: JobConfig`` (the last release that reads TOML; the fields of 0.3's
-``config/configs.py`` go by the same names), ``config/manager.py``, ``models/llama3/infra/parallelize.py``,
+``config/configs.py`` have the same names), ``config/manager.py``, ``models/llama3/infra/parallelize.py``,
 ``components/optimizer.py``.
 """
 
@@ -15,7 +15,7 @@ from bridge_memory.readers.engines.settings import DTYPES, Settings, Specified
 from bridge_memory.spec import show
 from bridge_memory.spec.unmodelled import Effect
 
-#: (name, flavor) -> the preset of that shape.
+#: (name, flavor) -> the preset with the same shapes.
 MODELS = {
     ("llama3", "8B"): "meta-llama/Llama-3.1-8B", ("llama3", "70B"): "meta-llama/Llama-3.1-70B",
     ("llama3", "405B"): "meta-llama/Llama-3.1-405B", ("qwen3", "0.6B"): "Qwen/Qwen3-0.6B",
@@ -25,7 +25,7 @@ MODELS = {
     ("deepseek_v3", "671B"): "deepseek-ai/DeepSeek-V3", ("gpt_oss", "20b"): "openai/gpt-oss-20b",
     ("gpt_oss", "120b"): "openai/gpt-oss-120b",
 }  # fmt: skip
-#: name -> flavors of it, as the command line and TOML say them (``models/NAME/__init__.py``).
+#: Name -> its flavors (``models/NAME/__init__.py``).
 FLAVORS = {
     "llama3": ("debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn", "8B", "8B_flex", "8B_varlen", "70B",
                "405B"),
@@ -34,10 +34,10 @@ FLAVORS = {
     "deepseek_v3": ("debugmodel", "debugmodel_flex_attn", "16B", "236B", "671B"),
     "gpt_oss": ("debugmodel", "20b", "120b"),
 }  # fmt: skip
-#: Models whose layers are recorded as torchtitan has them, and options of its selective checkpointing.
+#: Models whose torchtitan layers are modelled, and options of its selective checkpointing.
 RECORDED = ("llama3",)
 SELECTIVE = ("op", *map(str, range(1, 17)))
-#: Tables that change no byte of a training step.
+#: Tables that do not change the memory of a training step.
 HARMLESS = ("job", "profiling", "metrics", "lr_scheduler", "comm", "debug", "experimental", "dataloader")
 TABLES = (
     *HARMLESS, "model", "optimizer", "training", "parallelism", "checkpoint", "activation_checkpoint",
@@ -56,7 +56,7 @@ _PARALLELISM_HARMLESS = (
 
 
 def read_torchtitan(config: Mapping[str, Any], settings: Settings, specified: Specified) -> None:
-    """Read a parsed TOML."""
+    """Read a parsed TOML into ``settings``; problems are in ``settings.diagnostics``."""
     diagnostics = settings.diagnostics
     top = Section(config, "", diagnostics)
     top.ignore(*HARMLESS)
@@ -99,7 +99,7 @@ def read_torchtitan(config: Mapping[str, Any], settings: Settings, specified: Sp
 
 
 def _model(section: Section, settings: Settings) -> str:
-    """Its name."""
+    """Read the model's table. Returns the model's name."""
     name, flavor = section.text("name", "llama3"), section.text("flavor", "debugmodel")
     if flavor not in FLAVORS.get(name, (flavor,)):
         section.problem("flavor", f"is {show(flavor)}, which {name} does not have",
@@ -121,7 +121,7 @@ def _model(section: Section, settings: Settings) -> str:
 
 
 def _parallelism(section: Section, settings: Settings, specified: Specified) -> dict[str, int]:
-    """``parallel_dims.py: ParallelDims``: the degree that is -1 takes the ranks that are left."""
+    """``parallel_dims.py: ParallelDims``: data_parallel_shard_degree -1 takes the remaining ranks."""
     degrees = {
         name: section.integer(f"{name}_degree", 1, least=1)
         for name in ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel",

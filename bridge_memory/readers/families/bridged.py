@@ -1,8 +1,8 @@
-"""Families for which Megatron Bridge has modules or an attention variant of its own: Gemma 4, Falcon-H1, DeepSeek-V4.
+"""Families for which Megatron Bridge has its own modules or attention variant: Gemma 4, Falcon-H1, DeepSeek-V4.
 
-Their config is told in the words of Bridge's provider, which ``transformer_config`` reads. Source: ``provider_bridge``
-of megatron-bridge 0.6.2 in ``models/gemma/gemma4_bridge.py``, ``models/falcon_h1/falconh1_bridge.py`` and
-``models/deepseek/deepseek_v4_bridge.py``.
+Their config is converted to the fields of Bridge's provider, which ``transformer_config`` reads. Source:
+``provider_bridge`` of megatron-bridge 0.6.2 in ``models/gemma/gemma4_bridge.py``,
+``models/falcon_h1/falconh1_bridge.py`` and ``models/deepseek/deepseek_v4_bridge.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bridge_memory.readers.families.moe import expert_count
 from bridge_memory.readers.fields import MAX_LAYERS, Fields, shown
 from bridge_memory.spec import ModelSpec
 
-#: DeepSeek-V4's kinds of layers -> tokens a compressed key.
+#: DeepSeek-V4's layer types -> tokens per compressed key.
 _COMPRESSION = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 _GELU = Family(activation="gelu_pytorch_tanh")
 
@@ -152,7 +152,7 @@ def read_deepseek_v4(f: Fields) -> ModelSpec:
 
 
 def _ratios(f: Fields, n: int, depths: int) -> list[int]:
-    """``_dsv4_compress_ratios``: tokens a compressed key, of each layer and MTP depth."""
+    """Tokens per compressed key of each layer and MTP depth (Bridge: ``_dsv4_compress_ratios``)."""
     given, types, rates = f.items("compress_ratios"), f.items("layer_types"), f.mapping("compress_rates")
     ratios: Sequence[Any]
     if given is not None:
@@ -172,7 +172,7 @@ def _ratios(f: Fields, n: int, depths: int) -> list[int]:
 
 
 def _from_provider_fields(f: Fields, provider: str, *, tied: bool, **fields: Any) -> ModelSpec:
-    """The model of a provider with these fields, with the outer ones, which all families share."""
+    """The model of a provider with these fields, plus those that all families share."""
     from bridge_memory.readers.transformer_config import model_from_transformer_config
 
     vocab_size = f.integer("vocab_size")
