@@ -1,4 +1,4 @@
-"""Files: read up to a limit of bytes, written atomically."""
+"""Reading files up to a size limit, and writing them atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.errors import bounded
 
-#: Default limit in bytes of a file that is read: far more than any config, calibration or script has.
+#: Most bytes of a text file: far more than any config, calibration or script has.
 MOST = 16 << 20
 _CHUNK = 1 << 20
 
@@ -21,8 +21,17 @@ _CHUNK = 1 << 20
 def read_bytes(
     path: str | os.PathLike[str], give: str, most: int = MOST, *, most_after: Callable[[bytes], int] | None = None
 ) -> bytes:
-    """A file or a pipe, read once from its start. ``most``: limit in bytes; ``most_after``: a function that returns the
-    limit from the first 16 bytes. Raises SpecError, with ``give`` ("give a log"), if it cannot be read or is larger."""
+    """The content of a file or pipe.
+
+    Args:
+        path: The file.
+        give: The fix of a refusal, such as "give a log".
+        most: Most bytes.
+        most_after: The limit as a function of the first 16 bytes, which identify the format. Replaces ``most``.
+
+    Raises:
+        SpecError: The file cannot be read, or is larger than the limit.
+    """
     name = bounded(os.fspath(path), 120)
     parts: list[bytes] = []
     left = most
@@ -45,7 +54,7 @@ def read_bytes(
 def read_text(
     path: str | os.PathLike[str], give: str, most: int = MOST, *, errors: str = "strict"
 ) -> str:
-    """``read_bytes`` as UTF-8 text with universal newlines. Raises SpecError."""
+    """The text of a UTF-8 file, with line ends converted to ``\\n``. Limits and errors as in ``read_bytes``."""
     try:
         return text_of(read_bytes(path, give, most), errors)
     except UnicodeDecodeError:
@@ -53,12 +62,12 @@ def read_text(
 
 
 def text_of(data: bytes, errors: str = "strict") -> str:
-    """Bytes as UTF-8 text with universal newlines. Raises UnicodeDecodeError."""
+    """UTF-8 bytes as text, with line ends converted to ``\\n``. Raises UnicodeDecodeError."""
     return data.decode("utf-8", errors).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """``json.loads``; raises ValueError also for JSON that is nested too deeply for Python."""
+    """``json.loads``, with ValueError instead of RecursionError for input that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -66,9 +75,19 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def write_whole(path: str | os.PathLike[str], text: str | bytes, *, replace: bool = True) -> None:
-    """Write ``text`` as UTF-8 atomically: through a temporary file in the same folder, so that readers see, and a kill
-    leaves, the old file or the new one. An existing file keeps its mode; without ``replace`` it raises FileExistsError.
-    Raises OSError, also if ``path`` is not a regular file."""
+    """Write a file atomically: through a temporary file in the same folder, which then replaces ``path``.
+
+    Readers never see a partial file, and a kill leaves the old file or the new one. An existing file keeps its mode.
+
+    Args:
+        path: The file; a link is followed.
+        text: Its content; str is encoded as UTF-8.
+        replace: Whether an existing file may be replaced.
+
+    Raises:
+        FileExistsError: The file exists and ``replace`` is False.
+        OSError: It cannot be written, or is not a regular file.
+    """
     target = os.path.realpath(path)
     temporary = None
     mode = _mode(target)
@@ -90,20 +109,20 @@ def write_whole(path: str | os.PathLike[str], text: str | bytes, *, replace: boo
 
 
 def _mode(target: str) -> int:
-    """The mode that open() would give a new file, or that of an existing one. Raises OSError for a device."""
+    """The mode of the existing file, or the one that open() would give a new file. Raises OSError for a device."""
     try:
         mode = os.stat(target).st_mode
     except FileNotFoundError:
         mask = os.umask(0)
         os.umask(mask)
         return 0o666 & ~mask
-    if not stat.S_ISREG(mode):  # os.replace would replace the device by a file
+    if not stat.S_ISREG(mode):  # replacing a device would remove it
         raise OSError(errno.EINVAL, "not a regular file")
     return stat.S_IMODE(mode)
 
 
 def _place(temporary: str, target: str) -> None:
-    """Rename without replacing: a hard link fails if the name is taken; then the temporary name is removed."""
+    """Rename without replacing: create a hard link, which fails if the name exists, then unlink the temporary name."""
     try:
         os.link(temporary, target)
     except FileExistsError:

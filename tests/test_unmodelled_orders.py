@@ -10,19 +10,20 @@ from pathlib import Path
 import pytest
 
 import bridge_memory
-from bridge_memory.readers.container_registry import GAPS as CONTAINER_GAPS
 from bridge_memory.readers.container_registry import OTHER_LAYER_SPECS
+from bridge_memory.readers.container_registry import UNMODELLED as CONTAINER_UNMODELLED
 from bridge_memory.readers.engines.deepspeed import _ZERO_UNMODELLED, UNMODELLED
 from bridge_memory.readers.megatron_args.sizes import ORDERS
-from bridge_memory.readers.megatron_args.unmodelled import GAPS, Listed
-from bridge_memory.spec.unmodelled import Effect, as_feature
+from bridge_memory.readers.megatron_args.unmodelled import UNMODELLED as UNMODELLED_ARGUMENTS
+from bridge_memory.readers.megatron_args.unmodelled import Feature
+from bridge_memory.spec.unmodelled import UNKNOWN_SIZE, Effect, as_feature
 
 ROOT = Path(bridge_memory.__file__).parent
 #: What is listed with an order of its own, and what hands that on.
 MAKERS = {"Unmodelled", "feature", "unmodelled"}
-#: An order names a quantity, a bound or something that is as large; or says that nobody knows.
+#: An order names a quantity, a bound or something that is as large; or says that its size is unknown.
 SAYS = re.compile(
-    r"bytes?\b|\b[KMG]iB\b|elements|as large|as many|as much|up to|at most|rows|nobody|tokens|"
+    r"bytes?\b|\b[KMG]iB\b|elements|as large|as many|as much|up to|at most|rows|unknown|tokens|"
     r"weights|gradients|activations|saves?\b|states|logits|numbers|none|half|inputs|copies|copy|depth|queries|scores"
 )
 
@@ -33,7 +34,7 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
             if not isinstance(node, ast.Call):
                 continue
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-            # ``entry.feature(args, told)`` of the registries has no effect among its words; entries are walked below.
+            # ``diagnostics.feature`` has an effect among its arguments; other functions of that name do not.
             effect = any("effect" in ast.unparse(a).lower() for a in node.args)
             if name in MAKERS and (name == "Unmodelled" or effect):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
@@ -50,7 +51,7 @@ def test_every_gap_is_made_with_an_order() -> None:
 
 def listed() -> dict[str, tuple[Effect, str]]:
     found: dict[str, tuple[Effect, str]] = {}
-    tables: dict[str, dict[str, Listed]] = {"arguments": GAPS, **CONTAINER_GAPS}
+    tables: dict[str, dict[str, Feature]] = {"arguments": UNMODELLED_ARGUMENTS, **CONTAINER_UNMODELLED}
     for table, entries in tables.items():
         found |= {f"{table}.{name}": (entry.effect, entry.order) for name, entry in entries.items()}
     found |= {name: (effect, order) for name, (effect, _, order) in OTHER_LAYER_SPECS.items()}
@@ -68,7 +69,7 @@ def test_every_entry_of_a_registry_has_an_order(name: str, entry: tuple[Effect, 
 
 def test_an_argument_has_one_order() -> None:
     names = [name for words in ORDERS.values() for name in words.split()]
-    assert sorted(names) == sorted(GAPS)
+    assert sorted(names) == sorted(UNMODELLED_ARGUMENTS)
 
 
 def test_lists_of_what_is_not_modelled_are_given_gaps() -> None:
@@ -86,4 +87,4 @@ def test_lists_of_what_is_not_modelled_are_given_gaps() -> None:
 
 
 def test_a_sentence_of_somebody_elses_is_of_no_known_size() -> None:
-    assert "nobody" in as_feature("z").order
+    assert as_feature("z").order == UNKNOWN_SIZE

@@ -14,7 +14,7 @@ from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, ModelSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
 from bridge_memory.spec.errors import show
 from bridge_memory.spec.fields import MOST_GPUS
-from bridge_memory.spec.gpus import check_computes, find_gpu, supposed_on
+from bridge_memory.spec.gpus import check_computes, find_gpu, gpu_assumptions
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, MEGATRON_ENGINES
 from bridge_memory.spec.run import GROUPS
@@ -254,7 +254,7 @@ def on_gpu(run: RunSpec, gpu: Gpu) -> RunSpec:
     check_computes(gpu, run.precision)
     if gpu.arch is not None and gpu.arch != run.implementation.gpu_arch:
         run = run.with_(implementation=replace(run.implementation, gpu_arch=gpu.arch))
-    supposed = supposed_on(gpu, run)
+    supposed = gpu_assumptions(gpu, run)
     return run.with_(assumptions=(*run.assumptions, *supposed)) if supposed else run
 
 

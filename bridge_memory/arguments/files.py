@@ -23,7 +23,7 @@ def model_of_files(args: argparse.Namespace) -> str | None:
 
     settings = settings_from_files(torchtitan=args.torchtitan)
     if settings.model is None and args.megatron_args is None:
-        settings.notes.check()
+        settings.diagnostics.check()
         raise SpecError(f"{args.torchtitan}: its model has no preset; give MODEL, or its config.json, beside it")
     return settings.model
 
@@ -36,7 +36,7 @@ def with_files(args: argparse.Namespace, given: dict[str, dict[str, Any]], model
     paths = named(args)
     if not paths:
         return [], ()
-    from bridge_memory.readers.engines.run import fields_of, settings_from_files, settle
+    from bridge_memory.readers.engines.run import apply_world_size, fields_of, settings_from_files
     from bridge_memory.readers.engines.settings import Specified
 
     world = given["parallel"].get("world_size")
@@ -46,14 +46,14 @@ def with_files(args: argparse.Namespace, given: dict[str, dict[str, Any]], model
         specified = replace(specified, weights=given["precision"]["params_dtype"])
     if "transformers_version" in given["transformers"]:
         specified = replace(specified, transformers=given["transformers"]["transformers_version"])
-    settings = settings_from_files(**paths, told=specified, micro_batch_size=micro)
-    settings.notes.check()
+    settings = settings_from_files(**paths, specified=specified, micro_batch_size=micro)
+    settings.diagnostics.check()
     engine = given["data_parallel"].get("engine")
     if engine is not None and settings.engine is not None and engine != settings.engine:
         raise SpecError(
             f"--engine {engine} is not what the file says ({settings.engine}); drop --engine, or the file"
         )
-    assumptions = settings.notes.assumptions
+    assumptions = settings.diagnostics.assumptions
     found = fields_of(settings)
     if world is None:
         world = settings.world_size
@@ -71,8 +71,8 @@ def with_files(args: argparse.Namespace, given: dict[str, dict[str, Any]], model
             elif own[field] != value:
                 ours = f"{spelling_or_name(group, field)} {_shown(own[field])}"
                 assumptions.append(f"{ours}, in place of {_shown(value)} of the file")
-    settle(given, settings, world)
-    return assumptions, tuple(settings.notes.not_modelled)
+    apply_world_size(given, settings, world)
+    return assumptions, tuple(settings.diagnostics.not_modelled)
 
 
 def _shown(value: object) -> str:

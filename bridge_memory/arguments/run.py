@@ -100,7 +100,7 @@ def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
     workspaces, chooses attention's kernel and lays out fp8; where others are named beside it, that is said. AMD's are
     estimated as if they were of it, which is said too.
     """
-    from bridge_memory.spec.gpus import check_computes, supposed_on
+    from bridge_memory.spec.gpus import check_computes, gpu_assumptions
 
     first = next((gpu for gpu in gpus if gpu.arch is not None), None)
     spec = run_from_arguments(args, gpu_arch=first.arch if first else None)
@@ -110,7 +110,7 @@ def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
             replace(spec, implementation=replace(spec.implementation, gpu_arch=gpu.arch))
     if first is None and spec.precision.quantizes and spec.precision.recipe in ("mxfp8", "nvfp4"):
         spec = replace(spec, implementation=replace(spec.implementation, gpu_arch="blackwell"))
-    supposed = [words for gpu in gpus for words in supposed_on(gpu, spec)]
+    supposed = [words for gpu in gpus for words in gpu_assumptions(gpu, spec)]
     if first is not None and len({gpu.arch for gpu in gpus if gpu.arch is not None}) > 1:
         supposed.append(
             f"stages and components with the library workspaces, attention kernels and fp8 layouts of {first.name}, "

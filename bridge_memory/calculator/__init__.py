@@ -34,7 +34,7 @@ from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import GIB, Role
 from bridge_memory.estimation import estimate, peaks
 from bridge_memory.readers.engines.files import read_table
-from bridge_memory.readers.engines.sections import Notes
+from bridge_memory.readers.engines.sections import Diagnostics
 from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.verdict import Fit, Verdict, fits, headroom
@@ -125,13 +125,13 @@ class GPUMemoryCalculator:
         mapping = as_mapping(form)
         if gpu_config is None:
             del mapping["hardware"]
-        self._read(mapping, Notes("calculator"))
+        self._read(mapping, Diagnostics("calculator"))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], name: str = "configuration") -> GPUMemoryCalculator:
         """From a parsed file. Raises SpecError."""
         calculator = cls.__new__(cls)
-        calculator._read(config, Notes(name))
+        calculator._read(config, Diagnostics(name))
         return calculator
 
     @classmethod
@@ -140,7 +140,7 @@ class GPUMemoryCalculator:
         name = os.fspath(path)
         return cls.from_dict(read_table(name, "give a calculator's JSON"), os.path.basename(name))
 
-    def _read(self, config: Mapping[str, Any], notes: Notes) -> None:
+    def _read(self, config: Mapping[str, Any], notes: Diagnostics) -> None:
         self.form = read_form(config, notes)
         #: The estimated run.
         self.run: RunSpec = run_of(self.form, notes)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from bridge_memory.readers.engines.sections import Notes, Section
+from bridge_memory.readers.engines.sections import Diagnostics, Section
 from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.errors import finite
 
@@ -140,7 +140,7 @@ def as_mapping(form: Form) -> dict[str, Any]:
     }
 
 
-def read_form(config: Mapping[str, Any], notes: Notes) -> Form:
+def read_form(config: Mapping[str, Any], notes: Diagnostics) -> Form:
     """The form of a parsed file. What is wrong with it is in ``notes``."""
     config = dict(config)
     if isinstance(config.get("model"), str):  # a preset's name instead of the table
@@ -256,7 +256,7 @@ def _hardware(top: Section) -> GPUConfig:
     return found
 
 
-def _agree(form: Form, top: Section, notes: Notes) -> None:
+def _agree(form: Form, top: Section, notes: Diagnostics) -> None:
     p, gpus = form.parallelism, form.hardware.num_gpus
     model = p.tensor_parallel_size * p.pipeline_parallel_size
     sizes = f"tensor x pipeline parallel size ({p.tensor_parallel_size} x {p.pipeline_parallel_size})"

@@ -10,13 +10,13 @@ from bridge_memory.calculator.shapes import model_of
 from bridge_memory.cards.generations import GENERATIONS
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.cards.rows import GPUS
-from bridge_memory.readers.engines.sections import Notes
+from bridge_memory.readers.engines.sections import Diagnostics
 from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec
 from bridge_memory.spec.run import GROUPS
 from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
 
-def run_of(form: Form, notes: Notes) -> RunSpec:
+def run_of(form: Form, notes: Diagnostics) -> RunSpec:
     """The run that a checked form describes. Raises SpecError."""
     notes.check()
     model, assumed = model_of(form.model)

@@ -1,4 +1,4 @@
-"""GPUs: one row a card (``rows``), and what a name, a compute capability or a generation says of one.
+"""GPUs: one row per card (``rows``), and lookup by name, compute capability or generation.
 
-Imports nothing of the package. No figure of a GPU stands anywhere else in it.
+Imports nothing of the package. Every figure about GPUs that the package uses is here.
 """

@@ -1,6 +1,6 @@
-"""Compute capabilities and generations: whose GPU it is, and whose rules it goes by.
+"""Vendors, compute capabilities and generations of GPUs.
 
-Library workspaces, attention kernels and fp8 layouts go by generation (``ImplementationSpec.gpu_arch``).
+Library workspaces, attention kernels and fp8 layouts depend on the generation (``ImplementationSpec.gpu_arch``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NVIDIA, AMD = "NVIDIA", "AMD"
 GENERATIONS: dict[str, Capability] = {
     "volta": (7, 0), "turing": (7, 5), "ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0),
 }  # fmt: skip
-#: The generation whose rules are taken where nobody says which runs.
+#: The default of ``ImplementationSpec.gpu_arch``.
 DEFAULT_GENERATION = "hopper"
 
 #: AMD's, by the capability that torch's ROCm builds report: those of gfx90a, gfx942 and gfx950.
@@ -27,6 +27,6 @@ def since_hopper(generation: str) -> bool:
 
 
 def generation_of(capability: Capability, vendor: str = NVIDIA) -> str | None:
-    """The generation of a vendor's GPUs of this compute capability; None for those older than are known here."""
+    """The generation of a vendor's GPUs of this compute capability; None if it is older than the first known one."""
     known = AMD_GENERATIONS if vendor == AMD else GENERATIONS
     return next((name for name, first in reversed(known.items()) if capability >= first), None)

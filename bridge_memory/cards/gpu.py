@@ -1,4 +1,4 @@
-"""What is known of one kind of GPU."""
+"""The record of one GPU model."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from bridge_memory.cards.generations import NVIDIA, Capability, generation_of
 
 
 class Rates(NamedTuple):
-    """What a GPU and its machine can do at most, in the units of data sheets. Links are counted in one direction."""
+    """Peak rates of a GPU and its machine, in the units of data sheets. Links are unidirectional."""
 
-    #: TFLOP/s of dense matrix products of bf16 (V100, T4: fp16) that are summed in fp32.
+    #: TFLOP/s of dense bf16 matrix products (V100, T4: fp16) with fp32 accumulation.
     bf16: float
-    #: The same of fp32 without TF32, which torch leaves off (``torch.backends.cuda.matmul.allow_tf32``).
+    #: TFLOP/s of dense fp32 matrix products without TF32, torch's default (``torch.backends.cuda.matmul.allow_tf32``).
     fp32: float
-    #: GB/s from its own memory.
+    #: GB/s of GPU memory.
     memory: float
-    #: GB/s to the other GPUs of its domain, by NVLink, xGMI or PCIe.
+    #: GB/s to the other GPUs of its domain, over NVLink, xGMI or PCIe.
     link: float
-    #: GPUs that reach each other by it.
+    #: Number of GPUs in a domain.
     domain: int
-    #: GB/s of one GPU's share of the network.
+    #: GB/s of network bandwidth per GPU.
     network: float
-    #: GB/s to host memory, and of a GPU's share of host memory.
+    #: GB/s to host memory, and GB/s of host memory bandwidth per GPU.
     host_link: float
     host_memory: float
-    #: TFLOP/s of dense products of fp8 and fp4; 0 where the GPU has none.
+    #: TFLOP/s of dense fp8 and fp4 matrix products; 0: not supported.
     fp8: float = 0.0
     fp4: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of card.
+    """One GPU model.
 
     Example:
         >>> from bridge_memory import find_gpu
@@ -46,19 +46,19 @@ class Gpu:
     description: str
     vendor: str
     capability: Capability
-    #: What torch reports as total_memory.
+    #: torch's total_memory (``torch.cuda.get_device_properties``).
     capacity_bytes: int
-    #: Streaming multiprocessors, AMD's compute units.
+    #: Streaming multiprocessors; for AMD compute units.
     multiprocessors: int = 0
-    #: None of a card of which the memory alone is known.
+    #: None: only its memory is known.
     rates: Rates | None = None
-    #: Other names than ``name``, as people type them.
+    #: Alternative names that people type.
     aliases: tuple[str, ...] = ()
-    #: Shown with an estimate when no GPU is asked for.
+    #: Whether it is shown with an estimate for which no GPU was named.
     common: bool = False
-    #: Whether it stands for its generation where no card is named: the largest of it for training.
+    #: Whether it represents its generation when no card is named: the generation's largest for training.
     typical: bool = False
-    #: Names of figures with spaces between -> the maker's document that states them, or "assumed: " and the reason. See
+    #: Space-separated names of figures -> the maker's document that states them, or "assumed: " and the reason. See
     #: ``source_of``.
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -69,21 +69,21 @@ class Gpu:
 
     @property
     def arch(self) -> str | None:
-        """Whose workspace rules apply, a value of ``ImplementationSpec.gpu_arch``; None for those of nobody here."""
+        """The value of ``ImplementationSpec.gpu_arch`` whose workspace rules apply; None: no such rules (AMD)."""
         return self.generation if self.vendor == NVIDIA else None
 
     def figures(self) -> dict[str, float]:
-        """Every figure that is known, by name: "capacity", "multiprocessors" and the fields of ``Rates``."""
+        """All known figures by name: "capacity" (bytes), "multiprocessors" and the fields of ``Rates``."""
         found: dict[str, float] = {"capacity": self.capacity_bytes, "multiprocessors": self.multiprocessors}
         if self.rates is not None:
             found |= self.rates._asdict()
         return {name: value for name, value in found.items() if value}
 
     def source_of(self, figure: str) -> str:
-        """Where ``figure`` is from; "" for one that is not known."""
+        """The source of ``figure``; "" if the figure is unknown."""
         return next((text for names, text in self.sources.items() if figure in names.split()), "")
 
 
 def capability_words(gpu: Gpu) -> str:
-    """Compute capability as people write it: "9.0"."""
+    """Compute capability as text: "9.0"."""
     return f"{gpu.capability[0]}.{gpu.capability[1]}"

@@ -1,4 +1,4 @@
-"""Which card a name means, and what a name that is no card's says of its vendor and compute capability."""
+"""GPU lookup by name, and guessing vendor and compute capability from a name that matches no card."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bridge_memory.cards.rows import GPUS
 
 
 def name_key(name: str) -> str:
-    """Case, spaces and punctuation dropped, and the vendor's name, and "GB"."""
+    """``name`` in lower case, without spaces, punctuation, vendor and "GB"."""
     key = "".join(c for c in name.casefold() if c.isalnum())
     for vendor in ("nvidia", "amd", "instinct", "geforce"):
         key = key.replace(vendor, "")
@@ -30,12 +30,12 @@ def _by_key() -> dict[str, Gpu]:
 
 
 def gpu_called(name: str) -> Gpu | None:
-    """The card called ``name`` ("H100", "a100-80gb", "NVIDIA H100 80GB"); None where it is no card's."""
+    """The card called ``name`` ("H100", "a100-80gb", "NVIDIA H100 80GB"); None if no card is."""
     return _by_key().get(name_key(name))
 
 
 def near_names(name: str) -> list[str]:
-    """Names of cards that ``name`` is the beginning of, else those that are most like it."""
+    """Names of cards that begin with ``name``; if there are none, the most similar names."""
     key, by_key = name_key(name), {name_key(gpu.name): gpu for gpu in GPUS.values()}
     close = [gpu.name for k, gpu in by_key.items() if key and k.startswith(key)]
     if not close:
@@ -45,24 +45,23 @@ def near_names(name: str) -> list[str]:
     return close
 
 
-# ---- names that are no card's ----
+# ---- names that match no card ----
 
 
 class NamedGpu(NamedTuple):
-    """What a name gives away."""
+    """What a name implies about a GPU."""
 
     vendor: str
     capability: Capability
 
     @property
     def generation(self) -> str | None:
-        """One of GENERATIONS; None for AMD's, and for what is older than Volta."""
+        """One of GENERATIONS; None for AMD's GPUs and for those older than Volta."""
         return generation_of(self.capability) if self.vendor == NVIDIA else None
 
 
-#: (what a name holds, whose it is, compute capability) of families that no row names, or of rows in other spellings;
-#: the first that matches counts. "@": nothing alphanumeric before, "#": no digit after. Source:
-#: developer.nvidia.com/cuda-gpus.
+#: (pattern, vendor, compute capability) of families without a row and of other spellings of rows; the first match
+#: counts. "@": no alphanumeric character before, "#": no digit after. Source: developer.nvidia.com/cuda-gpus.
 _FAMILIES: tuple[tuple[str, str, Capability], ...] = (
     ("MI35", AMD, (9, 5)),
     ("MI3", AMD, (9, 4)),
@@ -86,7 +85,7 @@ def _pattern(words: str) -> re.Pattern[str]:
 
 @cache
 def _patterns() -> tuple[tuple[re.Pattern[str], NamedGpu], ...]:
-    """Of every row by the name of its card, without its memory; then of families."""
+    """Patterns of every card's name, without its memory size; then those of ``_FAMILIES``."""
     rows = ((re.sub(r"-\d+GB$", "", gpu.name).replace("-", ".?"), gpu) for gpu in GPUS.values())
     return (
         *((_pattern(f"@{words}(?![A-Za-z0-9])"), NamedGpu(gpu.vendor, gpu.capability)) for words, gpu in rows),
@@ -95,5 +94,5 @@ def _patterns() -> tuple[tuple[re.Pattern[str], NamedGpu], ...]:
 
 
 def gpu_of_name(name: str) -> NamedGpu | None:
-    """Whose GPU ``name`` is and what it computes: "NVIDIA H100 80GB HBM3", "dgx_a100"; None where it says nothing."""
+    """Vendor and compute capability that ``name`` implies ("NVIDIA H100 80GB HBM3", "dgx_a100"); None if neither."""
     return next((known for pattern, known in _patterns() if pattern.search(name)), None)

@@ -1,7 +1,7 @@
-"""The cards, one row each, oldest family first.
+"""The cards, one row each, oldest generation first.
 
-A new card is one row here and one line in ``tests/test_cards.py``. Figures are the makers' (data sheets and
-whitepapers), in their units and without sparsity; what they do not say is assumed, and the row says why.
+To add a card, add one row here and one line in ``tests/test_cards.py``. Figures are from the makers' data sheets and
+whitepapers, in their units and without sparsity. Figures that they do not state are assumed, with the reason.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from bridge_memory.cards.generations import AMD, NVIDIA
 from bridge_memory.cards.gpu import Gpu, Rates
 
-# ---- sources that several cards share ----
+# ---- sources shared by several cards ----
 
-#: The "total capacity" of torch's own out-of-memory messages, that is cudaGetDeviceProperties.totalGlobalMem (ROCm: the
-#: same), the lowest value seen in public reports of the card. It is 0.5 to 1 % below what nvidia-smi shows, which
-#: leaves out what the driver keeps for itself (H200: 143771 MiB in nvidia-smi, 139.7 GiB in torch). Drivers and ECC
-#: settings move it by up to 0.3 GiB.
+#: The "total capacity" in torch's out-of-memory messages, which is cudaGetDeviceProperties.totalGlobalMem (also with
+#: ROCm): the lowest value in public reports of the card. It is 0.5 to 1 % below nvidia-smi's figure, since it excludes
+#: memory that the driver reserves (H200: 143771 MiB in nvidia-smi, 139.7 GiB in torch). Drivers and ECC settings change
+#: it by up to 0.3 GiB.
 _TORCH = {"capacity": "torch's total_memory, the lowest in public reports of the card"}
 _SMI = {"capacity": "assumed: nvidia-smi's figure less 1 %, no report of torch's being at hand"}
 _SOLD = {"capacity": "assumed: the maker's figure, less what torch reports below it on the same maker's other cards"}
@@ -26,7 +26,7 @@ _EIGHT = "bf16 fp8 fp32 memory multiprocessors"
 _FOUR = "bf16 fp8 fp4 fp32 memory multiprocessors"
 
 _ETHERNET = "assumed: 100 Gbit/s a GPU, the maker's systems do not say"
-#: Cards without NVLink, or without the bridge that they may have, in servers of eight.
+#: Cards without NVLink, or without their optional NVLink bridge, in servers of eight.
 _PCIE4 = {
     "link host_link": "PCIe 4, sixteen lanes, without an NVLink bridge", "domain": "assumed: servers of eight",
     "network": _ETHERNET, "host_memory": "assumed: as in a DGX A100, DDR4-3200 of both processors over eight GPUs",
@@ -73,7 +73,7 @@ _MI300 = {
 
 
 def _sheet(figures: str, source: str, *others: Mapping[str, str]) -> dict[str, str]:
-    """Sources of a row: one document for ``figures``, and those of ``others``."""
+    """Sources of a row: ``source`` for ``figures``, and the entries of ``others``."""
     return {figures: source, **{names: text for other in others for names, text in other.items()}}
 
 
@@ -339,10 +339,10 @@ _CARDS = (
     ),
 )  # fmt: skip
 
-#: Name -> card, oldest family first.
+#: Name -> card, oldest generation first.
 GPUS = {card.name: card for card in _CARDS}
 
-#: Generation of NVIDIA's -> the streaming multiprocessors of the card that stands for it.
+#: NVIDIA generation -> streaming multiprocessors of its typical card.
 MULTIPROCESSORS = {card.generation: card.multiprocessors for card in _CARDS if card.typical}
 
 

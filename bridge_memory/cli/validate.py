@@ -19,7 +19,7 @@ from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.readers.engines.sections import Notes, Problem
+    from bridge_memory.readers.engines.sections import Diagnostics, Problem
 
 SCHEMA = "bridge-memory/validate/2"
 EXIT_PROBLEMS = 2
@@ -65,41 +65,41 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError("FILE is missing; name a configuration file")
     if args.num_gpus is not None and args.num_gpus < 1:
         raise SpecError(f"--num-gpus ({args.num_gpus}) is below 1; give 1 or more")
-    kind, notes = checked(args.file, args.kind, args.num_gpus)
-    problems = [*notes.problems, *notes.ignored]
+    kind, diagnostics = checked(args.file, args.kind, args.num_gpus)
+    problems = [*diagnostics.problems, *diagnostics.ignored]
     if args.json:
-        json.dump(_document(args.file, kind, notes, problems), sys.stdout, indent=2)
+        json.dump(_document(args.file, kind, diagnostics, problems), sys.stdout, indent=2)
         print()
     else:
-        _print(args.file, kind, notes, problems)
+        _print(args.file, kind, diagnostics, problems)
     return EXIT_PROBLEMS if problems else 0
 
 
-def checked(path: str, kind: str | None = None, world_size: int | None = None) -> tuple[str, Notes]:
+def checked(path: str, kind: str | None = None, world_size: int | None = None) -> tuple[str, Diagnostics]:
     """(kind of file, what is wrong with it). Raises SpecError for a file that cannot be read or is no configuration."""
     from bridge_memory.files import read_text
     from bridge_memory.readers.engines.files import table_of
-    from bridge_memory.readers.engines.sections import Notes
+    from bridge_memory.readers.engines.sections import Diagnostics
 
     text = read_text(path, _GIVE)
     kind = kind or kind_of(text, path)
-    notes = Notes(os.path.basename(path))
+    diagnostics = Diagnostics(os.path.basename(path))
     try:
         if kind == "megatron":
-            _megatron(text, notes, world_size)
+            _megatron(text, diagnostics, world_size)
         elif kind == "model":
             from bridge_memory.readers.resolve import model_from_json_text
 
             model_from_json_text(text, os.path.basename(path))
         elif kind == "calculator":
-            _calculator(table_of(text, path), notes)
+            _calculator(table_of(text, path), diagnostics)
         elif kind == "bridge":
-            _bridge(table_of(text, path), notes, world_size)
+            _bridge(table_of(text, path), diagnostics, world_size)
         else:
-            notes = _engine_file(path, kind, world_size)
+            diagnostics = _engine_file(path, kind, world_size)
     except SpecError as error:
-        notes.problems.append(_as_problem(str(error)))
-    return kind, notes
+        diagnostics.problems.append(_as_problem(str(error)))
+    return kind, diagnostics
 
 
 def kind_of(text: str, path: str) -> str:
@@ -173,33 +173,33 @@ def _is_corpus(text: str) -> bool:
         return False
 
 
-def _engine_file(path: str, kind: str, world_size: int | None) -> Notes:
+def _engine_file(path: str, kind: str, world_size: int | None) -> Diagnostics:
     from bridge_memory.readers.engines.run import fields_of, settings_from_files
     from bridge_memory.readers.engines.settings import Specified
     from bridge_memory.spec.run import GROUPS
 
     kind = "peft_config" if kind == "peft" else kind
-    settings = settings_from_files(**{kind: path}, told=Specified(world_size=world_size))  # type: ignore[arg-type]
-    notes = settings.notes
-    if not notes.problems:
+    settings = settings_from_files(**{kind: path}, specified=Specified(world_size=world_size))  # type: ignore[arg-type]
+    diagnostics = settings.diagnostics
+    if not diagnostics.problems:
         for group, fields in fields_of(settings).items():
             try:
                 GROUPS[group](**fields)
             except SpecError as error:
-                notes.problems.append(_as_problem(str(error)))
-    return notes
+                diagnostics.problems.append(_as_problem(str(error)))
+    return diagnostics
 
 
-def _calculator(table: Mapping[str, Any], notes: Notes) -> None:
+def _calculator(table: Mapping[str, Any], diagnostics: Diagnostics) -> None:
     from bridge_memory.calculator.form import read_form
     from bridge_memory.calculator.runs import run_of
 
-    form = read_form(table, notes)
-    if not notes.problems:
-        run_of(form, notes)
+    form = read_form(table, diagnostics)
+    if not diagnostics.problems:
+        run_of(form, diagnostics)
 
 
-def _megatron(text: str, notes: Notes, world_size: int | None) -> None:
+def _megatron(text: str, diagnostics: Diagnostics, world_size: int | None) -> None:
     """What Megatron-LM's parser would not know, then what the run that the arguments describe is refused for."""
     from difflib import get_close_matches
 
@@ -212,21 +212,21 @@ def _megatron(text: str, notes: Notes, world_size: int | None) -> None:
             option = "--" + name.replace("_", "-")
             near = get_close_matches(name, KNOWN, n=1, cutoff=0.75)
             fix = f"did you mean --{near[0].replace('_', '-')}?" if near else "remove it"
-            notes.problem(option, "is no argument of Megatron-LM", fix)
-    world = world_size or raw.world_size or _fewest(raw.values, notes)
+            diagnostics.problem(option, "is no argument of Megatron-LM", fix)
+    world = world_size or raw.world_size or _fewest(raw.values, diagnostics)
     found = run_from_megatron_args(text, world_size=world)
-    notes.not_modelled.extend(
+    diagnostics.not_modelled.extend(
         feature for feature in map(_feature, found.not_modelled) if "not an argument" not in feature
     )
 
 
-def _fewest(values: Mapping[str, Any], notes: Notes) -> int:
+def _fewest(values: Mapping[str, Any], diagnostics: Diagnostics) -> int:
     """GPUs that the parallel sizes ask for at least, where nobody says how many there are."""
     least = 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         value = str(values.get(name) or 1)
         least *= int(value) if value.isdecimal() and len(value) < 7 else 1
-    notes.assume(f"{least} GPUs, the fewest that the parallel sizes allow (--num-gpus)")
+    diagnostics.assume(f"{least} GPUs, the fewest that the parallel sizes allow (--num-gpus)")
     return least
 
 
@@ -236,14 +236,14 @@ def _feature(sentence: str) -> Any:
     return as_feature(sentence)
 
 
-def _bridge(table: Mapping[str, Any], notes: Notes, world_size: int | None) -> None:
+def _bridge(table: Mapping[str, Any], diagnostics: Diagnostics, world_size: int | None) -> None:
     """Fields that no part of a ConfigContainer has; and, where the file holds a whole container, what the run is
     refused for."""
     from difflib import get_close_matches
 
     from bridge_memory.readers.config_container import run_from_config_container
-    from bridge_memory.readers.container_gaps import PARTS
     from bridge_memory.readers.container_registry import HARMLESS, READ, known
+    from bridge_memory.readers.container_unmodelled import PARTS
 
     for part, fields in table.items():
         if not isinstance(fields, Mapping) or part not in PARTS:
@@ -252,13 +252,16 @@ def _bridge(table: Mapping[str, Any], notes: Notes, world_size: int | None) -> N
         for name in fields:
             if not name.startswith("_") and not known(part, name):
                 near = get_close_matches(name, names, n=1, cutoff=0.75)
-                notes.problem(f"{part}.{name}", "is no field that is known of a ConfigContainer",
-                              f"did you mean {part}.{near[0]}?" if near else "remove it")
+                diagnostics.problem(
+                    f"{part}.{name}",
+                    "is no field that is known of a ConfigContainer",
+                    f"did you mean {part}.{near[0]}?" if near else "remove it",
+                )
     model = table.get("model")
     if isinstance(model, Mapping) and all(model.get(name) for name in ("hidden_size", "num_layers")):
-        run_from_config_container(_as_objects(table), world_size=world_size or _fewest(model, notes))
+        run_from_config_container(_as_objects(table), world_size=world_size or _fewest(model, diagnostics))
     else:
-        notes.assume("a partial file: its fields are checked by name, not what they give together")
+        diagnostics.assume("a partial file: its fields are checked by name, not what they give together")
 
 
 def _as_objects(value: Any) -> Any:
@@ -288,15 +291,16 @@ def _as_problem(message: str) -> Problem:
     return Problem(field.rstrip(":"), rest or "is wrong", fix)
 
 
-def _document(path: str, kind: str, notes: Notes, problems: list[Problem]) -> dict[str, Any]:
+def _document(path: str, kind: str, diagnostics: Diagnostics, problems: list[Problem]) -> dict[str, Any]:
     return {
         "schema": SCHEMA, "file": path, "kind": kind, "problems": [p._asdict() for p in problems],
-        "not_estimated": [p._asdict() for p in notes.refusals],
-        "not_modelled": [str(feature) for feature in notes.not_modelled], "assumptions": list(notes.assumptions),
+        "not_estimated": [p._asdict() for p in diagnostics.refusals],
+        "not_modelled": [str(feature) for feature in diagnostics.not_modelled],
+        "assumptions": list(diagnostics.assumptions),
     }  # fmt: skip
 
 
-def _print(path: str, kind: str, notes: Notes, problems: list[Problem]) -> None:
+def _print(path: str, kind: str, diagnostics: Diagnostics, problems: list[Problem]) -> None:
     from bridge_memory.report.document import Block, Bullets
     from bridge_memory.report.printing import print_blocks
 
@@ -304,8 +308,8 @@ def _print(path: str, kind: str, notes: Notes, problems: list[Problem]) -> None:
     said = "nothing wrong" if not count else f"{count} problem{'s' * (count > 1)}"
     blocks: list[Block] = [Bullets(f"{path}, {KINDS[kind]}: {said}", tuple(map(str, problems)))]
     for title, items in (
-        ("Right, and not estimated here", tuple(map(str, notes.refusals))),
-        ("Not modelled", tuple(map(str, notes.not_modelled))), ("Assumed", tuple(notes.assumptions)),
+        ("Right, and not estimated here", tuple(map(str, diagnostics.refusals))),
+        ("Not modelled", tuple(map(str, diagnostics.not_modelled))), ("Assumed", tuple(diagnostics.assumptions)),
     ):  # fmt: skip
         if items:
             blocks.append(Bullets(title, items))

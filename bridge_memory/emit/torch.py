@@ -17,7 +17,7 @@ from typing import Any
 from bridge_memory.arguments.flags import FLAG_OF
 from bridge_memory.emit.commands import Emitted, estimate_words, field_words, given_fields, names_files
 from bridge_memory.plan.torch.space import is_of
-from bridge_memory.readers.engines.run import fields_of, settings_from_files, settle
+from bridge_memory.readers.engines.run import apply_world_size, fields_of, settings_from_files
 from bridge_memory.readers.engines.settings import Specified
 from bridge_memory.readers.engines.training_args import OPTIMIZERS
 from bridge_memory.releases import release_words
@@ -143,12 +143,12 @@ def read_back(how: str, text: str, run: RunSpec) -> RunSpec:
             world_size=run.parallel.world_size, hidden_size=run.model.hidden_size,
             transformers=run.transformers.transformers_version,
         )  # fmt: skip
-        settings = settings_from_files(told=specified, micro_batch_size=None, **{keyword: path})
+        settings = settings_from_files(specified=specified, micro_batch_size=None, **{keyword: path})
     finally:
         os.unlink(path)
-    settings.notes.check()
+    settings.diagnostics.check()
     given = fields_of(settings)
-    settle(given, settings, run.parallel.world_size)
+    apply_world_size(given, settings, run.parallel.world_size)
     groups: Table = {name: GROUPS[name](**values) for name, values in given.items() if name != "parallel"}
     return RunSpec(model=run.model, parallel=run.parallel, **groups)
 

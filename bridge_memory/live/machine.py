@@ -14,7 +14,7 @@ from bridge_memory.cards.generations import DEFAULT_GENERATION, generation_of
 from bridge_memory.readers import environment
 from bridge_memory.releases import release_in, release_words
 from bridge_memory.spec import RunSpec
-from bridge_memory.spec.gpus import taken_as_nvidia
+from bridge_memory.spec.gpus import amd_assumption
 
 #: Field of ImplementationSpec -> (module, name) of a package whose releases have rules.
 _PACKAGES = {
@@ -100,7 +100,7 @@ def _device(torch: Any, facts: dict[str, Fact], notes: list[str]) -> str:
     cuda = getattr(torch, "cuda", None)
     rocm = getattr(getattr(torch, "version", None), "hip", None)
     if rocm:
-        notes.append(taken_as_nvidia(f"ROCm {rocm}", DEFAULT_GENERATION))
+        notes.append(amd_assumption(f"ROCm {rocm}", DEFAULT_GENERATION))
     # An unused device is not queried: reading its properties would start CUDA.
     if cuda is None or not cuda.is_available() or not cuda.is_initialized():
         notes.append(f"no CUDA device is in use: {_AS_DEFAULT}")

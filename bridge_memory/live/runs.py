@@ -20,8 +20,8 @@ from bridge_memory.readers import model_from_hf_config
 from bridge_memory.readers.engines.accelerate import read_accelerate
 from bridge_memory.readers.engines.deepspeed import read_deepspeed
 from bridge_memory.readers.engines.peft import read_peft
-from bridge_memory.readers.engines.run import fields_of, settle
-from bridge_memory.readers.engines.sections import Notes
+from bridge_memory.readers.engines.run import apply_world_size, fields_of
+from bridge_memory.readers.engines.sections import Diagnostics
 from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.readers.engines.torchtitan import read_torchtitan
 from bridge_memory.readers.engines.training_args import read_training_args
@@ -64,7 +64,7 @@ def run_of_trainer(
         ('single', 4)
     """
     spec = model_of(model)
-    settings = Settings(Notes("TrainingArguments"))
+    settings = Settings(Diagnostics("TrainingArguments"))
     known = _known(spec)
     given = args.to_dict()
     # TrainingArguments convert some fields: words become lists, files become tables.
@@ -114,7 +114,7 @@ def run_of_accelerator(
         >>> report = MemoryReport(run=run)  # with report: ... report.step()
     """
     spec = model_of(model)
-    settings = Settings(Notes("accelerate"))
+    settings = Settings(Diagnostics("accelerate"))
     known = _known(spec)
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     precision = str(accelerator.mixed_precision)
@@ -165,7 +165,7 @@ def run_of_deepspeed(engine: Any, *, seq_length: int, model: Any = None) -> RunS
     """
     model = engine.module if model is None else model
     spec = model_of(model)
-    settings = Settings(Notes("DeepSpeed"))
+    settings = Settings(Diagnostics("DeepSpeed"))
     config = getattr(engine, "config", None)
     read_deepspeed(config if isinstance(config, Mapping) else engine._config._param_dict, settings, _known(spec))
     settings.set(batch__seq_length=seq_length)
@@ -198,7 +198,7 @@ def run_of_torchtitan(job_config: Any, model: ModelSpec | str | None = None) -> 
         >>> run_of_torchtitan(JobConfig()).model.name
         'meta-llama/Llama-3.1-8B'
     """
-    settings = Settings(Notes("torchtitan"))
+    settings = Settings(Diagnostics("torchtitan"))
     table = {k: _written(v) for k, v in dataclasses.asdict(job_config).items()}
     read_torchtitan(
         {k: v for k, v in table.items() if isinstance(v, Mapping)}, settings, Specified(world_size=world_size())
@@ -279,7 +279,7 @@ def _optimizer(optimizer: Any, settings: Settings) -> None:
     known = _OPTIMIZERS.get(type(inner).__name__)
     if known is None:
         settings.set(optimizer__optimizer="adamw")
-        settings.notes.assume(f"torch's AdamW instead of the optimizer ({type(inner).__name__})")
+        settings.diagnostics.assume(f"torch's AdamW instead of the optimizer ({type(inner).__name__})")
         return
     defaults = getattr(inner, "defaults", {})
     asked = "fused" if defaults.get("fused") else "for-loop" if defaults.get("foreach") is False else "foreach"
@@ -325,7 +325,7 @@ def _adapted(model: Any, settings: Settings) -> str | None:
         return _one_dtype(p for p in parameters if p.requires_grad)
     (config, *others) = adapters.values()
     if others:
-        settings.notes.refuse("peft_config", f"has {len(adapters)} adapters", "train one")
+        settings.diagnostics.refuse("peft_config", f"has {len(adapters)} adapters", "train one")
     read_peft({k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}, settings, Specified())
     own = _one_dtype(p for p in parameters if not p.requires_grad and p.is_floating_point())
     quantization: Any = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -362,11 +362,11 @@ def _run(spec: ModelSpec, settings: Settings, model: Any) -> RunSpec:
     release = release_in(getattr(sys.modules.get("transformers"), "__version__", None))
     if release is not None:
         settings.set(transformers__transformers_version=release)
-    settings.notes.check()
+    settings.diagnostics.check()
     given = fields_of(settings)
-    settle(given, settings, world)
+    apply_world_size(given, settings, world)
     groups: dict[str, Any] = {name: GROUPS[name](**fields) for name, fields in given.items() if name != "parallel"}
     return RunSpec(
-        model=spec, parallel=ParallelSpec(world_size=world), assumptions=tuple(settings.notes.assumptions),
-        not_modelled=tuple(settings.notes.not_modelled), **groups,
+        model=spec, parallel=ParallelSpec(world_size=world), assumptions=tuple(settings.diagnostics.assumptions),
+        not_modelled=tuple(settings.diagnostics.not_modelled), **groups,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Config sources -> specs. A reader knows one source and nothing of memory.
+"""Readers: config sources -> specs. A reader handles one source and knows nothing about memory.
 
     resolve_model("Qwen/Qwen3-30B-A3B")          preset, path or Hub id
     model_from_json_text('{"model_type": ...}')   a config inline

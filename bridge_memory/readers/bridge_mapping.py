@@ -1,4 +1,4 @@
-"""``--mapping bridge``: the provider that Megatron Bridge's AutoBridge makes of a Hugging Face config -> ModelSpec."""
+"""``--mapping bridge``: a Hugging Face config, read through Megatron Bridge's AutoBridge and provider -> ModelSpec."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from bridge_memory.spec import ModelSpec, SpecError
 def model_from_bridge(
     config: Mapping[str, Any], name: str = "config", *, make_vocab_size_divisible_by: int | None = None
 ) -> ModelSpec:
-    """Read ``config`` through ``AutoBridge.from_hf_config``; the vocabulary as in ``model_from_hf_config``.
+    """Read ``config`` through ``AutoBridge.from_hf_config``.
 
-    The provider is read as the model of a ConfigContainer, so that what the container reader refuses is refused here.
-    Needs megatron-bridge and what it needs; no process group and no weights. Raises SpecError where Megatron Bridge
-    cannot be imported, has no bridge for the config's architecture, or cannot read the config.
+    The provider is read as the model of a ConfigContainer, with the same refusals. Needs megatron-bridge and its
+    dependencies, but no process group and no weights. ``make_vocab_size_divisible_by`` as in ``model_from_hf_config``.
+
+    Raises:
+        SpecError: Megatron Bridge cannot be imported, has no bridge for the config's architecture, or cannot read the
+            config.
     """
     provider = provider_of(config, name)
     train = SimpleNamespace(micro_batch_size=1, global_batch_size=1)
-    # A run of one rank around it, of which the model alone is kept.
+    # The container reader needs a whole run; one rank will do, and only the model is kept.
     alone = SimpleNamespace(model=provider, train=train, mixed_precision="bf16_mixed", data_parallel_size=1)
     if getattr(provider, "moe_token_dispatcher_type", None) == "flex":
-        # No part of the model, and one rank alone has nothing to dispatch to.
+        # The dispatcher is not part of the model, and "flex" needs more than one rank.
         provider.moe_token_dispatcher_type = "alltoall"
     run = run_from_config_container(alone, name=name)
     model = replace(
@@ -50,12 +53,12 @@ def model_from_bridge(
 
 
 def provider_of(config: Mapping[str, Any], name: str) -> Any:
-    """The provider of a parsed config.json, without weights."""
+    """Megatron Bridge's provider for a parsed config.json, without weights. Raises SpecError."""
     with _quiet():
         try:
             from megatron.bridge import AutoBridge
             from transformers import AutoConfig, PretrainedConfig
-        except Exception as error:  # a half-installed Megatron Bridge fails in many ways
+        except Exception as error:  # a half-installed Megatron Bridge raises many kinds of errors
             raise SpecError(
                 f"mapping bridge needs megatron-bridge ({_one_line(error)}); pip install megatron-bridge, or use "
                 "--mapping builtin"
@@ -66,7 +69,7 @@ def provider_of(config: Mapping[str, Any], name: str) -> Any:
                 '(["Qwen3ForCausalLM"], ...), or use --mapping builtin'
             )
         model_type = config.get("model_type")
-        # No code of the model's own repository is run: an architecture's name is enough for Megatron Bridge.
+        # Remote code is never run: Megatron Bridge only needs the architecture's name.
         fields = {k: v for k, v in config.items() if k not in ("model_type", "auto_map")}
         try:
             try:
@@ -85,7 +88,7 @@ def provider_of(config: Mapping[str, Any], name: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings that importing Megatron Bridge and reading a config print."""
+    """Suppress the warnings that importing Megatron Bridge and reading a config print."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

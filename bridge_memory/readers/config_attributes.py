@@ -1,4 +1,4 @@
-"""Attributes of a megatron-core TransformerConfig, or of anything with its names, read with one-line refusals."""
+"""Typed access to the attributes of a megatron-core TransformerConfig, or of any object with the same names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bridge_memory.spec import SpecError
 
 
 class ConfigAttributes:
-    """Attribute access with one-line refusals; for rules of releases, what runs."""
+    """Typed attribute access that raises SpecError, with the releases that rules of ``releases`` depend on."""
 
     transformer_engine: Release | None = None
     torch: Release | None = None

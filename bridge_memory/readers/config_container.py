@@ -1,9 +1,9 @@
 """A Megatron Bridge ConfigContainer, validated or not -> RunSpec. Imports neither torch nor megatron.
 
-What Bridge itself does to a container before it trains is done here to a view of it, never to the container:
-``training/config.py: runtime_config_update`` (mixed precision over model, optimizer and DDP; communication overlap
-over them; distributed-optimizer settings synchronised) and the parts of megatron-core's
-``TransformerConfig.__post_init__`` that change memory. Any object with the same attributes works.
+Bridge changes a container before it trains. The reader applies the same changes to a view, never to the container:
+``training/config.py: runtime_config_update`` (mixed precision and communication overlap set fields of model, optimizer
+and DDP; distributed-optimizer settings are synchronised) and the parts of megatron-core's
+``TransformerConfig.__post_init__`` that change memory. Any object with the same attributes can be read.
 """
 
 from __future__ import annotations
@@ -18,15 +18,6 @@ from typing import Any
 
 from bridge_memory.cards.generations import DEFAULT_GENERATION
 from bridge_memory.readers.container_fields import container_part, data_parallel_size, vocabulary
-from bridge_memory.readers.container_gaps import (
-    PARTS,
-    distillation_of,
-    encoder_gaps,
-    encoders_of,
-    not_modelled,
-    provider_of,
-    teacher_of,
-)
 from bridge_memory.readers.container_registry import (
     CP_LOSS_BY_TOKEN,
     DENSE_MTP_SPECS,
@@ -39,7 +30,16 @@ from bridge_memory.readers.container_registry import (
     SEQUENCE_PARALLEL_WITH_TP,
     STAGE_LAYOUTS,
 )
-from bridge_memory.readers.encoders import held_by
+from bridge_memory.readers.container_unmodelled import (
+    PARTS,
+    distillation_of,
+    encoders_of,
+    not_modelled,
+    provider_of,
+    teacher_of,
+    unmodelled_encoders,
+)
+from bridge_memory.readers.encoders import describe_encoder
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.transformer_config import FALCON_H1, GEMMA4_DENSE, model_from_transformer_config, pattern_of
 from bridge_memory.releases import (
@@ -74,7 +74,7 @@ from bridge_memory.spec.unmodelled import ADAPTERS, UNKNOWN_SIZE, Effect, Unmode
 #: Elements of a gradient bucket that CommOverlapConfig sets (``_get_optimizer_overlap_cfgs``).
 COMM_OVERLAP_BUCKET = 128 * 1024 * 1024
 
-#: Bridge's precision recipes by name (``training/mixed_precision.py``), as far as they change memory.
+#: Bridge's precision recipes by name (``training/mixed_precision.py``): the fields that change memory.
 _RECIPES: dict[str, dict[str, Any]] = {
     "mixed": {},
     "with_fp8_delayed_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True},
@@ -86,10 +86,10 @@ _RECIPES: dict[str, dict[str, Any]] = {
         "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1,
     },
     "with_fp8_subchannel_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param_gather": False},
-    # As of 0.6; 0.3 keeps parameters in bf16.
+    # Bridge 0.6; 0.3 keeps parameters in bf16.
     "with_nvfp4_mixed": {"fp4": "e2m1", "fp4_param": True, "fp8_param_gather": False},
 }  # fmt: skip
-#: Recipes that change another's ends.
+#: Recipes that differ from another in the layers that stay in bf16: name -> (the other, fields).
 _OTHER_ENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_3_super_bf16_with_nvfp4_mixed": (
         "bf16_with_nvfp4_mixed", {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 14}
@@ -124,20 +124,20 @@ def run_from_config_container(
         config: The ConfigContainer, or any object with its groups.
         world_size: GPUs of the job. None: the container's data_parallel_size times its model-parallel sizes, else
             ``config.world_size``, torch.distributed's, or WORLD_SIZE.
-        num_microbatches: Microbatches of a step. None: from the global batch size.
+        num_microbatches: Microbatches per step. None: from the global batch size.
         gpu_arch: The generation of the GPU.
         megatron_core: The release that runs, as (major, minor). None: the one that this process has imported.
         transformer_engine: Likewise.
         torch: Likewise.
         name: What results call the run.
-        implementation: Fields of ``ImplementationSpec`` that the machine decides. Its attention_backend counts only
-            where the container leaves the choice.
+        implementation: Fields of ``ImplementationSpec`` that the machine determines. Its attention_backend is used only
+            if the container's is "auto".
 
     Returns:
         The run. Its ``not_modelled`` lists what changes memory and is not modelled.
 
     Raises:
-        SpecError: A field is missing or wrong, or no number of GPUs is known.
+        SpecError: A field is missing or invalid, or the number of GPUs is unknown.
 
     Example:
         >>> import math
@@ -183,10 +183,10 @@ def run_of_container(
     implementation: Mapping[str, Any] | None = None,
     bridge: Release | None = None,
 ) -> RunSpec:
-    """``run_from_config_container`` where it is known what runs: a release of None stays unknown.
+    """``run_from_config_container`` with the releases given in ``running``; None in it stays unknown.
 
-    ``bridge``: the Megatron Bridge that will read the container; None where it is told in Megatron-LM's words and
-    nobody fills anything in.
+    ``bridge``: the release of Megatron Bridge, which changes the container before it trains. None: the container was
+    made from Megatron-LM's arguments, and nothing changes it.
     """
     model = container_part(config, "model")
     _refuse(config, model)
@@ -221,14 +221,13 @@ def run_of_container(
         ),
         teacher=teacher,
         assumptions=_assumptions(config),
-        # Megatron-LM's arguments, told as a container, bring a list of their own.
+        # A container made from Megatron-LM's arguments has its own list.
         not_modelled=(*getattr(config, "not_modelled", ()), *_not_modelled(config, view)),
     )
 
 
 class _WithModel:
-    """A container with another model: what a distillation's teacher is built from. What is said of adapters is not of
-    it."""
+    """A container with another model and without adapters: the one that a distillation's teacher is read from."""
 
     def __init__(self, config: Any, model: Any) -> None:
         self._config, self.model, self.peft = config, model, None
@@ -238,7 +237,7 @@ class _WithModel:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Views: the container as Bridge will have changed it when training starts
+# Views: the container with the changes that Bridge makes before training
 # ---------------------------------------------------------------------------------------------------------------
 
 
@@ -248,7 +247,7 @@ def _get(part: Any, key: str, default: Any = None) -> Any:
 
 
 class _View:
-    """One part of the container with fields laid over it; reads like the part itself."""
+    """One part of the container, with some fields overridden. Attribute access works as on the part."""
 
     def __init__(self, part: Any, over: Mapping[str, Any]) -> None:
         self._part = part
@@ -266,12 +265,12 @@ class _View:
         return getattr(self._part, key)
 
     def lay_over(self, fields: Mapping[str, Any]) -> None:
-        """Bridge sets a field only on the parts that have it."""
+        """Override those of ``fields`` that the part has, as Bridge does."""
         self._over.update({k: v for k, v in fields.items() if hasattr(self._part, k)})
 
 
 class _Views:
-    """model, optimizer and ddp as they will be (``runtime_config_update``)."""
+    """model, optimizer and ddp as Bridge changes them (``runtime_config_update``)."""
 
     def __init__(self, config: Any, model: Any, data_parallel: int, bridge: Release | None) -> None:
         self.model = _View(model, {})
@@ -280,7 +279,8 @@ class _Views:
         precision = mixed_precision_fields(getattr(config, "mixed_precision", None))
         for view in (self.model, self.optimizer, self.ddp):
             view.lay_over(precision)
-        #: Megatron-FSDP, which has no other optimizer (``_validate_and_apply_megatron_fsdp_configs``).
+        #: Whether Megatron-FSDP is used; it implies the distributed optimizer
+        #: (``_validate_and_apply_megatron_fsdp_configs``).
         self.fsdp = bool(
             _get(self.ddp, "use_megatron_fsdp", False)
             or _get(self.ddp, "use_custom_fsdp", False)
@@ -292,14 +292,14 @@ class _Views:
             or (self.fsdp and bridge is not None)
         )
         overlap = getattr(config, "comm_overlap", None)
-        # Set up once: a container that was set up has what was done to it since, such as the synchronised optimizer.
+        # Only if Bridge has not set it up yet: otherwise the container's fields already include the result.
         if overlap is not None and getattr(overlap, "data_parallel_size", None) is None:
             self._overlap(overlap, data_parallel)
         if bridge is not None:
             self._validated(config, bridge)
 
     def _validated(self, config: Any, bridge: Release) -> None:
-        """What ``ConfigContainer.validate`` and ``TransformerConfig.finalize`` fill in."""
+        """Apply what ``ConfigContainer.validate`` and ``TransformerConfig.finalize`` set."""
         model, dataset = self.model, getattr(config, "dataset", None)
         experts = _get(model, "expert_model_parallel_size", 1) > 1
         if experts and _get(model, "expert_tensor_parallel_size") is None and bridge >= BRIDGE_EXPERTS_OUTSIDE_TP:
@@ -320,7 +320,7 @@ class _Views:
             model.lay_over({"moe_hybridep_pad_uneven_dispatch_inputs": True})
 
     def _finalized_by_its_class(self) -> None:
-        """What ``finalize`` of the providers themselves sets."""
+        """Apply what the ``finalize`` of specific providers sets."""
         model = self.model
         provider = provider_of(model.__wrapped__)
         if provider in CP_LOSS_BY_TOKEN and _get(model, "context_parallel_size", 1) > 1:
@@ -335,7 +335,7 @@ class _Views:
             model.lay_over({"pipeline_model_parallel_layout": layouts[pp]})
 
     def _overlap(self, overlap: Any, data_parallel: int) -> None:
-        """``CommOverlapConfig.setup``: its defaults, then what the user gave."""
+        """Apply ``CommOverlapConfig.setup``: its defaults, overridden by the user's values."""
         user = getattr(overlap, "user_comm_overlap_cfg", None) or overlap
 
         def chosen(key: str, default: Any) -> Any:
@@ -353,7 +353,7 @@ class _Views:
                 "delay_wgrad_compute": chosen("delay_wgrad_compute", False),
             }
         )
-        # Only with the distributed optimizer of DDP, as Bridge checks it before the settings are synchronised.
+        # Bridge checks only DDP's use_distributed_optimizer, before it synchronises the settings.
         if not _get(self.ddp, "use_distributed_optimizer", False):
             return
         many = data_parallel > 1
@@ -368,7 +368,7 @@ class _Views:
 
 
 def mixed_precision_fields(value: Any) -> dict[str, Any]:
-    """What ``config.mixed_precision`` (None, a recipe's name or a MixedPrecisionConfig) sets on the parts."""
+    """The fields that ``config.mixed_precision`` (None, a recipe's name or a MixedPrecisionConfig) sets."""
     if value is None:
         return {}
     if isinstance(value, str):
@@ -403,7 +403,7 @@ def _named_precision(text: str) -> dict[str, Any]:
     # bf16_mixed reduces gradients in fp32, fp16_mixed does not.
     fields = {
         "fp32": False, "bf16": half == "bf16", "fp16": half == "fp16", "params_dtype": half, "fp8": None,
-        # MixedPrecisionConfig's default, fp8 or not; the optimizer looks at it.
+        # MixedPrecisionConfig's default, also without fp8; OptimizerConfig reads it.
         "fp8_recipe": "tensorwise",
         "fp4": None, "fp4_param": False, "grad_reduce_in_fp32": half == "bf16", "first_last_layers_bf16": False,
         "fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False,
@@ -419,7 +419,7 @@ def _named_precision(text: str) -> dict[str, Any]:
 
 
 def _refuse(config: Any, model: Any) -> None:
-    """What would make every number meaningless."""
+    """Raise SpecError for options that would make every number meaningless."""
     provider_of(model)
     if _get(getattr(config, "dist", None), "use_torch_fsdp2", False):
         raise SpecError(
@@ -435,7 +435,7 @@ def _data_parallel(config: Any, model: Any, world_size: int | None) -> int:
 
 
 class _Holder:
-    """A container of nothing but a model and a world size."""
+    """A container with only a model and a world size."""
 
     def __init__(self, model: Any, world_size: int) -> None:
         self.model = model
@@ -457,12 +457,12 @@ def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelS
     if heterogeneous and not _get(model, "per_block_parameters"):
         provider = _finalized(model)
     encoders = encoders_of(container_part(config, "model"))
-    assumptions += [f"{held_by(encoder)}, on the first stage" for encoder in encoders]
+    assumptions += [f"{describe_encoder(encoder)}, on the first stage" for encoder in encoders]
     found = model_from_transformer_config(
         provider,
         vocab_size=vocab,
         name=name or getattr(config, "name", None) or type(container_part(config, "model")).__name__,
-        # GPTModel's own argument; Bridge's providers give it their seq_length.
+        # An argument of GPTModel; Bridge's providers pass their seq_length.
         max_sequence_length=_get(model, "max_sequence_length") or _get(model, "seq_length", 0),
         make_vocab_size_divisible_by=_get(model, "make_vocab_size_divisible_by", 128) if padded else 0,
         post_layernorms=spec_name in POST_LAYERNORM_SPECS,
@@ -476,8 +476,11 @@ def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelS
 
 
 def _layer_spec(model: Any) -> tuple[str, bool]:
-    """(name of the function that makes the layer spec, of its class where it is made, or "" without any; whether it is
-    the local implementation). Gemma 4 without experts is of local modules, whatever the provider says."""
+    """(name of the layer spec, whether it is the local implementation).
+
+    The name is that of the function that makes the spec, or of the spec's class; "" if there is none. Gemma 4 without
+    experts is always built of local modules.
+    """
     if provider_of(getattr(model, "__wrapped__", model)) in GEMMA4_DENSE:
         return "", True
     keys = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
@@ -489,7 +492,7 @@ def _layer_spec(model: Any) -> tuple[str, bool]:
     return name, name in LOCAL_LAYER_SPECS
 
 
-def _layer_spec_gaps(model: Any) -> Iterator[Unmodelled]:
+def _unmodelled_layer_spec(model: Any) -> Iterator[Unmodelled]:
     name, _ = _layer_spec(model)
     if name in OTHER_LAYER_SPECS:
         effect, what, order = OTHER_LAYER_SPECS[name]
@@ -504,7 +507,7 @@ def _layer_spec_gaps(model: Any) -> Iterator[Unmodelled]:
 
 
 def _finalized(model: Any) -> Any:
-    """A copy whose per-layer sizes were parsed by its own ``finalize`` (heterogeneous providers)."""
+    """A copy after ``finalize``, which parses the per-layer sizes of heterogeneous providers."""
     try:
         made = copy.deepcopy(model._part)
         made.finalize()
@@ -557,7 +560,7 @@ def _parallel(view: _Views, world_size: int) -> ParallelSpec:
         virtual_pipeline_model_parallel_size=vpp if vpp and vpp > 1 else None,
         context_parallel_size=_get(m, "context_parallel_size", 1),
         expert_model_parallel_size=_get(m, "expert_model_parallel_size", 1),
-        # What ModelParallelConfig.__post_init__ fills in is what None means.
+        # ModelParallelConfig.__post_init__ sets it to TP by default, which None stands for.
         expert_tensor_parallel_size=None if expert_tp == tp else expert_tp,
         sequence_parallel=bool(_get(m, "sequence_parallel", False)) and tp > 1,
         num_layers_in_first_pipeline_stage=_get(m, "num_layers_in_first_pipeline_stage"),
@@ -571,7 +574,7 @@ def _parallel(view: _Views, world_size: int) -> ParallelSpec:
 
 
 def _params_dtype(view: _Views) -> str:
-    """Float16Module converts where bf16 or fp16 is set; else the dtype in which the model is built."""
+    """The dtype of parameters: bf16 or fp16 if set (Float16Module converts the model), else model.params_dtype."""
     m = view.model
     bf16, fp16 = bool(_get(m, "bf16", False)), bool(_get(m, "fp16", False))
     if bf16 and fp16:
@@ -589,7 +592,7 @@ def _precision(view: _Views) -> PrecisionSpec:
     return PrecisionSpec(
         params_dtype=_params_dtype(view),
         fp8=fp8,
-        # Without fp8 the recipe is whatever the mixed-precision default says, and nobody reads it.
+        # Without fp8 the recipe has no effect.
         fp8_recipe=str(getattr(recipe, "value", recipe)) if fp8 else "delayed",
         fp8_param=bool(fp8 and (_get(m, "fp8_param", False) or _get(view.ddp, "fp8_param_gather", False))),
         fp8_dot_product_attention=bool(fp8 and _get(m, "fp8_dot_product_attention", False)),
@@ -652,7 +655,7 @@ def _data_parallel_spec(config: Any, view: _Views, running: Running) -> DataPara
 
 
 def _double_buffer(ddp: Any, fsdp: bool) -> dict[str, bool]:
-    """``param_and_grad_buffer.py: ParamAndGradBuffer.__init__``: NCCL's user buffers bring it about."""
+    """``param_and_grad_buffer.py: ParamAndGradBuffer.__init__``: nccl_ub implies double buffering."""
     if not fsdp or not (_get(ddp, "fsdp_double_buffer", False) or _get(ddp, "nccl_ub", False)):
         return {}
     names = ("fsdp_db_use_persist_buf_on_alloc_fail", "megatron_fsdp_max_pool_double_buffer")
@@ -665,7 +668,7 @@ def _dtype_or_none(ddp: Any, name: str) -> str | None:
 
 
 def _peft(peft: Any) -> PeftSpec:
-    """``ConfigContainer.peft``; whatever it is, only its adapters train."""
+    """``ConfigContainer.peft``. With any scheme the base model is frozen; only LoRA's adapters are counted."""
     if peft is None:
         return PeftSpec()
     fields: dict[str, Any] = {}
@@ -676,7 +679,7 @@ def _peft(peft: Any) -> PeftSpec:
     return PeftSpec(scheme="lora", **fields)
 
 
-#: Modules of selective recomputation that newer releases know, which are counted as kept -> what they recompute.
+#: Modules of selective recomputation in newer releases that are not modelled -> what they recompute.
 _RECOMPUTED_ELSEWHERE = {
     "gdn_norm_out": "the gated norm of gated delta nets (megatron-core 0.19), counted as kept",
     "mhc": "hyper-connections",
@@ -731,7 +734,7 @@ def _implementation(
     comm = _get(m, "cp_comm_type", "p2p")
     backend = _get(m, "attention_backend", "auto")
     return ImplementationSpec(
-        # Falcon-H1's layers are of Transformer Engine's modules, whatever the provider says.
+        # Falcon-H1's layers always use Transformer Engine's modules.
         transformer_impl="local" if local else _transformer_impl(m),
         megatron_core=running.megatron_core,
         transformer_engine=running.transformer_engine,
@@ -745,18 +748,18 @@ def _implementation(
         cp_comm_type=_CP_COMM_TYPES.get(comm := str(comm if isinstance(comm, str) else [*comm, "p2p"][0]), comm),
         cuda_graph_impl=_cuda_graphs(m),
         cuda_graph_modules=_graphed_modules(m),
-        # A field whose default in ModelParallelConfig is off.
+        # ModelParallelConfig's default is off; an object without the field counts as on.
         deallocate_pipeline_outputs=bool(_get(m, "deallocate_pipeline_outputs", True)),
         moe_token_dispatcher_type="alltoall" if dispatcher == "alltoall_seq" else dispatcher,
         moe_flex_dispatcher_backend=str(_get(m, "moe_flex_dispatcher_backend", "deepep")),
-        # TransformerConfig.__post_init__ takes the backends' own names where the common one is not set.
+        # TransformerConfig.__post_init__ falls back to the backend-specific fields.
         moe_flex_dispatcher_num_sms=_get(
             m, "moe_flex_dispatcher_num_sms", _get(m, "moe_deepep_num_sms", _get(m, "moe_hybridep_num_sms"))
         ),
         moe_router_dtype=_router_dtype(m),
         moe_expert_capacity_factor=_get(m, "moe_expert_capacity_factor"),
         moe_expert_rank_capacity_factor=_get(m, "moe_expert_rank_capacity_factor"),
-        # Its sign says of which tokens the buffer is made, those on average or those that came.
+        # Its sign chooses between the average and the actual number of tokens.
         moe_paged_stash_buffer_size_factor_cuda=abs(_get(m, "moe_paged_stash_buffer_size_factor_cuda", 1.1)),
         moe_mlp_glu_interleave_size=_get(m, "moe_mlp_glu_interleave_size"),
         moe_z_loss_coeff=_get(m, "moe_z_loss_coeff"),
@@ -774,7 +777,7 @@ def _implementation(
     )
 
 
-#: Sparse attention's words for what the others call otherwise (``dsa_layout.py: normalize_cp_comm_type``).
+#: Sparse attention's spelling -> the usual one (``dsa_layout.py: normalize_cp_comm_type``).
 _CP_COMM_TYPES = {"allgather": "all_gather"}
 
 
@@ -787,9 +790,12 @@ def _cuda_graphs(model: Any) -> str:
 
 
 def _graphed_modules(model: Any) -> tuple[str, ...]:
-    """The fields of ``TransformerConfig`` hold a list, or words in one text, of names or of an enum's members; "full",
-    and what is no module of a layer, mean whole layers (``cuda_graph_config.py: normalize_cuda_graph_modules``).
-    The older name, where it is set, is what becomes of the newer one. Without graphs they do nothing."""
+    """The modules that CUDA graphs cover; () without graphs, or for whole layers.
+
+    ``TransformerConfig`` holds a list or a comma-separated string of names or enum members. "full", and names that are
+    no module of a layer, mean whole layers (``cuda_graph_config.py: normalize_cuda_graph_modules``). The older field
+    takes precedence if set.
+    """
     if _cuda_graphs(model) == "none":
         return ()
     keys = _words("cuda_graph_scope cuda_graph_scope_deprecated cuda_graph_modules")
@@ -800,14 +806,15 @@ def _graphed_modules(model: Any) -> tuple[str, ...]:
 
 
 def _router_dtype(model: Any) -> str | None:
-    """Only the words "fp32" and "fp64" do anything, torch.float32 does not (``moe/router.py: Router.gating``)."""
+    """The router's dtype. Only the strings "fp32" and "fp64" have an effect, torch.float32 has none
+    (``moe/router.py: Router.gating``)."""
     value = _get(model, "moe_router_dtype")
     return value if isinstance(value, str) and value in ("fp32", "fp64") else None
 
 
 def _environment(config: Any, gpu_arch: str, running: Running) -> dict[str, Any]:
-    """Fields of ImplementationSpec that the container's ``env_vars`` decide, where the environment names no other
-    value (``apply_environment_variables``)."""
+    """Fields of ImplementationSpec that the container's ``env_vars`` determine. The process's environment takes
+    precedence (``apply_environment_variables``)."""
     named = _get(config, "env_vars", {})
     env = {key: os.environ.get(key, str(value)) for key, value in named.items()}
     if not env:
@@ -817,8 +824,8 @@ def _environment(config: Any, gpu_arch: str, running: Running) -> dict[str, Any]
 
 
 def _pack_size(dataset: Any) -> int:
-    """Tokens of a pack that the data were put into beforehand; 0: they were not."""
-    # Bridge 0.6's words, then those before.
+    """Tokens of a pack of an offline-packed dataset; 0: not packed offline."""
+    # Fields of Bridge 0.6, then those of earlier releases.
     specs = _get(dataset, "offline_packing_specs") if _get(dataset, "enable_offline_packing", False) else None
     specs = specs or _get(dataset, "packed_sequence_specs")
     size = getattr(specs, "packed_sequence_size", 0)
@@ -826,13 +833,13 @@ def _pack_size(dataset: Any) -> int:
 
 
 def _packing(dataset: Any) -> tuple[bool, bool]:
-    """(whether the sequences of a micro batch are joined to one, whether they are that or packed beforehand)."""
+    """(whether the sequences of a micro batch are packed into one row, whether that or packed offline)."""
     in_batch = bool(_get(dataset, "enable_in_batch_packing", False) or _get(dataset, "pack_sequences_in_batch", False))
     return in_batch, in_batch or _pack_size(dataset) > 0
 
 
 def _assumptions(config: Any) -> tuple[str, ...]:
-    """What the container leaves open and the estimate takes for granted."""
+    """Assumptions about what the container leaves open."""
     out = []
     dataset, model = getattr(config, "dataset", None), container_part(config, "model")
     _, packed = _packing(dataset)
@@ -849,17 +856,17 @@ def _assumptions(config: Any) -> tuple[str, ...]:
 
 
 def _on_machine(spec: ImplementationSpec, found: Mapping[str, Any]) -> ImplementationSpec:
-    """``spec`` with what was found out about the machine; a backend that the container names stays."""
+    """``spec`` with the fields ``found`` on the machine; an attention_backend that the container sets is kept."""
     named = spec.attention_backend != "auto"
     return replace(spec, **{key: found[key] for key in found if key != "attention_backend" or not named})
 
 
 def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
-    """What changes memory and nothing here counts, each beginning with its field."""
+    """The run's unmodelled features; each sentence begins with its field."""
     model = container_part(config, "model")
     parts = {part: getattr(config, part, None) for part in PARTS}
     parts |= {"model": view.model, "optimizer": view.optimizer, "ddp": view.ddp}
-    out = [*not_modelled(parts), *encoder_gaps(model), *_layer_spec_gaps(view.model)]
+    out = [*not_modelled(parts), *unmodelled_encoders(model), *_unmodelled_layer_spec(view.model)]
     if _get(model, "freeze_language_model", False):
         out.append(
             Unmodelled(
@@ -903,5 +910,5 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
 
 
 def _imported(package: str) -> Release | None:
-    """The release of a package that this process has imported; nothing is imported to find out."""
+    """The release of a package if this process has imported it; never imports it."""
     return release_in(getattr(sys.modules.get(package), "__version__", None))

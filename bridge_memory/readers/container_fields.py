@@ -1,4 +1,4 @@
-"""What a ConfigContainer says of itself, validated or not: its data-parallel size, vocabulary and stage layout."""
+"""Data-parallel size and vocabulary of a ConfigContainer, validated or not."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from bridge_memory.spec import SpecError, show
 
 
 def data_parallel_size(config: Any) -> int:
-    """The container's, else world size / (TP x PP x CP), never 1 in silence.
+    """The container's ``data_parallel_size`` if set, else world size / (TP x PP x CP).
 
-    The world size is ``config.world_size``, that of an initialised torch.distributed, or WORLD_SIZE. Raises
-    SpecError where none is known or it is not divisible.
+    The world size is ``config.world_size``, that of an initialised torch.distributed, or WORLD_SIZE.
+
+    Raises:
+        SpecError: No world size is known, or it is not divisible. The size is never silently 1.
     """
     known = getattr(config, "data_parallel_size", None)
     if known is not None:
@@ -49,10 +51,10 @@ def data_parallel_size(config: Any) -> int:
 
 
 def vocabulary(config: Any) -> tuple[int, bool]:
-    """(vocabulary, whether it gets padded).
+    """(vocabulary size, whether it gets padded).
 
-    Without a model.vocab_size it is the tokenizer's, padded (``training/setup.py: _validate_and_set_vocab_size``),
-    which is known before the tokenizer is built for NullTokenizer only.
+    Without model.vocab_size it is the tokenizer's, padded (``training/setup.py: _validate_and_set_vocab_size``). Before
+    the tokenizer is built, only NullTokenizer's size is known. Raises SpecError.
     """
     model, tokenizer = container_part(config, "model"), getattr(config, "tokenizer", None)
     if getattr(model, "vocab_size", None) is None:

@@ -1,9 +1,10 @@
-"""A Megatron Bridge ConfigContainer from where it lies: the YAML that Bridge writes beside its checkpoints
-(``run_config.yaml``), or a recipe of the installed Megatron Bridge.
+"""Loading a Megatron Bridge ConfigContainer: from the YAML that Bridge writes with its checkpoints
+(``run_config.yaml``), or from a recipe of the installed Megatron Bridge.
 
-The YAML is read without Megatron Bridge and nothing that it names is imported or called: an object is its fields under
-the name of its class, a function its name. Source of the format: ``utils/yaml_utils.py: safe_yaml_representers``
-(``_target_``, ``_call_``, ``_partial_``, ``_args_``) and ``training/utils/omegaconf_utils.py``.
+The YAML is read without Megatron Bridge, and nothing that it names is imported or called. An object becomes a namespace
+with its fields and its class's name; a function becomes a class with its name. Source of the format:
+``utils/yaml_utils.py: safe_yaml_representers`` (``_target_``, ``_call_``, ``_partial_``, ``_args_``) and
+``training/utils/omegaconf_utils.py``.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ from bridge_memory.spec import SpecError
 from bridge_memory.spec.errors import bounded
 
 RECIPES = "megatron.bridge.recipes"
-#: Members of megatron-core's enums, which the YAML names by their values (``transformer/enums.py: AttnBackend``).
+#: megatron-core's enums that the YAML stores by value: value -> name (``transformer/enums.py: AttnBackend``).
 _MEMBERS = {"AttnBackend": {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}}
 _MARKS = ("_target_", "_call_", "_partial_", "_args_")
-#: Containers in one another that a config may have.
+#: Maximum nesting depth of a config.
 _DEEPEST = 40
 
 
 def container_from_file(path: str | os.PathLike[str]) -> Any:
-    """What ``run_from_config_container`` reads. Raises SpecError."""
+    """The container of a ``run_config.yaml``, as namespaces that ``run_from_config_container`` reads.
+
+    Raises:
+        SpecError: The file cannot be read, or is not a container's YAML.
+    """
     give = "give the run_config.yaml that Megatron Bridge writes"
     text = read_text(path, give)
     name = bounded(os.fspath(path), 120)
@@ -74,13 +79,16 @@ def _object(value: Any, depth: int) -> Any:
     if value.get("_partial_"):
         return SimpleNamespace(func=of_class, keywords=fields)
     if value.get("_call_") is False:
-        return of_class  # a function: its name is all that counts
+        return of_class  # a function: only its name matters
     return of_class(**fields)
 
 
 def container_from_recipe(name: str) -> Any:
-    """The container that a recipe of the installed Megatron Bridge makes (``llama3_8b_pretrain_config``). Raises
-    SpecError."""
+    """The container that a recipe of the installed Megatron Bridge returns, such as ``llama3_8b_pretrain_config``.
+
+    Raises:
+        SpecError: Megatron Bridge cannot be imported, has no such recipe, or the recipe fails.
+    """
     try:
         recipes = importlib.import_module(RECIPES)
     except Exception as error:  # a package of it may be missing, or refuse this machine

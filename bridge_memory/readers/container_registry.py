@@ -1,16 +1,16 @@
-"""What each field of a ConfigContainer is to memory: read, harmless, or a gap that is reported by name.
+"""Registry of a ConfigContainer's fields: each is read, harmless for memory, or an unmodelled feature reported by name.
 
-Fields carry the names of megatron-core's configs, from which Megatron-LM makes its arguments: what a name means is said
-once, in ``megatron_args/harmless.py`` and ``megatron_args/unmodelled.py``. Here is what only containers have.
-``tests/readers/test_container_registry.py`` walks the classes of the installed Megatron Bridge.
+Most fields have the names of Megatron-LM's arguments, which derive from the same configs of megatron-core; those are in
+``megatron_args/harmless.py`` and ``megatron_args/unmodelled.py``. This module lists the fields that only containers
+have. ``tests/readers/test_container_registry.py`` checks it against the installed Megatron Bridge.
 """
 
 from __future__ import annotations
 
 from bridge_memory.readers.megatron_args.harmless import HARMLESS as HARMLESS_ARGUMENTS
 from bridge_memory.readers.megatron_args.sizes import ORDER_OF
-from bridge_memory.readers.megatron_args.unmodelled import GAPS as GAPS_OF_ARGUMENTS
-from bridge_memory.readers.megatron_args.unmodelled import Asked, Listed
+from bridge_memory.readers.megatron_args.unmodelled import UNMODELLED as UNMODELLED_ARGUMENTS
+from bridge_memory.readers.megatron_args.unmodelled import ArgumentValues, Feature
 from bridge_memory.spec.unmodelled import Effect
 
 UP, DOWN, EITHER, UNKNOWN = Effect.UP, Effect.DOWN, Effect.EITHER, Effect.UNKNOWN
@@ -25,7 +25,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Fields that a reader asks for
+# Fields that are read
 # ---------------------------------------------------------------------------------------------------------------
 
 #: Part of the container -> its fields that are read.
@@ -128,102 +128,102 @@ READ: dict[str, frozenset[str]] = {
 }
 
 # ---------------------------------------------------------------------------------------------------------------
-# Fields that are listed when they are set
+# Unmodelled features, reported when they are set
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def _apart(asked: Asked, value: object) -> bool:
+def _apart(asked: ArgumentValues, value: object) -> bool:
     return bool(getattr(value, "use_dist_train", False))
 
 
-def _divided(asked: Asked, value: object) -> bool:
+def _divided(asked: ArgumentValues, value: object) -> bool:
     return bool(asked["sequence_parallel"])
 
 
-#: Part -> field -> what is not counted of it; with those of the arguments of the same name.
-GAPS: dict[str, dict[str, Listed]] = {
+#: Part -> field -> its unmodelled feature. Fields with an argument's name are in ``UNMODELLED_ARGUMENTS``.
+UNMODELLED: dict[str, dict[str, Feature]] = {
     "model": {
-        "parallel_output": Listed(True, UP, "logits that are gathered over tensor-parallel ranks",
+        "parallel_output": Feature(True, UP, "logits that are gathered over tensor-parallel ranks",
                                       order="s b V elements beside the s b V / t that are counted"),
-        "use_transformer_engine_full_layer_spec": Listed(False, EITHER, "Transformer Engine's whole layer",
+        "use_transformer_engine_full_layer_spec": Feature(False, EITHER, "Transformer Engine's whole layer",
                                                              order="as large as what a layer saves, in every layer"),
-        "restore_modelopt_state": Listed(False, EITHER, "ModelOpt's quantizers",
+        "restore_modelopt_state": Feature(False, EITHER, "ModelOpt's quantizers",
                                              order="a copy of the largest quantized tensor, and what is clipped of it"),
-        "teacher": Listed(None, UP, "the teacher of a distillation", order=ORDER_OF["export_kd_teacher_load"]),
-        "kd_config": Listed(None, UP, "the losses of a distillation",
+        "teacher": Feature(None, UP, "the teacher of a distillation", order=ORDER_OF["export_kd_teacher_load"]),
+        "kd_config": Feature(None, UP, "the losses of a distillation",
                                 order="fp32 logits of teacher and student, 4 s b V / t bytes each, some three times"),
-        "dense_grouped_gemm": Listed(False, EITHER, "a dense MLP through the grouped GEMM",
+        "dense_grouped_gemm": Feature(False, EITHER, "a dense MLP through the grouped GEMM",
                                          order=ORDER_OF["use_grouped_gemm_for_dense_mlp"]),
-        # models/*/modeling_*.py: the embedding's output stays whole until images are put in, then it is scattered
-        "scatter_embedding_sequence_parallel": Listed(
+        # models/*/modeling_*.py: the embedding's output is scattered only after image embeddings are inserted
+        "scatter_embedding_sequence_parallel": Feature(
             True, UP, "the whole embedding's output beside the scattered one", _divided,
             order="s b h elements, of the first stage",
         ),
-        "dist_train": Listed(None, EITHER, "modality encoders on separate ranks", _apart,
-                                 order="as large as the encoder's weights, their states and activations"),
+        "dist_train": Feature(None, EITHER, "modality encoders on separate ranks", _apart,
+                              order="as large as the encoders' weights, their states and activations"),
         # MiniMax-M3: frozen weights that nothing runs (models/minimax_m3: lightning_indexer_layers)
-        "lightning_indexer_layers": Listed(None, UP, "the frozen weights of an indexer that is not run",
+        "lightning_indexer_layers": Feature(None, UP, "the frozen weights of an indexer that is not run",
                                                order="2 h (heads + 1) width bytes for each of these layers"),
         # models/gemma_vl/modeling_gemma3_vl.py: Gemma3VLModel._compute_attention_biases
-        "is_vision_language": Listed(
+        "is_vision_language": Feature(
             False, UP, "the attention bias of images, b x s x s, and what attention keeps for it",
             order="2 b s s bytes, and b n s s / t elements in every layer where attention keeps the scores",
         ),
         # models/stepfun/step35_provider.py: Step35DecoderLayer, one number a layer
         **dict.fromkeys(
-            ("swiglu_limits", "swiglu_limits_shared"), GAPS_OF_ARGUMENTS["activation_func_clamp_value"]
+            ("swiglu_limits", "swiglu_limits_shared"), UNMODELLED_ARGUMENTS["activation_func_clamp_value"]
         ),
-        "attention_chunk_size": Listed(None, DOWN, "attention within chunks",
+        "attention_chunk_size": Feature(None, DOWN, "attention within chunks",
                                            order="what attention saves of the tokens beyond a chunk, in every layer"),
-        "nope_layer_interval": Listed(None, DOWN, "layers without rotary embeddings",
+        "nope_layer_interval": Feature(None, DOWN, "layers without rotary embeddings",
                                            order=ORDER_OF["no_rope_freq"]),
-        "use_arbitrary_attention_mask": Listed(None, UP, "attention masks of any form",
+        "use_arbitrary_attention_mask": Feature(None, UP, "attention masks of any form",
                                                    order="b s s bytes, and the scores, b n s s / t elements a layer"),
     },
     "optimizer": {
-        "overlap_param_gather_with_optimizer_step": Listed(False, EITHER, "parameters gathered during the step",
+        "overlap_param_gather_with_optimizer_step": Feature(False, EITHER, "parameters gathered during the step",
                                                                order="as large as one bucket of parameters"),
     },
     "ddp": {
-        "num_buckets": GAPS_OF_ARGUMENTS["ddp_num_buckets"],
-        "pad_buckets_for_high_nccl_busbw": GAPS_OF_ARGUMENTS["ddp_pad_buckets_for_high_nccl_busbw"],
-        "param_name_patterns_for_fp32_local_accumulation": GAPS_OF_ARGUMENTS[
+        "num_buckets": UNMODELLED_ARGUMENTS["ddp_num_buckets"],
+        "pad_buckets_for_high_nccl_busbw": UNMODELLED_ARGUMENTS["ddp_pad_buckets_for_high_nccl_busbw"],
+        "param_name_patterns_for_fp32_local_accumulation": UNMODELLED_ARGUMENTS[
             "ddp_param_name_patterns_for_fp32_local_accumulation"
         ]._replace(also=("()",)),
-        "megatron_fsdp_cuda_graph_mode": Listed(False, UP, "Megatron-FSDP's buffers under CUDA graphs",
+        "megatron_fsdp_cuda_graph_mode": Feature(False, UP, "Megatron-FSDP's buffers under CUDA graphs",
                                                     order=ORDER_OF["megatron_fsdp_cuda_graph_mode"]),
-        "preserve_fp32_weights": GAPS_OF_ARGUMENTS["preserve_fp32_weights"],
+        "preserve_fp32_weights": UNMODELLED_ARGUMENTS["preserve_fp32_weights"],
     },
     "dist": {
-        "eval_context_parallel_size": Listed(None, EITHER, "evaluation with another context-parallel size",
+        "eval_context_parallel_size": Feature(None, EITHER, "evaluation with another context-parallel size",
                                                  order="as large as evaluation's activations in one layer"),
     },
     "dataset": {
-        "inter_document_masking": GAPS_OF_ARGUMENTS["dataloader_inter_document_masking"],
+        "inter_document_masking": UNMODELLED_ARGUMENTS["dataloader_inter_document_masking"],
     },
     "peft": {
-        "exclude_modules": Listed(None, DOWN, "linears that get no adapter",
+        "exclude_modules": Feature(None, DOWN, "linears that get no adapter",
                                       order="some 18 bytes for each weight of those adapters, and their inputs"),
-        "lora_dtype": Listed(None, EITHER, "adapters of another dtype",
+        "lora_dtype": Feature(None, EITHER, "adapters of another dtype",
                                  order="2 bytes for each weight of the adapters, and as many for their gradients"),
-        "sequence_parallel_input_regather": Listed(False, EITHER, "adapter inputs that are gathered again",
+        "sequence_parallel_input_regather": Feature(False, EITHER, "adapter inputs that are gathered again",
                                                         order="s b h elements for each linear with an adapter"),
-        "share_expert_adapters": Listed(True, UP, "adapters expert by expert",
+        "share_expert_adapters": Feature(True, UP, "adapters expert by expert",
                                              order="as many times the experts' adapters as a rank has experts"),
-        "experts_shared_outer_loras": Listed(False, EITHER, "adapters that experts share",
+        "experts_shared_outer_loras": Feature(False, EITHER, "adapters that experts share",
                                                    order="half of the experts' adapters, and their states"),
-        "normalize_moe_lora": Listed(False, DOWN, "adapters of experts of a lower rank",
+        "normalize_moe_lora": Feature(False, DOWN, "adapters of experts of a lower rank",
                                          order="the experts' adapters and their states, over a token's experts"),
-        "dropout": Listed(0.0, UP, "dropout of the adapters' inputs",
+        "dropout": Feature(0.0, UP, "dropout of the adapters' inputs",
                               order="a byte for each element of those inputs, and a scaled copy"),
-        "freeze_language_model": Listed(True, UP, "a language model that trains beside its adapters",
+        "freeze_language_model": Feature(True, UP, "a language model that trains beside its adapters",
                                             order="16 bytes or less for each weight that is counted as frozen"),
     },
     "profiling": {
-        "use_pytorch_profiler": Listed(False, UP, "what PyTorch's profiler keeps on the GPU", outside=True,
+        "use_pytorch_profiler": Feature(False, UP, "what PyTorch's profiler keeps on the GPU", outside=True,
                                            order="as large as CUPTI's buffers, which grow with the steps"),
     },
-    "tensor_inspect": {"enabled": Listed(False, UP, "statistics of tensors that are inspected",
+    "tensor_inspect": {"enabled": Feature(False, UP, "statistics of tensors that are inspected",
                                                 order="a few numbers for each tensor, and a copy while it is read")},
 }  # fmt: skip
 
@@ -231,15 +231,15 @@ GAPS: dict[str, dict[str, Listed]] = {
 # Fields that are harmless
 # ---------------------------------------------------------------------------------------------------------------
 
-_CALLED = "what the training loop calls, set by itself"
-_ENCODER = "the encoder of another modality, which is listed where the model has one"
+_CALLED = "callbacks that the training loop sets"
+_ENCODER = "the modality encoder, which is reported if the model has one"
 _TOKENS = "ids of tokens"
 _ROTARY = "numbers in a kernel whose tensors are the same"
-_SUPPLIED = "what a field that is read or listed was made from, or says once more"
+_SUPPLIED = "the source, or a copy, of a field that is read or reported"
 _HOST = "data: where tokens come from, on the host"
 _RANKS = "launch, signals, failures and restarts"
 
-#: Part -> reason -> fields; with the arguments of the same name.
+#: Part -> reason -> fields. Fields with an argument's name are in ``HARMLESS_ARGUMENTS``.
 REASONS: dict[str, dict[str, str]] = {
     "model": {
         _CALLED: """
@@ -249,7 +249,7 @@ REASONS: dict[str, dict[str, str]] = {
         """,
         "the values that weights start from": "embedding_init_method init_method output_layer_init_method",
         "the dtype of autocast, which Megatron's models do not use": "autocast_dtype enable_autocast",
-        "fields that nothing of Megatron Bridge 0.6.2 or megatron-core 0.19.2 reads": """
+        "fields that neither Megatron Bridge 0.6.2 nor megatron-core 0.19.2 reads": """
             keep_mtp_spec_in_bf16 moe_a2a_overlap mtp_eval_in_bf16
         """,
         "numbers of hyper-connections and of the router": "actual_vocab_size mhc_sinkhorn_iterations norm_topk_prob",
@@ -396,7 +396,7 @@ REASONS: dict[str, dict[str, str]] = {
         _SUPPLIED: "pipeline_dtype",
     },
     "tensor_inspect": {
-        "details of an option that is listed where it is set": """
+        "details of an option that is reported if it is set": """
             _feature_dirs_from_default allow_custom_feature_dirs feature_dirs features init_training_step log_dir
         """,
     },
@@ -416,24 +416,24 @@ HARMLESS: dict[str, dict[str, str]] = {
     for part, reasons in REASONS.items()
 }
 
-#: Arguments of these names are something else in a container.
+#: Fields that share a name with an argument and mean something else.
 _NOT_THE_ARGUMENT = _names("use_checkpoint_args use_mp_args_from_checkpoint_args")
 
 
-def gap_of(part: str, field: str) -> Listed | None:
-    """What is not counted of a field; None where it is read, harmless or not known."""
+def feature_of(part: str, field: str) -> Feature | None:
+    """The unmodelled feature of a field; None if the field is read, harmless or unknown."""
     if field in READ.get(part, ()) or field in HARMLESS.get(part, ()) or field in _NOT_THE_ARGUMENT:
         return None
-    return GAPS.get(part, {}).get(field) or GAPS_OF_ARGUMENTS.get(field)
+    return UNMODELLED.get(part, {}).get(field) or UNMODELLED_ARGUMENTS.get(field)
 
 
 def known(part: str, field: str) -> bool:
-    """Whether a field is read, listed where it is set, or harmless."""
+    """Whether a field is in the registry: read, unmodelled or harmless."""
     return (
         field in READ.get(part, ())
-        or field in GAPS.get(part, {})
+        or field in UNMODELLED.get(part, {})
         or field in HARMLESS.get(part, {})
-        or field in GAPS_OF_ARGUMENTS
+        or field in UNMODELLED_ARGUMENTS
         or field in HARMLESS_ARGUMENTS
     )
 
@@ -442,8 +442,8 @@ def known(part: str, field: str) -> bool:
 # Model providers and layer specs
 # ---------------------------------------------------------------------------------------------------------------
 
-#: Providers (and Bridge's newer model configs) whose text model is what their config says -> the fields that hold the
-#: configs of towers of other modalities. A class that is derived from one and makes no model of its own is one.
+#: Supported providers (and Bridge's newer model configs), whose config describes their language model -> the fields
+#: with the configs of modality encoders. A subclass that inherits ``provide`` counts as its base class.
 PROVIDERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         _words(
@@ -503,7 +503,7 @@ STAGE_LAYOUTS: dict[str, dict[int, str]] = {
     },
 }
 
-#: Layer specs whose modules are megatron-core's own.
+#: Layer specs made of megatron-core's modules.
 PLAIN_LAYER_SPECS = _names(
     """
     _build_exaone_moe_layer_spec default_layer_spec get_default_hybrid_stack_spec get_default_mamba_stack_spec
@@ -516,7 +516,7 @@ PLAIN_LAYER_SPECS = _names(
 LOCAL_LAYER_SPECS = _names("local_layer_spec get_gpt_layer_local_spec")
 POST_LAYERNORM_SPECS = _names("gemma2_layer_spec gemma3_layer_spec")
 FULL_QK_SPECS = _names("olmoe_layer_spec")
-#: Layer specs that hold megatron-core's weights in their places, or in others -> what else they do, and its order.
+#: Layer specs with megatron-core's weights but other modules -> (effect, what differs, its order).
 _SCORES = "b n s s / t elements of each step that attention makes of the scores, in every layer"
 OTHER_LAYER_SPECS: dict[str, tuple[Effect, str, str]] = {
     # models/gemma/gemma2_provider.py: Gemma2DotProductAttention keeps the scores of every head where FlexAttention
@@ -542,7 +542,7 @@ OTHER_LAYER_SPECS: dict[str, tuple[Effect, str, str]] = {
         UP, "the router's weights in fp32, and its fp32 copy of the tokens", "4 s b h / t bytes in every layer"
     ),
 }
-#: Of those, the ones whose norms follow the linears instead of going before them.
+#: Layer specs of OTHER_LAYER_SPECS with norms after the linears instead of before them.
 NORM_AFTER_SPECS = _names("exaone4_layer_spec exaone_45_transformer_layer_spec")
-#: Those whose MTP depths have a dense feed-forward block though the last layer has experts.
+#: Layer specs whose MTP depths have a dense feed-forward block although the last layer has experts.
 DENSE_MTP_SPECS = _names("_build_exaone_moe_layer_spec")

@@ -1,7 +1,8 @@
-"""Multimodal configs: the language model inside, and what stands beside it, counted where the config says enough.
+"""Multimodal configs: the language model, and the modality encoders with their projectors.
 
-Shapes after transformers' ``modeling_<model_type>.py``. Parameters of what is counted are the model's ``EncoderSpec``s.
-What a tower keeps while it trains is not modelled: it depends on images and sounds, of which a run says nothing.
+Encoders are counted (``EncoderSpec``) if the config states all their sizes. Shapes follow transformers'
+``modeling_<model_type>.py``. Activations of encoders are not modelled: they depend on the images and audio of a batch,
+which a run does not describe.
 """
 
 from __future__ import annotations
@@ -13,42 +14,42 @@ from bridge_memory.readers.fields import Fields, shown
 from bridge_memory.spec import EncoderSpec, SpecError
 from bridge_memory.spec.unmodelled import ENCODER, Effect, Unmodelled
 
-#: Where wrappers keep the language model, outermost first (an omni model's "thinker" is a wrapper of its own).
+#: Keys of the language model's config, outermost first (an omni model's "thinker" is itself a wrapper).
 _INNER = ("thinker_config", "text_config", "llm_config", "language_config")
-#: Parts that no Megatron model has: Megatron Bridge trains the thinker of an omni model alone.
+#: Parts that Megatron Bridge does not build: it trains only the thinker of an omni model.
 _NOT_BUILT = ("talker_config", "token2wav_config", "code2wav_config")
-#: Settings that are an object of their own, and no part of the model.
+#: Nested configs that are no part of the model.
 _NO_PART = ("quantization_config", "compression_config", "sparse_attention_config", "img_token_compression_config",
             "dual_chunk_attention_config", "preprocessor_config")
-#: Wrappers whose own tie_word_embeddings holds, whatever the language model's config says (Megatron Bridge:
-#: models/qwen_vl/*_bridge.py, exaone45_bridge.py, minimax_m3_bridge.py).
+#: Wrappers whose tie_word_embeddings overrides the language model's (Megatron Bridge: models/qwen_vl/*_bridge.py,
+#: exaone45_bridge.py, minimax_m3_bridge.py).
 _OUTER_TIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "exaone4_5", "minimax_m3_vl")
 #: Wrappers whose language model Megatron Bridge builds without MTP layers (models/glm_vl/glm_45v_bridge.py).
 _WITHOUT_MTP = ("glm4v_moe",)
 
 
 class Encoders(NamedTuple):
-    """A config taken apart."""
+    """A config, split into the language model and the modality encoders."""
 
     #: The language model's config.
     text: Mapping[str, Any]
-    #: The key under which it was found; "" where the config itself is it.
+    #: The key under which it was found; "" if the config itself is the language model's.
     key: str
     assumptions: tuple[str, ...]
     not_modelled: tuple[str, ...]
     counted: tuple[EncoderSpec, ...] = ()
 
 
-def take_apart(config: Mapping[str, Any], name: str) -> Encoders:
-    """The language model of a multimodal wrapper, and what that leaves out."""
+def split_multimodal(config: Mapping[str, Any], name: str) -> Encoders:
+    """Split a multimodal wrapper's config into the language model and the encoders. Raises SpecError."""
     key, text, outer = "", config, config
-    beside: dict[str, Mapping[str, Any]] = {}
+    others: dict[str, Mapping[str, Any]] = {}
     left: list[str] = []
     while True:
         inner = next((k for k in _INNER if text.get(k) is not None), None)
         parts = {k: v for k, v in text.items() if k.endswith("_config") and k != inner and isinstance(v, Mapping)}
         left += [k for k in parts if k in _NOT_BUILT]
-        beside |= {k: v for k, v in parts.items() if k not in (*_NOT_BUILT, *_NO_PART)}
+        others |= {k: v for k, v in parts.items() if k not in (*_NOT_BUILT, *_NO_PART)}
         if inner is None:
             break
         if not isinstance(text[inner], Mapping):
@@ -61,13 +62,15 @@ def take_apart(config: Mapping[str, Any], name: str) -> Encoders:
                 text[shared] = outer[shared]
     if not key and not isinstance(config.get("vision_config"), Mapping):
         return Encoders(config, "", (), ())
-    text = {k: v for k, v in text.items() if k not in beside}
-    names = " and ".join(beside) or "other modality encoders"
+    text = {k: v for k, v in text.items() if k not in others}
+    names = " and ".join(others) or "other modality encoders"
     encoder = encoder_of(config, names, name)
     if encoder is None:
         assumptions = [f"language model only: the parameters and activations of {names} are left out"]
     else:
-        assumptions = [f"{held_by(encoder)}, on the first stage; activations are those of the language model only"]
+        assumptions = [
+            f"{describe_encoder(encoder)}, on the first stage; activations are those of the language model only"
+        ]
     if left:
         assumptions.append(f"{' and '.join(left)}: Megatron Bridge builds the thinker alone")
     if config.get("model_type") in _WITHOUT_MTP and text.pop("num_nextn_predict_layers", None):
@@ -81,7 +84,7 @@ def take_apart(config: Mapping[str, Any], name: str) -> Encoders:
 
 
 def encoder_of(config: Mapping[str, Any], names: str, name: str = "config") -> EncoderSpec | None:
-    """What stands beside the language model, as Megatron Bridge 0.6 builds it; None where its size is not known."""
+    """A wrapper's encoders as Megatron Bridge 0.6 builds them, as one EncoderSpec; None if their size is unknown."""
     kind, count = str(config.get("model_type")), encoder_parameters(config, name)
     if not count or kind in _NO_BRIDGE:
         return None
@@ -89,18 +92,18 @@ def encoder_of(config: Mapping[str, Any], names: str, name: str = "config") -> E
     return EncoderSpec(names, count, sharded)
 
 
-def held_by(encoder: EncoderSpec) -> str:
-    """What ranks hold of it, in words."""
+def describe_encoder(encoder: EncoderSpec) -> str:
+    """An encoder's parameters and their sharding, in words."""
     how = "whole on every tensor-parallel rank"
     if encoder.sharded:
-        how = f"of which tensor-parallel ranks share {encoder.sharded} out"
+        how = f"of which {encoder.sharded} are sharded over tensor-parallel ranks"
     return f"{encoder.name}: {encoder.parameters} parameters, {how}"
 
 
 def encoder_parameters(config: Mapping[str, Any], name: str = "config") -> int | None:
-    """Parameters beside the language model's and the output layer's: towers and what joins them to it.
+    """Parameters of the encoders and their projectors: all but those of the language model and the output layer.
 
-    None where the wrapper is not known here or its config leaves a size to a class default.
+    None if the wrapper's model_type is not supported, or its config omits a size.
     """
     count = _COUNTS.get(str(config.get("model_type")))
     text, vision = config.get("text_config"), config.get("vision_config", config.get("audio_config"))
@@ -115,7 +118,7 @@ def encoder_parameters(config: Mapping[str, Any], name: str = "config") -> int |
 
 
 def _of(fields: Fields, key: str, default: int | None = None) -> int:
-    """A size."""
+    """An integer field."""
     value: int = fields.integer(key) if default is None else fields.integer(key, default=default)
     return value
 
@@ -125,7 +128,7 @@ def _linear(inputs: int, outputs: int, bias: bool = True) -> int:
 
 
 def _qwen2_5(v: Fields, text: int, outer: Fields) -> int:
-    """Window attention with RMSNorms and a gated MLP; EXAONE 4.5's has fewer key and value heads."""
+    """Window attention, RMSNorms and a gated MLP; EXAONE 4.5's encoder has fewer key and value heads."""
     h, f = _of(v, "hidden_size"), _of(v, "intermediate_size")
     heads = _of(v, "num_heads")
     kv = h // heads * _of(v, "num_key_value_heads", heads)
@@ -138,7 +141,7 @@ def _qwen2_5(v: Fields, text: int, outer: Fields) -> int:
 
 
 def _qwen3(v: Fields, text: int, outer: Fields) -> int:
-    """LayerNorms and a plain MLP; each layer of deepstack_visual_indexes has a merger of its own (not Qwen3.5's)."""
+    """LayerNorms and an ungated MLP; each layer of deepstack_visual_indexes has a merger (not in Qwen3.5)."""
     h, f, merge = _of(v, "hidden_size"), _of(v, "intermediate_size"), _of(v, "spatial_merge_size")
     block = 4 * h + _linear(h, 3 * h) + _linear(h, h) + _linear(h, f) + _linear(f, h)
     merged = h * merge**2
@@ -151,8 +154,9 @@ def _qwen3(v: Fields, text: int, outer: Fields) -> int:
 
 
 def _qwen3_sharded(v: Fields) -> int:
-    """Of ``_qwen3``'s: linears of megatron-core's blocks and of the mergers, but for the biases of those that are
-    row-parallel (Megatron Bridge ``models/qwen_vl/modelling_qwen3_vl/{vision_model,utils}.py``)."""
+    """The parameters of ``_qwen3`` that tensor parallelism shards: linears of megatron-core's blocks and of mergers,
+    without the biases of row-parallel ones (Megatron Bridge
+    ``models/qwen_vl/modelling_qwen3_vl/{vision_model,utils}.py``)."""
     h, f, merge = _of(v, "hidden_size"), _of(v, "intermediate_size"), _of(v, "spatial_merge_size")
     block = _linear(h, 3 * h) + h * h + _linear(h, f) + f * h
     merged = h * merge**2
@@ -161,7 +165,7 @@ def _qwen3_sharded(v: Fields) -> int:
 
 
 def _qwen2_5_sharded(v: Fields) -> int:
-    """Of EXAONE 4.5's likewise (``models/exaone/exaone45/modelling_exaone45/vision_model.py``)."""
+    """The same for EXAONE 4.5 (``models/exaone/exaone45/modelling_exaone45/vision_model.py``)."""
     h, f = _of(v, "hidden_size"), _of(v, "intermediate_size")
     heads = _of(v, "num_heads")
     kv = h // heads * _of(v, "num_key_value_heads", heads)
@@ -181,7 +185,7 @@ def _glm4v(v: Fields, text: int, outer: Fields) -> int:
 
 
 def _gemma3(v: Fields, text: int, outer: Fields) -> int:
-    """SigLIP, with its pooling head unless the config switches it off, and Gemma's projection and norm."""
+    """SigLIP, with its pooling head unless the config disables it, and Gemma's projection and norm."""
     h, f = _of(v, "hidden_size"), _of(v, "intermediate_size")
     positions = (_of(v, "image_size") // _of(v, "patch_size")) ** 2
     mlp = _linear(h, f) + _linear(f, h)
@@ -192,7 +196,7 @@ def _gemma3(v: Fields, text: int, outer: Fields) -> int:
 
 
 def _mistral3(v: Fields, text: int, outer: Fields) -> int:
-    """Pixtral, a patch merger and a projector."""
+    """Pixtral's encoder, a patch merger and a projector."""
     h, f = _of(v, "hidden_size"), _of(v, "intermediate_size")
     block = 2 * h + 4 * h * _of(v, "num_attention_heads") * _of(v, "head_dim") + 3 * h * f
     layer = outer.raw("vision_feature_layer")[1]
@@ -225,7 +229,7 @@ def _minimax_m3(v: Fields, text: int, outer: Fields) -> int:
 
 
 def _qwen2_audio(v: Fields, text: int, outer: Fields) -> int:
-    """Whisper's encoder, whose keys have no bias, and one projection."""
+    """Whisper's encoder, without bias in the key projection, and one projector."""
     h, f = _of(v, "d_model"), _of(v, "encoder_ffn_dim")
     block = 4 * h + 3 * _linear(h, h) + h * h + _linear(h, f) + _linear(f, h)
     convolutions = _linear(3 * _of(v, "num_mel_bins"), h) + _linear(3 * h, h)
@@ -234,11 +238,12 @@ def _qwen2_audio(v: Fields, text: int, outer: Fields) -> int:
 
 
 def _patches(v: Fields, h: int, *, bias: bool) -> int:
-    """A convolution over the pixels of a patch in a few frames."""
+    """The patch embedding: a convolution over the pixels of a patch in temporal_patch_size frames."""
     return _linear(_of(v, "in_channels") * _of(v, "temporal_patch_size") * _of(v, "patch_size") ** 2, h, bias)
 
 
-#: A wrapper's model_type -> (the tower's config, width of the language model, the wrapper's config) -> parameters.
+#: model_type of a wrapper -> function of (encoder's config, hidden size of the language model, wrapper's config) that
+#: returns the number of parameters.
 _COUNTS: dict[str, Callable[[Fields, int, Fields], int]] = {
     "qwen2_5_vl": _qwen2_5,
     "exaone4_5": _qwen2_5,
@@ -254,9 +259,10 @@ _COUNTS: dict[str, Callable[[Fields, int, Fields], int]] = {
     "minimax_m3_vl": _minimax_m3,
     "qwen2_audio": _qwen2_audio,
 }
-#: Wrappers whose towers are known and that Megatron Bridge does not build.
+#: Wrappers with known encoders that Megatron Bridge does not build.
 _NO_BRIDGE = ("glm4v", "llama4")
-#: Of wrappers whose tower Megatron Bridge builds of megatron-core's modules: parameters that are divided.
+#: Wrappers whose encoder Megatron Bridge builds of megatron-core's modules -> function that returns the parameters
+#: that tensor parallelism shards.
 _SHARDED: dict[str, Callable[[Fields], int]] = {
     "qwen3_vl": _qwen3_sharded,
     "qwen3_vl_moe": _qwen3_sharded,

@@ -1,4 +1,4 @@
-"""What environment variables say of the implementation: torch's allocator and cuBLAS, Transformer Engine's choices."""
+"""Environment variables that change memory: torch's allocator and cuBLAS, Transformer Engine's attention backends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from bridge_memory.cards.generations import since_hopper
 from bridge_memory.releases import FLASH_IS_DETERMINISTIC, Running
 
-#: Every variable that is read here.
+#: All variables that are read.
 VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN",
@@ -18,10 +18,9 @@ VARIABLES = (
 
 
 def expandable_segments(env: Mapping[str, str]) -> bool:
-    """Whether the allocator's segments grow, ``expandable_segments:True``.
+    """Whether the allocator has ``expandable_segments:True``, in the first of its variables that is set.
 
-    Source: torch ``c10/cuda/CUDAAllocatorConfig.h: CUDAAllocatorConfig.instance``, which takes the first variable that
-    is set.
+    Source: torch ``c10/cuda/CUDAAllocatorConfig.h: CUDAAllocatorConfig.instance``.
     """
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     settings = next((env[name] for name in names if name in env), "")
@@ -29,7 +28,7 @@ def expandable_segments(env: Mapping[str, str]) -> bool:
 
 
 def cublas_workspace_bytes(config: str | None) -> int | None:
-    """Bytes of ``CUBLAS_WORKSPACE_CONFIG`` (":size:count" pairs, sizes in KiB); None where unset.
+    """Bytes of ``CUBLAS_WORKSPACE_CONFIG`` (":size:count" pairs, sizes in KiB); None if unset.
 
     Source: torch ``aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize``.
     """
@@ -38,12 +37,12 @@ def cublas_workspace_bytes(config: str | None) -> int | None:
 
 
 def nvte_deterministic(env: Mapping[str, str]) -> bool:
-    """Whether Transformer Engine may take deterministic algorithms only (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``)."""
+    """Whether Transformer Engine may use deterministic algorithms only (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``)."""
     return env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
 
 
 def attention_backend(env: Mapping[str, str]) -> str | None:
-    """What NVTE_FLASH_ATTN and NVTE_FUSED_ATTN leave of attention_backend "auto"; None where they leave the choice.
+    """The backend that NVTE_FLASH_ATTN and NVTE_FUSED_ATTN leave for attention_backend "auto"; None if both are on.
 
     Source: TE ``dot_product_attention/utils.py: get_attention_backend``.
     """
@@ -53,9 +52,9 @@ def attention_backend(env: Mapping[str, str]) -> str | None:
     return "flash" if flash else "fused" if fused else "unfused"
 
 
-#: What torch's deterministic mode asks of the environment (``torch.use_deterministic_algorithms``).
+#: CUBLAS_WORKSPACE_CONFIG that torch's deterministic mode requires (``torch.use_deterministic_algorithms``).
 _DETERMINISTIC_CONFIG = ":4096:8"
-SUPPOSED_CUBLAS = (
+ASSUMED_CUBLAS = (
     f"CUBLAS_WORKSPACE_CONFIG is {_DETERMINISTIC_CONFIG}: NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 asks for determinism "
     "and the environment names none (measured so on GB200)"
 )
@@ -64,16 +63,16 @@ SUPPOSED_CUBLAS = (
 def implementation_of(
     env: Mapping[str, str], gpu_arch: str, running: Running
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Fields of an ImplementationSpec that a run's environment decides, and what had to be supposed.
+    """(fields of ImplementationSpec that the environment determines, assumptions).
 
-    ``attention_backend`` is among them where "auto" has no choice left, also because a backend's backward is not
-    deterministic (TE ``dot_product_attention/utils.py: get_attention_backend``).
+    ``attention_backend`` is among the fields if only one backend is possible: by the variables, or because the others
+    have no deterministic backward (TE ``dot_product_attention/utils.py: get_attention_backend``).
     """
     deterministic = nvte_deterministic(env)
     workspace = cublas_workspace_bytes(env.get("CUBLAS_WORKSPACE_CONFIG"))
-    supposed: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
     if deterministic and workspace is None:
-        workspace, supposed = cublas_workspace_bytes(_DETERMINISTIC_CONFIG), (SUPPOSED_CUBLAS,)
+        workspace, assumed = cublas_workspace_bytes(_DETERMINISTIC_CONFIG), (ASSUMED_CUBLAS,)
     fields: dict[str, Any] = {
         "nvte_deterministic": deterministic,
         "cublas_workspace_bytes": workspace,
@@ -88,4 +87,4 @@ def implementation_of(
         left = "unfused"
     if left is not None:
         fields["attention_backend"] = left
-    return fields, supposed
+    return fields, assumed

@@ -1,4 +1,4 @@
-"""Typed, accounted-for reading of a config.json: every key is used, harmless, or refused by name."""
+"""Typed access to a config.json that accounts for every key: it is read, harmless, or refused by name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bridge_memory.spec.errors import finite, listed, show
 MAX_SIZE = 10**8
 MAX_LAYERS = 10_000
 
-#: What makes an unknown key suspicious: its name speaks of a size or of a structure.
+#: An unknown key is refused if its name suggests a size or a structure.
 _SUSPICIOUS = re.compile(
     r"(expert|rank|layer|head|dim|size|state|kernel|hidden|width|group|latent|mtp|nextn|moe|block|conv"
     r"|ssm|mamba|lora|alibi|pattern|freq|interval|attn|attention|mlp|ffn|inner|norm|bias|share|embed|num_|^n_|adapter)"
 )
 
-#: Keys whose names look like sizes but that change no tensor of a training run. Grouped by what they are.
+#: Keys whose names look like sizes but that change no tensor of a training run, grouped by purpose.
 _HARMLESS = (
     # Generation, from transformers' PretrainedConfig.
     "num_beams num_beam_groups num_return_sequences no_repeat_ngram_size encoder_no_repeat_ngram_size "
@@ -34,7 +34,7 @@ _HARMLESS = (
     "bias_dropout_fusion skip_bias_add skip_bias_add_qkv slow_but_exact offset_alibi residual_in_fp32 "
     "apply_residual_connection_post_layernorm rescale_prenorm_residual norm_topk_prob clip_qkv "
     "embd_pdrop embedding_dropout _attn_implementation attn_implementation _attn_implementation_autoset "
-    # Routing choices: no tensor of another shape comes of them.
+    # Routing choices that change no tensor's shape.
     "n_group topk_group aux_loss_alpha router_aux_loss_coef seq_aux output_router_logits "
     "router_z_loss_coef router_jitter_noise topk_method "
     # Positions (rotary widths are read elsewhere).
@@ -50,15 +50,15 @@ HARMLESS = frozenset(_HARMLESS.split())
 _REQUIRED: Any = object()
 
 
-#: The user's value as an error line quotes it.
+#: A user's value as messages quote it.
 shown = show
 
 
 class Fields:
-    """A config as a reader sees it: typed getters that remember which keys were read.
+    """A config with typed getters that record which keys were read.
 
-    ``null`` counts as absent, as in transformers. Getters raise SpecError naming the field. Several keys in
-    one call are aliases; two of them with different values are refused.
+    ``null`` counts as absent, as in transformers. Getters raise SpecError naming the field. Several keys in one call
+    are aliases; aliases with different values are refused.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Fields:
         self.config = config
         self.name = name
         self.model_type = model_type
-        #: What the user pads the vocabulary to a multiple of; None where he does not say.
+        #: make_vocab_size_divisible_by as the user gave it, or None.
         self.vocabulary_multiple = vocabulary_multiple
         self.assumptions: list[str] = []
         self.not_modelled: list[str] = []
@@ -80,7 +80,7 @@ class Fields:
         return self.config.get(key) is not None
 
     def raw(self, *keys: str) -> tuple[str, Any]:
-        """(the key that is present, its value), or (first key, None)."""
+        """(key, value) of the first key that is present, or (first key, None)."""
         self._read.update(keys)
         found = [(k, self.config[k]) for k in keys if self.config.get(k) is not None]
         if not found:
@@ -95,7 +95,7 @@ class Fields:
         return self.error(f"{key} is missing from this {shown(self.model_type)} config; add it")
 
     def integer(self, *keys: str, default: Any = _REQUIRED, least: int = 1, most: int = MAX_SIZE) -> Any:
-        """An int in [least, most]; ``default`` (of any type, None too) where absent."""
+        """An int in [least, most]; ``default`` (of any type, also None) if absent."""
         key, value = self.raw(*keys)
         if value is None:
             if default is _REQUIRED:
@@ -142,7 +142,7 @@ class Fields:
         return value
 
     def choice(self, key: str, choices: Mapping[str, str], default: str) -> str:
-        """The value of ``choices`` for the config's string."""
+        """``choices[value]`` for the config's string."""
         value = self.text(key, default=default)
         if value not in choices:
             known = ", ".join(sorted(choices))
@@ -150,7 +150,7 @@ class Fields:
         return choices[value]
 
     def items(self, key: str) -> Sequence[Any] | None:
-        """A list, or None where absent."""
+        """A list, or None if absent."""
         _, value = self.raw(key)
         if value is None:
             return None
@@ -159,7 +159,7 @@ class Fields:
         return value
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        """A dict, empty where absent."""
+        """A dict, empty if absent."""
         _, value = self.raw(key)
         if value is None:
             return {}
@@ -168,7 +168,7 @@ class Fields:
         return value
 
     def ignore(self, *keys: str) -> None:
-        """These keys were considered and change nothing for this family."""
+        """Mark keys as read: they change nothing for this family."""
         self._read.update(keys)
 
     def assume(self, sentence: str) -> None:
@@ -176,7 +176,7 @@ class Fields:
             self.assumptions.append(sentence)
 
     def finish(self) -> None:
-        """Refuse what nobody read and may change memory. Falsy values (0, false, null, []) are off."""
+        """Raise SpecError for unread keys that may change memory. Falsy values (0, false, null, []) count as off."""
         unknown = [
             f"{key}={shown(value)}"
             for key, value in self.config.items()

@@ -1,7 +1,7 @@
-"""Megatron Bridge's Gemma 4 providers -> layers. Imports no megatron.
+"""Megatron Bridge's Gemma 4 providers -> layers. Does not import megatron.
 
-Source: megatron-bridge 0.6.2 ``models/gemma/{gemma4_provider,modeling_gemma4}.py``. Sliding layers have one width of
-heads, the others another.
+Sliding and full-attention layers have different head widths. Source: megatron-bridge 0.6.2
+``models/gemma/{gemma4_provider,modeling_gemma4}.py``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, MoESpec
 
 
 def dense_layers(c: ConfigAttributes, n: int, activation: str) -> list[LayerSpec]:
-    """Those of ``Gemma4DenseProvider``: the last ones take over keys and values of the last before them of their kind
-    (``Gemma4DenseSelfAttention.__init__``), and may have MLPs twice as wide."""
+    """The layers of ``Gemma4DenseProvider``.
+
+    The last num_kv_shared_layers attend to keys and values of the last earlier layer of their kind
+    (``Gemma4DenseSelfAttention.__init__``), and may have MLPs twice as wide.
+    """
     sliding = _windows(c, n)
     shared, width = c.get("num_kv_shared_layers", 0), c.get("per_layer_embed_dim", 0)
     if not c.get("per_layer_embed_vocab_size", 0):
@@ -38,7 +41,7 @@ def dense_layers(c: ConfigAttributes, n: int, activation: str) -> list[LayerSpec
 
 
 def layers_with_experts(c: ConfigAttributes, n: int, activation: str, moe: Callable[[], MoESpec]) -> list[LayerSpec]:
-    """Those of ``Gemma4ModelProvider``."""
+    """The layers of ``Gemma4ModelProvider``."""
     pattern = c.get("interleaved_attn_pattern")
     if not (isinstance(pattern, tuple | list) and len(pattern) == 2 and sum(pattern) > 0):
         raise c.error(f"interleaved_attn_pattern is {str(pattern)[:60]}; give the numbers of sliding and full layers")
@@ -66,7 +69,7 @@ def _attention(c: ConfigAttributes, sliding: bool, channels: int | None, groups:
 
 
 def _windows(c: ConfigAttributes, n: int) -> list[bool]:
-    """Which layers slide (``_is_gemma4_sliding_layer``)."""
+    """Which layers have a sliding window (``_is_gemma4_sliding_layer``)."""
     if not c.get("window_size"):
         return [False] * n
     freq = c.get("window_attn_skip_freq")

@@ -1,4 +1,4 @@
-"""Fetching a config.json from the Hugging Face Hub. huggingface_hub is imported here, when called, only."""
+"""Fetching a config.json from the Hugging Face Hub. Imports huggingface_hub only when called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from bridge_memory.spec import SpecError, show
 
-#: One line of why for the errors huggingface_hub raises, most specific first.
+#: Errors of huggingface_hub -> the reason in a message, most specific first.
 _REASONS = (
     ("GatedRepoError", "it is gated: accept its terms on the Hub and log in (hf auth login, or HF_TOKEN)"),
     ("DisabledRepoError", "its repository is disabled"),
@@ -19,14 +19,14 @@ _REASONS = (
     ("EntryNotFoundError", "its repository has no config.json"),
     ("HFValidationError", "it is not a valid Hub id"),
 )
-#: Seconds until a connection is open; and until the config.json is here, with every retry of huggingface_hub, whose own
-#: timeouts are for one read each.
+#: Seconds to open a connection; and to fetch the config.json including all retries of huggingface_hub, whose timeouts
+#: are per read.
 _CONNECT_TIMEOUT = 5.0
 _DEADLINE = 6.0
 
 
 class _NoAnswer(Exception):
-    """The Hub took longer than ``_DEADLINE``."""
+    """The Hub did not answer within ``_DEADLINE``."""
 
 
 def fetch_config(repo: str, suggestions: str = "") -> str:
@@ -47,7 +47,7 @@ def fetch_config(repo: str, suggestions: str = "") -> str:
             try:
                 return _in_time(lambda: _download(repo, cached_only=offline))
             except _NoAnswer:
-                # Fetched before, perhaps.
+                # It may be in the cache.
                 return str(hf_hub_download(repo, "config.json", local_files_only=True))
     except Exception as error:  # network stacks raise far too many kinds; each must end as one line
         reason = _reason(error, offline, constants.ENDPOINT)
@@ -55,7 +55,7 @@ def fetch_config(repo: str, suggestions: str = "") -> str:
 
 
 def _check_endpoint() -> None:
-    """huggingface_hub does not import with an endpoint that is no URL."""
+    """Raise SpecError for an HF_ENDPOINT that is no URL: huggingface_hub would fail to import."""
     endpoint = os.environ.get("HF_ENDPOINT", "")
     try:
         url = urlsplit(endpoint)
@@ -69,20 +69,22 @@ def _check_endpoint() -> None:
 def _download(repo: str, cached_only: bool) -> str:
     from huggingface_hub import constants, hf_hub_download
 
-    # Without this test an offline laptop waits half a minute for huggingface_hub's retries.
+    # Without this check an offline machine waits half a minute for huggingface_hub's retries.
     cached_only = cached_only or not _reachable(constants.ENDPOINT)
     return str(hf_hub_download(repo, "config.json", local_files_only=cached_only))
 
 
 def _in_time(work: Callable[[], str]) -> str:
-    """What ``work`` returns or raises; ``_NoAnswer`` where it takes longer. What is left of it then ends with the
-    process, or by its own timeouts."""
+    """Run ``work`` in a thread and return or raise its outcome; raise ``_NoAnswer`` after ``_DEADLINE``.
+
+    The daemon thread then ends by its own timeouts, or with the process.
+    """
     done: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             done.put(work())
-        except BaseException as error:  # handed over
+        except BaseException as error:  # raised again below
             done.put(error)
 
     threading.Thread(target=run, daemon=True, name="bridge-memory-hub").start()
@@ -96,7 +98,7 @@ def _in_time(work: Callable[[], str]) -> str:
 
 
 def _reachable(endpoint: str) -> bool:
-    """Whether a connection to the endpoint opens. True behind a proxy: only the request can tell."""
+    """Whether a connection to the endpoint opens. Always True behind a proxy, where only a request can show it."""
     import socket
     from urllib.request import getproxies, proxy_bypass
 
@@ -115,7 +117,7 @@ def _reachable(endpoint: str) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no retry warnings: the outcome is one line of our own."""
+    """Suppress huggingface_hub's progress bars and retry warnings."""
     from logging import ERROR
 
     from huggingface_hub.utils.logging import get_verbosity, set_verbosity
@@ -133,7 +135,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _reason(error: BaseException, offline: bool, endpoint: str) -> str:
-    """huggingface_hub wraps what happened in a cache miss; the cause is behind it."""
+    """The reason of a failure, for a message. huggingface_hub raises a cache miss with the cause in its chain."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
         causes.append(cause)

@@ -1,7 +1,7 @@
 """Hugging Face config.json -> ModelSpec, from the dict alone.
 
-A family is one entry of ``READERS``: model_type -> a function of ``Fields``. What a function does not read is
-refused when its name speaks of a size or a structure (``fields.Fields.finish``).
+A family is one entry of ``READERS``: model_type -> a function of ``Fields``. Keys that the function does not read are
+refused if their names suggest a size or a structure (``fields.Fields.finish``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from bridge_memory.readers.encoders import take_apart
+from bridge_memory.readers.encoders import split_multimodal
 from bridge_memory.readers.families.bridged import read_deepseek_v4, read_falcon_h1, read_gemma4
 from bridge_memory.readers.families.deepseek import MLA, read_deepseek
 from bridge_memory.readers.families.delta_net import DELTA_NET, read_delta_net
@@ -39,7 +39,7 @@ READERS: dict[str, Callable[[Fields], ModelSpec]] = {
     "deepseek_v4": read_deepseek_v4,
 }
 
-#: Model types that are not read as something else: what their layers have that no block of the inventory is.
+#: Model types that ``read_generic`` must not read -> what their layers have that the inventory does not model.
 UNKNOWN_BLOCKS = {
     "gemma3n_text": "per-layer embeddings, alternating updates and layers that share keys and values",
     "kimi_linear": "Kimi delta attention",
@@ -51,7 +51,7 @@ UNKNOWN_BLOCKS = {
     "nanochat": "norms without weights",
 }
 
-#: Other names of the same text architecture (multimodal wrappers name their text tower so).
+#: Aliases of a text architecture, mostly the model_type of the language model inside a multimodal wrapper.
 ALIASES = {
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
@@ -76,8 +76,8 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-#: Defaults of transformers' config classes for _SIZES. A text_config inside a wrapper is stored as the
-#: difference from them, unlike a config of its own, which names every size.
+#: Defaults of transformers' config classes for _SIZES. A text_config inside a wrapper stores only differences from
+#: them; a separate config.json names every size.
 NESTED_DEFAULTS = {
     "llama": (32000, 4096, 11008, 32, 32, None),
     "mistral": (32000, 4096, 14336, 32, 32, 8),
@@ -93,20 +93,20 @@ NESTED_DEFAULTS = {
 def model_from_hf_config(
     config: Mapping[str, Any], name: str, *, make_vocab_size_divisible_by: int | None = None
 ) -> ModelSpec:
-    """Read a Hugging Face config as the model that Megatron builds of it.
+    """Read a Hugging Face config as the model that Megatron builds from it.
 
     Args:
         config: The parsed config.json.
         name: What results and errors call the model.
-        make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times TP. None: as Megatron Bridge
-            keeps it, which the model's assumptions say.
+        make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times TP. None: to a multiple of TP
+            only, as Megatron Bridge does (listed in the model's assumptions).
 
     Returns:
-        The architecture, in global sizes. Dropouts follow Megatron Bridge and mbridge: hidden dropout is 0 unless the
-        config names one, attention dropout is the config's.
+        The architecture, in global sizes. Dropout follows Megatron Bridge and mbridge: hidden dropout is 0 unless the
+        config sets it, attention dropout is the config's.
 
     Raises:
-        SpecError: A key is missing, absurd or not understood.
+        SpecError: A key is missing, out of range or not understood.
 
     Example:
         >>> from bridge_memory import model_from_hf_config
@@ -121,7 +121,7 @@ def model_from_hf_config(
     """
     if not isinstance(config, Mapping):
         raise SpecError(f"{name}: the config is {shown(config)}; it must be a JSON object")
-    encoders = take_apart(config, name)
+    encoders = split_multimodal(config, name)
     config = dict(encoders.text)
     defaults = _fill_defaults(config, encoders.key) if encoders.key else []
     model_type = config.get("model_type")
@@ -140,7 +140,7 @@ def model_from_hf_config(
 
 
 def _fill_defaults(text: dict[str, Any], key: str) -> list[str]:
-    """Add the sizes that a nested config leaves to its class's defaults; one sentence for all of them."""
+    """Add the class defaults of sizes that a nested config omits. Returns one assumption, or none."""
     model_type = text.get("model_type")
     if not isinstance(model_type, str) or model_type not in NESTED_DEFAULTS:
         return []

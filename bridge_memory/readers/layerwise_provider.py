@@ -1,6 +1,6 @@
-"""Megatron Bridge's providers whose attention differs from layer to layer by more than its window -> mixers.
+"""Megatron Bridge's providers whose layers' attention differs by more than its window -> mixers.
 
-Imports no megatron. Source: megatron-bridge 0.6.2 ``models/stepfun/step35_provider.py: Step35DecoderLayer``,
+Does not import megatron. Source: megatron-bridge 0.6.2 ``models/stepfun/step35_provider.py: Step35DecoderLayer``,
 ``models/mimo_v2_flash/modeling_mimo_v2_flash.py``.
 """
 
@@ -16,9 +16,9 @@ from bridge_memory.spec import AttentionSpec
 
 
 def step35(c: ConfigAttributes, n: int, base: AttentionSpec) -> tuple[list[AttentionSpec], AttentionSpec]:
-    """(mixers of the decoder, that of the MTP depths): sliding layers have heads of their own.
+    """(mixers of the decoder, mixer of the MTP depths): sliding layers have other numbers of heads.
 
-    ``layer_types`` goes on over the MTP depths; a layer beyond its end is a full one.
+    ``layer_types`` continues with the MTP depths; layers beyond its end have full attention.
     """
     depths = c.get("mtp_num_layers", 0)
     setting, types = c.get("sliding_attention_setting"), list(c.get("layer_types") or ())
@@ -47,8 +47,10 @@ def step35(c: ConfigAttributes, n: int, base: AttentionSpec) -> tuple[list[Atten
 
 
 def mimo_v2(c: ConfigAttributes, n: int, base: AttentionSpec) -> tuple[list[AttentionSpec], AttentionSpec]:
-    """(mixers of the decoder, that of the MTP depths, which slide): values narrower than keys; sliding layers have
-    query groups of their own and a sink."""
+    """(mixers of the decoder, mixer of the MTP depths, which has a sliding window).
+
+    Values are narrower than keys; sliding layers have another number of query groups, and an attention sink.
+    """
     pattern = c.get("hybrid_attention_pattern")
     if not isinstance(pattern, list | tuple) or len(pattern) != n or any(one not in (0, 1) for one in pattern):
         raise c.error(f"hybrid_attention_pattern is {shown(pattern)}; it must hold a 0 or 1 for each of {n} layers")

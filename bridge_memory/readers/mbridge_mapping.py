@@ -1,4 +1,4 @@
-"""``--mapping mbridge``: the TransformerConfig that mbridge itself makes of a Hugging Face config -> ModelSpec."""
+"""``--mapping mbridge``: a Hugging Face config, read through mbridge's TransformerConfig -> ModelSpec."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from bridge_memory.spec import ModelSpec, SpecError
 def model_from_mbridge(
     config: Mapping[str, Any], name: str = "config", *, make_vocab_size_divisible_by: int | None = None
 ) -> ModelSpec:
-    """Read ``config`` through ``mbridge.AutoBridge.from_config``; the vocabulary as in ``model_from_hf_config``.
+    """Read ``config`` through ``mbridge.AutoBridge.from_config``.
 
-    Needs the ``megatron`` extra (mbridge, megatron-core, torch, transformers); no process group. Raises SpecError
-    where they are missing, mbridge does not know the model_type, or cannot read the config.
+    Needs the ``megatron`` extra (mbridge, megatron-core, torch, transformers), but no process group.
+    ``make_vocab_size_divisible_by`` as in ``model_from_hf_config``.
+
+    Raises:
+        SpecError: One of these packages is missing, or mbridge does not know the model_type or cannot read the config.
     """
-    if config.get("model_type") == "gemma3_text":  # mbridge knows the text tower inside its wrapper alone
+    if config.get("model_type") == "gemma3_text":  # mbridge knows the language model only inside its wrapper
         tied = config.get("tie_word_embeddings") is not False
         config = {"model_type": "gemma3", "text_config": dict(config), "tie_word_embeddings": tied}
     with warnings.catch_warnings():
@@ -33,7 +36,7 @@ def model_from_mbridge(
     gemma = model_type == "gemma3"
     assumptions = ["read through mbridge's TransformerConfig"]
     if make_vocab_size_divisible_by is None:
-        # LLMBridge._model_provider pads only when told to; 1 leaves what TP divides as it is.
+        # LLMBridge._model_provider pads only on request; 1 pads to a multiple of TP only.
         make_vocab_size_divisible_by = 1
         assumptions.append(
             f"vocab_size {text.vocab_size} is padded only to a multiple of the tensor parallel size: mbridge keeps a "
@@ -48,7 +51,7 @@ def model_from_mbridge(
         model_type=model_type,
         max_sequence_length=text.max_position_embeddings,
         position_embedding_type="rope",
-        # Of mbridge's types only GLM's rotate a part; their _get_gptmodel_args pass this field on.
+        # Among mbridge's model types only GLM's rotate part of a head; their _get_gptmodel_args pass this field on.
         rotary_percent=float(getattr(text, "partial_rotary_factor", None) or 1.0),
         share_embeddings_and_output_weights=bool(getattr(bridge.hf_config, "tie_word_embeddings", False)),
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
@@ -60,12 +63,12 @@ def model_from_mbridge(
 
 
 def mbridge_of(config: Mapping[str, Any], name: str) -> Any:
-    """mbridge's Bridge for a parsed config.json, for one rank that holds everything."""
+    """mbridge's Bridge for a parsed config.json, without parallelism. Raises SpecError."""
     try:
         from mbridge import AutoBridge
         from mbridge.core.parallel_states import ParallelStates
         from transformers import AutoConfig, PretrainedConfig
-    except Exception as error:  # a half-installed Megatron fails in many ways
+    except Exception as error:  # a half-installed Megatron raises many kinds of errors
         raise SpecError(
             f"mapping mbridge needs mbridge, megatron-core, torch and transformers ({_one_line(error)}); "
             "pip install '.[megatron]' in the folder of bridge-memory, or use --mapping builtin"
@@ -84,7 +87,7 @@ def mbridge_of(config: Mapping[str, Any], name: str) -> Any:
         except ValueError:  # mimo, internvl_chat: their config classes are remote code
             hf_config = PretrainedConfig(**fields)
             hf_config.model_type = model_type
-        # Given its parallel sizes, mbridge asks no process group for them.
+        # With parallel sizes given, mbridge needs no process group.
         states = ParallelStates(vpp_size=None)
         with _position_argument_renamed():
             return AutoBridge.from_config(hf_config, parallel_states=states)
@@ -97,10 +100,10 @@ def _one_line(error: Exception) -> str:
 
 
 class _position_argument_renamed:
-    """While open, DeepSeek-V3's bridge may pass ``max_position_embeddings`` to MLATransformerConfig.
+    """Context in which DeepSeek-V3's bridge may pass ``max_position_embeddings`` to MLATransformerConfig.
 
-    megatron-core 0.14 renamed that field to ``original_max_position_embeddings`` and mbridge 0.15.1 still uses the
-    old name, so that it cannot build the config at all. The field belongs to YaRN and holds no memory.
+    megatron-core 0.14 renamed that field to ``original_max_position_embeddings``; mbridge 0.15.1 still uses the old
+    name and so cannot build the config. The field is YaRN's and does not affect memory.
     """
 
     def __enter__(self) -> None:

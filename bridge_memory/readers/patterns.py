@@ -1,4 +1,4 @@
-"""Megatron's layer patterns: which layers hold experts, attend linearly or slide a window; what a hybrid is made of."""
+"""Megatron's layer patterns: which layers have experts, linear attention or sliding windows; the layers of hybrids."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bridge_memory.spec import SpecError
 
 
 def layer_pattern(value: object, layers: int, name: str, *, sparse: bool = False) -> tuple[bool, ...]:
-    """A frequency or a list as one answer a layer; ``name`` is what to call it in a refusal.
+    """Expand a frequency or a list into one bool per layer.
 
-    A list (or tuple) of 0 and 1 is the pattern itself; so is Megatron's expression "([0]*3+[1]*58)", of which nothing
-    is evaluated but lists, numbers, + and * (``megatron/training/arguments.py: moe_freq_type``). A number N, as text
-    too, means one of two things:
+    ``name`` is used in messages. A list or tuple of 0 and 1 is the pattern itself; so is Megatron's expression
+    "([0]*3+[1]*58)", which may contain lists, integers, + and * only (``megatron/training/arguments.py:
+    moe_freq_type``). A number N, also as text, means one of two things:
 
     - ``moe_layer_freq``: True on layers 0, N, 2N, ... (``models/gpt/gpt_layer_specs.py: get_gpt_decoder_layer_specs``);
-    - with ``sparse``, ``linear_attention_freq`` and ``window_attn_skip_freq``: False on each N-th layer, True elsewhere
+    - with ``sparse``, ``linear_attention_freq`` and ``window_attn_skip_freq``: False on every N-th layer, else True
       (``experimental_attention_variant_module_specs.py: get_linear_attention_pattern``, ``transformer/utils.py:
       is_layer_window_attention``).
 
@@ -57,7 +57,7 @@ def _evaluated(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= MAX_LAYERS:
         return node.value
     if isinstance(node, ast.List | ast.Tuple):
-        # "[[0]*3,[1]*58]", as some scripts write it, is one list.
+        # Some scripts write "[[0]*3,[1]*58]": it is flattened.
         members = [_evaluated(x) for x in node.elts]
         return [x for member in members for x in (member if isinstance(member, list) else [member])]
     if isinstance(node, ast.BinOp):
@@ -72,20 +72,20 @@ def _evaluated(node: ast.expr) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Hybrids of Mamba
+# Mamba hybrids
 # --------------------------------------------------------------------------------------------------
 
-#: ``ssm/mamba_hybrid_layer_allocation.py: Symbols``; a D, for sparse attention, is not known here.
+#: ``ssm/mamba_hybrid_layer_allocation.py: Symbols``; D, for sparse attention, is not supported.
 MAMBA, ATTENTION, MLP, MOE, DELTA_NET, MLA = "M", "*", "-", "E", "G", "+"
 
 
 @dataclass(frozen=True, slots=True)
 class HybridPattern:
-    """A hybrid's layers, one letter each: ``M`` Mamba, ``*`` attention, ``-`` MLP, ``E`` MoE, ``G`` gated delta net,
+    """A hybrid's layers, one symbol each: ``M`` Mamba, ``*`` attention, ``-`` MLP, ``E`` MoE, ``G`` gated delta net,
     ``+`` multi-latent attention.
 
-    ``segments``: the decoder; several where the pattern itself splits the pipeline, one a chunk. ``mtp``: the layers of
-    each MTP depth.
+    ``segments``: the decoder's layers: one string, or one per chunk if the pattern splits the pipeline. ``mtp``: the
+    layers of each MTP depth.
     """
 
     segments: tuple[str, ...]
@@ -101,7 +101,7 @@ class HybridPattern:
 
     @property
     def layout(self) -> str | None:
-        """Megatron's layout string of a pattern that splits the pipeline."""
+        """Megatron's layout string if the pattern splits the pipeline, else None."""
         if not self.splits_pipeline:
             return None
         chunks = [f"t*{len(segment)}" for segment in self.segments]
@@ -109,10 +109,10 @@ class HybridPattern:
 
 
 def hybrid_pattern(text: str, name: str) -> HybridPattern:
-    """A pattern such as "M-M*|M-M*/*E": ``|`` splits pipeline chunks, ``/`` starts an MTP depth.
+    """Parse a pattern such as "M-M*|M-M*/*E": ``|`` separates pipeline chunks, ``/`` starts an MTP depth.
 
-    Source: ``models/hybrid/hybrid_layer_allocation.py: parse_hybrid_pattern`` (newer Megatron-LM); earlier patterns
-    hold letters alone. Raises SpecError.
+    Raises SpecError. Source: ``models/hybrid/hybrid_layer_allocation.py: parse_hybrid_pattern`` (newer Megatron-LM);
+    older patterns consist of symbols only.
     """
     decoder, *mtp = text.strip("'\"").split("/")
     found = HybridPattern(tuple(decoder.split("|")), tuple(mtp))
@@ -123,7 +123,7 @@ def hybrid_pattern(text: str, name: str) -> HybridPattern:
 
 
 def pattern_of_ratios(layers: int, attention_ratio: float, mlp_ratio: float) -> HybridPattern:
-    """Attention evenly spaced between Mamba sections, then MLPs evenly over what is left, right-justified.
+    """Attention layers evenly spaced between Mamba layers, then MLPs evenly spaced over the rest, right-justified.
 
     Source: ``mamba_hybrid_layer_allocation.py: _allocate_auto``.
     """

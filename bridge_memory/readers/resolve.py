@@ -1,4 +1,4 @@
-"""What a user calls a model -> its config -> ModelSpec: a preset, a path, a Hub id, or JSON text."""
+"""Resolving a model that a user names: a preset, a path, a Hub id or JSON text -> its config -> ModelSpec."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.readers.presets import find_presets, list_presets, preset_path
 from bridge_memory.spec import ModelSpec, SpecError
 
-#: "builtin": this package's own reading; "mbridge": mbridge's TransformerConfig (needs the megatron extra); "bridge":
-#: Megatron Bridge's provider (needs megatron-bridge).
+#: What maps a Hugging Face config to Megatron's: "builtin": this package; "mbridge": mbridge's TransformerConfig (needs
+#: the megatron extra); "bridge": Megatron Bridge's provider (needs megatron-bridge).
 MAPPINGS = ("builtin", "mbridge", "bridge")
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-#: A config.json is a few kB; what is larger is something else.
+#: A config.json is a few kB; a larger file is something else.
 _MAX_CONFIG_BYTES = 16 * 2**20
 
 
@@ -29,11 +29,11 @@ def resolve_model(
     """Read the model that a name means.
 
     Args:
-        source: In this order: a preset ``org/name``; a path to a config.json or to a folder that holds one; the bare
-            name of a preset; a Hub id ``org/name`` (huggingface_hub's cache, token, HF_HUB_OFFLINE and HF_ENDPOINT
-            hold).
-        mapping: Who reads the config: "builtin", or "mbridge" or "bridge" where mbridge or Megatron Bridge is
-            installed.
+        source: Tried in this order: a preset ``org/name``; a path to a config.json or to its folder; a preset's name
+            without ``org``; a Hub id ``org/name`` (with huggingface_hub's cache, token, HF_HUB_OFFLINE and
+            HF_ENDPOINT).
+        mapping: What maps the config to Megatron's: "builtin", or "mbridge" or "bridge" if mbridge or Megatron Bridge
+            is installed.
         make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times TP. None: as in
             ``model_from_hf_config``.
 
@@ -41,7 +41,7 @@ def resolve_model(
         The architecture, in global sizes.
 
     Raises:
-        SpecError: There is no such model (the nearest presets are named), or its config cannot be read.
+        SpecError: There is no such model (the message suggests similar presets), or its config cannot be read.
 
     Example:
         >>> from bridge_memory import resolve_model
@@ -60,7 +60,8 @@ def model_from_json_text(
     *,
     make_vocab_size_divisible_by: int | None = None,
 ) -> ModelSpec:
-    """The model of a config.json given as text (``--custom-config``); its vocabulary as in ``model_from_hf_config``."""
+    """The model of a config.json given as text (``--custom-config``). ``make_vocab_size_divisible_by`` as in
+    ``model_from_hf_config``. Raises SpecError."""
     return model_from_config(parse_config(text, name), name, mapping, make_vocab_size_divisible_by)
 
 
@@ -70,7 +71,7 @@ def model_from_config(
     mapping: str = "builtin",
     make_vocab_size_divisible_by: int | None = None,
 ) -> ModelSpec:
-    """Read a parsed config with one of MAPPINGS."""
+    """The model of a parsed config, read with one of MAPPINGS. Raises SpecError."""
     if mapping not in MAPPINGS:
         raise SpecError(f"mapping is {shown(mapping)}; it must be one of {', '.join(MAPPINGS)}")
     if mapping == "mbridge":
@@ -85,7 +86,7 @@ def model_from_config(
 
 
 def resolve_config(source: str | os.PathLike[str]) -> tuple[str, Mapping[str, Any]]:
-    """(name, parsed config) of what ``source`` names; see ``resolve_model``."""
+    """(name, parsed config) of the model that ``source`` names, as in ``resolve_model``. Raises SpecError."""
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
     if not isinstance(source, str):
@@ -124,7 +125,7 @@ def resolve_config(source: str | os.PathLike[str]) -> tuple[str, Mapping[str, An
 
 
 def suggestions(source: str) -> str:
-    """'; near presets: a, b' or, where nothing is near, how to list them."""
+    """The end of a message: '; near presets: a, b', or how to list presets if no name is similar."""
     from difflib import get_close_matches
 
     bare = source.lower().rsplit("/", 1)[-1]

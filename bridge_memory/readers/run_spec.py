@@ -1,7 +1,8 @@
-"""A RunSpec as JSON, and back to an equal RunSpec: the form in which rehearsals are recorded.
+"""A RunSpec as JSON, and back: the format of recorded rehearsals.
 
-Only what differs from the defaults is written, so that a field added later leaves old records readable. The layer
-stack is ``layer_kinds``, each kind once, and ``layers``, pairs of (kind, how many in a row).
+Only values that differ from the defaults are written, so that old records stay readable when fields are added. The
+layer stack is stored as ``layer_kinds``, the distinct layers, and ``layers``, pairs of (index of the kind, number of
+consecutive layers).
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from bridge_memory.readers.fields import MAX_LAYERS
 from bridge_memory.spec import FeedForward, LayerSpec, Mixer, ModelSpec, RunSpec, SpecError, show
 from bridge_memory.spec.errors import bounded
 
-#: Mixers and feed-forward blocks name their class, since a layer may hold any of them.
+#: Mixers and feed-forward blocks are stored with their class, since a layer may hold any of them.
 _BLOCKS = {cls.__name__: cls for cls in (*get_args(Mixer), *get_args(FeedForward))}
 
 
 def run_to_json(run: RunSpec) -> dict[str, Any]:
-    """``run`` in plain dicts, lists, strings and numbers."""
+    """``run`` as dicts, lists, strings and numbers."""
     record: dict[str, Any] = _encoded(run)
     return record
 
 
 def run_from_json(data: object) -> RunSpec:
-    """The RunSpec that ``run_to_json`` wrote. Raises SpecError, naming the field, for anything else."""
+    """The inverse of ``run_to_json``. Raises SpecError, naming the field, for any other input."""
     run = _decoded(data, RunSpec, "run")
     assert isinstance(run, RunSpec)
     return run
@@ -106,8 +107,8 @@ def _object(value: Any, cls: Any, where: str) -> Any:
     known = {f.name: f for f in _fields(cls)}
     for name in given:
         if name not in known:
-            told = f"{where}.{bounded(name, 60)}"
-            raise SpecError(f"{told} is no field of {cls.__name__}; the record is of another release")
+            path = f"{where}.{bounded(name, 60)}"
+            raise SpecError(f"{path} is no field of {cls.__name__}; the record is of another release")
     for name, f in known.items():
         if name not in given and _default(f) is MISSING:
             raise SpecError(f"{where}.{name} is missing; {cls.__name__} cannot be read without it")

@@ -1,7 +1,7 @@
-"""A megatron-core TransformerConfig (or anything with its attributes) -> ModelSpec. Imports no megatron.
+"""A megatron-core TransformerConfig, or any object with its attributes -> ModelSpec. Does not import megatron.
 
-Covers TransformerConfig, MLATransformerConfig, HeterogeneousTransformerConfig and Megatron Bridge's providers,
-which are TransformerConfigs with the model's outer arguments (position_embedding_type, ...) as attributes.
+Covers TransformerConfig, MLATransformerConfig, HeterogeneousTransformerConfig and Megatron Bridge's providers, which
+are TransformerConfigs that also hold arguments of GPTModel (position_embedding_type, ...) as attributes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from bridge_memory.spec import (
 from bridge_memory.spec.model import SPARSE_KERNELS
 from bridge_memory.spec.unmodelled import UNKNOWN_SIZE, Effect, Unmodelled
 
-#: ``activation_func.__name__`` -> our name (megatron.core.activations, torch.nn.functional).
+#: ``activation_func.__name__`` (megatron.core.activations, torch.nn.functional) -> the name in specs.
 ACTIVATION_FUNCTIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -59,14 +59,14 @@ ACTIVATION_FUNCTIONS = {
 }
 
 
-#: ``position_embedding_type`` of GPTModel and MambaModel -> ours.
+#: ``position_embedding_type`` of GPTModel and MambaModel -> that of ModelSpec.
 POSITIONS = {"rope": "rope", "yarn": "rope", "mrope": "rope", "learned_absolute": "learned_absolute", "none": "none"}
 
 #: Auxiliary losses, each with a coefficient.
 _AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
-#: Megatron Bridge's providers that make modules of their own.
+#: Megatron Bridge's providers whose layers are not megatron-core's.
 GEMMA4_DENSE = ("Gemma4DenseProvider", "Gemma4DenseVLProvider")
 GEMMA4_WITH_EXPERTS = ("Gemma4ModelProvider", "Gemma4VLModelProvider")
 
@@ -93,35 +93,35 @@ def model_from_transformer_config(
     megatron_core: Release = DEFAULT_MEGATRON_CORE,
     assumptions: tuple[str, ...] = (),
 ) -> ModelSpec:
-    """Read a megatron-core TransformerConfig as the model that GPTModel or MambaModel builds of it.
+    """Read a megatron-core TransformerConfig as the model that GPTModel or MambaModel builds from it.
 
-    What a TransformerConfig does not hold comes as keywords. None takes the attribute of that name where ``config`` has
-    one (Bridge's providers), else GPTModel's default.
+    Keywords give what a TransformerConfig does not hold. None: the attribute of that name if ``config`` has it (as
+    Bridge's providers do), else GPTModel's default.
 
     Args:
         config: A TransformerConfig, or any object with its attributes.
         vocab_size: Tokens of the vocabulary.
         name: What results and errors call the model.
-        model_type: "gpt" or "mamba" where it is not given.
-        max_sequence_length: Rows of a table of learned positions.
+        model_type: Empty: "gpt", or "mamba" for hybrids.
+        max_sequence_length: Rows of a learned position embedding.
         position_embedding_type: "rope", "learned_absolute" or "none".
-        rotary_percent: The share of the head dimension that is rotated.
-        share_embeddings_and_output_weights: Whether the output layer has the embedding's weights.
+        rotary_percent: Fraction of the head dimension that is rotated.
+        share_embeddings_and_output_weights: Whether embedding and output layer share weights.
         make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times TP. 0: ``vocab_size`` is
             final.
         post_layernorms: A custom layer spec has norms after attention and after the feed-forward block.
         full_qk_layernorm: A custom layer spec normalises queries and keys over all heads.
         dense_mtp: MTP depths have a dense feed-forward block.
         activation: The activation of a custom layer spec.
-        provider: The class of Megatron Bridge that makes modules of its own of ``config`` (Gemma 4).
+        provider: The Megatron Bridge provider class that builds other layers than megatron-core's (Gemma 4).
         megatron_core: The release that builds the model, as (major, minor).
-        assumptions: Sentences that are added to the model's own.
+        assumptions: Assumptions of the caller, which the model lists.
 
     Returns:
         The architecture, in global sizes.
 
     Raises:
-        SpecError: An attribute is missing, absurd or not understood.
+        SpecError: An attribute is missing, out of range or not understood.
 
     Example:
         >>> from types import SimpleNamespace
@@ -138,7 +138,7 @@ def model_from_transformer_config(
     """
     c = ConfigAttributes(config, name, megatron_core)
     pattern = None if provider == FALCON_H1 else pattern_of(config, name)
-    # Bridge's HybridModelProvider.finalize counts an unset number in the pattern.
+    # Bridge's HybridModelProvider.finalize takes an unset num_layers from the pattern.
     n = c.size("num_layers", None if pattern is None else len(pattern.layers))
     if n > MAX_LAYERS:
         raise c.error(f"num_layers is {n}; more than {MAX_LAYERS} cannot be right")
@@ -155,7 +155,7 @@ def model_from_transformer_config(
     unmodelled += stack.unmodelled
     streams = c.size("num_residual_streams", 4) if c.flag("enable_hyper_connections") else 1
     if _variant(c) == "dsv4_hybrid":
-        unmodelled += _gaps_of_compressed(c)
+        unmodelled += _unmodelled_of_compressed(c)
         assumptions = (*assumptions, *_assumptions_of_compressed(c, megatron_core))
     layers, depths = stack.layers, stack.depths
     if post_layernorms:
@@ -194,7 +194,7 @@ def model_from_transformer_config(
 
 
 class _Stack(NamedTuple):
-    """The decoder layers, and what MTP depths repeat where that is not the last of them."""
+    """The decoder layers, the number of MTP depths, and their layer (None: the last decoder layer's)."""
 
     layers: Sequence[LayerSpec]
     depths: int
@@ -205,7 +205,7 @@ class _Stack(NamedTuple):
 def _hybrid_stack(
     c: ConfigAttributes, pattern: HybridPattern, n: int, depths: int, kinds: dict[str, LayerSpec]
 ) -> _Stack:
-    """The layers of a MambaModel, by the symbols of its pattern."""
+    """The layers of a MambaModel, from the symbols of its pattern."""
     if len(pattern.layers) != n:
         key = "hybrid_layer_pattern" if c.get("hybrid_layer_pattern") else "hybrid_override_pattern"
         raise c.error(f"{key} has {len(pattern.layers)} layers and num_layers says {n}")
@@ -224,7 +224,7 @@ def _gpt_stack(
     c: ConfigAttributes, n: int, hidden_size: int, act: str, rotary: bool, provider: str, full_qk_layernorm: bool,
     depths: int, dense_mtp: bool,
 ) -> _Stack:  # fmt: skip
-    """The layers of a GPTModel, or of a provider that builds them itself."""
+    """The layers of a GPTModel, or of a provider with its own layers."""
     if provider == FALCON_H1:
         return _Stack([_side_by_side(c, hidden_size, act, rotary)] * n, depths)
     if provider in GEMMA4_DENSE:
@@ -277,7 +277,7 @@ def _assumptions_of_compressed(c: ConfigAttributes, megatron_core: Release) -> I
         )
 
 
-def _gaps_of_compressed(c: ConfigAttributes) -> Iterator[Unmodelled]:
+def _unmodelled_of_compressed(c: ConfigAttributes) -> Iterator[Unmodelled]:
     if c.get("moe_n_hash_layers", 0):
         yield Unmodelled(
             f"moe_n_hash_layers ({c.get('moe_n_hash_layers')}): layers whose router looks experts up by the token, "
@@ -291,8 +291,11 @@ def _gaps_of_compressed(c: ConfigAttributes) -> Iterator[Unmodelled]:
 
 
 def pattern_of(config: object, name: str = "TransformerConfig") -> HybridPattern | None:
-    """The layers of a hybrid; None for GPT. Only MambaModel's providers and Megatron-LM's arguments carry a pattern,
-    ratios of layers, or are marked so. Raises SpecError."""
+    """The layer pattern of a hybrid; None for GPT. Raises SpecError.
+
+    A hybrid has a pattern, ratios of layers, or ``is_hybrid_model``, in MambaModel's providers or Megatron-LM's
+    arguments.
+    """
     for key in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         text = getattr(config, key, None)
         if text:
@@ -304,7 +307,7 @@ def pattern_of(config: object, name: str = "TransformerConfig") -> HybridPattern
 
 
 def _with_mtp(config: object, text: str) -> str:
-    """The pattern with that of the MTP depths, which Bridge's HybridModelProvider.finalize joins to it."""
+    """The pattern with that of the MTP depths appended, as Bridge's HybridModelProvider.finalize does."""
     mtp = getattr(config, "mtp_hybrid_override_pattern", None)
     if not mtp:
         return text
@@ -380,7 +383,7 @@ def _attention(c: ConfigAttributes, hidden_size: int, rotary: bool, full_qk_laye
 
 
 def _mla(c: ConfigAttributes) -> MLASpec:
-    """Of its linears only linear_proj has a bias (``multi_latent_attention.py: MultiLatentAttention.__init__``)."""
+    """Only linear_proj can have a bias (``multi_latent_attention.py: MultiLatentAttention.__init__``)."""
     return MLASpec(
         num_attention_heads=c.size("num_attention_heads"),
         q_lora_rank=c.size("q_lora_rank") if c.get("q_lora_rank") is not None else None,
@@ -394,7 +397,7 @@ def _mla(c: ConfigAttributes) -> MLASpec:
 
 
 def _windowed(c: ConfigAttributes, n: int, spec: AttentionSpec) -> list[AttentionSpec]:
-    """Source: transformer/utils.py is_layer_window_attention."""
+    """``spec`` of every layer, with its sliding window. Source: transformer/utils.py is_layer_window_attention."""
     window = c.get("window_size")
     left = window[0] if isinstance(window, tuple | list) and window else window
     if not left or left < 0:
@@ -444,7 +447,7 @@ def _gated_delta_net(c: ConfigAttributes) -> GatedDeltaNetSpec:
 
 
 def _sparse(c: ConfigAttributes, n: int) -> Sequence[MLASpec]:
-    """Multi-latent attention with an indexer, but for layers that take over another's choice of keys.
+    """Multi-latent attention with an indexer, except in layers that reuse another layer's selected keys.
 
     Source: ``experimental_attention_variant/dsa.py: is_dsa_skip_topk_layer, DSAttention.__init__``.
     """
@@ -467,8 +470,11 @@ def _sparse(c: ConfigAttributes, n: int) -> Sequence[MLASpec]:
 
 
 def _compressed(c: ConfigAttributes, layer: int) -> CompressedAttentionSpec:
-    """Source: Megatron-LM ``deepseek_v4_hybrid_attention.py: DSv4HybridAttention.__init__``, ``csa.py:
-    CompressedSparseAttention.__init__``; ``layer`` goes on over MTP depths."""
+    """DeepSeek-V4's attention of a layer; indices after the last decoder layer are MTP depths.
+
+    Source: Megatron-LM ``deepseek_v4_hybrid_attention.py: DSv4HybridAttention.__init__``, ``csa.py:
+    CompressedSparseAttention.__init__``.
+    """
     ratios = c.get("csa_compress_ratios")
     if not isinstance(ratios, list | tuple) or len(ratios) <= layer:
         raise c.error(f"csa_compress_ratios has no entry for layer {layer}; give one a layer and MTP depth")
@@ -536,8 +542,8 @@ def _moe(c: ConfigAttributes, hidden_size: int, act: str) -> MoESpec:
 
 
 def _balancing(c: ConfigAttributes) -> str:
-    """The kinds of balancing that run: an auxiliary loss with a coefficient of 0 is not computed (``router.py:
-    TopKRouter.is_aux_loss_enabled``; before 0.14 its scores are, and nothing keeps them)."""
+    """The load-balancing types that run. An auxiliary loss with a coefficient of 0 is not computed (``router.py:
+    TopKRouter.is_aux_loss_enabled``; before 0.14 its scores are, and nothing saves them)."""
     given, coefficients = c.get("moe_router_load_balancing_type", "aux_loss"), c.get("moe_aux_loss_coeff", 0.0)
     kinds = [given] if isinstance(given, str) else list(given)
     if not isinstance(coefficients, list | tuple):
@@ -545,7 +551,7 @@ def _balancing(c: ConfigAttributes) -> str:
     if len(coefficients) != len(kinds):
         raise c.error(f"moe_aux_loss_coeff has {len(coefficients)} numbers for {len(kinds)} balancing types")
     kinds_with = zip(kinds, coefficients, strict=True)
-    # "noaux_tc" is DeepSeek's word for the expert bias alone, and no loss of megatron-core's.
+    # "noaux_tc" is DeepSeek's name for balancing by the expert bias; megatron-core has no such loss.
     running = [kind for kind, x in kinds_with if (kind not in _AUXILIARY_LOSSES or x) and kind != "noaux_tc"]
     return "+".join(running) or "none"
 
@@ -565,7 +571,7 @@ def _gpt_layers(c: ConfigAttributes, n: int, hidden_size: int, act: str, mixers:
 def _hybrid_kinds(
     c: ConfigAttributes, pattern: HybridPattern, hidden_size: int, act: str, rotary: bool
 ) -> dict[str, LayerSpec]:
-    """Letter -> layer. Source: models/mamba/mamba_layer_specs.py."""
+    """Symbol -> layer. Source: models/mamba/mamba_layer_specs.py."""
     kinds: dict[str, LayerSpec] = {}
     for symbol in dict.fromkeys(pattern.layers + "".join(pattern.mtp)):
         if symbol == MAMBA:
@@ -584,7 +590,7 @@ def _hybrid_kinds(
 
 
 def _hybrid_mtp(pattern: HybridPattern, kinds: dict[str, LayerSpec]) -> LayerSpec | None:
-    """The layer of every MTP depth: one mixer and one feed-forward block; None for any other."""
+    """The layer of the MTP depths if it is one mixer and one feed-forward block, else None."""
     depth, *others = dict.fromkeys(pattern.mtp)
     if others or len(depth) != 2 or kinds[depth[0]].mixer is None or kinds[depth[1]].ffn is None:
         return None
@@ -592,7 +598,7 @@ def _hybrid_mtp(pattern: HybridPattern, kinds: dict[str, LayerSpec]) -> LayerSpe
 
 
 def _mamba(c: ConfigAttributes, hidden_size: int) -> MambaSpec:
-    """Source: ssm/mamba_mixer.py MambaMixer: expand 2, d_conv 4, chunk 128, RMSNorm, a conv bias only."""
+    """Source: ssm/mamba_mixer.py MambaMixer: expand 2, d_conv 4, chunk 128, RMSNorm, and a bias in the conv only."""
     head_dim = c.size("mamba_head_dim", 64)
     if c.get("mamba_num_heads") is None and 2 * hidden_size % head_dim:
         raise c.error(f"hidden_size x 2 ({2 * hidden_size}) is not divisible by mamba_head_dim ({head_dim})")
@@ -606,7 +612,8 @@ def _mamba(c: ConfigAttributes, hidden_size: int) -> MambaSpec:
 
 
 def _side_by_side(c: ConfigAttributes, hidden_size: int, act: str, rotary: bool) -> LayerSpec:
-    """Source: megatron-bridge ``models/falcon_h1/modeling_falconh1/{falconh1_block,falconh1_model}.py``."""
+    """A layer of Falcon-H1. Source: megatron-bridge ``models/falcon_h1/modeling_falconh1/{falconh1_block,
+    falconh1_model}.py``."""
     if c.get("hybrid_override_pattern") or c.get("falconh1_ratio", 1.0) != 1.0:
         raise c.error("falconh1_ratio is not 1: layers of another kind beside Falcon-H1's are not estimated")
     for name in ("use_mamba", "use_attention", "use_mlp"):
@@ -634,7 +641,7 @@ def _side_by_side(c: ConfigAttributes, hidden_size: int, act: str, rotary: bool)
 
 
 def _heterogeneous_layers(c: ConfigAttributes, n: int, hidden_size: int, act: str, rotary: bool) -> list[LayerSpec]:
-    """Source: transformer/heterogeneous/heterogeneous_config.py (per_block_parameters)."""
+    """Layers with different sizes. Source: transformer/heterogeneous/heterogeneous_config.py (per_block_parameters)."""
     blocks = c.get("per_block_parameters")
     if blocks is None or len(blocks) != n:
         raise c.error(f"heterogeneous_block_specs without one of per_block_parameters for each of {n} layers")

@@ -1,4 +1,4 @@
-"""What is trained and how, with Megatron's own field names. Imports nothing of the package's other rooms but releases.
+"""What is trained and how, with Megatron's field names. Imports only ``cards`` and ``releases`` of the package.
 
 ``errors`` <- ``release``, ``fields`` <- ``model``, ``engine_options`` <- ``parts`` <- ``limits``, ``layout`` <-
 ``validation`` <- ``run`` <- ``unmodelled``.

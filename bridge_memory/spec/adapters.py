@@ -1,9 +1,9 @@
-"""Which linears a model has, and what of a LoRA adapter beside each is divided over tensor-parallel ranks.
+"""The linears of a model, and how tensor parallelism shards the LoRA adapter of each.
 
 Source: Megatron Bridge 0.3.1 to 0.6.2, ``peft/utils.py: get_adapter_attributes_from_linear, ParallelLinearAdapter``.
-Beside a row-parallel linear linear_in is row-parallel and its rank whole, linear_out column-parallel in the output.
-Beside any other linear_in is column-parallel in the rank; linear_out follows the base, and is column-parallel in the
-output of a base that every rank holds whole.
+For a row-parallel base linear, linear_in is row-parallel (LoRA's rank is not split) and linear_out is column-parallel
+in its output. For any other base, linear_in is column-parallel in LoRA's rank. Its linear_out is sharded as the base,
+and column-parallel in its output if the base is replicated.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from bridge_memory.spec.parts import ALL_LINEAR, PeftSpec
 
 #: Linears whose input is split over TP (RowParallelLinear).
 ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
-#: Linears that every rank holds whole (TELinear with parallel_mode "duplicated"; TopKRouter).
+#: Linears that are replicated over TP (TELinear with parallel_mode "duplicated"; TopKRouter).
 DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj", "router", "fc1_latent_proj", "fc2_latent_proj")
 
-#: Linears of the families of transformers that are recorded, any of them.
+#: Names of the linears of every family of transformers in ``FAMILIES``.
 OF_TRANSFORMERS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "gate", "shared_expert_gate", "lm_head",
@@ -32,17 +32,17 @@ OF_TRANSFORMERS = (
 
 
 class Linear(NamedTuple):
-    """A kind of linear, by its module's own name."""
+    """A kind of linear, by its module's name."""
 
     name: str
-    #: Of routed experts, which ETP divides.
+    #: Whether it is a linear of routed experts, which ETP shards.
     experts: bool = False
-    #: Its output, where the adapter divides that and the linear does not: the name of the field, and the size.
+    #: (field name, size) of its output, if the adapter shards the output and the linear itself does not.
     features: tuple[str, int] | None = None
 
 
 def idle_targets(peft: PeftSpec, model: ModelSpec, limits: Limits, *, torch_layers: bool) -> Iterator[str]:
-    """Targets that are the name of no linear here; those with ``*`` or a full name may be anything."""
+    """Targets that match no linear of the model. Targets with ``*`` and full names are not checked here."""
     names = set(OF_TRANSFORMERS) if torch_layers else {linear.name for linear in linears_of(model, limits)}
     for target in peft.target_modules:
         if torch_layers and target == ALL_LINEAR:
@@ -52,12 +52,12 @@ def idle_targets(peft: PeftSpec, model: ModelSpec, limits: Limits, *, torch_laye
 
 
 def split_rank(dim: int, ranks: Any, *, experts: bool) -> Any:
-    """The rank of a column-parallel linear_in on one of ``ranks`` ranks. Raises SpecError."""
+    """LoRA's rank (``dim``) of a column-parallel linear_in, on each of ``ranks`` GPUs. Raises SpecError."""
     return divide(dim, ranks, "peft.dim", _divisor(experts), f"choose a multiple of {ranks}")
 
 
 def divide_features(name: str, features: Any, ranks: Any, *, experts: bool) -> Any:
-    """The output of a column-parallel linear_out on one of ``ranks`` ranks. Raises SpecError."""
+    """Output features of a column-parallel linear_out on each of ``ranks`` GPUs. Raises SpecError."""
     return divide(features, ranks, name, _divisor(experts), "choose a divisor: its adapter is divided")
 
 
@@ -73,12 +73,12 @@ def is_target(peft: PeftSpec, linear: str, module: str) -> bool:
 
 
 def in_any_layer(peft: PeftSpec) -> PeftSpec:
-    """The same where targets that name a layer mean layer 0."""
+    """``peft`` with every layer number in its targets replaced by 0."""
     return replace(peft, target_modules=tuple(_LAYER_NUMBER.sub("0", t) for t in peft.target_modules))
 
 
 def names_layers(peft: PeftSpec) -> bool:
-    """Whether some target names the number of a layer."""
+    """Whether any target contains a layer number."""
     return any(_LAYER_NUMBER.search(target) for target in peft.target_modules)
 
 
@@ -92,7 +92,7 @@ def _matches(target: str, linear: str, module: str) -> bool:
 
 
 def linears_of(model: ModelSpec, limits: Limits) -> Iterator[Linear]:
-    """The kinds of linear of ``model`` in megatron-core's layers."""
+    """The kinds of linear of ``model`` as megatron-core builds it."""
     hidden = ("hidden_size", model.hidden_size)
     for m in limits.mixers:
         if isinstance(m, AttentionSpec):

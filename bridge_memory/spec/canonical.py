@@ -1,7 +1,7 @@
-"""One RunSpec for every telling of the same run: what nothing of it reads is at its default.
+"""The canonical form of a RunSpec: fields without effect on the run are at their defaults.
 
-A dense model has no token dispatcher, an unset size is its default, two layout strings may say the same. Readers keep
-what their source says; whoever compares runs, or keeps something by run, takes the canonical one.
+A dense model has no token dispatcher; an unset size equals its default; two layout strings can be equivalent. Readers
+keep what their source says. Comparisons and cache keys use the canonical form.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from bridge_memory.spec.run import GROUPS, RunSpec
 
 
 def canonical(run: RunSpec) -> RunSpec:
-    """``run`` without names and notes, and with every field that it does not use at its default.
+    """``run`` without names and assumptions, with every field that has no effect at its default.
 
-    Its estimate is byte for byte that of ``run``. Two runs of one canonical form are the same run.
+    Its estimate equals that of ``run`` byte for byte. Runs with equal canonical forms are the same run.
     """
     return RunSpec(
         model=_model(run),
@@ -71,13 +71,13 @@ def _model(run: RunSpec) -> ModelSpec:
         name="",
         # The class that transformers runs.
         model_type=model.model_type if run.implementation.torch_layers else "",
-        # Rows of the embedding; how they came about does not matter.
+        # Rows of the embedding, already padded.
         vocab_size=model.padded_vocab_size(run.parallel.tp),
         make_vocab_size_divisible_by=0,
         layers=tuple(kinds[kind] for kind in model.layers),
         mtp_layer=_layer(model.mtp_layer, rotary) if model.mtp_num_layers and model.mtp_layer else None,
         mtp_use_repeated_layer=model.mtp_use_repeated_layer and model.mtp_num_layers > 1,
-        # Only a learned position embedding has that many rows.
+        # Only a learned position embedding has a row per position.
         max_position_embeddings=(
             model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
         ),
@@ -94,7 +94,7 @@ def _layer(layer: LayerSpec, rotary: bool) -> LayerSpec:
     if isinstance(ffn, MoESpec):
         ffn = replace(ffn, expert_bias_in_published_count=False)
         if (ffn.router_num_groups or 1) <= (ffn.router_group_topk or 1):
-            # Experts of every group are chosen from.
+            # Every group is selected: no limit.
             ffn = replace(ffn, router_num_groups=None, router_group_topk=None)
     return replace(layer, mixer=mixer, ffn=ffn)
 
@@ -114,7 +114,7 @@ def _parallel(run: RunSpec) -> ParallelSpec:
 
 
 def _global_batch(run: RunSpec) -> int:
-    """Sequences a step. Where none are given there are as many microbatches as fill the pipeline."""
+    """Sequences per step. Default: as many microbatches as fill the pipeline."""
     b: BatchSpec = run.batch
     return b.global_batch_size or run.num_microbatches * b.micro_batch_size * run.parallel.data_parallel_size
 
@@ -155,9 +155,9 @@ def _recompute(r: RecomputeSpec) -> RecomputeSpec:
     return replace(r, modules=tuple(name for name in RECOMPUTE_MODULES if name in r.modules))
 
 
-#: Fields of the implementation that a model without experts does not use.
+#: Fields of ImplementationSpec without effect on a model without experts.
 _OF_EXPERTS = tuple(f.name for f in fields(ImplementationSpec) if f.name.startswith("moe_"))
-#: Activations whose fused kernels are asked for by ``bias_activation_fusion``.
+#: Activations that have fused kernels, which ``bias_activation_fusion`` enables.
 _FUSED_ACTIVATIONS = ("silu", "gelu", "quick_gelu")
 
 

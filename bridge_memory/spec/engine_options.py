@@ -1,8 +1,8 @@
-"""Options of the engines outside of megatron-core, one frozen group a family, under the engines' own names.
+"""Options of the engines outside megatron-core: one frozen group per engine family, under the engines' own names.
 
-What all of them share is elsewhere: the engine's name in ``DataParallelSpec``, the dtype of the model's parameters in
-``PrecisionSpec.params_dtype`` (bf16 is what DeepSpeed's ``bf16.enabled`` and a model loaded in bf16 mean), the steps of
-accumulation in ``BatchSpec.global_batch_size``, optimizer and clipping in ``OptimizerSpec``.
+Options that all engines share are elsewhere: the engine's name in ``DataParallelSpec``, the dtype of the model's
+parameters in ``PrecisionSpec.params_dtype`` (bf16 for DeepSpeed's ``bf16.enabled`` and for a model loaded in bf16),
+accumulation steps in ``BatchSpec.global_batch_size``, optimizer and clipping in ``OptimizerSpec``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import ClassVar
 
 from bridge_memory.spec.fields import Checked, choice, count, flag, fraction, number, positive
 
-#: How torch's optimizers update (``torch/optim/adamw.py: adamw``: ``foreach``, ``fused``, neither).
+#: Implementations of torch's optimizers (``torch/optim/adamw.py: adamw``: ``foreach``, ``fused``, neither).
 TORCH_IMPLEMENTATIONS = ("foreach", "fused", "for-loop")
 #: ``torch.distributed.fsdp.ShardingStrategy``.
 FSDP1_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-#: ``torch.distributed.fsdp.BackwardPrefetch``, and None under a name.
+#: ``torch.distributed.fsdp.BackwardPrefetch``; NO_PREFETCH stands for None.
 BACKWARD_PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-#: Which modules are FSDP units of their own beside the root: every layer; also the embedding, and final norm and
-#: output layer together (torchtitan ``models/llama3/parallelize.py: apply_fsdp``); none.
+#: Which modules besides the root are FSDP units: every layer; every layer, the embedding, and final norm with output
+#: layer (torchtitan ``models/llama3/parallelize.py: apply_fsdp``); none.
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "torchtitan", "NO_WRAP")
 #: ``deepspeed/runtime/zero/offload_config.py: OffloadDeviceEnum``.
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
@@ -54,7 +54,7 @@ class DDPOptions(Checked):
 class FSDPOptions(Checked):
     """Arguments of ``fully_shard`` (engine fsdp2) and ``FullyShardedDataParallel`` (engine fsdp1).
 
-    Where the two have other names for one thing it has accelerate's (``fsdp_offload_params``).
+    Where the two name an option differently, accelerate's name is used (``fsdp_offload_params``).
 
     Example:
         >>> from bridge_memory import DataParallelSpec, FSDPOptions, ParallelSpec, RunSpec, explain
@@ -70,34 +70,34 @@ class FSDPOptions(Checked):
 
     _prefix: ClassVar[str] = "fsdp_"
 
-    #: fsdp1.
+    #: fsdp1 only.
     sharding_strategy: str = choice("FULL_SHARD", *FSDP1_STRATEGIES)
-    #: fsdp2. None: as torch does, every unit but the root; True: the root too.
+    #: fsdp2 only. None: torch's default, every unit except the root; True: the root too.
     reshard_after_forward: bool | None = flag(None)
     auto_wrap_policy: str = choice("TRANSFORMER_BASED_WRAP", *WRAP_POLICIES)
-    #: Mixed precision (``MixedPrecisionPolicy``, ``MixedPrecision``): dtype of gathered parameters and so of what
-    #: layers compute in, and of reduced gradients. None: that of the parameters; for gradients, that of param_dtype.
+    #: Mixed precision (``MixedPrecisionPolicy``, ``MixedPrecision``): dtype of gathered parameters, in which layers
+    #: compute, and dtype of reduced gradients. None: params_dtype; for gradients, param_dtype.
     param_dtype: str | None = choice(None, "fp32", "bf16", "fp16")
     reduce_dtype: str | None = choice(None, "fp32", "bf16", "fp16")
     forward_prefetch: bool = flag(False)
     backward_prefetch: str = choice("BACKWARD_PRE", *BACKWARD_PREFETCH)
-    #: fsdp1: no more than two all-gathers in flight.
+    #: fsdp1: at most two all-gathers in flight.
     limit_all_gathers: bool = flag(True)
     use_orig_params: bool = flag(False)
     #: Parameters, gradients and optimizer states in host memory (``CPUOffload``, ``CPUOffloadPolicy``).
     offload_params: bool = flag(False)
     #: fsdp2: ``CPUOffloadPolicy.pin_memory``.
     pin_memory: bool = flag(True)
-    #: Ranks that divide parameters, the others repeat them: hybrid strategies (torchtitan
-    #: ``data_parallel_shard_degree``). None: all.
+    #: Hybrid sharding: ranks over which parameters are sharded; they are replicated over the others (torchtitan
+    #: ``data_parallel_shard_degree``). None: all data-parallel ranks.
     shard_degree: int | None = positive(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedOptions(Checked):
-    """DeepSpeed's ``zero_optimization`` and what stands beside it in its JSON. Sizes are elements.
+    """DeepSpeed's ``zero_optimization`` and the other keys of its JSON that change memory. Sizes are in elements.
 
-    Names are those of the JSON. What the JSON nests is joined by an underscore (``offload_optimizer_device``).
+    Names are those of the JSON; nested keys are joined by an underscore (``offload_optimizer_device``).
 
     Example:
         >>> from bridge_memory import DataParallelSpec, DeepSpeedOptions, ParallelSpec, RunSpec, explain
@@ -111,11 +111,11 @@ class DeepSpeedOptions(Checked):
         True
     """
 
-    #: Of engine megatron_deepspeed; the others say it in their names.
+    #: Engine megatron_deepspeed only; the names of engines zero1, zero2 and zero3 give the stage.
     stage: int = count(1)
     reduce_bucket_size: int = positive(500_000_000)
     allgather_bucket_size: int = positive(500_000_000)
-    #: None: as DeepSpeed does, on with stage 3 alone (``zero/config.py: overlap_comm_valid``).
+    #: None: DeepSpeed's default, on with stage 3 only (``zero/config.py: overlap_comm_valid``).
     overlap_comm: bool | None = flag(None)
     contiguous_gradients: bool = flag(True)
     reduce_scatter: bool = flag(True)
@@ -129,15 +129,15 @@ class DeepSpeedOptions(Checked):
     sub_group_size: int = positive(1_000_000_000)
     offload_optimizer_device: str = choice("none", *OFFLOAD_DEVICES)
     offload_optimizer_pin_memory: bool = flag(True)
-    #: Share of the optimizer's states that is offloaded, stage 3 alone.
+    #: Fraction of the optimizer states that is offloaded; stage 3 only.
     offload_optimizer_ratio: float = fraction(1.0)
     offload_param_device: str = choice("none", *OFFLOAD_DEVICES)
     offload_param_pin_memory: bool = flag(True)
-    #: NVMe: parameters' buffers in host memory.
+    #: NVMe: buffers for parameters in host memory.
     offload_param_buffer_count: int = positive(5)
     offload_param_buffer_size: int = positive(100_000_000)
     zero_hpz_partition_size: int = positive(1)
-    #: dtype of reductions; None: that of the gradients.
+    #: Dtype of reductions; None: that of the gradients.
     communication_data_type: str | None = choice(None, "fp32", "bf16", "fp16")
     #: ``data_types.grad_accum_dtype``; None: that of the parameters (``engine.py: get_data_types``).
     grad_accum_dtype: str | None = choice(None, "fp32", "bf16", "fp16")
@@ -147,7 +147,7 @@ class DeepSpeedOptions(Checked):
     stage3_gather_16bit_weights_on_model_save: bool = flag(False)
 
 
-#: What a run has of the options of engines that it does not use.
+#: The options of engines that a run does not use.
 DEFAULT_DDP_OPTIONS = DDPOptions()
 DEFAULT_FSDP_OPTIONS = FSDPOptions()
 DEFAULT_DEEPSPEED_OPTIONS = DeepSpeedOptions()

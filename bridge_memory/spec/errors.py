@@ -1,17 +1,17 @@
-"""SpecError, and the few words every refusal is made of. Imports nothing."""
+"""SpecError, and the helpers that word refusals. Imports nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
 
-#: Characters of the line in which a refusal is shown, and of a SpecError at all.
+#: Most characters of the line that shows a refusal, and of any SpecError.
 LONGEST_LINE = 300
 LONGEST = 1000
 
 
 class SpecError(ValueError):
-    """What cannot be estimated: a ValueError of one line with the field, its value and what to give instead.
+    """A run that cannot be estimated: a ValueError of one line with the field, its value and what to give instead.
 
     Example:
         >>> from bridge_memory import ParallelSpec, RunSpec, SpecError
@@ -29,12 +29,14 @@ class SpecError(ValueError):
 
 
 class FileError(SpecError):
-    """A refusal in the words of the file that is wrong: its fields have no other names there."""
+    """A refusal of a configuration file. It names fields as the file does, not as a RunSpec does."""
 
 
 def bounded(text: str, most: int = LONGEST) -> str:
-    """``text`` in at most ``most`` characters: how it begins, its fix (behind the last semicolon) or how else it ends,
-    and how many are left out between."""
+    """``text`` in at most ``most`` characters: its beginning, the number of characters left out, and its end.
+
+    The end is the fix (the part after the last semicolon) if that is short enough.
+    """
     if len(text) <= most:
         return text
     kept = most - len(f" ... ({len(text)} more characters) ... ")
@@ -44,7 +46,7 @@ def bounded(text: str, most: int = LONGEST) -> str:
 
 
 def listed(items: Sequence[str], most: int = 120) -> str:
-    """The first of ``items``, as many as ``most`` characters hold (one at least), and how many more there are."""
+    """As many of ``items`` as fit into ``most`` characters (at least one), and the number of the others."""
     shown = [bounded(items[0], most)] if items else []
     for item in items[1:]:
         if len(", ".join((*shown, item))) > most:
@@ -54,7 +56,7 @@ def listed(items: Sequence[str], most: int = 120) -> str:
 
 
 def divide(numerator: int, denominator: int, what: str, by: str, fix: str = "") -> int:
-    """Exact division; nothing is ever rounded in silence. Raises SpecError naming both fields."""
+    """Exact division: raises SpecError, naming both fields, rather than round."""
     if numerator % denominator:
         hint = f"; {fix}" if fix else ""
         raise SpecError(f"{what} ({numerator}) is not divisible by {by} ({denominator}){hint}")
@@ -62,7 +64,7 @@ def divide(numerator: int, denominator: int, what: str, by: str, fix: str = "") 
 
 
 def finite(value: object) -> bool:
-    """Whether ``value`` is a number that a float can hold; True and False are none."""
+    """Whether ``value`` is a number that a float can hold; bools are not."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
     except OverflowError:
@@ -70,7 +72,7 @@ def finite(value: object) -> bool:
 
 
 def show(value: object) -> str:
-    """A user's value, short and on one line of ASCII, whatever it is."""
+    """Any user's value as a short line of ASCII."""
     try:
         text = ascii(value).replace("\n", " ")
     except Exception:  # integers of more digits than Python prints; lists nested too deeply; objects that break

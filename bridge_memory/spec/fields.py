@@ -1,10 +1,10 @@
-"""One field of a spec: its type, its names or its range, told where the field is declared.
+"""Declarations of spec fields: the default together with the type, the allowed names or the range.
 
     seq_length: int = positive(4096, below=2**28)
     method: str | None = choice(None, "uniform", "block")
 
-A group of fields checks itself when it is built (``Checked``), so that whoever holds one holds a sound one. The rules
-of a class are put together once; checking a sound group builds no string.
+A group of fields (``Checked``) validates itself on construction. The rules of a class are collected once; validating
+correct values builds no string.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any, ClassVar, NamedTuple
 
 from bridge_memory.spec.errors import SpecError, show
 
-#: Larger than any size of a run: a slip of the keyboard or a broken config.
+#: Larger than any size of a run: such a value is a typing error or comes from a broken config.
 MOST = 2**40
 MOST_GPUS = 2**24
 _NONE = type(None)
 
 
 class Rule(NamedTuple):
-    """What a field may hold: types, and of numbers the range [lowest, below), of names the known ones."""
+    """The values that a field may hold: types, the range [lowest, below) of numbers, the known names."""
 
     types: frozenset[type]
     give: str
     lowest: int = 0
     below: int = MOST
     names: tuple[str, ...] = ()
-    #: Upper end of a fraction, which is checked with its own words.
+    #: Of a fraction: whether 1 is excluded. None: not a fraction.
     fraction_below_one: bool | None = None
-    #: A tuple of two numbers rather than of names.
+    #: Whether a tuple is a release (two numbers) rather than names.
     release: bool = False
 
 
@@ -43,7 +43,7 @@ def _declared(default: Any, types: tuple[type, ...], give: str, **limits: Any) -
 
 
 def positive(default: int | None, *, below: int = MOST) -> Any:
-    """An integer of 1 or more; None too where that is the default."""
+    """An integer of 1 or more, or None if that is the default."""
     return _declared(default, (int,), "a positive integer", lowest=1, below=below)
 
 
@@ -53,7 +53,7 @@ def count(default: int | None = 0) -> Any:
 
 
 def flag(default: bool | None) -> Any:
-    """True or False; None, "as Megatron decides", too where that is the default."""
+    """True or False, or None ("as Megatron decides") if that is the default."""
     if default is None:
         return field(default=None, metadata={"rule": Rule(frozenset((bool, _NONE)), "True, False or None")})
     return _declared(default, (bool,), "True or False")
@@ -70,12 +70,12 @@ def fraction(default: float, *, below_one: bool = False) -> Any:
 
 
 def choice(default: str | None, *names: str) -> Any:
-    """One of the names that are known; None too where that is the default."""
+    """One of ``names`` (none given: any string), or None if that is the default."""
     return _declared(default, (str,), "a name", names=names)
 
 
 def choices(default: tuple[str, ...], *names: str) -> Any:
-    """A tuple of names, all of them known (none given: any)."""
+    """A tuple of ``names`` (none given: any strings)."""
     return _declared(default, (tuple,), "a tuple of names", names=names)
 
 
@@ -85,16 +85,16 @@ def text(default: str | None, give: str) -> Any:
 
 
 def release(default: tuple[int, int] | None) -> Any:
-    """A release as (major, minor); None, "not known", too where that is the default."""
+    """A release as (major, minor), or None ("unknown") if that is the default."""
     return _declared(default, (tuple,), "a release as (major, minor)", release=True)
 
 
-#: How a field is declared, for who declares one otherwise.
+#: The functions that declare a field, for the error about a field declared without one.
 _DECLARATIONS = "flag(...), count(...), positive(...), number(...), fraction(...), choice(...), choices(...), text(...)"
 
 
 class _Group(NamedTuple):
-    """Fields of one class that share types: checked together in a few comparisons."""
+    """Fields of a class with the same types, which are checked together in a few comparisons."""
 
     names: tuple[str, ...]
     get: Callable[[object], tuple[Any, ...]]
@@ -106,7 +106,7 @@ class Checked:
     """Base of the groups: ``__post_init__`` raises SpecError for a field that breaks its rule."""
 
     __slots__ = ()
-    #: In messages, before the name of a field that Megatron calls otherwise.
+    #: Prefix of a field's name in messages, where Megatron's name has one; ``_unprefixed`` lists exceptions.
     _prefix: ClassVar[str] = ""
     _unprefixed: ClassVar[tuple[str, ...]] = ()
 
@@ -115,7 +115,7 @@ class Checked:
 
 
 def rules_of(cls: type) -> dict[str, Rule]:
-    """Field -> its rule. Every field of a group has one; raises TypeError by the name of one that has none."""
+    """Field -> its rule. Raises TypeError naming a field that was declared without one."""
     for f in fields(cls):
         if "rule" not in f.metadata:
             raise TypeError(
@@ -132,7 +132,7 @@ def _groups_of(cls: type) -> tuple[_Group, ...]:
     out = []
     for types, members in by_types.items():
         names = tuple(name for name, _ in members)
-        # One name more, so that attrgetter returns a tuple even for a single field.
+        # One extra name, so that attrgetter returns a tuple even for a single field.
         out.append(_Group(names, attrgetter(*names, "__class__"), tuple(rule for _, rule in members), types))
     return tuple(out)
 
@@ -182,13 +182,13 @@ def _unknown(spec: Checked, name: str, value: object, rule: Rule) -> SpecError:
 
 
 def called(cls: type, name: str) -> str:
-    """Megatron's name of a field of ``cls``: ``method`` of RecomputeSpec is ``recompute_method``."""
+    """Megatron's name of a field: ``method`` of RecomputeSpec is ``recompute_method``."""
     prefix, unprefixed = getattr(cls, "_prefix", ""), getattr(cls, "_unprefixed", ())
     return name if name in unprefixed else prefix + name
 
 
 def check_ints(owner: object, *names: str) -> None:
-    """Raise SpecError unless every named field is an int of 1 or more; True is not 1."""
+    """Raise SpecError unless every named field is an int of 1 or more; True is not an int."""
     for name in names:
         value = getattr(owner, name)
         if type(value) is not int:

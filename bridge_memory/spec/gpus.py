@@ -1,4 +1,4 @@
-"""A run's GPU: the card that a name means, whether it computes in the run's precision, and what is supposed of it."""
+"""A run's GPU: finding it by name, checking that it supports the run's precision, and the assumptions about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def find_gpu(name: str) -> Gpu:
         The GPU, with its memory in bytes.
 
     Raises:
-        SpecError: It is not known; close names are named.
+        SpecError: No such GPU is known; the message suggests similar names.
 
     Example:
         >>> from bridge_memory import find_gpu
@@ -40,12 +40,12 @@ def find_gpu(name: str) -> Gpu:
 
 
 def lacks(gpu: Gpu, precision: PrecisionSpec) -> str:
-    """What ``precision`` computes in and ``gpu`` cannot: "fp8", "blockwise fp8", "mxfp8"; "" where it can."""
+    """The format of ``precision`` that ``gpu`` does not support: "fp8", "blockwise fp8", "mxfp8"; "" if none."""
     return lacking(gpu, precision.recipe) if precision.quantizes else ""
 
 
 def check_computes(gpu: Gpu, precision: PrecisionSpec) -> None:
-    """Raise SpecError where ``gpu`` cannot compute in ``precision``, naming the cards that can."""
+    """Raise SpecError, naming GPUs that can, if ``gpu`` cannot compute in ``precision``."""
     missing = lacks(gpu, precision)
     if not missing:
         return
@@ -60,10 +60,10 @@ def check_computes(gpu: Gpu, precision: PrecisionSpec) -> None:
     )
 
 
-def supposed_on(gpu: Gpu, run: RunSpec) -> list[str]:
-    """What is supposed of ``run`` on ``gpu``, a sentence each: where it is not what was counted for."""
+def gpu_assumptions(gpu: Gpu, run: RunSpec) -> list[str]:
+    """The assumptions of an estimate of ``run`` on ``gpu``, one sentence each: where the formulas are another GPU's."""
     if gpu.vendor == AMD:
-        return [taken_as_nvidia(gpu.name, run.implementation.gpu_arch)]
+        return [amd_assumption(gpu.name, run.implementation.gpu_arch)]
     per_tensor = run.precision.fp8 is not None and run.precision.fp8_recipe in ("delayed", "tensorwise")
     if per_tensor and gpu.arch == "blackwell" and not multiplies_one_layout(gpu):
         return [
@@ -73,8 +73,8 @@ def supposed_on(gpu: Gpu, run: RunSpec) -> list[str]:
     return []
 
 
-def taken_as_nvidia(what: str, generation: str) -> str:
-    """The assumption under which anything is said of ``what``, a GPU or a runtime of AMD's."""
+def amd_assumption(what: str, generation: str) -> str:
+    """The assumption of every estimate for ``what``, an AMD GPU or runtime."""
     return (
         f"{what} is AMD's: library workspaces, attention kernels and fp8 layouts are taken as on NVIDIA's "
         f"{generation.capitalize()} (Transformer Engine's ROCm fork is not modelled)"

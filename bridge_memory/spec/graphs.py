@@ -1,4 +1,4 @@
-"""Static inputs of CUDA graphs that nothing holds without them: the attention masks of Transformer Engine's graphs."""
+"""Static inputs that exist only because of CUDA graphs: the attention masks of Transformer Engine's graphs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from bridge_memory.spec.layout import Chunk, layout
 from bridge_memory.spec.model import AttentionSpec, CompressedAttentionSpec, GatedDeltaNetSpec, MLASpec
 from bridge_memory.spec.run import RunSpec
 
-#: Mixers that stand where a TransformerLayer has its attention; in a hybrid the attentions alone.
+#: Attention mixers. In a GPTModel a TransformerLayer may also hold a GatedDeltaNetSpec in their place.
 _ATTENTIONS = (AttentionSpec, CompressedAttentionSpec, MLASpec)
 
 
 class Masks(NamedTuple):
-    """Bytes of all masks of a rank."""
+    """Bytes of all masks on a rank."""
 
-    #: On the rank that has least of them, and on the one that has most.
+    #: On the rank with the fewest masks, and on the one with the most.
     least: int
     most: int
 
@@ -23,12 +23,12 @@ class Masks(NamedTuple):
 def static_masks(run: RunSpec) -> Masks:
     """[b, 1, s / c, s] in bool for each graphed layer with attention and each microbatch in flight.
 
-    A graph copies the mask that it is called with into its own, or keeps the one of its capture; either way it is there
-    for good. Microbatches whose backward pass was captured hand theirs on. Without pipeline stages one microbatch is
-    captured. megatron-core's own graphs (``local``, ``full_iteration``) are captured with what the layers are called
-    with, and make none. Source: megatron-core ``transformer/transformer_layer.py:
-    TransformerLayer.get_layer_static_inputs``, ``transformer/cuda_graphs.py: TECudaGraphHelper._get_sample_arguments``;
-    TE ``graph.py: _make_graphed_callables``.
+    A graph holds a static mask from its capture on. A microbatch reuses the mask of one whose backward pass is already
+    captured. Without pipeline stages one microbatch is captured. megatron-core's graphs (``local``,
+    ``full_iteration``) are captured with the layers' actual inputs and allocate no masks.
+
+    Source: megatron-core ``transformer/transformer_layer.py: TransformerLayer.get_layer_static_inputs``,
+    ``transformer/cuda_graphs.py: TECudaGraphHelper._get_sample_arguments``; TE ``graph.py: _make_graphed_callables``.
     """
     impl, batch = run.implementation, run.batch
     modules = impl.cuda_graph_modules
@@ -39,13 +39,13 @@ def static_masks(run: RunSpec) -> Masks:
         _in_flight([_attentions(run, chunk) for chunk in chunks], rank, run)
         for rank, chunks in enumerate(layout(run.model, run.parallel).stages)
     ]
-    # Sequences that are packed come with their lengths; nobody has looked at graphs of them.
+    # Packed sequences come with their lengths; their graphs were not examined, so there may be no masks.
     least = 0 if batch.packed_sequences else min(fewest for fewest, _ in counts)
     return Masks(least * mask, max(most for _, most in counts) * mask)
 
 
 def _attentions(run: RunSpec, chunk: Chunk) -> int:
-    """Layers of the chunk that have a mask, those of MTP depths too."""
+    """Layers of the chunk that have a mask, MTP depths included."""
     model = run.model
     kinds = _ATTENTIONS if model.hybrid else (*_ATTENTIONS, GatedDeltaNetSpec)
     held = [*(model.layers[i] for i in chunk.layers), *(model.mtp_layer for _ in chunk.mtp)]
@@ -53,10 +53,10 @@ def _attentions(run: RunSpec, chunk: Chunk) -> int:
 
 
 def _in_flight(layers: list[int], rank: int, run: RunSpec) -> tuple[int, int]:
-    """Masks of a stage whose chunks have so many ``layers`` with one: (at least, at most).
+    """(fewest, most) masks of a stage. ``layers``: layers with a mask in each of its chunks.
 
-    Before the first backward pass the interleaved schedule has sent a group of microbatches through every chunk but the
-    last, and one through that (``pipeline_parallel/schedules.py: get_pp_rank_microbatches``).
+    Before the first backward pass the interleaved schedule has run a group of microbatches through every chunk except
+    the last, and one microbatch through that (``pipeline_parallel/schedules.py: get_pp_rank_microbatches``).
     """
     pp, chunks, m = run.parallel.pp, len(layers), run.num_microbatches
     if pp == 1:

@@ -1,14 +1,14 @@
-"""Layers -> (pipeline stage, virtual chunk).
+"""Assignment of layers to pipeline stages and virtual chunks.
 
-Source of every rule, in megatron-core: ``transformer/transformer_block.py: get_num_layers_to_build``,
+Sources in megatron-core: ``transformer/transformer_block.py: get_num_layers_to_build``,
 ``transformer/transformer_layer.py: get_transformer_layer_offset``,
 ``transformer/pipeline_parallel_layer_layout.py: PipelineParallelLayerLayout``,
 ``transformer/transformer_config.py: TransformerConfig.__post_init__``,
 ``transformer/multi_token_prediction.py: get_mtp_num_layers_to_build`` and, for hybrid models,
 ``ssm/mamba_block.py: MambaStack._select_layers_for_pipeline_parallel``.
 
-In all of them layers are handed out in the order in which a microbatch passes the chunks: chunk 0 of every
-stage, then chunk 1 of every stage, and so on. Only the number of layers a chunk gets differs.
+All of them assign layers in the order in which a microbatch passes the chunks: chunk 0 of every stage, then chunk 1 of
+every stage, and so on. Only the number of layers per chunk differs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bridge_memory.spec.parts import ParallelSpec
 
 
 class Chunk(NamedTuple):
-    """One virtual stage: which decoder layers and MTP depths (both 0-based) and which ends of the model it holds."""
+    """One virtual stage: its decoder layers and MTP depths (0-based), and whether it holds embedding and output."""
 
     first_layer: int
     num_layers: int
@@ -46,7 +46,7 @@ class Chunk(NamedTuple):
         return tuple(range(self.first_depth, self.first_depth + self.num_depths))
 
     def shape(self, model: ModelSpec) -> ChunkShape:
-        """What the chunk holds, wherever it stands."""
+        """What the chunk holds, without the layers' positions."""
         first, beyond = self.first_layer, self.first_layer + self.num_layers
         runs = model.layer_runs
         layers = []
@@ -60,9 +60,9 @@ class Chunk(NamedTuple):
 
 
 class ChunkShape(NamedTuple):
-    """What a chunk holds, whatever the numbers of its layers are: equal stages and shifted layers have one shape."""
+    """What a chunk holds, without the layers' positions: equal chunks of different stages have one ChunkShape."""
 
-    #: Kinds of layers in order, (kind, how many in a row).
+    #: Layers in order, as (LayerSpec, number of consecutive ones).
     layers: tuple[tuple[LayerSpec, int], ...]
     embedding: bool
     output: bool
@@ -76,7 +76,7 @@ class ChunkShape(NamedTuple):
 
     @property
     def kinds(self) -> dict[LayerSpec, int]:
-        """How many layers of each kind."""
+        """Number of layers of each kind."""
         out: dict[LayerSpec, int] = {}
         for kind, count in self.layers:
             out[kind] = out.get(kind, 0) + count
@@ -97,11 +97,11 @@ class Layout:
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int:
-        """Chunks a stage; a layout string may ask for more than one without naming the field."""
+        """Chunks per stage. A layout string can imply more than one without the field being set."""
         return len(self.stages[0])
 
     def shapes(self, model: ModelSpec) -> tuple[StageShape, ...]:
-        """What each stage holds."""
+        """The chunk shapes of each stage; cached for the last model, equal shapes being one object."""
         known = self._shapes
         if known is None or known[0] is not model:
             one: dict[ChunkShape, ChunkShape] = {}  # equal shapes are one object
@@ -114,10 +114,9 @@ class Layout:
 
 
 def layout(model: ModelSpec, parallel: ParallelSpec) -> Layout:
-    """Lay the model's layers out over pipeline stages and virtual chunks.
+    """Assign the model's layers to pipeline stages and virtual chunks. Results are cached.
 
-    Raises SpecError where megatron-core would refuse, or would place layers otherwise than the fields say.
-    The answer is kept, so that asking again costs about a microsecond.
+    Raises SpecError where megatron-core would refuse, or would silently place layers differently.
     """
     answer = _layout(
         len(model.layers),
@@ -140,7 +139,7 @@ def layout(model: ModelSpec, parallel: ParallelSpec) -> Layout:
 
 
 class _Shape(NamedTuple):
-    """What an advice has to know."""
+    """The sizes that the advice in a refusal depends on."""
 
     num_layers: int
     mtp_num_layers: int
@@ -166,7 +165,7 @@ def _layout(
     loss_slot: bool,
     text: str | None,
 ) -> Layout | str:
-    """The layout, or the line that says why there is none (kept as well: a search meets many of them)."""
+    """The layout, or the refusal as text (cached too: a search meets many invalid layouts)."""
     try:
         if text is not None:
             return _from_string(num_layers, mtp_num_layers, hybrid, pp, vpp, first, last,
@@ -196,7 +195,7 @@ def _layout(
 
 
 def _place(letters: Sequence[Sequence[str]]) -> Layout:
-    """Number the layers in the order in which a microbatch passes them. ``letters[rank][chunk]``."""
+    """Number the layers of ``letters[rank][chunk]`` in the order in which a microbatch passes them."""
     rows: list[list[Chunk]] = [[] for _ in letters]
     layer = depth = 0
     for c in range(len(letters[0])):
@@ -209,7 +208,7 @@ def _place(letters: Sequence[Sequence[str]]) -> Layout:
 
 
 def _check_hybrid(vpp: int | None, embedding_slot: bool, loss_slot: bool) -> None:
-    """What ``MambaStack`` refuses, or silently ignores and so would drop layers."""
+    """Raise SpecError for options that ``MambaStack`` refuses, or silently ignores and thereby drops layers."""
     if vpp is not None and vpp > 1:
         raise SpecError(
             f"virtual_pipeline_model_parallel_size ({vpp}) is not supported for hybrid (Mamba) models by "
@@ -227,7 +226,7 @@ def _check_hybrid(vpp: int | None, embedding_slot: bool, loss_slot: bool) -> Non
 
 
 def _even(shape: _Shape, embedding_slot: bool, loss_slot: bool) -> int:
-    """Slots a stage, where embedding and loss may each take the place of a layer."""
+    """Layer slots per stage; embedding and loss may each occupy one."""
     slots = shape.num_layers + embedding_slot + loss_slot
     if slots % shape.chunks == 0:
         return slots // shape.pp
@@ -246,7 +245,7 @@ def _even(shape: _Shape, embedding_slot: bool, loss_slot: bool) -> int:
 
 
 def _uneven(shape: _Shape, first: int | None, last: int | None) -> list[int]:
-    """Layers a stage with ``num_layers_in_first/last_pipeline_stage``."""
+    """Layers of each stage with ``num_layers_in_first/last_pipeline_stage``."""
     num_layers, pp, v = shape.num_layers, shape.pp, shape.v
     given = []
     for name, value in (
@@ -342,7 +341,7 @@ def _from_string(
         if flat.count(letter) != wanted:
             raise SpecError(f"{here} has {flat.count(letter)} {letter} ({name}); write {wanted}")
     if not chunks[0].startswith("E"):
-        # megatron-core builds the embedding on the first stage whatever an empty first stage says.
+        # megatron-core builds the embedding on the first stage even if the layout puts it elsewhere.
         raise SpecError(f"{here} must begin with E, the embedding")
     if not chunks[-1].endswith("L"):
         raise SpecError(f"{here} must end with L, the loss, in the last stage")
@@ -365,9 +364,9 @@ def _from_string(
 
 
 def _advice(shape: _Shape, first: int | None = None, last: int | None = None, *, drop: bool = False) -> str:
-    """The most even split that works, keeping what the user set where that is possible.
+    """Words for the most even split that works, keeping the user's sizes if possible.
 
-    ``drop``: the user has set num_layers_in_first/last_pipeline_stage, to be dropped where nothing fits it.
+    ``drop``: the user set num_layers_in_first/last_pipeline_stage; they are dropped if no split fits them.
     """
     n, chunks = shape.num_layers, shape.chunks
     kept = ((first, None), (None, last)) if first is not None and last is not None else ((first, last),)
@@ -395,9 +394,9 @@ def _advice(shape: _Shape, first: int | None = None, last: int | None = None, *,
 def _uneven_splits(
     shape: _Shape, first: int | None = None, last: int | None = None
 ) -> Iterator[tuple[int, int, int, str]]:
-    """Splits with a first and a last stage of their own: (spread, fields to set, largest, the advice).
+    """Splits whose first and last stage differ from the others: (largest - smallest, fields to set, largest, advice).
 
-    ``first`` and ``last`` are kept where given. Every size is a positive multiple of ``v``.
+    ``first`` and ``last`` are kept if given. Every size is a positive multiple of ``v``.
     """
     n, pp, v = shape.num_layers, shape.pp, shape.v
     if pp < 2 or n % v:
@@ -418,7 +417,7 @@ def _uneven_splits(
                 continue
             sizes = [a, *[middle] * (pp - 2), b]
             fields = []
-            # A first stage of the size of the middle ones needs no field of its own.
+            # A first stage as large as the middle ones needs no field.
             if first is not None or (pp > 2 and (a != middle or last is not None)):
                 fields.append(f"num_layers_in_first_pipeline_stage to {a}")
             if first is None or pp > 2:
@@ -428,7 +427,7 @@ def _uneven_splits(
 
 
 def _even_string(shape: _Shape) -> str:
-    """A layout string as even as can be; the ends, which hold the embedding and the loss, are short."""
+    """The most even layout string; the first and last chunk, with embedding and loss, are the shorter ones."""
     base, more = divmod(shape.num_layers, shape.chunks)
     sizes = [base] * shape.chunks
     start = (shape.chunks - more + 1) // 2
@@ -441,7 +440,7 @@ def _even_string(shape: _Shape) -> str:
 
 
 def _lower(shape: _Shape) -> str:
-    """The next smaller size that divides the layers."""
+    """Advice: the next smaller virtual or pipeline size that divides the layers."""
     n, pp, v = shape.num_layers, shape.pp, shape.v
     if v > 1:
         fitting = next((k for k in range(v - 1, 0, -1) if n % (pp * k) == 0), 0)
@@ -453,7 +452,7 @@ def _lower(shape: _Shape) -> str:
 
 
 def _sum(sizes: Sequence[int]) -> str:
-    """15+15+15+16, and 3+14x4+2 for many stages."""
+    """Sizes as text: 15+15+15+16; 3+14x4+2 for more than 8 stages."""
     if len(sizes) <= 8:
         return "+".join(map(str, sizes))
     runs: list[list[int]] = []

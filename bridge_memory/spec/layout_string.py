@@ -14,12 +14,12 @@ from bridge_memory.spec.errors import SpecError
 
 #: Letters of Megatron's layout string (``PipelineParallelLayerLayout.parse_str_to_list``).
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-#: No model comes near this many layers; a longer layout is a typing error that would eat the memory.
+#: No model has nearly this many layers; a longer layout is a typing error and would exhaust memory.
 _MOST_SLOTS = 100_000
 
 
 def layout_string(value: Any) -> str | None:
-    """``pipeline_model_parallel_layout`` in any of its forms (string, nested list, core's own class) as a string.
+    """``pipeline_model_parallel_layout`` in any form (string, nested list, megatron-core's class) as a string.
 
     An entry of the nested form is a layer type's name in any case ("embedding", "decoder", "mtp", "loss") or a
     ``LayerType`` member. Raises SpecError for any other.
@@ -42,7 +42,7 @@ def _letter(entry: Any) -> str:
 def parse_layout_string(text: str) -> list[str]:
     """The chunks of a layout string in order, as one string of letters (E, t, m, L) each.
 
-    "Et*3|(tt|)*2,mL" -> ["Ettt", "tt", "tt", "mL"]. Commas say nothing; ``(...)*n`` is unrolled first, then
+    "Et*3|(tt|)*2,mL" -> ["Ettt", "tt", "tt", "mL"]. Commas are ignored; ``(...)*n`` is unrolled first, then
     ``x*n``; ``|`` ends a stage. Source: ``PipelineParallelLayerLayout.parse_str_to_list``. Raises SpecError.
     """
 
@@ -70,8 +70,8 @@ def parse_layout_string(text: str) -> list[str]:
 
 
 def short_layout_string(chunks: Sequence[str]) -> str:
-    """Chunks, a string of letters each, as a short layout string: ["Ett", "tttt", "tttt", "L"] -> "Ett|(t*4|)*2L".
-    ``parse_layout_string`` reads it back."""
+    """The inverse of ``parse_layout_string``, with repetitions abbreviated: ["Ett", "tttt", "tttt", "L"] ->
+    "Ett|(t*4|)*2L"."""
     parts = [re.sub("t{4,}", lambda run: f"t*{len(run[0])}", chunk) for chunk in chunks]
     text = ""
     for part, alike in groupby(parts[:-1]):
@@ -81,5 +81,5 @@ def short_layout_string(chunks: Sequence[str]) -> str:
 
 
 def quote(text: str) -> str:
-    """A user's text in one short line."""
+    """A user's text, quoted and shortened to one line."""
     return repr(text if len(text) <= 80 else text[:77] + "...")

@@ -1,6 +1,6 @@
-"""What the sizes of a model allow: the model checked by itself, and what parallel sizes must divide.
+"""Checks of a model by itself, and the sizes of it that parallel sizes must divide.
 
-Worked out once per model. TC = megatron-core 0.16.1 ``transformer/transformer_config.py:
+Computed once per model. TC = megatron-core 0.16.1 ``transformer/transformer_config.py:
 TransformerConfig.__post_init__``.
 """
 
@@ -28,24 +28,23 @@ from bridge_memory.spec.model import (
 
 
 class Limits(NamedTuple):
-    """Sizes of a model that a parallel size must divide, with their common divisors (0: nothing to divide)."""
+    """Sizes of a model that a parallel size must divide, with their greatest common divisors (0: no such size)."""
 
-    #: (Megatron's name, size), divided by TP and by expert TP.
+    #: (Megatron's name, size) of the sizes that TP and expert TP divide.
     tp: tuple[tuple[str, int], ...]
     tp_gcd: int
     etp: tuple[tuple[str, int], ...]
     etp_gcd: int
-    #: Numbers of experts, divided by EP; empty for a dense model.
+    #: Numbers of experts, which EP divides; empty for a dense model.
     experts: tuple[int, ...]
     experts_gcd: int
-    #: Numbers of query groups, divided by TP, or (0.16) dividing it.
+    #: Numbers of query groups: TP divides them or, from 0.16 on, is a multiple of them.
     groups: tuple[int, ...]
     groups_gcd: int
     mixers: tuple[object, ...]
     moes: tuple[MoESpec, ...]
     mla: bool
-    #: Whether any layer has a dense feed-forward block, any one with biases, and any a norm over all the heads of q
-    #: and k.
+    #: Whether any layer has a dense feed-forward block, one with biases, or a norm over all heads of q and k.
     dense: bool
     dense_bias: bool
     full_qk_norm: bool
@@ -98,14 +97,15 @@ def _limits_of(model: ModelSpec) -> Limits:
 
 
 def _mixers(layer: LayerSpec) -> tuple[object, ...]:
-    """Of those side by side, each."""
+    """The mixers of a layer: none, one, or the two of a SideBySideSpec."""
     if isinstance(layer.mixer, SideBySideSpec):
         return layer.mixer.attention, layer.mixer.mamba
     return () if layer.mixer is None else (layer.mixer,)
 
 
 def _divided_by_tp(block: object) -> Iterator[tuple[str, int]]:
-    """TC, ``ssm/mamba_mixer.py: MambaMixer.__init__``, ``tensor_parallel/layers.py``."""
+    """(Megatron's name, size) of the sizes that TP divides. Source: TC, ``ssm/mamba_mixer.py: MambaMixer.__init__``,
+    ``tensor_parallel/layers.py``."""
     if isinstance(block, AttentionSpec | MLASpec):
         yield "num_attention_heads", block.num_attention_heads
     elif isinstance(block, MambaSpec):
@@ -133,12 +133,12 @@ _INTS: dict[type, tuple[str, ...]] = {
     MoESpec: ("num_experts", "topk", "moe_ffn_hidden_size"),
 }
 
-#: Every expert is a parameter of its own on the list; a number beyond these is a damaged config, and would eat the
-#: memory of the machine that estimates it.
+#: Each expert is a separate entry in the list of parameters. More than these come from a damaged config, and would
+#: exhaust the memory of the machine that runs the estimate.
 MOST_EXPERTS = 8192
 MOST_EXPERT_WEIGHTS = 500_000
 MOST_MTP_LAYERS = 64
-#: Rows to which a vocabulary is padded: no kernel wants a multiple anywhere near this.
+#: Largest multiple to which a vocabulary is padded: no kernel needs one near this.
 MOST_VOCAB_PADDING = 2**20
 
 
@@ -237,7 +237,7 @@ def _check_moe(moe: MoESpec) -> None:
 
 
 def _check_groups(moe: MoESpec) -> None:
-    """TC, and ``moe_utils.py: group_limited_topk``, which takes the experts from those of the chosen groups."""
+    """TC, and ``moe_utils.py: group_limited_topk``, which selects experts of the selected groups only."""
     groups, chosen = moe.router_num_groups, moe.router_group_topk
     if not groups or not chosen:
         return
@@ -268,5 +268,5 @@ def divisors(size: int, near: int, *, above: bool = True) -> str:
 
 
 def next_multiple(value: int, of: int) -> int:
-    """The smallest multiple of ``of`` that is not below ``value``."""
+    """The smallest multiple of ``of`` that is at least ``value``."""
     return -(-value // of) * of

@@ -1,4 +1,4 @@
-"""ModelSpec: what a layer is made of. Global sizes, before any sharding, with Megatron's own field names."""
+"""ModelSpec and the specs of its layers. Sizes are global (before sharding), under Megatron's field names."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class AttentionSpec:
     qk_layernorm: str | None = None
     #: Sliding-window length in tokens, None for full attention. Changes no saved tensor under flash.
     window_size: int | None = None
-    #: gpt-oss: one learnt logit a head (``softmax_offset``).
+    #: gpt-oss: one learned logit per head (``softmax_offset``).
     learnable_softmax_sink: bool = False
-    #: Qwen3-Next: linear_qkv also makes a sigmoid gate of the size of q.
+    #: Qwen3-Next: linear_qkv also produces a sigmoid gate, as large as q.
     attention_output_gate: bool = False
     rotary: bool = True
-    #: Width of a value head where it is not kv_channels (MiMo-V2).
+    #: Width of a value head if it differs from kv_channels (MiMo-V2).
     v_channels: int | None = None
     #: Gemma 4: a norm of the values, without a weight.
     value_norm: bool = False
-    #: Gemma 4: values are the projected keys; linear_qkv makes those of its own all the same.
+    #: Gemma 4: the projected keys serve as values. linear_qkv still computes values, which are not used.
     keys_are_values: bool = False
-    #: Gemma 4: keys and values are those of an earlier layer; linear_qkv makes its own all the same.
+    #: Gemma 4: the layer attends to keys and values of an earlier layer. linear_qkv still computes its own.
     borrows_keys: bool = False
-    #: Gemma 4: later layers take over these keys and values.
+    #: Gemma 4: later layers attend to this layer's keys and values.
     lends_keys: bool = False
 
     @property
@@ -53,9 +53,9 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
-    """What chooses the keys of sparse attention (``experimental_attention_variant/dsa.py: DSAIndexer``).
+    """The indexer that selects the keys of sparse attention (``experimental_attention_variant/dsa.py: DSAIndexer``).
 
-    Every rank of a tensor-parallel group holds its parameters whole.
+    Its parameters are replicated over tensor-parallel ranks.
 
     Example:
         >>> from bridge_memory import IndexerSpec
@@ -65,13 +65,14 @@ class IndexerSpec:
 
     num_heads: int
     head_dim: int
-    #: Compressed keys that a query attends to; for multi-latent attention ``SparseSpec`` says it.
+    #: Compressed keys that a query attends to. Multi-latent attention uses ``SparseSpec.topk`` instead.
     topk: int = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedAttentionSpec:
-    """DeepSeek-V4's attention over a window and compressed keys (Megatron-LM ``csa.py: CompressedSparseAttention``).
+    """DeepSeek-V4's attention over a sliding window and compressed keys (Megatron-LM ``csa.py:
+    CompressedSparseAttention``).
 
     Example:
         >>> from bridge_memory import CompressedAttentionSpec
@@ -84,29 +85,30 @@ class CompressedAttentionSpec:
     """
 
     num_attention_heads: int
-    #: Width of queries, of the one key and of its value.
+    #: Width of a query head, of the single key head and of its value.
     head_dim: int
     rope_dim: int
     q_lora_rank: int
     output_groups: int
     output_lora_rank: int
     window_size: int
-    #: Tokens a compressed key; 0: the window alone.
+    #: Tokens per compressed key; 0: sliding window only.
     compress_ratio: int = 0
-    #: What chooses of the compressed keys; None: a query attends to all.
+    #: Selects compressed keys; None: a query attends to all of them.
     indexer: IndexerSpec | None = None
-    #: Whether FlashMLA's and cuDNN's kernels run it (``apply_dsa_kernel_fusion``).
+    #: Whether the fused kernels of FlashMLA and cuDNN are used (``apply_dsa_kernel_fusion``).
     fused: bool = False
     add_output_bias: bool = False
 
 
-#: dsa_kernel_backend (``experimental_attention_variant/dsa_kernels.py``); none: torch's operations.
+#: Values of dsa_kernel_backend (``experimental_attention_variant/dsa_kernels.py``); none: unfused torch operations.
 SPARSE_KERNELS = ("none", "tilelang", "cudnn")
 
 
 @dataclass(frozen=True, slots=True)
 class SparseSpec:
-    """How DeepSeek Sparse Attention runs over the chosen keys (``experimental_attention_variant/dsa.py: DSAttention``).
+    """How DeepSeek Sparse Attention computes over the selected keys (``experimental_attention_variant/dsa.py:
+    DSAttention``).
 
     Example:
         >>> from bridge_memory import SparseSpec
@@ -118,14 +120,14 @@ class SparseSpec:
     topk: int = 2048
     #: dsa_kernel_backend, one of ``SPARSE_KERNELS``.
     kernels: str = "none"
-    #: Whether the indexer learns (dsa_indexer_loss_coeff above 0).
+    #: Whether the indexer is trained (dsa_indexer_loss_coeff above 0).
     indexer_loss: bool = True
-    #: Whether its loss is over the chosen keys alone.
+    #: Whether the indexer's loss covers the selected keys only (``dsa_indexer_use_sparse_loss``).
     sparse_loss: bool = False
-    #: Whether a Hadamard transform turns its queries and keys.
+    #: Whether a Hadamard transform is applied to the indexer's queries and keys.
     rotate_activation: bool = False
     scoring_relu: bool = True
-    #: Whether other layers take its choice over, which is then kept to the next forward pass.
+    #: Whether other layers reuse this layer's selected indices, which then stay alive until the next forward pass.
     shares_choice: bool = False
 
 
@@ -147,9 +149,9 @@ class MLASpec:
     qk_pos_emb_head_dim: int
     v_head_dim: int
     qk_layernorm: bool = True
-    #: On linear_proj, the only linear of MLA that can have one.
+    #: Bias of linear_proj, the only linear of MLA that can have one.
     add_output_bias: bool = False
-    #: None for full attention, and where a layer takes over another's choice of keys.
+    #: None for full attention, and for a layer that reuses another layer's selected keys.
     indexer: IndexerSpec | None = None
     #: DeepSeek Sparse Attention; None for full attention.
     sparse: SparseSpec | None = None
@@ -212,7 +214,7 @@ class MLPSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """A mixture-of-experts block of E experts, k a token (``megatron.core.transformer.moe.moe_layer: MoELayer``).
+    """A mixture-of-experts block: E experts, k per token (``megatron.core.transformer.moe.moe_layer: MoELayer``).
 
     Example:
         >>> from bridge_memory import resolve_model
@@ -227,19 +229,19 @@ class MoESpec:
     gated: bool = True
     activation: str = "silu"
     add_bias: bool = False
-    #: Total inner width of the shared experts, 0 without.
+    #: Total inner width of the shared experts; 0: none.
     shared_expert_intermediate_size: int = 0
     shared_expert_gate: bool = False
     #: Aux-loss-free balancing: an fp32 buffer of E values and one of token counts (not parameters).
     router_enable_expert_bias: bool = False
-    #: The model's published parameter count has that bias in it (MiniMax-M2, Nemotron-3); Megatron's never has.
+    #: Whether the published parameter count includes that bias (MiniMax-M2, Nemotron-3); Megatron's never does.
     expert_bias_in_published_count: bool = False
     #: A bias on the router's linear (gpt-oss).
     add_router_bias: bool = False
     router_score_function: str = "softmax"
     #: Aux-loss kind: "none", "aux_loss", "seq_aux_loss", "sinkhorn", ...
     router_load_balancing_type: str = "aux_loss"
-    #: Group-limited routing: a token's experts come from ``group_topk`` of ``num_groups`` groups of experts.
+    #: Group-limited routing: a token's experts come from ``router_group_topk`` of ``router_num_groups`` groups.
     router_num_groups: int | None = None
     router_group_topk: int | None = None
     #: Latent MoE: experts work in this width instead of h (Nemotron-3).
@@ -248,7 +250,7 @@ class MoESpec:
 
 @dataclass(frozen=True, slots=True)
 class SideBySideSpec:
-    """Attention and a Mamba mixer over one norm's output, whose outputs are added (Falcon-H1).
+    """Attention and a Mamba mixer in parallel: both read one norm's output, and their outputs are added (Falcon-H1).
 
     Example:
         >>> from bridge_memory import AttentionSpec, MambaSpec, SideBySideSpec
@@ -260,25 +262,25 @@ class SideBySideSpec:
 
     attention: AttentionSpec
     mamba: MambaSpec
-    #: Whether any of the multipliers is not 1: of the mixers' inputs and outputs, keys, gates, ...
+    #: Whether any multiplier (of the mixers' inputs and outputs, keys, gates, ...) differs from 1.
     scaled: bool = True
 
 
 Mixer = AttentionSpec | CompressedAttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec | SideBySideSpec
 FeedForward = MLPSpec | MoESpec
-#: Part of a layer -> what it may be.
+#: Field of LayerSpec -> the classes that it may hold.
 KINDS: dict[str, tuple[type, ...]] = {
     "mixer": (AttentionSpec, CompressedAttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, SideBySideSpec),
     "ffn": (MLPSpec, MoESpec),
 }  # fmt: skip
-#: Who puts the blocks of a layer together: megatron-core's TransformerLayer or MambaLayer, or one of Megatron Bridge's
-#: own for Gemma 4 without experts, which is of local modules, and for Gemma 4 with experts.
+#: The layer class: megatron-core's TransformerLayer or MambaLayer ("megatron"), or Megatron Bridge's layer for Gemma 4
+#: without experts, built of local modules ("gemma4_dense"), or with experts ("gemma4").
 ARRANGEMENTS = ("megatron", "gemma4_dense", "gemma4")
 
 
 @cache
 def _types_of(cls: type) -> tuple[tuple[str, tuple[type, ...], str], ...]:
-    """(field, its types, in words) of every field that is a flag, a name or an integer."""
+    """(field, its types, their description) of every bool, str or int field."""
     words = {"bool": ((bool,), "True or False"), "str": ((str,), "a string"), "int": ((int,), "an integer")}
     found = []
     for f in fields(cls):
@@ -290,7 +292,7 @@ def _types_of(cls: type) -> tuple[tuple[str, tuple[type, ...], str], ...]:
 
 
 def _check_types(spec: Any) -> None:
-    """Raise SpecError for a flag, a name or an integer of ``spec`` that is something else; True is not 1."""
+    """Raise SpecError for a bool, str or int field of ``spec`` that holds another type; True is not an int."""
     cls: Any = type(spec)
     for name, types, give in _types_of(cls):
         value = getattr(spec, name)
@@ -300,7 +302,7 @@ def _check_types(spec: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One entry of the layer stack: a mixer, a feed-forward block, or both. None stands for one that is absent.
+    """One layer of the stack: a mixer, a feed-forward block, or both. None: absent.
 
     Example:
         >>> from bridge_memory import AttentionSpec, LayerSpec, MLPSpec
@@ -315,12 +317,12 @@ class LayerSpec:
     post_layernorms: bool = False
     #: One of ARRANGEMENTS.
     arrangement: str = "megatron"
-    #: Gemma 4: width of the embedding of its own that a layer adds (0: none), and of those of all layers.
+    #: Gemma 4: width of this layer's per-layer embedding (0: none), and of all layers' embeddings together.
     per_layer_width: int = 0
     all_layers_width: int = 0
-    #: Computes in the dtype of the parameters where others compute in fp8 (``first_last_layers_bf16``).
+    #: Computes in params_dtype while other layers compute in fp8 or fp4 (``first_last_layers_bf16``).
     unquantized: bool = False
-    #: Hash of the fields, taken once: layers are looked up by their kind all the time.
+    #: Hash of the fields, computed once: LayerSpecs are keys of many caches.
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -347,10 +349,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """An encoder of images or sounds beside the language model, and what joins it to that: its parameters alone.
+    """A modality encoder (images or audio) with its projector. Only its number of parameters is known.
 
-    ``sharded``: of them those of which tensor-parallel ranks have a share each. An encoder of transformers' own modules
-    is whole on every rank.
+    ``parameters``: elements in all. ``sharded``: the part of them that tensor parallelism divides. The parameters of an
+    encoder made of transformers' modules are replicated over tensor-parallel ranks.
 
     Example:
         >>> from bridge_memory import EncoderSpec
@@ -375,7 +377,7 @@ class EncoderSpec:
 class ModelSpec:
     """The architecture. ``layers`` lists the decoder layers in order, without those of multi-token prediction (MTP).
 
-    ``resolve_model`` and ``model_from_hf_config`` read one from a config; it can be written out as well.
+    ``resolve_model`` and ``model_from_hf_config`` read it from a config; it can also be constructed directly.
 
     Example:
         >>> from bridge_memory import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RunSpec, estimate
@@ -410,40 +412,40 @@ class ModelSpec:
     embedding_layernorm: bool = False
     #: A bias on the output layer (phi-1 style heads).
     output_bias: bool = False
-    #: Fraction of the head dimension that is rotated, and the rope width in all for the lasting table.
+    #: Channels of a head that are rotated: the width of the persistent table of rotary frequencies.
     rotary_dim: int = 0
     mtp_num_layers: int = 0
     #: The layer inside one MTP depth (None: no MTP).
     mtp_layer: LayerSpec | None = None
-    #: Every MTP depth uses the one MTP layer's weights (``mtp_use_repeated_layer``).
+    #: All MTP depths share the weights of one MTP layer (``mtp_use_repeated_layer``).
     mtp_use_repeated_layer: bool = False
-    #: Mamba/hybrid models are built by MambaModel, whose parameter names and splits differ from GPTModel's.
+    #: Mamba and hybrid models are built by MambaModel, whose parameter names and splits differ from GPTModel's.
     hybrid: bool = False
-    #: A hybrid whose layer pattern itself splits the pipeline ("M-M*|M-M-", newer Megatron-LM): chunks come from
+    #: A hybrid whose layer pattern also splits the pipeline ("M-M*|M-M-", newer Megatron-LM): chunks come from
     #: ``pipeline_model_parallel_layout`` and may be virtual.
     pattern_splits_pipeline: bool = False
     #: Hyper-connections: residual streams, each of hidden_size; and whether fused kernels mix them.
     residual_streams: int = 1
     fused_hyper_connections: bool = False
-    #: Gemma 4: rows of the table of embeddings layer by layer, which is as wide as those of all layers; 0: none.
+    #: Gemma 4: rows of the per-layer embedding table (its width is ``all_layers_width``); 0: none.
     per_layer_vocab_size: int = 0
     #: Gemma 2 and 4: a tanh over the logits (``final_logit_softcapping``).
     softcapped_logits: bool = False
-    #: What the reader had to suppose, one sentence each; shown with the estimate.
+    #: What the reader had to assume, one sentence each; shown with the estimate.
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
-    #: Of other modalities, on the first pipeline stage.
+    #: Modality encoders, on the first pipeline stage.
     encoders: tuple[EncoderSpec, ...] = ()
 
-    #: Hash of the layers, taken once: caches keyed by a model are looked up for every stage of every estimate.
+    #: Hash of the layers, computed once: caches keyed by a model are looked up for every stage of every estimate.
     _hash: int = field(default=0, init=False, repr=False, compare=False)
     #: Whether any layer routes tokens to experts.
     has_experts: bool = field(default=False, init=False, repr=False, compare=False)
-    #: The layers as runs of one kind: (kind, first layer, the one after the last).
+    #: Consecutive equal layers: (LayerSpec, index of the first, index after the last).
     layer_runs: tuple[tuple[LayerSpec, int, int], ...] = field(default=(), init=False, repr=False, compare=False)
-    #: Elements of the model and of its MTP depths, once somebody has counted them.
+    #: Cached: elements of the model and of its MTP depths (``keep_parameter_counts``).
     parameter_counts: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
-    #: What a parallel size must divide, once somebody has asked (``limits.limits_of``).
+    #: Cached: what parallel sizes must divide (``limits.limits_of``).
     limits: object = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -468,8 +470,11 @@ class ModelSpec:
         return self._hash
 
     def with_unquantized_ends(self, start: int, end: int) -> ModelSpec:
-        """The same model with so many layers at its start and its end, and no others, computing in the dtype of the
-        parameters (``fp8_utils.py: is_first_last_bf16_layer``); MTP depths do not. Itself where it is so already."""
+        """The model whose first ``start`` and last ``end`` layers, and no others, are unquantized.
+
+        MTP depths stay quantized. Returns ``self`` if nothing changes. Source: ``fp8_utils.py:
+        is_first_last_bf16_layer``.
+        """
         if not start and not end and not any(kind.unquantized for kind, _, _ in self.layer_runs):
             return self
         beyond = len(self.layers) - end

@@ -1,6 +1,6 @@
-"""How a run is sharded and trained: one frozen group of fields a concern. Each checks its own fields when it is built.
+"""How a run is sharded and trained: one frozen group of fields per concern. Each validates its fields on construction.
 
-What two groups, or a group and the model, must agree on is in ``validation``.
+``validation`` checks fields of several groups, or of a group and the model, against each other.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from bridge_memory.spec.fields import (
     text,
 )
 
-#: Who keeps model state over data-parallel ranks, each a module of ``bridge_memory.engines``, and its name in reports.
+#: Engine of data parallelism (a module of ``bridge_memory.engines``) -> its name in reports.
 ENGINES = {
     "megatron_ddp": "Megatron DDP", "megatron_fsdp": "Megatron-FSDP", "single": "one GPU, no data parallelism",
     "ddp": "PyTorch DDP", "fsdp1": "PyTorch FSDP1", "fsdp2": "PyTorch FSDP2", "zero1": "DeepSpeed ZeRO-1",
     "zero2": "DeepSpeed ZeRO-2", "zero3": "DeepSpeed ZeRO-3", "megatron_deepspeed": "Megatron with DeepSpeed ZeRO",
 }  # fmt: skip
-#: The engine that a framework uses where nobody names one.
+#: A framework's default engine.
 ENGINE_OF_FRAMEWORK = {"megatron": "megatron_ddp"}
-#: Those of megatron-core, whose flags and options they follow.
+#: The engines of megatron-core.
 MEGATRON_ENGINES = ("megatron_ddp", "megatron_fsdp")
-#: Those that train Hugging Face's models: layers are transformers' unless another implementation is asked for.
+#: Engines that train Hugging Face models: ``transformer_impl`` is transformers by default.
 WITH_TRANSFORMERS = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
 
 
 def layers_by_default(engine: str | None) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """(fields of ImplementationSpec that ``engine`` brings where no implementation is asked for, what that assumes)."""
+    """(default fields of ImplementationSpec with ``engine``, the assumptions that they make)."""
     if engine not in WITH_TRANSFORMERS:
         return {}, ()
-    said = f"layers as Hugging Face transformers runs them, since engine is {engine}"
-    return {"transformer_impl": "transformers"}, (said,)
+    assumption = f"layers as Hugging Face transformers runs them, since engine is {engine}"
+    return {"transformer_impl": "transformers"}, (assumption,)
 
 
-#: Engine -> the group of a RunSpec with its own options.
+#: Engine -> the group of RunSpec with its options.
 ENGINE_OPTIONS = {
     "ddp": "ddp", "fsdp1": "fsdp", "fsdp2": "fsdp", "zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed",
     "megatron_deepspeed": "deepspeed",
 }  # fmt: skip
 #: Megatron's optimizers; the first two are torch's too.
 OPTIMIZERS = ("adam", "sgd", "muon")
-#: Optimizers of engines outside of megatron-core: torch.optim.AdamW (whose states are those of Adam), bitsandbytes'
-#: 8-bit AdamW and Lion, transformers' Adafactor, Lion.
+#: Optimizers of engines outside megatron-core: torch.optim.AdamW (with Adam's states), bitsandbytes' 8-bit AdamW,
+#: transformers' Adafactor, Lion, bitsandbytes' 8-bit Lion.
 TORCH_OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "lion", "lion_8bit")
-#: What Megatron-FSDP divides over data-parallel ranks (``--data-parallel-sharding-strategy``).
+#: What Megatron-FSDP shards over data-parallel ranks (``--data-parallel-sharding-strategy``).
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 #: ``TransformerConfig.recompute_modules``.
 RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
@@ -69,7 +69,7 @@ OFFLOAD_MODULES = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm
 GRAPHED_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 #: GPU generations, oldest first.
 GPU_ARCHITECTURES = tuple(GENERATIONS)
-#: Those for which Transformer Engine has neither FlashAttention nor cuDNN's attention.
+#: Generations for which Transformer Engine has neither FlashAttention nor cuDNN's fused attention.
 WITHOUT_ATTENTION_KERNELS = ("volta", "turing")
 
 
@@ -105,7 +105,7 @@ class ParallelSpec(Checked):
     microbatch_group_size_per_vp_stage: int | None = positive(None)
     num_distributed_optimizer_instances: int = positive(1)
 
-    # Short words used by formulas.
+    # Short names, for formulas.
     @property
     def tp(self) -> int:
         return self.tensor_model_parallel_size
@@ -144,7 +144,8 @@ class ParallelSpec(Checked):
 
     @property
     def shard_worlds(self) -> tuple[int, int]:
-        """Ranks over which dense and expert parameters' states are sharded (one distributed-optimizer instance)."""
+        """(ranks, ranks) over which the optimizer states of dense and of expert parameters are sharded: those of one
+        distributed-optimizer instance."""
         instances = self.num_distributed_optimizer_instances
         dense = self.data_parallel_size * self.cp // instances
         experts = self.expert_data_parallel_size // instances
@@ -167,14 +168,14 @@ class BatchSpec(Checked):
 
     seq_length: int = positive(4096, below=2**28)
     micro_batch_size: int = positive(1, below=2**20)
-    #: None: one microbatch a virtual stage and data-parallel replica, see ``RunSpec.num_microbatches``.
+    #: Sequences per step. None: as many microbatches as there are virtual stages, see ``RunSpec.num_microbatches``.
     global_batch_size: int | None = positive(None, below=2**32)
-    #: The sequences of a micro batch, and the shorter ones that each is packed of, run as one row of tokens (thd).
+    #: The sequences of a micro batch run as one packed row of tokens (the thd layout).
     packed_sequences: bool = flag(False)
 
     @property
     def rows(self) -> tuple[int, int]:
-        """(s, b) of what layers compute on, before CP."""
+        """(s, b) of the layers' inputs, before CP divides s."""
         if self.packed_sequences:
             return self.seq_length * self.micro_batch_size, 1
         return self.seq_length, self.micro_batch_size
@@ -182,7 +183,7 @@ class BatchSpec(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionSpec(Checked):
-    """Formats of computation and of parameters.
+    """Dtypes of computation and of parameters.
 
     Example:
         >>> from bridge_memory import PrecisionSpec
@@ -196,15 +197,15 @@ class PrecisionSpec(Checked):
     fp8: str | None = choice(None, "hybrid", "e4m3")
     #: "delayed", "tensorwise", "blockwise", "mxfp8"
     fp8_recipe: str = choice("delayed", "delayed", "tensorwise", "blockwise", "mxfp8")
-    #: Parameters themselves are kept in fp8 (``fp8_param_gather`` / ``--fp8-param-gather``).
+    #: Parameters are stored in fp8 (``fp8_param_gather`` / ``--fp8-param-gather``).
     fp8_param: bool = flag(False)
-    #: Attention computes in fp8 too.
+    #: Attention computes in fp8 as well.
     fp8_dot_product_attention: bool = flag(False)
-    #: "e2m1": linears compute in NVFP4, in place of fp8.
+    #: "e2m1": linears compute in NVFP4 instead of fp8.
     fp4: str | None = choice(None, "e2m1")
-    #: Parameters themselves are kept in it (``fp4_param_gather``).
+    #: Parameters are stored in NVFP4 (``fp4_param_gather``).
     fp4_param: bool = flag(False)
-    #: ``first_last_layers_bf16``: this many layers at either end stay in bf16 under fp8 or fp4.
+    #: ``first_last_layers_bf16``: numbers of first and last layers that stay in bf16 under fp8 or fp4.
     num_layers_at_start_in_bf16: int = count(0)
     num_layers_at_end_in_bf16: int = count(0)
     fp32_residual_connection: bool = flag(False)
@@ -222,20 +223,20 @@ class PrecisionSpec(Checked):
 
     @property
     def recipe(self) -> str:
-        """How: ``fp8_recipe``, or "nvfp4"."""
+        """``fp8_recipe``, or "nvfp4"."""
         return self.fp8_recipe if self.fp4 is None else "nvfp4"
 
     @property
     def quantized_param(self) -> bool:
-        """Whether the weights of linears are kept in that alone."""
+        """Whether the weights of linears are stored in fp8 or fp4 only."""
         return self.fp8_param or self.fp4_param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallelSpec(Checked):
-    """The engine: who keeps parameters, gradients and optimizer state over data-parallel ranks.
+    """The engine of data parallelism: it holds and shards parameters, gradients and optimizer state.
 
-    Fields are those of ``distributed/distributed_data_parallel_config.py: DistributedDataParallelConfig``.
+    Field names are those of ``distributed/distributed_data_parallel_config.py: DistributedDataParallelConfig``.
 
     Example:
         >>> from bridge_memory import DataParallelSpec, ParallelSpec, RunSpec
@@ -247,9 +248,9 @@ class DataParallelSpec(Checked):
 
     #: A module of ``bridge_memory.engines``.
     engine: str = choice("megatron_ddp", *ENGINES)
-    #: Optimizer state divided over data-parallel ranks; Megatron-FSDP needs it, and divides what its strategy says.
+    #: Optimizer state is sharded over data-parallel ranks. Megatron-FSDP requires it, and shards by its strategy.
     use_distributed_optimizer: bool = flag(True)
-    #: fp32 gradient buffers; False keeps them in params_dtype.
+    #: Gradient buffers in fp32; False: in params_dtype.
     grad_reduce_in_fp32: bool = flag(True)
     overlap_grad_reduce: bool = flag(False)
     overlap_param_gather: bool = flag(False)
@@ -257,23 +258,24 @@ class DataParallelSpec(Checked):
     bucket_size: int | None = positive(None)
     #: What Megatron-FSDP shards; None with the other engines.
     data_parallel_sharding_strategy: str | None = choice(None, *SHARDING_STRATEGIES)
-    #: Elements that Megatron-FSDP lets wait to be reduced, twice what it gathers ahead; None: its default.
+    #: Megatron-FSDP: elements of gradients that may wait for their reduction; it prefetches half as many elements of
+    #: parameters. None: its default.
     suggested_communication_unit_size: int | None = positive(None)
-    #: Megatron-FSDP gathers and reduces in two buffers a kind, which stay, of units that are alike in all sizes.
+    #: Megatron-FSDP gathers and reduces in two persistent buffers of each kind, for units of identical sizes.
     fsdp_double_buffer: bool = flag(False)
-    #: What has no place in these has a buffer of its own that stays.
+    #: Units that do not fit these buffers get separate persistent buffers.
     fsdp_db_use_persist_buf_on_alloc_fail: bool = flag(False)
-    #: The two are as large as the largest unit, and for all units.
+    #: The two buffers are as large as the largest unit and serve all units.
     megatron_fsdp_max_pool_double_buffer: bool = flag(False)
-    #: dtype in which Megatron-FSDP reduces gradients (``megatron_fsdp_grad_comm_dtype``); None: as they are kept.
+    #: Dtype in which Megatron-FSDP reduces gradients (``megatron_fsdp_grad_comm_dtype``); None: that of its buffers.
     grad_comm_dtype: str | None = choice(None, "fp32", "bf16", "fp16")
-    #: DDP and FSDP reduce gradients in every step of accumulation and not in the last alone (accelerate
+    #: DDP and FSDP reduce gradients after every microbatch, not only after the last (accelerate
     #: ``GradientAccumulationPlugin.sync_each_batch``).
     sync_each_batch: bool = flag(False)
 
     @property
     def of_megatron(self) -> bool:
-        """Whether megatron-core's own data parallelism runs, with its buffers and its optimizers."""
+        """Whether the engine is megatron-core's, with its buffers and optimizers."""
         return self.engine in MEGATRON_ENGINES
 
     @property
@@ -283,11 +285,11 @@ class DataParallelSpec(Checked):
 
     @property
     def fsdp(self) -> bool:
-        """Whether parameters, gradients or optimizer state are Megatron-FSDP's."""
+        """Whether the engine is Megatron-FSDP."""
         return self.engine == "megatron_fsdp"
 
     def shards(self, what: str) -> bool:
-        """Whether Megatron-FSDP divides "optim", "grads" or "params" over data-parallel ranks."""
+        """Whether Megatron-FSDP shards ``what`` ("optim", "grads" or "params") over data-parallel ranks."""
         return self.fsdp and what in (self.data_parallel_sharding_strategy or "").split("_")
 
 
@@ -304,11 +306,11 @@ class OptimizerSpec(Checked):
     """
 
     optimizer: str = choice("adam", *OPTIMIZERS, *TORCH_OPTIMIZERS)
-    #: How torch's own optimizers update: "foreach" (torch's default on a GPU), "fused" or "for-loop".
+    #: Implementation of torch's optimizers: "foreach" (torch's default on a GPU), "fused" or "for-loop".
     torch_implementation: str = choice("foreach", *TORCH_IMPLEMENTATIONS)
-    #: bitsandbytes keeps states in CUDA's managed memory, which moves to host memory under pressure (``paged_adamw``).
+    #: bitsandbytes keeps states in CUDA managed memory, which is paged to host memory under pressure (``paged_adamw``).
     paged: bool = flag(False)
-    #: Gradients are clipped to this norm (``--clip-grad``, ``max_grad_norm``, ``gradient_clipping``); 0: not at all.
+    #: Norm to which gradients are clipped (``--clip-grad``, ``max_grad_norm``, ``gradient_clipping``); 0: no clipping.
     clip_grad: float = number(1.0)
     sgd_momentum: float = fraction(0.9, below_one=True)
     use_precision_aware_optimizer: bool = flag(False)
@@ -324,15 +326,15 @@ class OptimizerSpec(Checked):
     optimizer_offload_fraction: float = fraction(1.0)
     #: The norm of all parameters is logged (``calc_params_l2_norm``).
     log_params_norm: bool = flag(False)
-    #: Muon's layer-wise optimizer ("dist_muon"): whole parameters are dealt out over data-parallel ranks.
+    #: Muon's layer-wise optimizer ("dist_muon"): whole parameters are distributed over data-parallel ranks.
     use_layer_wise_distributed_optimizer: bool = flag(False)
 
     @property
     def fused_main_parameters(self) -> bool:
-        """Whether Transformer Engine's FusedAdam keeps the main parameters and reads gradients as they are.
+        """Whether Transformer Engine's FusedAdam holds the main parameters and reads gradients without an fp32 copy.
 
-        Source: ``OptimizerConfig.__post_init__: use_precision_aware_optimizer_no_fp8_or_ds_fp8``. Otherwise a
-        precision-aware optimizer saves on the moments only.
+        Otherwise a precision-aware optimizer saves memory on the moments only. Source:
+        ``OptimizerConfig.__post_init__: use_precision_aware_optimizer_no_fp8_or_ds_fp8``.
         """
         return self.use_precision_aware_optimizer and (
             self.main_params_dtype != "fp32"
@@ -341,15 +343,15 @@ class OptimizerSpec(Checked):
         )
 
 
-#: The linears that get an adapter where nobody says which: Megatron Bridge's ``LoRA.target_modules``.
+#: The default targets of adapters: Megatron Bridge's ``LoRA.target_modules``.
 MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-#: Every linear but the output layer (peft ``utils/constants.py: INCLUDE_LINEAR_LAYERS_SHORTHAND``).
+#: Every linear except the output layer (peft ``utils/constants.py: INCLUDE_LINEAR_LAYERS_SHORTHAND``).
 ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftSpec(Checked):
-    """Which parameters train: all of them, or adapters beside frozen ones (Megatron Bridge ``peft/``).
+    """Which parameters train: all of them, or adapters of a frozen model (Megatron Bridge ``peft/``).
 
     Example:
         >>> from bridge_memory import PeftSpec, RunSpec, explain
@@ -362,21 +364,21 @@ class PeftSpec(Checked):
     _prefix: ClassVar[str] = "peft."
 
     scheme: str = choice("none", "none", "lora")
-    #: LoRA's rank; 0 where unknown.
+    #: LoRA's rank; 0: unknown.
     dim: int = count(0)
-    #: Linears that get an adapter, by module name or full name with ``*`` wildcards.
+    #: Linears that get an adapter: module names, or full names with ``*`` wildcards.
     target_modules: tuple[str, ...] = choices(MEGATRON_TARGETS)
-    #: DoRA: a magnitude a feature of every target's output (``LoraConfig.use_dora``); of transformers' layers.
+    #: DoRA: one magnitude per output feature of every target (``LoraConfig.use_dora``); transformers' layers only.
     use_dora: bool = flag(False)
 
     @property
     def freezes(self) -> bool:
-        """Whether the model's own parameters get no gradient."""
+        """Whether the base model is frozen."""
         return self.scheme != "none"
 
     @property
     def trains_adapters(self) -> bool:
-        """Whether adapters train whose rank is known."""
+        """Whether adapters of a known rank train."""
         return self.freezes and self.dim > 0
 
 
@@ -408,7 +410,7 @@ class RecomputeSpec(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImplementationSpec(Checked):
-    """Which code runs: the same mathematics saves different tensors in different implementations and releases.
+    """Which code runs: different implementations and releases save different tensors for backward.
 
     Example:
         >>> from bridge_memory import ImplementationSpec, RunSpec, explain
@@ -418,8 +420,8 @@ class ImplementationSpec(Checked):
         True
     """
 
-    #: "transformer_engine" or "local", megatron-core's; "transformers": Hugging Face's modules (``TransformersSpec``);
-    #: "torchtitan", "torchtune": their own, under the same options.
+    #: "transformer_engine" or "local": megatron-core's modules; "transformers": Hugging Face's (``TransformersSpec``);
+    #: "torchtitan", "torchtune": their modules, also with the options of ``TransformersSpec``.
     transformer_impl: str = choice(
         "transformer_engine", "transformer_engine", "local", "transformers", "torchtitan", "torchtune"
     )
@@ -430,71 +432,72 @@ class ImplementationSpec(Checked):
     gradient_accumulation_fusion: bool = flag(True)
     masked_softmax_fusion: bool = flag(True)
     bias_activation_fusion: bool = flag(True)
-    #: Squared ReLU times the routing probability in one kernel (``use_fused_weighted_squared_relu``).
+    #: Squared ReLU and the product with the routing probability in one kernel (``use_fused_weighted_squared_relu``).
     use_fused_weighted_squared_relu: bool = flag(False)
     bias_dropout_fusion: bool = flag(True)
     apply_rope_fusion: bool = flag(True)
     cross_entropy_loss_fusion: bool = flag(False)
     #: "native", "te" or "linear"
     cross_entropy_fusion_impl: str = choice("native", "native", "te", "linear")
-    #: ModelOpt's loss of a distillation: of the logits, in place of the language model's or beside it.
+    #: ModelOpt's distillation loss: of the logits only, or of the logits plus the language-model loss.
     distillation: str = choice("none", "none", "logits", "logits and lm")
     create_attention_mask: bool = flag(False)
     calculate_per_token_loss: bool = flag(False)
     deterministic_mode: bool = flag(False)
-    #: Outputs that were sent to another stage are freed; else they stay until their backward pass is over.
+    #: Outputs are freed once sent to the next stage; otherwise they stay until their backward pass ends.
     deallocate_pipeline_outputs: bool = flag(True)
     defer_embedding_wgrad_compute: bool = flag(False)
-    #: How many calls of the output layer wait so; 0: all.
+    #: Microbatches whose weight gradient of the output layer is deferred; 0: all.
     wgrad_deferral_limit: int = count(0)
-    #: Weight gradients run after the data gradients of a layer: their inputs live longer.
+    #: A layer's weight gradients are computed after its data gradients: their inputs live longer.
     delay_wgrad_compute: bool = flag(False)
-    #: ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``: cuDNN's fused attention backward is not eligible everywhere.
+    #: ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``: on some GPUs it rules out cuDNN's fused attention.
     nvte_deterministic: bool = flag(False)
     #: Megatron's removed legacy GPTModel (``--use-legacy-models``), a local implementation.
     use_legacy_models: bool = flag(False)
     #: Scores divided by the layer number, softmax in fp32 (``--apply-query-key-layer-scaling``).
     apply_query_key_layer_scaling: bool = flag(False)
-    #: Tensor-parallel communication beside GEMMs, in Transformer Engine's user buffers.
+    #: Tensor-parallel communication overlaps with GEMMs, in Transformer Engine's user buffers.
     tp_comm_overlap: bool = flag(False)
     #: How context parallelism exchanges keys and values: "p2p", "a2a", "all_gather", "a2a+p2p".
     cp_comm_type: str = choice("p2p", "p2p", "a2a", "all_gather", "a2a+p2p")
-    #: "none", "local", "transformer_engine" or "full_iteration"; graphs keep their buffers in a private pool.
+    #: "none", "local", "transformer_engine" or "full_iteration"; graphs keep their buffers in a private memory pool.
     cuda_graph_impl: str = choice("none", "none", "local", "transformer_engine", "full_iteration")
-    #: Parts of layers that graphs cover; none: whole layers (``cuda_graph_scope`` before megatron-core 0.18).
+    #: Modules that graphs cover; empty: whole layers (``cuda_graph_scope`` before megatron-core 0.18).
     cuda_graph_modules: tuple[str, ...] = choices((), *GRAPHED_MODULES)
-    #: Transformer Engine's operation fuser for MLPs, those of experts too from megatron-core 0.18 on.
+    #: Transformer Engine's operation fuser for MLPs; from megatron-core 0.18 on for experts too.
     use_transformer_engine_op_fuser: bool = flag(False)
     moe_token_dispatcher_type: str = choice("alltoall", "alltoall", "allgather", "flex", "alltoall_seq")
     #: Backend of the "flex" dispatcher: "deepep" or "hybridep".
     moe_flex_dispatcher_backend: str = choice("deepep", "deepep", "hybridep")
-    #: Multiprocessors that DeepEP sends with, by which its buffers grow; None: megatron-core's 20.
+    #: Multiprocessors that DeepEP communicates with; its buffers grow with them. None: megatron-core's default, 20.
     moe_flex_dispatcher_num_sms: int | None = positive(None)
-    #: Ranks of HybridEP's NVLink domain (NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN); None: 8 at most.
+    #: Ranks of HybridEP's NVLink domain (NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN); None: at most 8.
     moe_hybridep_ranks_per_nvlink_domain: int | None = positive(None)
     moe_grouped_gemm: bool = flag(True)
     moe_permute_fusion: bool = flag(False)
     moe_router_fusion: bool = flag(False)
     moe_router_dtype: str | None = choice(None, "fp32", "fp64")
-    #: Of the router's z-loss; None: there is none.
+    #: Coefficient of the router's z-loss; None: no z-loss.
     moe_z_loss_coeff: float | None = number(None)
     moe_expert_capacity_factor: float | None = number(None)
     moe_pad_expert_input_to_capacity: bool = flag(False)
-    #: Rows that HybridEP makes for the experts of a rank, over N k of a balanced routing; what exceeds them is dropped.
+    #: Rows that HybridEP allocates for a rank's experts, relative to balanced routing (tokens x topk); tokens beyond
+    #: them are dropped.
     moe_expert_rank_capacity_factor: float | None = number(None)
-    #: What experts keep of those rows goes to a buffer for as many as tokens come on average, times the factor.
+    #: What experts save for backward goes to a buffer for the average number of tokens, times the factor.
     moe_paged_stash: bool = flag(False)
     moe_paged_stash_buffer_size_factor_cuda: float = number(1.1)
-    #: Routers send more tokens, to fill each expert's rows up to what fp8 or fp4 wants; experts pad none.
+    #: Routers send extra tokens so that each expert's rows are a multiple that fp8 or fp4 needs; experts do not pad.
     moe_router_padding_for_quantization: bool = flag(False)
-    #: Gates and values of experts alternate in blocks of this width.
+    #: Gate and value columns of experts alternate in blocks of this width.
     moe_mlp_glu_interleave_size: int | None = positive(None)
     moe_shared_expert_overlap: bool = flag(False)
     moe_apply_probs_on_input: bool = flag(False)
-    #: The most loaded rank's tokens over the balanced number; multiplies routed-expert activations.
+    #: Tokens of the most loaded rank over those of balanced routing; multiplies activations of routed experts.
     moe_imbalance: float = number(1.0)
     overlap_moe_expert_parallel_comm: bool = flag(False)
-    #: Whole layers whose saved activations go to host memory (TE's cpu_offloading).
+    #: Layers whose saved activations are offloaded to host memory (TE's cpu_offloading).
     cpu_offloading_num_layers: int = count(0)
     #: Fine-grained offloading (``offload_modules``), by module name.
     offload_modules: tuple[str, ...] = choices((), *OFFLOAD_MODULES)
@@ -502,7 +505,7 @@ class ImplementationSpec(Checked):
     min_offloaded_tensor_size: int = count(1 << 20)
     #: GPU generation, for workspace sizes, attention kernels and fp8 layouts (``generations.GENERATIONS``).
     gpu_arch: str = choice(DEFAULT_GENERATION, *GPU_ARCHITECTURES)
-    #: Transformer Engine and PyTorch releases, as (major, minor); None where unknown (``releases``).
+    #: Transformer Engine and PyTorch releases, as (major, minor); None: unknown (``releases``).
     transformer_engine: tuple[int, int] | None = release(None)
     torch: tuple[int, int] | None = release(None)
     #: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator splits blocks exactly.
@@ -531,7 +534,7 @@ class ImplementationSpec(Checked):
 
     @property
     def torch_layers(self) -> bool:
-        """Whether the modules are plain ones of torch: those of Hugging Face transformers, torchtitan or torchtune."""
+        """Whether the layers are plain torch modules: those of Hugging Face transformers, torchtitan or torchtune."""
         return self.transformer_impl in ("transformers", "torchtitan", "torchtune")
 
     @property
@@ -544,21 +547,21 @@ class ImplementationSpec(Checked):
 
     @property
     def own_layers(self) -> bool:
-        """Whether a trainer brings the layers, which are not transformers'."""
+        """Whether the trainer (torchtitan, torchtune) has its own layers instead of transformers'."""
         return self.transformer_impl in ("torchtitan", "torchtune")
 
     @property
     def te_grouped_gemm(self) -> bool:
-        """Whether grouped experts are Transformer Engine's (``TEGroupedMLP``) and not the legacy ``GroupedMLP``."""
+        """Whether grouped experts are Transformer Engine's ``TEGroupedMLP``, not the legacy ``GroupedMLP``."""
         return self.te and self.moe_grouped_gemm and TE_GROUPED_GEMM(self)
 
     @property
     def attention_kernel(self) -> str:
         """The attention that runs: "flash" (FlashAttention 2), "fused" (cuDNN) or "unfused".
 
-        What "auto" means is Transformer Engine's choice (``dot_product_attention/utils.py:
-        get_attention_backend``): neither kernel before Ampere (compute capability 8.0); from Hopper on cuDNN,
-        before it FlashAttention, and so on Blackwell where determinism is asked for: cuDNN's backward has none there.
+        "auto" is resolved as Transformer Engine does (``dot_product_attention/utils.py: get_attention_backend``):
+        unfused before Ampere (compute capability 8.0), FlashAttention before Hopper, cuDNN from Hopper on. On Blackwell
+        with ``nvte_deterministic`` it is FlashAttention, since cuDNN's backward is not deterministic there.
         """
         if not self.te or self.attention_backend in ("unfused", "local"):
             return "unfused"
@@ -571,6 +574,6 @@ class ImplementationSpec(Checked):
 
     @property
     def prefers_flash(self) -> bool:
-        """Whether Transformer Engine takes FlashAttention 2 where it and cuDNN both can: before compute capability
+        """Whether Transformer Engine prefers FlashAttention 2 to cuDNN if both are eligible: before compute capability
         9.0 (``get_attention_backend``: "FusedAttention preference on Hopper+")."""
         return not since_hopper(self.gpu_arch)

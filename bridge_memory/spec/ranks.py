@@ -1,7 +1,7 @@
-"""Global ranks and pipeline stages.
+"""Mapping between global ranks and pipeline stages.
 
-Source: megatron-core ``parallel_state.py: RankGenerator``. Its default order, tp-cp-ep-dp-pp, makes the pipeline the
-outermost dimension: a stage's ranks follow one another.
+Source: megatron-core ``parallel_state.py: RankGenerator``. In its default order, tp-cp-ep-dp-pp, the pipeline is the
+outermost dimension: the ranks of a stage are contiguous.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def rank_of_stage(parallel: ParallelSpec, stage: int) -> int:
 
 
 def place_in_data_parallel(parallel: ParallelSpec, rank: int) -> tuple[int, int]:
-    """Places of a global rank among the ranks that hold the same dense parameters (DP x CP) and among those that hold
-    the same experts, in the default order."""
+    """(index of a global rank in its dense data-parallel group, DP x CP; index in its expert data-parallel group), in
+    the default order."""
     in_stage = rank % ranks_per_stage(parallel)
     return in_stage // parallel.tp, in_stage // (parallel.etp * parallel.ep)
 

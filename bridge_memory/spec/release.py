@@ -1,4 +1,4 @@
-"""A release as a user gives it."""
+"""Parsing a release number that a user gives."""
 
 from __future__ import annotations
 

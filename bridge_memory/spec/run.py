@@ -1,8 +1,7 @@
-"""RunSpec: what is trained, and how. Frozen, validated once, with Megatron's own field names.
+"""RunSpec: what is trained, and how. Frozen, validated on construction, with Megatron's field names.
 
-A reader (``bridge_memory.readers``) produces a ``ModelSpec``; a command line, a ConfigContainer or a
-Megatron-LM argument list produces the rest. Everything to the right of this room takes a ``RunSpec`` and
-never looks at the source it came from.
+A reader (``bridge_memory.readers``) produces a ``ModelSpec``; a command line, a ConfigContainer or a Megatron-LM
+argument list produces the rest. Estimation and everything after it depend only on the ``RunSpec``, never on its source.
 
 Every refusal is a ``SpecError`` (a ``ValueError``) of one line that names the field, its value and the fix.
 """
@@ -45,7 +44,7 @@ from bridge_memory.spec.transformers import (
     COMPILED,
     DEFAULT_TRANSFORMERS_SPEC,
     TransformersSpec,
-    as_transformers_has_it,
+    as_transformers_builds,
 )
 from bridge_memory.spec.validation import validate
 
@@ -67,19 +66,19 @@ GROUPS: dict[str, type] = {
 _TYPES = (ModelSpec, *GROUPS.values(), tuple, tuple)
 
 
-#: An implementation that nobody chose, known by being this very object.
+#: The default of ``RunSpec.implementation``. Identity with this object means that the user chose none.
 UNSET_IMPLEMENTATION = ImplementationSpec()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """One training run: what is trained, and how. Building it refuses what does not go together, in one line.
+    """One training run: what is trained, and how. Construction validates it.
 
-    ``model`` may be given as what ``resolve_model`` takes: a preset, a path or a Hub id. ``with_fields`` makes a copy
-    with other values of single fields, ``with_`` one with other groups.
+    ``model`` may be anything that ``resolve_model`` takes: a preset, a path or a Hub id. ``with_fields`` returns a copy
+    with single fields changed, ``with_`` one with whole groups replaced.
 
     Raises:
-        SpecError: A field is wrong, or fields do not go together.
+        SpecError: A field is invalid, or fields contradict each other.
 
     Example:
         >>> from bridge_memory import BatchSpec, ParallelSpec, RunSpec
@@ -103,21 +102,21 @@ class RunSpec:
     data_parallel: DataParallelSpec = field(default_factory=DataParallelSpec)
     peft: PeftSpec = field(default_factory=PeftSpec)
     recompute: RecomputeSpec = field(default_factory=RecomputeSpec)
-    #: Unset: Megatron's layers with Transformer Engine, or Hugging Face's under an engine that trains those.
+    #: Default: Megatron's layers with Transformer Engine, or transformers' with an engine that trains those.
     implementation: ImplementationSpec = UNSET_IMPLEMENTATION
-    #: Options of engines outside of megatron-core; those of other engines stay at their defaults.
+    #: Options of engines outside megatron-core; those of engines that are not used stay at their defaults.
     ddp: DDPOptions = DEFAULT_DDP_OPTIONS
     fsdp: FSDPOptions = DEFAULT_FSDP_OPTIONS
     deepspeed: DeepSpeedOptions = DEFAULT_DEEPSPEED_OPTIONS
-    #: How transformers runs the model, of ``transformer_impl`` transformers alone.
+    #: How transformers runs the model; for ``transformer_impl`` transformers, torchtitan and torchtune only.
     transformers: TransformersSpec = DEFAULT_TRANSFORMERS_SPEC
-    #: A distillation's teacher, as a run of its own: frozen, on the student's ranks.
+    #: The teacher of a distillation, as a separate run: frozen, on the student's ranks.
     teacher: RunSpec | None = None
-    #: Assumptions and gaps that the source of the run added (on top of the model's own).
+    #: Assumptions and unmodelled features that the source of the run adds to the model's.
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
 
-    if TYPE_CHECKING:  # For type checkers: a model's name will do; the fields themselves are what they say.
+    if TYPE_CHECKING:  # For type checkers: the constructor also takes a model's name, the field is a ModelSpec.
 
         def __init__(
             self,
@@ -152,16 +151,16 @@ class RunSpec:
         if self.teacher is not None:
             check_teacher(self)
         if self.implementation is UNSET_IMPLEMENTATION:
-            fields, said = layers_by_default(self.data_parallel.engine)
+            fields, assumed = layers_by_default(self.data_parallel.engine)
             if fields:
                 object.__setattr__(self, "implementation", ImplementationSpec(**fields))
-                object.__setattr__(self, "assumptions", (*self.assumptions, *said))
+                object.__setattr__(self, "assumptions", (*self.assumptions, *assumed))
         hf = self.transformers
         if self.implementation.own_layers and hf.gradient_checkpointing and hf.use_reentrant is None:
             # torch ``checkpoint_wrapper``: NO_REENTRANT, in torchtitan and torchtune.
             object.__setattr__(self, "transformers", replace(hf, use_reentrant=False))
         if self.implementation.torch_layers:
-            object.__setattr__(self, "model", as_transformers_has_it(self.model))
+            object.__setattr__(self, "model", as_transformers_builds(self.model))
             if self.peft.scheme == "lora" and self.peft.target_modules == MEGATRON_TARGETS:
                 object.__setattr__(self, "peft", replace(self.peft, target_modules=(ALL_LINEAR,)))
                 note = f"adapters on every linear but the output layer (peft.target_modules {ALL_LINEAR})"
@@ -174,20 +173,20 @@ class RunSpec:
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype of parameters as modules see them: gathered ones under FSDP's mixed precision, else as kept."""
+        """The dtype of parameters in the forward pass: FSDP's param_dtype if set, else ``params_dtype``."""
         mixed = self.fsdp.param_dtype if self.data_parallel.engine in ("fsdp1", "fsdp2") else None
         return mixed or self.params_dtype
 
     @property
     def params_dtype(self) -> str:
-        """The dtype in which parameters are kept, but those that are quantised."""
+        """The dtype in which parameters are stored, quantised ones aside."""
         return "fp32" if self.transformers.prepare_model_for_kbit_training else self.precision.params_dtype
 
     @property
     def adapters_dtype(self) -> str:
-        """That of adapters; beside quantised weights they stay in fp32 (peft ``tuners/tuners_utils.py:
-        cast_adapter_dtype, _move_adapter_to_device_of_base_layer``). DeepSpeed casts the whole model (``runtime/
-        engine.py: _configure_distributed_model``)."""
+        """The dtype in which adapters are stored. With quantised weights they stay in fp32 (peft
+        ``tuners/tuners_utils.py: cast_adapter_dtype, _move_adapter_to_device_of_base_layer``). DeepSpeed casts the
+        whole model (``runtime/engine.py: _configure_distributed_model``)."""
         hf = self.transformers
         if not self.implementation.torch_layers or ENGINE_OPTIONS.get(self.data_parallel.engine) == "deepspeed":
             return self.params_dtype
@@ -195,14 +194,17 @@ class RunSpec:
 
     @property
     def adapters_compute_dtype(self) -> str:
-        """That in which adapters compute, and their gradients are made: FSDP's mixed precision casts them too."""
+        """The dtype in which adapters compute and their gradients are produced: FSDP's mixed precision casts them."""
         mixed = self.fsdp.param_dtype if self.data_parallel.engine in ("fsdp1", "fsdp2") else None
         return mixed or self.adapters_dtype
 
     @property
     def layer_gradients_stay(self) -> bool:
-        """Whether the gradients of a layer's weights are all there until its backward pass is over: those that no hook
-        takes away one by one, and that are not added to earlier ones. A compiled layer gives all of them at its end."""
+        """Whether all weight gradients of a layer are alive at once until its backward pass ends.
+
+        They are if no hook consumes them one by one and they are not accumulated into existing gradients. A compiled
+        layer returns all of its gradients at its end.
+        """
         engine = self.data_parallel.engine
         if engine in ("fsdp1", "fsdp2") or self.layers_compiled:
             return True
@@ -213,9 +215,11 @@ class RunSpec:
 
     @property
     def layers_compiled(self) -> bool:
-        """Whether layers are counted as torch.compile makes them: dense ones of the families that were recorded so,
-        without what else takes part (adapters, autocast, Liger, eager attention), where no hook of an engine breaks
-        them up."""
+        """Whether layers are counted as compiled by torch.compile.
+
+        They are for dense layers of the families in ``COMPILED``, without adapters, autocast, Liger, KV cache, eager
+        attention or padding masks, and with engines whose hooks cause no graph breaks.
+        """
         spec, impl = self.transformers, self.implementation
         return (
             spec.torch_compile and impl.torch_layers
@@ -228,7 +232,7 @@ class RunSpec:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches a step on one data-parallel replica (``num_microbatches_calculator``)."""
+        """Microbatches per step and data-parallel replica (``num_microbatches_calculator``)."""
         p, b = self.parallel, self.batch
         if b.global_batch_size is None:
             split = p.pipeline_model_parallel_layout
@@ -237,7 +241,7 @@ class RunSpec:
 
     @property
     def teacher_here(self) -> RunSpec | None:
-        """The teacher, divided as this run is; its layers are split over stages in its own way."""
+        """The teacher with this run's parallel sizes; its layers are split over stages by its own fields."""
         if self.teacher is None:
             return None
         p = self.parallel
@@ -257,9 +261,11 @@ class RunSpec:
     def with_fields(self, **values: Any) -> RunSpec:
         """A copy with single fields replaced, validated again.
 
-        A field is called as Megatron calls it and finds its group; ``group.field`` names it in full, as it must where
-        two groups have it: ``with_fields(**{"precision.fp8_recipe": "mxfp8"})``. Whole groups may stand beside.
-        Raises SpecError for a name that no group has, or several.
+        Fields go by Megatron's names. ``group.field`` is the full name, required if two groups have the field:
+        ``with_fields(**{"precision.fp8_recipe": "mxfp8"})``. Whole groups may be given too.
+
+        Raises:
+            SpecError: No group, or more than one, has the field; or the copy is not a valid run.
         """
         changed: dict[str, dict[str, Any]] = {}
         whole: dict[str, Any] = {}
@@ -275,15 +281,15 @@ class RunSpec:
 
 
 # --------------------------------------------------------------------------------------------------
-# What may be given
+# Checks of the constructor's arguments
 # --------------------------------------------------------------------------------------------------
 
 _resolve: Callable[[str | PathLike[str]], ModelSpec] | None = None
 
 
 def read_names_with(resolve: Callable[[str | PathLike[str]], ModelSpec]) -> None:
-    """Let a RunSpec take a model's name. ``bridge_memory.readers`` does this when it is imported; this room knows no
-    source of models."""
+    """Register the function that resolves a model's name. ``bridge_memory.readers`` calls it on import, so that this
+    package need not import the readers."""
     global _resolve
     _resolve = resolve
 
@@ -331,7 +337,7 @@ def check_teacher(run: RunSpec) -> None:
 
 
 def _written(cls: type, given: object) -> str:
-    """How a group is written: with the fields of a dict where it has no others."""
+    """The constructor call to write in place of ``given``, with its items if it is a dict of the group's fields."""
     names = [f.name for f in fields(cls)]
     if isinstance(given, Mapping) and given and all(key in names for key in given):
         inside = ", ".join(f"{key}={show(value)}" for key, value in given.items())
@@ -341,8 +347,8 @@ def _written(cls: type, given: object) -> str:
 
 @cache
 def _owners() -> dict[str, tuple[tuple[str, str], ...]]:
-    """Name of a field -> every (group, field) that it may mean; field "" where it names a field of the RunSpec itself,
-    which comes before any of a group's."""
+    """Name of a field -> the (group, field) pairs that have it. The field is "" for a field of RunSpec itself, which
+    takes precedence."""
     found: dict[str, list[tuple[str, str]]] = {}
     for group, cls in {"model": ModelSpec, **GROUPS}.items():
         for f in fields(cls):
@@ -354,7 +360,7 @@ def _owners() -> dict[str, tuple[tuple[str, str], ...]]:
     return {name: tuple(owners) for name, owners in found.items()}
 
 
-#: Short names of sizes, which a ParallelSpec answers to and is not built with.
+#: Short names of sizes: properties of ParallelSpec, not fields.
 _SHORT = {
     "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
     "vpp": "virtual_pipeline_model_parallel_size", "cp": "context_parallel_size", "ep": "expert_model_parallel_size",
@@ -367,8 +373,8 @@ def _owner(name: str) -> tuple[str, str]:
     if len(owners) == 1:
         return owners[0]
     if owners:
-        ways = " or ".join(f"{group}.{member}" for group, member in owners)
-        raise SpecError(f"{name} is a field of {len(owners)} groups; write {ways}")
+        full = " or ".join(f"{group}.{member}" for group, member in owners)
+        raise SpecError(f"{name} is a field of {len(owners)} groups; write {full}")
     from difflib import get_close_matches
 
     near = [_SHORT[name]] if name in _SHORT else get_close_matches(name, _owners(), n=3, cutoff=0.6)

@@ -1,7 +1,7 @@
-"""How Hugging Face transformers runs a model: fields of ``TransformersSpec``, and the families whose classes are known.
+"""How Hugging Face transformers runs a model: ``TransformersSpec``, and the model families that are supported.
 
-A family is a ``model_type`` of transformers; what its class does unlike Llama's is said here, with the function, and
-recorded in ``inventory/transformers``. A family that is not listed is refused by name.
+A family is a ``model_type`` of transformers. ``Family`` lists where its class differs from Llama's;
+``inventory/torch`` records the tensors. Families not listed in ``FAMILIES`` are refused by name.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from bridge_memory.releases import (
 from bridge_memory.spec.fields import Checked, choice, choices, count, flag, fraction, positive, release
 from bridge_memory.spec.model import ModelSpec
 
-#: Where nobody says which transformers runs.
+#: The default release of transformers.
 DEFAULT_TRANSFORMERS = (4, 57)
-#: Releases whose sources were read.
+#: First and last supported release: those whose sources were read.
 KNOWN_TRANSFORMERS = ((4, 51), (5, 12))
 #: ``liger_kernel/transformers/monkey_patch.py: apply_liger_kernel_to_*``; Gemma's gated kernel is geglu.
 LIGER_KERNELS = ("rope", "rms_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
 _LIGER = ("rope", "rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
 _LIGER_GEMMA = ("rope", "rms_norm", "geglu", "cross_entropy", "fused_linear_cross_entropy")
 _LIGER_WITHOUT_ROPE = _LIGER[1:]
-#: Its cross entropy takes the place of a name that the class does not use.
+#: Without cross_entropy: Liger patches a name that Mistral's class does not use.
 _LIGER_OF_MISTRAL = ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersSpec(Checked):
-    """How Hugging Face transformers, torchtitan or torchtune runs a model. Read under those implementations alone.
+    """How Hugging Face transformers, torchtitan or torchtune runs a model. Other implementations ignore it.
 
     Example:
         >>> from bridge_memory import DataParallelSpec, ParallelSpec, RunSpec, TransformersSpec, explain
@@ -52,62 +52,61 @@ class TransformersSpec(Checked):
     transformers_version: tuple[int, int] = release(DEFAULT_TRANSFORMERS)
     #: ``from_pretrained(attn_implementation=)``.
     attn_implementation: str = choice("sdpa", "eager", "sdpa", "flash_attention_2")
-    #: The kernel that torch's scaled_dot_product_attention takes; None: flash where no mask is handed over, else the
-    #: memory-efficient one.
+    #: The kernel of torch's scaled_dot_product_attention; None: flash without a mask, else memory-efficient.
     sdpa_kernel: str | None = choice(None, "flash", "efficient", "math")
-    #: ``model.gradient_checkpointing_enable()``: decoder layers run again in backward, each by itself.
+    #: ``model.gradient_checkpointing_enable()``: every decoder layer is one checkpoint, recomputed in backward.
     gradient_checkpointing: bool = flag(False)
-    #: NeMo Automodel ``components/distributed/parallelizer.py``: norms, attention and MLP of a layer run again each by
-    #: itself, in place of ``gradient_checkpointing``.
+    #: NeMo Automodel ``components/distributed/parallelizer.py``: norms, attention and MLP of a layer are separate
+    #: checkpoints; instead of ``gradient_checkpointing``.
     checkpoint_submodules: bool = flag(False)
-    #: ``torch.utils.checkpoint(use_reentrant=)``; None: as the release does unless told.
+    #: ``torch.utils.checkpoint(use_reentrant=)``; None: the release's default.
     use_reentrant: bool | None = flag(None)
-    #: Compute dtype of torch.autocast around the forward pass; None: without. Parameters are in ``params_dtype``.
+    #: Compute dtype of torch.autocast around the forward pass; None: no autocast. Parameters are in ``params_dtype``.
     autocast: str | None = choice(None, "bf16", "fp16")
-    #: What the batch says of padding: a mask of ones, one with padding, or no mask.
+    #: ``attention_mask`` of the batch: all ones, with padding, or none.
     attention_mask: str = choice("ones", "ones", "padded", "none")
     #: ``use_cache``: keys and values are copied into a DynamicCache in training too.
     use_cache: bool = flag(False)
-    #: The loop holds the model's output, logits among it, until backward is done.
+    #: The training loop holds the model's outputs, including the logits, until backward ends.
     keeps_outputs: bool = flag(False)
     #: Kernels of liger-kernel that replace those of the class.
     liger_kernel: tuple[str, ...] = choices((), *LIGER_KERNELS)
-    #: LoRA adapters are in fp32 beside weights in bf16 or fp16 (peft ``get_peft_model(autocast_adapter_dtype=)``).
+    #: LoRA adapters are in fp32 although the weights are in bf16 or fp16 (peft
+    #: ``get_peft_model(autocast_adapter_dtype=)``).
     autocast_adapter_dtype: bool = flag(True)
     #: ``LoraConfig.lora_dropout``.
     lora_dropout: float = fraction(0.0, below_one=True)
-    #: ``BitsAndBytesConfig``: frozen linears in NF4 (or FP4, which takes as much), or in int8; scales of scales; the
-    #: dtype of 4-bit products, fp32 unless told.
+    #: ``BitsAndBytesConfig``: frozen linears in NF4 (or FP4, of the same size), or in int8; quantised scales; the
+    #: dtype of 4-bit matrix products.
     load_in_4bit: bool = flag(False)
     load_in_8bit: bool = flag(False)
     bnb_4bit_use_double_quant: bool = flag(False)
     bnb_4bit_compute_dtype: str = choice("fp32", "fp32", "bf16", "fp16")
-    #: peft's function of that name was called: what is not quantised is in fp32.
+    #: peft's function of this name was called: parameters that are not quantised are in fp32.
     prepare_model_for_kbit_training: bool = flag(False)
-    #: torchtitan ``activation_checkpoint.mode`` selective and its option: "op" keeps attention's output and every
-    #: second matrix product; a number runs every so many layers again (its default is 2).
+    #: torchtitan ``activation_checkpoint.mode`` selective, with its option: "op" keeps attention's output and every
+    #: second matrix product; n checkpoints every n-th layer (torchtitan's default is 2).
     selective_ac_option: str | None = choice(None, "op", *map(str, range(1, 17)))
-    #: Gated delta nets and Mamba run in kernels of causal_conv1d and flash-linear-attention or mamba_ssm, which
-    #: transformers takes where they are installed; else in torch's operations.
+    #: Gated delta nets and Mamba use kernels of causal_conv1d and flash-linear-attention or mamba_ssm, as transformers
+    #: does if they are installed; otherwise torch operations.
     mixer_kernels: bool = flag(False)
-    #: ``torch.compile``: of the whole model with its loss; of each layer, and of the loss, as torchtitan and torchtune
-    #: do it themselves.
+    #: ``torch.compile``: of the whole model with its loss; with torchtitan and torchtune of each layer and of the loss.
     torch_compile: bool = flag(False)
-    #: Whether torchtitan or torchtune compiles the loss; None: with the layers, but of torchtune the loss in chunks
-    #: alone (what ``training.compile_loss`` returns of another its full recipes drop).
+    #: Whether torchtitan or torchtune compiles the loss. None: if it compiles the layers, but with torchtune only the
+    #: chunked loss (its full recipes discard what ``training.compile_loss`` returns for another loss).
     compile_loss: bool | None = flag(None)
-    #: torchtune ``CEWithChunkedOutputLoss(num_output_chunks=)``: logits in so many chunks of tokens, cast to fp32 one
-    #: by one; 0: in one piece.
+    #: torchtune ``CEWithChunkedOutputLoss(num_output_chunks=)``: logits in this many chunks of tokens, cast to fp32 one
+    #: by one; 0: not chunked.
     num_output_chunks: int = count(0)
-    #: cut-cross-entropy's ``linear_cross_entropy`` in place of the output layer and the loss: no logits are made.
+    #: cut-cross-entropy's ``linear_cross_entropy`` instead of output layer and loss: logits are never materialized.
     cut_cross_entropy: bool = flag(False)
-    #: torchtune's recipes: an optimizer a parameter, which steps as soon as backward has made the gradient.
+    #: torchtune: one optimizer per parameter, which steps as soon as backward has produced its gradient.
     optimizer_in_bwd: bool = flag(False)
-    #: torchtune ``OffloadActivations``: what checkpoints keep is in pinned host memory between the passes.
+    #: torchtune ``OffloadActivations``: inputs of checkpoints are in pinned host memory between forward and backward.
     enable_activation_offloading: bool = flag(False)
-    #: How experts are multiplied, from transformers 5 on ("eager": the loop); None: as the release does.
+    #: How experts are computed, from transformers 5 on ("eager": a loop); None: the release's default.
     experts_implementation: str | None = choice(None, "eager", "batched_mm", "grouped_mm")
-    #: Sequences of a batch of a GPU in evaluation between steps; None: no more than in training.
+    #: Sequences per GPU and batch in evaluation between steps; None: no more than in training.
     eval_micro_batch_size: int | None = positive(None)
 
     @property
@@ -116,73 +115,75 @@ class TransformersSpec(Checked):
 
     @property
     def reentrant(self) -> bool:
-        """``modeling_utils.py: PreTrainedModel.gradient_checkpointing_enable``."""
+        """Whether checkpoints are reentrant (``modeling_utils.py: PreTrainedModel.gradient_checkpointing_enable``)."""
         return not CHECKPOINTS_NOT_REENTRANT(self) if self.use_reentrant is None else self.use_reentrant
 
 
 class Family(NamedTuple):
-    """What the class of a ``model_type`` does; the defaults are Llama's (``models/llama/modeling_llama.py``)."""
+    """Properties of the class of a ``model_type``; the defaults are Llama's (``models/llama/modeling_llama.py``)."""
 
-    #: "llama": weight times the norm in the input's dtype; "gemma": (1 + weight) times it in fp32; "olmo2": weight
-    #: times it in fp32; "olmo": ``F.layer_norm`` in fp32 without weights; "layernorm": ``nn.LayerNorm``; "fused":
-    #: ``nn.RMSNorm``.
+    #: "llama": weight times the normalised input, in the input's dtype; "gemma": (1 + weight) times it, in fp32;
+    #: "olmo2": weight times it, in fp32; "olmo": ``F.layer_norm`` in fp32 without weights; "layernorm":
+    #: ``nn.LayerNorm``; "fused": ``nn.RMSNorm``.
     norm: str = "llama"
-    #: Names of the norms before and after attention, before and after the feed-forward block; "" where there is none.
+    #: Names of the norms before and after attention, before and after the feed-forward block; "": no norm there.
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    #: q, k and v in one linear, qkv_proj; gate and up in one, gate_up_proj, whose halves are multiplied up first.
+    #: q, k and v are one linear, qkv_proj; gate and up are one, gate_up_proj, with up as the first operand of their
+    #: product.
     fused_qkv: bool = False
     fused_gate_up: bool = False
-    #: "halves" are turned; "half tables": by tables as wide as one of them (gpt-oss); "interleaved": pairs, with
-    #: tables that every layer repeats (GLM); "polar": as complex numbers (DeepSeek-V2); "torchtune": pairs in fp32.
+    #: How queries and keys are rotated. "halves": ``rotate_half``; "half tables": cos and sin as wide as one half
+    #: (gpt-oss); "interleaved": pairs, with cos and sin repeated in every layer (GLM); "polar": as complex numbers
+    #: (DeepSeek-V2); "torchtune": pairs in fp32.
     rotary: str = "halves"
-    #: Tables are in fp32, and so are rotated queries and keys before they are cast back (OLMo 2).
+    #: cos and sin are in fp32, and so are rotated queries and keys until they are cast back (OLMo 2).
     rotary_in_fp32: bool = False
-    #: They are cast back, whatever the tables are in.
+    #: Rotated queries and keys are cast back, whatever the dtype of cos and sin.
     rotary_cast_back: bool = False
-    #: Sliding layers have tables of their own (Gemma 3).
+    #: Sliding layers have separate cos and sin (Gemma 3).
     local_rotary: bool = False
-    #: A mask is made whatever the batch holds, and sliding layers make one of their own of it.
+    #: A mask is created for every batch, and sliding layers derive another from it.
     always_masked: bool = False
-    #: The model makes masks for full and for sliding layers, whichever it has.
+    #: The model creates masks for full and for sliding layers, even if it has only one kind.
     both_masks: bool = False
-    #: What the input embeddings are multiplied by, or "": a "model" variable still holds what it was; "embedding".
+    #: Where the input embeddings are scaled: "": nowhere; "embedding": in the embedding module; "model": in the model,
+    #: where a variable still holds the unscaled ones.
     scaled_embeddings: str = ""
-    #: Outputs of attention and MLP are multiplied before the residual sum, and logits divided (Granite).
+    #: Outputs of attention and MLP are multiplied before the residual addition, and logits divided (Granite).
     scaled_residuals: bool = False
-    #: Scores of eager attention, and logits, through tanh (Gemma 2).
+    #: A tanh over the scores of eager attention and over the logits (Gemma 2).
     softcapped: bool = False
-    #: Masks are made in the model's dtype, and none is made of positions (``_update_causal_mask``); sdpa is given keys
-    #: and values of every query head.
+    #: Masks are in the model's dtype, and positions alone create none (``_update_causal_mask``); sdpa gets keys and
+    #: values repeated for every query head.
     own_masks: bool = False
-    #: The class has attention of its own for each implementation: one function, to the end of which keys and values of
-    #: every head, and probabilities, are variables.
+    #: The class has a separate attention function per implementation, whose variables keep keys and values of every
+    #: head, and probabilities, alive until it returns.
     own_attention: bool = False
-    #: The model makes one more mask [b, 1, s, s], of booleans, which no layer takes.
+    #: The model creates another boolean mask [b, 1, s, s] that no layer uses.
     idle_mask: bool = False
-    #: Batches have no mask, whatever they hold.
+    #: No mask is created for any batch.
     never_masked: bool = False
-    #: "mixtral": a loop over experts, called after Mixtral's; "qwen": the same, called after Qwen's; "deepseek": sums
-    #: in fp32, sigmoid scores; "gpt_oss": biases and clamped gates (``gpt_oss.py``);
-    #: "minimax": sigmoid scores.
+    #: The MoE block. "mixtral", "qwen": a loop over experts, with the module names of Mixtral or Qwen; "deepseek": sums
+    #: in fp32, sigmoid scores; "gpt_oss": biases and clamped gates (``gpt_oss.py``); "minimax": sigmoid scores.
     moe: str = "qwen"
-    #: Weights of the chosen experts sum to one.
+    #: The routing weights of a token sum to one.
     normalized_router: bool = True
-    #: The prefix of decoder layers' and embeddings' names; what of it the layers, the embeddings and the last norm are.
+    #: Prefix of the names of decoder layers and embeddings; the names of layers, embedding and final norm after it.
     prefix: str = "model."
     layers: str = "layers"
     embedding: str = "embed_tokens"
     final_norm: str = "norm"
-    #: Whose decoder layer it is: Llama's, with the differences above, or one recorded in a file of its own.
+    #: The decoder layer: Llama's, with the differences above, or one recorded in a separate module.
     layer: str = "llama"
-    #: Eager attention: "llama"; "gpt2": softmax in the dtype of the scores, and before 5 a mask of its own.
-    #: "sinks": a logit of its own beside each row (gpt-oss).
+    #: Eager attention. "llama"; "gpt2": softmax in the dtype of the scores, and before 5 a different mask; "sinks": an
+    #: additional logit per row (gpt-oss).
     eager: str = "llama"
-    #: What the class takes as ``attn_implementation``; one without sdpa is loaded with eager attention unless told.
+    #: Supported values of ``attn_implementation``. A class without sdpa uses eager attention by default.
     attention: tuple[str, ...] = ("eager", "sdpa", "flash_attention_2")
-    #: The release in which the class came.
+    #: The first release that has the class.
     since: tuple[int, int] = (4, 51)
-    #: Kernels that Liger 0.8.5 has for the class (``MODEL_TYPE_TO_APPLY_LIGER_FN``), and whether its norm's gradient
-    #: is written over that of its output.
+    #: Kernels that Liger 0.8.5 has for the class (``MODEL_TYPE_TO_APPLY_LIGER_FN``), and whether its norm writes the
+    #: gradient of the input over that of the output.
     liger: tuple[str, ...] = ()
     liger_norm_in_place: bool = True
 
@@ -242,7 +243,7 @@ FAMILIES["bloom"] = Family(
     norm="layernorm", prefix="transformer.", layers="h", embedding="word_embeddings", final_norm="ln_f", layer="bloom",
     attention=("eager",),
 )
-#: Its own class is remote code, which was not read; the shapes are DeepSeek-V3's, by whose class it can be run.
+#: Its class is remote code, which was not read; its shapes are DeepSeek-V3's, whose class can run it.
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
 FAMILIES["qwen3_next"] = Family(norm="gemma", since=(4, 57))
 FAMILIES["nemotron_h"] = Family(
@@ -250,26 +251,26 @@ FAMILIES["nemotron_h"] = Family(
 )
 FAMILIES["minimax_m2"] = Family(moe="minimax", since=(5, 0))
 FAMILIES["deepseek_v2"] = Family(moe="deepseek_v2", rotary="polar", normalized_router=False, since=(4, 54))
-#: ``model_type`` whose class comes with its checkpoint (``trust_remote_code``) and was not read -> what it is.
+#: ``model_type`` whose class is remote code (``trust_remote_code``) that was not read -> its file.
 REMOTE_CODE = {"nemotron-nas": "modeling_decilm.py, whose layers were searched one by one"}
-#: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys turned as complex numbers.
+#: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys rotated as complex numbers.
 TORCHTITAN = Family(norm="fused", rotary="complex", never_masked=True)
-#: ``model_type`` of its models whose layers are these.
+#: Model types for which torchtitan's layers are supported.
 OF_TORCHTITAN = ("llama",)
-#: torchtune ``modules/{attention,feed_forward,position_embeddings,rms_norm}.py``: pairs are turned in fp32, keys and
-#: values copied to every query head; packed sequences are told apart by flex attention, without a mask.
+#: torchtune ``modules/{attention,feed_forward,position_embeddings,rms_norm}.py``: pairs are rotated in fp32, keys and
+#: values repeated for every query head; flex attention separates packed sequences, without a mask.
 TORCHTUNE = Family(rotary="torchtune", never_masked=True)
-#: ``model_type`` of its models whose layers are these.
+#: Model types for which torchtune's layers are supported.
 OF_TORCHTUNE = ("llama",)
 #: Families of transformers whose compiled layers were recorded (``inventory/torch/compiled.py``).
 COMPILED = ("llama", "mistral", "qwen2", "qwen3")
-#: What classes do otherwise from transformers 5 on.
+#: Differences of classes from transformers 5 on.
 _FROM_5: dict[str, dict[str, Any]] = {
-    # Gemma*ScaledWordEmbedding takes the place of a variable.
+    # Gemma*ScaledWordEmbedding scales in the embedding module.
     "gemma": {"scaled_embeddings": "embedding"},
     "gemma2": {"scaled_embeddings": "embedding"},
     "olmo3": {"rotary_in_fp32": False, "rotary_cast_back": True, "local_rotary": False},
-    # A sliding_window of 0, of which no layer makes use.
+    # sliding_window is 0: a mask is created and no layer uses it.
     "qwen2_moe": {"own_masks": False, "own_attention": False, "idle_mask": True},
     "olmoe": {"own_masks": False, "own_attention": False},
     "deepseek_v3": {"liger": _LIGER_WITHOUT_ROPE},
@@ -278,14 +279,14 @@ _FROM_5: dict[str, dict[str, Any]] = {
 _BEFORE_4_52: dict[str, dict[str, Any]] = {
     "olmo": {"rotary_in_fp32": False}, "olmo2": {"rotary_in_fp32": False, "norm": "llama"},
 }
-#: Before classes shared their masks, Gemma 2 and 3 always made one.
+#: Before the shared mask functions, Gemma 2 and 3 always created a mask.
 _BEFORE_SHARED_MASKS: dict[str, dict[str, Any]] = {
     "gemma2": {"always_masked": True, "both_masks": False}, "gemma3_text": {"always_masked": True, "both_masks": False},
 }
 
 
 def family_of(model_type: str, spec: TransformersSpec) -> Family:
-    """The family of a model type that is known, as the release has it."""
+    """The family of a supported ``model_type`` in ``spec.transformers_version``."""
     family = FAMILIES[model_type]
     shared_masks = SHARED_MASKS_OF_GPT2 if model_type == "gpt2" else SHARED_MASKS
     if not shared_masks(spec):
@@ -295,20 +296,23 @@ def family_of(model_type: str, spec: TransformersSpec) -> Family:
 
 
 def usable_attention(model_type: str, spec: TransformersSpec) -> tuple[str, ...]:
-    """Implementations that a class trains well with: FlashAttention 2 takes no sinks, which transformers 4 then leaves
-    out in silence (``modeling_flash_attention_utils.py: _process_flash_attention_kwargs``); 5 takes a kernel that has
-    them in its place (``modeling_utils.py: _compatible_flash_implementations``)."""
+    """Attention implementations with which a class trains correctly.
+
+    FlashAttention 2 has no attention sinks. transformers 4 silently drops them
+    (``modeling_flash_attention_utils.py: _process_flash_attention_kwargs``); 5 substitutes a kernel that has them
+    (``modeling_utils.py: _compatible_flash_implementations``).
+    """
     family = family_of(model_type, spec)
     drops = family.eager == "sinks" and not FAMILIES_OF_5(spec)
     return tuple(name for name in family.attention if not (drops and name == "flash_attention_2"))
 
 
-#: What a run has that transformers does not run.
+#: The value for runs of other implementations.
 DEFAULT_TRANSFORMERS_SPEC = TransformersSpec()
 
 
-def as_transformers_has_it(model: ModelSpec) -> ModelSpec:
-    """The vocabulary as it is, and without MTP depths, which transformers' classes do not build."""
+def as_transformers_builds(model: ModelSpec) -> ModelSpec:
+    """The model as transformers' classes build it: the vocabulary is not padded, and there are no MTP depths."""
     if not (model.make_vocab_size_divisible_by or model.mtp_num_layers):
         return model
     notes = model.assumptions

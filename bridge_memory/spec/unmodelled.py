@@ -1,4 +1,4 @@
-"""What a run asks for and no formula covers: a sentence with how it can move the peak. Never dropped in silence."""
+"""Unmodelled features: options of a run that change memory and that no formula covers. Each is always reported."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 
 class Effect(str, Enum):
-    """Where something that is not modelled can move the peak."""
+    """The direction in which an unmodelled feature can move the peak."""
 
     UP = "up"
     DOWN = "down"
     EITHER = "either"
-    #: Nobody here knows.
     UNKNOWN = "unknown"
 
     def __str__(self) -> str:
@@ -21,14 +20,18 @@ class Effect(str, Enum):
 
 
 class Unmodelled(str):
-    """A sentence that names what is not modelled, and how it can move the peak.
+    """A sentence that names an unmodelled feature, with its effect on the peak.
 
-    Lists of what is not modelled are lists of sentences; a sentence that is none of these may move the peak anywhere.
+    ``not_modelled`` of a model, run or estimate is a tuple of sentences. A plain ``str`` among them has an unknown
+    effect (``as_feature``).
 
-    ``order``: how large it is, in words: its formula, or what is about as large. ``least``, ``most``: bytes, on every
-    rank, between which it moves the peak; None where no bound is known. What can only add moves it by 0 at least, what
-    can only save by 0 at most. ``outside``: it is not in what torch reports of training steps: memory outside its
-    allocator, or of a checkpoint that is saved.
+    Attributes:
+        effect: The direction in which it moves the peak.
+        order: Its order of magnitude, in words: a formula, or a quantity of about the same size.
+        least: Lower bound, in bytes on every rank, of the change of the peak. None: unknown. 0 by default for UP.
+        most: Upper bound, likewise. 0 by default for DOWN.
+        outside: Whether ``torch.cuda.max_memory_allocated`` of training steps leaves it out: memory outside torch's
+            allocator, or used while a checkpoint is saved.
     """
 
     effect: Effect
@@ -56,31 +59,31 @@ class Unmodelled(str):
         return feature
 
     def __getnewargs_ex__(self) -> tuple[tuple[str, Effect], dict[str, str | int | bool | None]]:
-        """What a copy is made of."""
+        """The arguments from which pickle and copy rebuild it."""
         names = ("order", "least", "most", "outside")
         return (str(self), self.effect), {name: getattr(self, name) for name in names}
 
 
-#: The order of what nobody here knows, or of what is of the user's own making; of what several lists name.
-UNKNOWN_SIZE = "nobody here knows how large"
+#: Orders that several readers use. UNKNOWN_SIZE is also that of a user's own code.
+UNKNOWN_SIZE = "size unknown"
 ENCODER = "some 18 bytes for each of its parameters that train, 2 for the others, and its activations"
 ADAPTERS = "some 18 bytes for each weight of the adapters, and their inputs"
 
 
 def as_feature(sentence: str) -> Unmodelled:
-    """``sentence`` itself where it says how it moves the peak; else a gap of unknown effect."""
+    """``sentence`` as an Unmodelled: itself if it is one, else with unknown effect and size."""
     return sentence if isinstance(sentence, Unmodelled) else Unmodelled(sentence, Effect.UNKNOWN, order=UNKNOWN_SIZE)
 
 
 class Bounds(NamedTuple):
-    """Bytes between which a number lies; None where no bound is known."""
+    """Bounds of a number of bytes; None: no bound is known."""
 
     least: int | None
     most: int | None
 
 
 def bounds(nbytes: int, not_modelled: Iterable[str]) -> Bounds:
-    """Between what ``nbytes`` lie once everything that is ``not_modelled`` has moved them; each counts once."""
+    """Bounds of ``nbytes`` after the effects of all ``not_modelled``; repeated sentences count once."""
     least: int | None = nbytes
     most: int | None = nbytes
     for feature in map(as_feature, dict.fromkeys(not_modelled)):

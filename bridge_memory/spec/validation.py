@@ -1,6 +1,6 @@
-"""What a RunSpec is checked against when it is built: the rules of ``rules``, in their order.
+"""Validation of a RunSpec when it is constructed: runs the checks of ``rules`` in order.
 
-Types, names and ranges of single fields are in ``fields``, what depends on the model alone in ``limits``.
+``fields`` checks types, names and ranges of single fields; ``limits`` checks the model by itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def validate(run: RunSpec) -> None:
         rule(run, limits)
 
 
-#: What a run is checked against, in order: sizes that no number of GPUs makes right before those that another would.
+#: The checks, in order: first those that no other number of GPUs would pass.
 RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
     lambda run, limits: check_engine(run),
     lambda run, limits: check_transformers(run),

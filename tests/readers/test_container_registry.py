@@ -21,16 +21,16 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 from bridge_stubs import require_bridge  # noqa: E402
 
 from bridge_memory.readers.config_container import run_from_config_container  # noqa: E402
-from bridge_memory.readers.container_gaps import not_modelled, provider_of  # noqa: E402
 from bridge_memory.readers.container_registry import (  # noqa: E402
-    GAPS,
     HARMLESS,
     PROVIDERS,
     READ,
     REFUSED,
-    gap_of,
+    UNMODELLED,
+    feature_of,
     known,
 )
+from bridge_memory.readers.container_unmodelled import not_modelled, provider_of  # noqa: E402
 from bridge_memory.spec import SpecError  # noqa: E402
 
 #: What Bridge 0.6 sets on a model of DeepSeek-V4 for a megatron-core that is yet to come, Falcon-H1 on itself, Step-3.5
@@ -144,15 +144,15 @@ def test_every_entry_of_the_registry_is_a_field(bridge: Any) -> None:
         pytest.skip("the registry's fields are those of 0.6")
     classes = parts()
     gone = {}
-    for part in sorted({*READ, *GAPS, *HARMLESS}):
-        entries = {*READ.get(part, ()), *GAPS.get(part, {}), *HARMLESS.get(part, {})}
+    for part in sorted({*READ, *UNMODELLED, *HARMLESS}):
+        entries = {*READ.get(part, ()), *UNMODELLED.get(part, {}), *HARMLESS.get(part, {})}
         gone[part] = sorted(entries - set(fields_of(classes[part])) - EARLIER.get(part, set()) - LATER.get(part, set()))
     assert not {part: names for part, names in gone.items() if names}
 
 
 def test_no_field_is_in_two_tables() -> None:
-    for part in {*READ, *GAPS, *HARMLESS}:
-        tables = [set(READ.get(part, ())), set(GAPS.get(part, {})), set(HARMLESS.get(part, {}))]
+    for part in {*READ, *UNMODELLED, *HARMLESS}:
+        tables = [set(READ.get(part, ())), set(UNMODELLED.get(part, {})), set(HARMLESS.get(part, {}))]
         assert sum(map(len, tables)) == len(set.union(*tables)), part
 
 
@@ -225,7 +225,7 @@ def test_details_without_their_option_are_not_listed() -> None:
     assert [feature.split(":")[0] for feature in not_modelled({"model": model})] == [
         "model.clone_scatter_output_in_embedding"
     ]
-    assert gap_of("ddp", "reuse_grad_buf_for_mxfp8_param_ag") is None  # said once, of the optimizer
+    assert feature_of("ddp", "reuse_grad_buf_for_mxfp8_param_ag") is None  # said once, of the optimizer
 
 
 class GPTModelProvider:

@@ -23,18 +23,18 @@ import pytest
 from bridge_memory.readers.megatron_args import read_arguments
 from bridge_memory.readers.megatron_args.arguments import (
     DESTINATIONS,
-    GAPS,
     HARMLESS,
     KNOWN,
     OFF,
     ON,
     READ,
     SWITCHED_OFF_BY,
+    UNMODELLED,
     Arguments,
     by_destination,
 )
 from bridge_memory.readers.megatron_args.harmless import REASONS
-from bridge_memory.readers.megatron_args.unmodelled import Listed, same
+from bridge_memory.readers.megatron_args.unmodelled import Feature, same
 from bridge_memory.spec.unmodelled import Effect
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ def parser(request: pytest.FixtureRequest) -> Any:
 
 
 def test_every_argument_has_one_class_and_every_harmless_one_a_reason() -> None:
-    assert not READ & HARMLESS.keys() and not (READ | HARMLESS.keys()) & GAPS.keys()
+    assert not READ & HARMLESS.keys() and not (READ | HARMLESS.keys()) & UNMODELLED.keys()
     listed = [name for names in REASONS.values() for name in names.split()]
     assert len(listed) == len(set(listed)) == len(HARMLESS)
     assert all(len(reason) > 20 for reason in REASONS)
@@ -96,7 +96,7 @@ def test_every_option_finds_its_destination(parser: Any) -> None:
     for option, (destination, value) in parser["options"].items():
         found = by_destination({option: True})
         assert found.keys() <= KNOWN | DESTINATIONS.keys(), option
-        if destination in READ | GAPS.keys():
+        if destination in READ | UNMODELLED.keys():
             assert found == {destination: True if value is None else value}, option
 
 
@@ -116,14 +116,14 @@ def test_defaults_of_what_is_read_are_megatron_lms(parser: Any) -> None:
         assert parser["defaults"][name] in (ours, *_OTHER_DEFAULTS.get(name, ())), name
     for name in (OFF | ON) & parser["defaults"].keys():
         assert parser["defaults"][name] is (name in ON), name
-    assert set(SWITCHED_OFF_BY.values()) <= ON | {name for name, entry in GAPS.items() if entry.default is True}
+    assert set(SWITCHED_OFF_BY.values()) <= ON | {name for name, entry in UNMODELLED.items() if entry.default is True}
 
 
 def test_defaults_of_what_is_not_modelled_are_megatron_lms(parser: Any) -> None:
     wrong = {
         name: default
         for name, default in parser["defaults"].items()
-        if name in GAPS and not same(default, GAPS[name].default)
+        if name in UNMODELLED and not same(default, UNMODELLED[name].default)
     }
     assert not wrong
 
@@ -171,9 +171,9 @@ _BESIDE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GAPS)
+@pytest.mark.parametrize("name", UNMODELLED)
 def test_what_is_not_modelled_is_listed_when_it_is_set(name: str) -> None:
-    entry = GAPS[name]
+    entry = UNMODELLED[name]
     other = False if entry.default is True else 7 if entry.default in (None, 0, 1) else True
     beside, option = _BESIDE.get(name, {}), "--" + name.replace("_", "-")
 
@@ -211,4 +211,4 @@ def test_what_a_file_or_a_checkpoint_says_is_in_parsed_arguments() -> None:
 )  # fmt: skip
 def test_values_are_compared_as_they_are_told(value: object, default: object, alike: bool) -> None:
     assert same(value, default) is alike
-    assert Listed(default, Effect.UP, "").applies(Arguments(read_arguments({})), value) is not alike
+    assert Feature(default, Effect.UP, "").applies(Arguments(read_arguments({})), value) is not alike

@@ -27,7 +27,7 @@ def read(folder: Path, **config: Any) -> dict[str, Any]:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps({"peft_type": "LORA", **config}))
     settings = settings_from_files(peft_config=str(path))
-    settings.notes.check()
+    settings.diagnostics.check()
     return settings.groups["peft"]
 
 
@@ -36,11 +36,11 @@ def test_linears_that_nobody_names_are_pefts_own_choice(tmp_path: Path) -> None:
     path = tmp_path / "adapter_config.json"
     path.write_text('{"peft_type": "LORA", "r": 8}')
     for kind, targets in DEFAULT_TARGETS.items():
-        settings = settings_from_files(peft_config=str(path), told=Specified(model_type=kind))
-        settings.notes.check()
+        settings = settings_from_files(peft_config=str(path), specified=Specified(model_type=kind))
+        settings.diagnostics.check()
         assert settings.groups["peft"]["target_modules"] == targets
     with pytest.raises(SpecError, match="target_modules is missing, and peft knows none for qwen3_moe"):
-        settings_from_files(peft_config=str(path), told=Specified(model_type="qwen3_moe")).notes.check()
+        settings_from_files(peft_config=str(path), specified=Specified(model_type="qwen3_moe")).diagnostics.check()
     theirs = pytest.importorskip("peft.utils.constants").TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     assert {kind: theirs[kind] for kind in DEFAULT_TARGETS} == {k: list(v) for k, v in DEFAULT_TARGETS.items()}
     assert "qwen3_moe" not in theirs

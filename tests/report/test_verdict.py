@@ -194,7 +194,7 @@ def test_every_gap_says_where_it_moves_the_peak() -> None:
     for words in (
         "a: more (adds memory: as large as it is)", "b: less (saves memory: as large as it is)",
             "c: either (may add or save memory: as large as it is)",
-            f"{WORDS} (effect unknown: nobody here knows how large)",
+            f"{WORDS} (effect unknown: size unknown)",
             "e: f (adds memory: as large as it is, not in what torch reports of training steps)",
         ):  # fmt: skip
         assert words in text

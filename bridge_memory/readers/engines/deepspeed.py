@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON -> settings of a run, with "auto" as whoever starts DeepSpeed fills it in.
+"""DeepSpeed's JSON -> settings of a run. "auto" values are filled in as accelerate or the HF Trainer does.
 
 Sources: ``deepspeed/runtime/config.py: DeepSpeedConfig``, ``runtime/zero/config.py``, ``zero/offload_config.py``,
 ``runtime/precision_config.py`` (0.19); transformers ``integrations/deepspeed.py: HfTrainerDeepSpeedConfig``; accelerate
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge_memory.readers.engines.sections import AUTO, Notes, Section
+from bridge_memory.readers.engines.sections import AUTO, Diagnostics, Section
 from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.spec import show
 from bridge_memory.spec.unmodelled import Effect
@@ -21,7 +21,7 @@ from bridge_memory.spec.unmodelled import Effect
 DEFAULT_CLIPPING = 1.0
 ENGINE_OF_STAGE = {1: "zero1", 2: "zero2", 3: "zero3"}
 
-#: Top-level keys that change no byte of a training step, by the reason.
+#: Reason -> top-level keys that do not change the memory of a training step.
 HARMLESS = {
     "logging and timers": (
         "steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "log_level", "timers",
@@ -38,7 +38,7 @@ HARMLESS = {
         "datastates_ckpt", "nebula",
     ),
 }  # fmt: skip
-#: Blocks that change memory in a way that is not counted, on when ``enabled`` is true (None: when they are there).
+#: Blocks that are unmodelled features -> (effect, what, the switch that enables them (None: presence), order).
 UNMODELLED = {
     "flops_profiler": (Effect.UP, "what the profiler keeps while it runs", "enabled", "a few numbers for each module"),
     "data_efficiency": (
@@ -57,7 +57,7 @@ UNMODELLED = {
     "weight_quantization": (Effect.UNKNOWN, "quantised weights", None, "up to a copy of the weights"),
     "sparse_attention": (Effect.EITHER, "another attention", None, "the scores of every head, in every layer"),
     "eigenvalue": (Effect.UP, "products with the Hessian", "enabled", "as large as the gradients, twice"),
-    "amp": (Effect.UNKNOWN, "Apex keeps weights and casts its own way", "enabled", "up to 6 bytes for each weight"),
+    "amp": (Effect.UNKNOWN, "Apex's copies and casts of weights", "enabled", "up to 6 bytes for each weight"),
     "msamp": (
         Effect.UNKNOWN, "weights, gradients and states in fp8", "enabled",
         "up to half of weights, gradients and states",
@@ -82,7 +82,7 @@ UNMODELLED = {
     ),
 }
 _DEEPSPEED_IGNORES = "DeepSpeed ignores it"
-#: Keys of ``zero_optimization`` that are counted, and called so in ``DeepSpeedOptions`` -> (kind, least).
+#: Keys of ``zero_optimization`` with fields of the same name in ``DeepSpeedOptions`` -> (type, minimum).
 _ZERO = {
     "reduce_bucket_size": ("integer", 1), "allgather_bucket_size": ("integer", 1), "overlap_comm": ("flag", 0),
     "contiguous_gradients": ("flag", 0), "reduce_scatter": ("flag", 0), "round_robin_gradients": ("flag", 0),
@@ -91,7 +91,7 @@ _ZERO = {
     "stage3_max_reuse_distance": ("integer", 0), "sub_group_size": ("integer", 1),
     "zero_hpz_partition_size": ("integer", 1), "stage3_gather_16bit_weights_on_model_save": ("flag", 0),
 }  # fmt: skip
-#: The names of fields behind DeepSpeed's aliases, which it takes as well (``populate_by_name``).
+#: Alternative key -> the key above; DeepSpeed accepts both (``populate_by_name``).
 _ALIASES = {
     "prefetch_bucket_size": "stage3_prefetch_bucket_size",
     "param_persistence_threshold": "stage3_param_persistence_threshold",
@@ -100,7 +100,7 @@ _ALIASES = {
     "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }  # fmt: skip
-#: What the reader knows of options that stages below 3 read past.
+#: Options that stages below 3 ignore.
 _OF_STAGE_3 = (
     "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
     "stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size", "zero_hpz_partition_size",
@@ -148,10 +148,12 @@ _OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "lion": "lion", "sgd": "sgd"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filler:
-    """Whoever starts DeepSpeed and fills in its "auto" values.
+    """The program that fills in the "auto" values of a DeepSpeed config.
 
-    ``values``: dotted key -> what is filled in (None: it does not say). ``refuses``: keys that must agree with it
-    where they are not "auto" -> what it calls them (``fill_match``).
+    Attributes:
+        who: Its name in messages.
+        values: Dotted key -> the value that it fills in (None: unknown).
+        refuses: Dotted keys that must equal its value if they are not "auto" -> its name for them (``fill_match``).
     """
 
     who: str
@@ -160,7 +162,7 @@ class Filler:
 
 
 def hidden_size_values(hidden_size: int, *, stage3: bool = True) -> dict[str, int]:
-    """Buckets that accelerate and the Trainer make of the model's hidden size (h): h^2, 0.9 h^2 and 10 h elements."""
+    """Bucket sizes, in elements, that accelerate and the Trainer derive from hidden size h: h^2, 0.9 h^2 and 10 h."""
     values = {"zero_optimization.reduce_bucket_size": hidden_size * hidden_size}
     if stage3:
         values["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden_size * hidden_size)
@@ -168,49 +170,61 @@ def hidden_size_values(hidden_size: int, *, stage3: bool = True) -> dict[str, in
     return values
 
 
-def filled(config: Mapping[str, Any], filler: Filler, told: Specified, notes: Notes) -> dict[str, Any]:
-    """A copy in which no "auto" is left that ``filler`` fills; those that DeepSpeed itself reads as its default are
-    dropped (``config_utils.py: DeepSpeedConfigModel.__init__``)."""
+def filled(config: Mapping[str, Any], filler: Filler, specified: Specified, diagnostics: Diagnostics) -> dict[str, Any]:
+    """A copy with every "auto" filled in by ``filler``, or dropped: DeepSpeed reads the others as its defaults
+    (``config_utils.py: DeepSpeedConfigModel.__init__``)."""
     out: dict[str, Any] = copy.deepcopy(dict(config))
     zero = out.get("zero_optimization")
     stage3 = isinstance(zero, dict) and zero.get("stage") == 3
     values = dict(filler.values)
     sized = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    if told.hidden_size is not None:
-        values |= hidden_size_values(told.hidden_size, stage3=stage3 or filler.who != "the HF Trainer")
-    _fill(out, "", values, filler, notes, [f"zero_optimization.{name}" for name in sized])
+    if specified.hidden_size is not None:
+        values |= hidden_size_values(specified.hidden_size, stage3=stage3 or filler.who != "the HF Trainer")
+    _fill(out, "", values, filler, diagnostics, [f"zero_optimization.{name}" for name in sized])
     return out
 
 
 def _fill(
-    table: dict[str, Any], where: str, values: Mapping[str, Any], filler: Filler, notes: Notes, sized: list[str]
+    table: dict[str, Any],
+    where: str,
+    values: Mapping[str, Any],
+    filler: Filler,
+    diagnostics: Diagnostics,
+    sized: list[str],
 ) -> None:
     for key in list(table):
         name = f"{where}{key}"
         if isinstance(table[key], dict):
-            _fill(table[key], f"{name}.", values, filler, notes, sized)
+            _fill(table[key], f"{name}.", values, filler, diagnostics, sized)
         elif table[key] == AUTO:
             if values.get(name) is not None:
                 table[key] = values[name]
                 if name in sized:
-                    notes.assume(f"{name} is {table[key]:,}, as {filler.who} makes it of the model's hidden size")
+                    diagnostics.assume(f"{name} is {table[key]:,}, as {filler.who} makes it of the model's hidden size")
             else:
                 del table[key]
         elif name in filler.refuses and values.get(name) is not None and table[key] != values[name]:
-            notes.problem(
-                name, f"is {show(table[key])}, and {filler.refuses[name]} is {show(values[name])}, which "
-                f"{filler.who} refuses", 'set one to the other, or set it to "auto"',
+            diagnostics.problem(
+                name,
+                f"is {show(table[key])}, and {filler.refuses[name]} is {show(values[name])}, which "
+                f"{filler.who} refuses",
+                'set one to the other, or set it to "auto"',
             )
 
 
 def read_deepspeed(
-    config: Mapping[str, Any], settings: Settings, told: Specified, filler: Filler | None = None, *, where: str = ""
+    config: Mapping[str, Any],
+    settings: Settings,
+    specified: Specified,
+    filler: Filler | None = None,
+    *,
+    where: str = "",
 ) -> None:
-    """Read a parsed DeepSpeed configuration into ``settings``. ``where``: the table that it stands in."""
-    notes = settings.notes
+    """Read a parsed DeepSpeed config into ``settings``. ``where``: the table that contains it, for messages."""
+    diagnostics = settings.diagnostics
     if filler is None:  # as accelerate, and the Trainer by default
         filler = Filler(who="accelerate or the HF Trainer", values={"gradient_clipping": 1.0})
-    top = Section(filled(config, filler, told, notes), where, notes)
+    top = Section(filled(config, filler, specified, diagnostics), where, diagnostics)
     for keys in HARMLESS.values():
         top.ignore(*keys)
     for key, (effect, what, switch, order) in UNMODELLED.items():
@@ -218,14 +232,16 @@ def read_deepspeed(
         if isinstance(block, Mapping):
             block = block.get(switch, False) if switch else bool(block)
         if block and block != AUTO:
-            notes.feature(f"{top.named(key)}: {what}", effect, order=order)
+            diagnostics.feature(f"{top.named(key)}: {what}", effect, order=order)
     if not any(key in top.data for key in _known()):
-        notes.problem(where or "the file", "holds no key of a DeepSpeed config", "give one, with zero_optimization")
+        diagnostics.problem(
+            where or "the file", "holds no key of a DeepSpeed config", "give one, with zero_optimization"
+        )
         return
     stage = _zero(top, settings)
     _precision(top, settings)
     _optimizer(top, settings, stage)
-    _batch(top, settings, told)
+    _batch(top, settings, specified)
     settings.set(
         optimizer__clip_grad=float(top.number("gradient_clipping", DEFAULT_CLIPPING)),
         deepspeed__communication_data_type=top.choice("communication_data_type", ("fp32", "bf16", "fp16")),
@@ -234,8 +250,11 @@ def read_deepspeed(
     _checkpointing(top.table("activation_checkpointing"))
     sequence = top.integer("sequence_parallel_size", 1, least=1)
     if sequence > 1:
-        notes.refuse(top.named("sequence_parallel_size"), f"is {sequence}: DeepSpeed-Ulysses is not counted here",
-                     "set it to 1 for an estimate without it")
+        diagnostics.refuse(
+            top.named("sequence_parallel_size"),
+            f"is {sequence}: DeepSpeed-Ulysses is not counted here",
+            "set it to 1 for an estimate without it",
+        )
     for key in top.unread():
         top.ignored(key, _known(), _DEEPSPEED_IGNORES)
 
@@ -249,15 +268,16 @@ def _known() -> list[str]:
 
 
 def _zero(top: Section, settings: Settings) -> int:
-    notes = settings.notes
+    diagnostics = settings.diagnostics
     zero = top.table("zero_optimization")
     stage: int = zero.integer("stage", 0, below=1 << 30)
     if stage not in (0, 1, 2, 3):
         zero.problem("stage", f"is {stage}", "it must be 0, 1, 2 or 3")
         stage = 0
-    if stage == 0 and not notes.problems:
-        notes.refuse(
-            zero.named("stage"), "is 0: DeepSpeed without ZeRO is not counted here",
+    if stage == 0 and not diagnostics.problems:
+        diagnostics.refuse(
+            zero.named("stage"),
+            "is 0: DeepSpeed without ZeRO is not counted here",
             "set stage 1, 2 or 3, or estimate with --engine ddp",
         )
     if stage:
@@ -279,11 +299,11 @@ def _zero(top: Section, settings: Settings) -> int:
         if name in options:
             options[name] = min(options[name], (1 << 40) - 1)  # as good as no limit
     if stage < 3:
-        # engine.py: _configure_zero_optimizer hands them to stage 3 alone. One file serves several stages.
+        # engine.py: _configure_zero_optimizer passes them to stage 3 only. One file may serve several stages.
         idle = [name for name in _OF_STAGE_3 if options.pop(name, None) is not None]
         if idle and stage:
-            notes.assume(f"{', '.join(idle)} of the DeepSpeed config: nothing at stage {stage} reads them")
-    _offload(zero, stage, options, notes)
+            diagnostics.assume(f"{', '.join(idle)} of the DeepSpeed config: nothing at stage {stage} reads them")
+    _offload(zero, stage, options, diagnostics)
     zero.ignore(*_ZERO_HARMLESS)
     for name, (default, effect, what, order) in _ZERO_UNMODELLED.items():
         zero.unmodelled(name, default, effect, what, order=order)
@@ -297,7 +317,7 @@ def _zero(top: Section, settings: Settings) -> int:
     return stage
 
 
-def _offload(zero: Section, stage: int, options: dict[str, Any], notes: Notes) -> None:
+def _offload(zero: Section, stage: int, options: dict[str, Any], diagnostics: Diagnostics) -> None:
     devices = ("none", "cpu", "nvme")
     optimizer = zero.table("offload_optimizer")
     device = optimizer.choice("device", devices, "none")
@@ -314,8 +334,11 @@ def _offload(zero: Section, stage: int, options: dict[str, Any], notes: Notes) -
         if device == "nvme" and stage != 3:
             optimizer.problem("device", "is 'nvme'", 'NVMe is for stage 3; use "cpu", or set stage to 3')
         if optimizer.flag("super_offload"):
-            notes.feature(f"{optimizer.named('super_offload')}: what it keeps on the GPU", Effect.EITHER,
-                      order="gradients of a bucket or two, up to all optimizer states of the GPU's share")
+            diagnostics.feature(
+                f"{optimizer.named('super_offload')}: what it keeps on the GPU",
+                Effect.EITHER,
+                order="gradients of a bucket or two, up to all optimizer states of the GPU's share",
+            )
     optimizer.ignore("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init", "pin_memory", "ratio",
                      "cpuadam_cores_perc", "super_offload", "buffer_size")
     optimizer.refuse_unread(("device", "nvme_path", "buffer_count", "pin_memory", "ratio"), "DeepSpeed refuses it")
@@ -324,9 +347,11 @@ def _offload(zero: Section, stage: int, options: dict[str, Any], notes: Notes) -
     if zero.flag("cpu_offload_param"):
         device = "cpu"
     if device != "none" and stage != 3:
-        # engine.py: _configure_zero_optimizer hands it to stage 3 alone; accelerate asks for it whatever the stage.
+        # engine.py: _configure_zero_optimizer passes it to stage 3 only; accelerate sets it for every stage.
         if stage:
-            notes.assume(f"{zero.named('offload_param')} does nothing: parameters are offloaded with stage 3 alone")
+            diagnostics.assume(
+                f"{zero.named('offload_param')} does nothing: parameters are offloaded with stage 3 alone"
+            )
     elif device != "none":
         options["offload_param_device"] = device
         options["offload_param_pin_memory"] = parameters.flag("pin_memory", True)
@@ -348,7 +373,7 @@ def _precision(top: Section, settings: Settings) -> None:
     if all(both):
         top.problem("bf16.enabled", "is true, and so is fp16.enabled", "disable one")
     if not any(both):
-        top.notes.assume("weights in fp32, since the DeepSpeed config enables neither bf16 nor fp16")
+        top.diagnostics.assume("weights in fp32, since the DeepSpeed config enables neither bf16 nor fp16")
     settings.set(precision__params_dtype="bf16" if both[0] else "fp16" if both[1] else "fp32")
     if both[0]:
         settings.set(
@@ -379,8 +404,11 @@ def _optimizer(top: Section, settings: Settings, stage: int) -> None:
         return
     name = _OPTIMIZERS.get(kind.lower())
     if name is None:
-        settings.notes.refuse(section.named("type"), f"is {show(kind)}: its states are not counted here",
-                              f"use one of {', '.join(_OPTIMIZERS)}")
+        settings.diagnostics.refuse(
+            section.named("type"),
+            f"is {show(kind)}: its states are not counted here",
+            f"use one of {', '.join(_OPTIMIZERS)}",
+        )
         return
     # engine.py: _configure_basic_optimizer, get_optimizer_configuration. FusedAdam and FusedLion update in one kernel.
     torch_adam = params.flag("torch_adam") if name in ("adam", "adamw") else False
@@ -394,17 +422,19 @@ def _optimizer(top: Section, settings: Settings, stage: int) -> None:
                        "use gradient_clipping")
 
 
-def _batch(top: Section, settings: Settings, told: Specified) -> None:
+def _batch(top: Section, settings: Settings, specified: Specified) -> None:
     """``_set_batch_related_parameters``, and ``_batch_assertion``."""
     train = top.integer("train_batch_size", least=1)
     micro = top.integer("train_micro_batch_size_per_gpu", least=1)
     steps = top.integer("gradient_accumulation_steps", least=1)
-    world = told.world_size or settings.world_size
+    world = specified.world_size or settings.world_size
     if train and micro and world is None:
         world = train // (micro * (steps or 1)) if train % (micro * (steps or 1)) == 0 else None
         if world and steps:
             settings.world_size = world
-            settings.notes.assume(f"{world} GPUs, as the three batch sizes of the DeepSpeed config say (--num-gpus)")
+            settings.diagnostics.assume(
+                f"{world} GPUs, as the three batch sizes of the DeepSpeed config say (--num-gpus)"
+            )
         else:
             world = None
     if train and world:
@@ -430,11 +460,11 @@ def _quotient(top: Section, train: int, by: int, what: str) -> int | None:
 
 
 def _checkpointing(section: Section) -> None:
-    """Used by models that call ``deepspeed.checkpointing`` themselves, as Megatron-DeepSpeed's do and those of
-    transformers do not."""
+    """activation_checkpointing affects only models that call ``deepspeed.checkpointing``: Megatron-DeepSpeed's do,
+    transformers' do not."""
     for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
         if section.flag(key):
-            section.notes.assume(
+            section.diagnostics.assume(
                 f"{section.named(key)} does nothing: models of transformers checkpoint with torch's own function"
             )
     section.ignore("number_checkpoints", "synchronize_checkpoint_boundary", "profile")

@@ -1,4 +1,4 @@
-"""Configuration files of JSON, YAML or TOML, read within a bound and taken apart safely."""
+"""Safe parsing of JSON, YAML and TOML configuration files, with limits on their size."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from bridge_memory.spec.errors import bounded
 
 #: A configuration is a few kB.
 MOST_BYTES = 1 << 20
-#: Values of a configuration, after what a YAML names and repeats is written out.
+#: Most values of a configuration, after expanding a YAML's aliases.
 MOST_VALUES = 20_000
 MOST_DEPTH = 40
-#: What is not closed ends with the line, or the text: nothing is looked through twice.
+#: An unclosed string or comment ends with the line, or with the text, so that matching takes linear time.
 _STRING = r'("(?:[^"\\\n]|\\.)*"?)'
 _COMMENT = re.compile(_STRING + r"|//[^\n]*|#[^\n]*|/\*[\s\S]*?(?:\*/|\Z)")
 _COMMA = re.compile(_STRING + r"|,(\s*[}\]])")
 
 
 def read_table(path: str, give: str) -> Mapping[str, Any]:
-    """The table that a file holds. Raises SpecError of one line."""
+    """The top-level table of a file. Raises SpecError."""
     return table_of(read_text(path, give, MOST_BYTES), path)
 
 
 def table_of(text: str, name: str) -> Mapping[str, Any]:
-    """The table that a text is: JSON where it begins like it, TOML by the file's name, else YAML. Raises SpecError."""
+    """The top-level table of a text: JSON if it begins with a bracket, TOML by the file's name, else YAML. Raises
+    SpecError."""
     name = bounded(name, 120)
     if text.lstrip("\ufeff \t\n").startswith(("{", "[")) and not name.endswith(".toml"):
         value = _json(text, name)
@@ -44,14 +45,17 @@ def table_of(text: str, name: str) -> Mapping[str, Any]:
 
 
 def without_comments(text: str) -> str:
-    """JSON of what DeepSpeed reads besides: ``//``, ``#`` and ``/* */`` outside of strings, and a comma before a
-    closing bracket (``runtime/config.py: DeepSpeedConfig.__init__`` takes Hjson). Lines stay where they are."""
+    """Remove what DeepSpeed accepts in addition to JSON (``runtime/config.py: DeepSpeedConfig.__init__`` reads Hjson).
+
+    That is comments (``//``, ``#`` and ``/* */``) outside strings, and trailing commas. Line numbers do not change.
+    """
     text = _COMMENT.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
     return _COMMA.sub(lambda found: found[1] or found[2], text)
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """DeepSpeed refuses a key that is there twice (``config_utils.py: dict_raise_error_on_duplicate_keys``)."""
+    """Raise SpecError for a duplicate key, as DeepSpeed does (``config_utils.py:
+    dict_raise_error_on_duplicate_keys``)."""
     out: dict[str, Any] = {}
     for key, value in pairs:
         if key in out:
@@ -86,8 +90,8 @@ def _yaml(text: str, name: str) -> Any:
         what = error.problem or "it cannot be read"
         raise SpecError(f"{name}: not valid YAML: {what}{at}; correct it there") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        said = " ".join(str(error).split())[:80]
-        raise SpecError(f"{name}: not valid YAML ({said}); correct it") from None
+        reason = " ".join(str(error).split())[:80]
+        raise SpecError(f"{name}: not valid YAML ({reason}); correct it") from None
 
 
 def _toml(text: str, name: str) -> Any:
@@ -105,7 +109,7 @@ def _toml(text: str, name: str) -> Any:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """A copy with text keys, in which what a YAML repeats by reference is written out, up to a bound."""
+    """A copy with str keys and with a YAML's aliases expanded, up to MOST_VALUES values."""
     count = 0
 
     def copied(one: Any, depth: int) -> Any:

@@ -12,21 +12,21 @@ from bridge_memory.readers.engines.sections import Section
 from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.spec.parts import ALL_LINEAR
 
-#: Scales, first values, and where the adapter came from: no byte of a training step.
+#: Scales, initialisation and provenance of the adapter: no effect on the memory of a training step.
 HARMLESS = (
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_alpha",
     "fan_in_fan_out", "use_rslora", "init_lora_weights", "alpha_pattern", "megatron_core", "layers_pattern",
     "qalora_group_size", "runtime_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
 )  # fmt: skip
-#: What trains more, less or other parameters than two matrices of rank r beside each target.
+#: Options with which other parameters train than two matrices of rank r per target.
 OTHER_PARAMETERS = (
     "exclude_modules", "modules_to_save", "layers_to_transform", "rank_pattern", "trainable_token_indices",
     "layer_replication", "lora_bias", "target_parameters", "use_qalora", "use_bdlora", "velora_config",
     "monteclora_config", "arrow_config", "kasa_config", "alora_invocation_tokens", "megatron_config",
     "ensure_weight_tying",
 )  # fmt: skip
-#: ``model_type`` -> linears that peft takes where a config names none (``utils/constants.py:
-#: TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING``), of the types that are read here.
+#: ``model_type`` -> peft's default targets (``utils/constants.py:
+#: TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING``), for supported types.
 DEFAULT_TARGETS = {
     **dict.fromkeys(("llama", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text", "qwen2", "qwen3"),
                     ("q_proj", "v_proj")),
@@ -35,22 +35,22 @@ DEFAULT_TARGETS = {
 _KNOWN = (*HARMLESS, *OTHER_PARAMETERS, "peft_type", "r", "target_modules", "lora_dropout", "bias", "use_dora")
 
 
-def read_peft(config: Mapping[str, Any], settings: Settings, told: Specified) -> None:
-    """Read a parsed file. What is wrong with it, or not counted, is in ``settings.notes``."""
-    notes = settings.notes
-    top = Section(config, "", notes)
+def read_peft(config: Mapping[str, Any], settings: Settings, specified: Specified) -> None:
+    """Read a parsed adapter_config.json into ``settings``; problems are in ``settings.diagnostics``."""
+    diagnostics = settings.diagnostics
+    top = Section(config, "", diagnostics)
     kind = top.text("peft_type", "LORA")
     if kind.upper() != "LORA":
-        notes.refuse("peft_type", f"is {kind}, which is not counted here", "only LORA is")
+        diagnostics.refuse("peft_type", f"is {kind}, which is not counted here", "only LORA is")
     bias = top.text("bias", "none")
     if bias != "none":
-        notes.refuse("bias", f"is {bias}: biases that train are not counted here", 'set it to "none"')
+        diagnostics.refuse("bias", f"is {bias}: biases that train are not counted here", 'set it to "none"')
     for name in OTHER_PARAMETERS:
         if top.raw(name):
-            notes.refuse(name, "trains other parameters, which are not counted here", "leave it out")
+            diagnostics.refuse(name, "trains other parameters, which are not counted here", "leave it out")
     settings.set(
         peft__scheme="lora", peft__dim=top.integer("r", 8, least=1),
-        peft__target_modules=targets_of(top, "target_modules", top.raw("target_modules"), told),
+        peft__target_modules=targets_of(top, "target_modules", top.raw("target_modules"), specified),
         peft__use_dora=top.flag("use_dora") or None,
         transformers__lora_dropout=top.number("lora_dropout", most=1.0) or None,
     )  # fmt: skip
@@ -58,16 +58,16 @@ def read_peft(config: Mapping[str, Any], settings: Settings, told: Specified) ->
     top.refuse_unread(_KNOWN, "peft refuses it")
 
 
-def targets_of(top: Section, key: str, value: Any, told: Specified) -> tuple[str, ...] | None:
-    """Names of linears that ``value`` says under ``key``; None, and a problem, where it says something else. None is
-    peft's own choice by the kind of model."""
+def targets_of(top: Section, key: str, value: Any, specified: Specified) -> tuple[str, ...] | None:
+    """The target linears in ``value``, the file's entry ``key``. If it is None, peft's default for the model type.
+    Records a problem and returns None for anything that is not a list of names or "all-linear"."""
     if value is None:
-        found = DEFAULT_TARGETS.get(told.model_type or "llama")
+        found = DEFAULT_TARGETS.get(specified.model_type or "llama")
         if found is None:
-            what = f"is missing, and peft knows none for {told.model_type}"
+            what = f"is missing, and peft knows none for {specified.model_type}"
             top.problem(key, what, "name the linears, or all-linear")
         else:
-            top.notes.assume(f"{', '.join(found)}, which peft takes where {top.named(key)} is missing")
+            top.diagnostics.assume(f"{', '.join(found)}, which peft takes where {top.named(key)} is missing")
         return found
     if isinstance(value, str):
         if value.lower() == ALL_LINEAR:

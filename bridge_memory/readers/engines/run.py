@@ -1,10 +1,10 @@
 """Configuration files of DeepSpeed, accelerate, the HF Trainer and torchtitan -> settings of one run.
 
-    settings_from_files(deepspeed="ds_config.json", training_args="args.yaml", told=Told(world_size=8))
+    settings_from_files(deepspeed="ds_config.json", training_args="args.yaml", specified=Specified(world_size=8))
     run_from_files("Llama-3.1-8B", deepspeed="ds_config.json", world_size=8)
 
-Several files may speak of one run: TrainingArguments with the DeepSpeed config beside them, started by ``accelerate
-launch``. The Trainer's own words win over accelerate's, as in its code.
+Several files may describe one run, such as TrainingArguments with a DeepSpeed config, started by ``accelerate launch``.
+The Trainer's settings then override accelerate's, as in its code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bridge_memory.readers.engines.accelerate import ReadFile, read_accelerate
 from bridge_memory.readers.engines.deepspeed import Filler, read_deepspeed
 from bridge_memory.readers.engines.files import MOST_BYTES, read_table, table_of, without_comments
 from bridge_memory.readers.engines.peft import read_peft
-from bridge_memory.readers.engines.sections import Notes
+from bridge_memory.readers.engines.sections import Diagnostics
 from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.readers.engines.torchtitan import read_torchtitan
 from bridge_memory.readers.engines.training_args import read_training_args
@@ -40,49 +40,66 @@ KINDS = {
 
 def settings_from_files(
     *, deepspeed: str | None = None, accelerate: str | None = None, training_args: str | None = None,
-    torchtitan: str | None = None, peft_config: str | None = None, told: Specified | None = None,
+    torchtitan: str | None = None, peft_config: str | None = None, specified: Specified | None = None,
     micro_batch_size: int | None = None,
 ) -> Settings:  # fmt: skip
-    """What the files say of a run. Raises SpecError only for a file that cannot be read: what is wrong with what it
-    says is in ``notes``, see ``Notes.check``. ``micro_batch_size``: as a flag says it, for what is "auto"."""
-    told = told or Specified()
+    """The settings of a run that the files give.
+
+    Problems with their content are in ``Settings.diagnostics``; ``Diagnostics.check`` raises them.
+
+    Args:
+        deepspeed, accelerate, training_args, torchtitan, peft_config: Paths of the files.
+        specified: What flags or the model give.
+        micro_batch_size: The value of the flag, which fills in "auto".
+
+    Raises:
+        SpecError: A file cannot be read, or torchtitan's is given together with others.
+    """
+    specified = specified or Specified()
     named = [path for path in (training_args, accelerate, deepspeed, torchtitan, peft_config) if path is not None]
-    settings = Settings(Notes(os.path.basename(named[0]) if len(named) == 1 else " with ".join(
+    settings = Settings(Diagnostics(os.path.basename(named[0]) if len(named) == 1 else " with ".join(
         os.path.basename(path) for path in named)))
     if torchtitan is not None:
         if len(named) > 1:
             raise SpecError("--torchtitan says the whole run; drop the other files")
-        read_torchtitan(read_table(torchtitan, f"give {KINDS['torchtitan']}"), settings, told)
+        read_torchtitan(read_table(torchtitan, f"give {KINDS['torchtitan']}"), settings, specified)
         return settings
     if peft_config is not None:
-        read_peft(read_table(peft_config, f"give {KINDS['peft_config']}"), settings, told)
+        read_peft(read_table(peft_config, f"give {KINDS['peft_config']}"), settings, specified)
     if micro_batch_size is not None:
         settings.set(batch__micro_batch_size=micro_batch_size)
     ds = None if deepspeed is None else _deepspeed_table(deepspeed, settings, alone=len(named) == 1)
     args = None if training_args is None else read_table(training_args, f"give {KINDS['training_args']}")
     if accelerate is not None:
         table = read_table(accelerate, f"give {KINDS['accelerate']}")
-        ds = _launched(table, accelerate, settings, told, ds, trainer=args is not None)
+        ds = _launched(table, accelerate, settings, specified, ds, trainer=args is not None)
     if args is not None:
-        read_file = beside(training_args or "", settings.notes)
-        read_training_args(args, settings, _with_world(told, settings), read_file, deepspeed=ds)
+        read_file = file_reader(training_args or "", settings.diagnostics)
+        read_training_args(args, settings, _with_world(specified, settings), read_file, deepspeed=ds)
     elif deepspeed is not None and ds is not None:
         if '"auto"' in json.dumps(ds):
-            settings.notes.assume(
+            settings.diagnostics.assume(
                 'what is "auto" in the DeepSpeed config as the HF Trainer fills it in with bf16=True and else its '
                 "defaults (--training-args)"
             )
-        read_deepspeed(ds, settings, _with_world(told, settings), _alone(settings))
-    if settings.engine is not None and settings.get("optimizer", "optimizer") is None and not settings.notes.refusals:
+        read_deepspeed(ds, settings, _with_world(specified, settings), _alone(settings))
+    if (
+        settings.engine is not None
+        and settings.get("optimizer", "optimizer") is None
+        and not settings.diagnostics.refusals
+    ):
         settings.set(optimizer__optimizer="adamw")
-        settings.notes.assume("torch's AdamW: the files leave the optimizer to the script (--optimizer)")
+        settings.diagnostics.assume("torch's AdamW: the files leave the optimizer to the script (--optimizer)")
     if settings.engine is not None and settings.get("batch", "micro_batch_size") is None:
-        settings.notes.assume("micro batches of 1 sequence: the files leave them to the script (--micro-batch-size)")
+        settings.diagnostics.assume(
+            "micro batches of 1 sequence: the files leave them to the script (--micro-batch-size)"
+        )
     return settings
 
 
 def _deepspeed_table(path: str, settings: Settings, *, alone: bool) -> Mapping[str, Any]:
-    """A DeepSpeed config. Comments in it are DeepSpeed's alone to read: whoever fills in "auto" reads JSON."""
+    """A parsed DeepSpeed config. Comments are allowed only without other files and without "auto": DeepSpeed accepts
+    them, but accelerate and the Trainer, which fill in "auto", parse plain JSON."""
     text = read_text(path, f"give {KINDS['deepspeed']}", MOST_BYTES)
     try:
         return table_of(text, path)
@@ -95,14 +112,15 @@ def _deepspeed_table(path: str, settings: Settings, *, alone: bool) -> Mapping[s
             table = {}
         if not table or '"auto"' in json.dumps(table):
             raise
-    settings.notes.assume("comments in the DeepSpeed config, which DeepSpeed reads past; accelerate and the HF Trainer "
-                          "refuse them")
+    settings.diagnostics.assume(
+        "comments in the DeepSpeed config, which DeepSpeed reads past; accelerate and the HF Trainer refuse them"
+    )
     return table
 
 
-def beside(path: str, notes: Notes) -> ReadFile:
-    """Reads a file that the one at ``path`` names: as the tools do from the working directory, else beside it. One that
-    cannot be read is a problem, and empty."""
+def file_reader(path: str, diagnostics: Diagnostics) -> ReadFile:
+    """A function that reads files named in the file at ``path``: from the working directory, as the tools do, else from
+    the folder of ``path``. A file that cannot be read is recorded as a problem and counts as empty."""
 
     def read(name: str) -> Mapping[str, Any]:
         near = os.path.join(os.path.dirname(path), name)
@@ -110,38 +128,37 @@ def beside(path: str, notes: Notes) -> ReadFile:
             return read_table(name if os.path.exists(name) or not os.path.exists(near) else near, "give the file")
         except SpecError as error:
             what, _, fix = str(error).rpartition("; ")
-            notes.problem(name, what.removeprefix(name).strip(": ") or str(error), fix or "give the file")
+            diagnostics.problem(name, what.removeprefix(name).strip(": ") or str(error), fix or "give the file")
             return {}
 
     return read
 
 
-def _with_world(told: Specified, settings: Settings) -> Specified:
-    return told if told.world_size else replace(told, world_size=settings.world_size)
+def _with_world(specified: Specified, settings: Settings) -> Specified:
+    return specified if specified.world_size else replace(specified, world_size=settings.world_size)
 
 
 def _launched(
     table: Mapping[str, Any],
     path: str,
     settings: Settings,
-    told: Specified,
+    specified: Specified,
     ds: Mapping[str, Any] | None,
     *,
     trainer: bool,
 ) -> Mapping[str, Any] | None:
-    """Read accelerate's YAML. Returns the DeepSpeed config that a Trainer under it gets: TrainingArguments start
-    DeepSpeed by their own words, with the launcher's config where they have none (``ACCELERATE_USE_DEEPSPEED``)."""
+    """Read accelerate's YAML. Returns the DeepSpeed config of a Trainer that accelerate launches: ``ds``, else the file
+    that the YAML names (``ACCELERATE_USE_DEEPSPEED``)."""
     section = table.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if trainer and ds is None and isinstance(named, str):
-        ds = beside(path, settings.notes)(named)
-    read_accelerate(table, settings, told, beside(path, settings.notes), deepspeed_read=ds is not None)
+        ds = file_reader(path, settings.diagnostics)(named)
+    read_accelerate(table, settings, specified, file_reader(path, settings.diagnostics), deepspeed_read=ds is not None)
     return ds
 
 
 def _alone(settings: Settings) -> Filler:
-    """A DeepSpeed config by itself. With "auto" in it the HF Trainer or accelerate is to fill it in; their defaults,
-    and what flags say, are supposed."""
+    """The filler of "auto" for a DeepSpeed config without other files: the Trainer's defaults, and the flags."""
     return Filler(who="the HF Trainer", values={
         "train_micro_batch_size_per_gpu": settings.get("batch", "micro_batch_size"), "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0, "bf16.enabled": True, "fp16.enabled": False,
@@ -149,7 +166,7 @@ def _alone(settings: Settings) -> Filler:
 
 
 def fields_of(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Group -> field -> value, without options of engines that do not run; each that is dropped is an assumption."""
+    """Group -> field -> value, without the options of engines that are not used."""
     kept: dict[str, dict[str, Any]] = {}
     own = ENGINE_OPTIONS.get(settings.engine or "")
     for group, fields in settings.groups.items():
@@ -170,13 +187,12 @@ def run_from_files(
 ) -> RunSpec:  # fmt: skip
     """Read the configuration files of DeepSpeed, accelerate, the HF Trainer or torchtitan as a run.
 
-    Several files may describe one run. Words of TrainingArguments win over accelerate's.
+    Several files may describe one run. TrainingArguments override accelerate's settings.
 
     Args:
-        model: What is trained, a ModelSpec or what ``resolve_model`` takes. None: the model that torchtitan's file
-            names.
-        world_size: GPUs of the job. None: as a file says it, else 1.
-        seq_length: Tokens of a sequence. None: as a file says it, else 4096.
+        model: The model: a ModelSpec or what ``resolve_model`` takes. None: the model that torchtitan's file names.
+        world_size: GPUs of the job. None: from a file, else 1.
+        seq_length: Tokens per sequence. None: from a file, else 4096.
         deepspeed: A DeepSpeed config (JSON).
         accelerate: The YAML of ``accelerate config``.
         training_args: TrainingArguments as JSON or YAML.
@@ -184,10 +200,10 @@ def run_from_files(
         peft_config: peft's adapter_config.json.
 
     Returns:
-        The run. Its ``assumptions`` say what the files leave to the script.
+        The run. Its ``assumptions`` list what the files leave to the script.
 
     Raises:
-        SpecError: A file cannot be read, contradicts another, or asks for what is not estimated.
+        SpecError: A file cannot be read, contradicts another, or sets an option that cannot be estimated.
 
     Example:
         >>> from pathlib import Path
@@ -215,25 +231,25 @@ def run_from_files(
     if model is None:
         raise SpecError("the model is missing; name a preset, a path or a Hub id")
     spec = model if isinstance(model, ModelSpec) else resolve_model(model)
-    told = Specified(world_size=world_size, hidden_size=spec.hidden_size, model_type=spec.model_type)
-    settings = settings_from_files(**paths, told=told)
-    settings.notes.check()
+    specified = Specified(world_size=world_size, hidden_size=spec.hidden_size, model_type=spec.model_type)
+    settings = settings_from_files(**paths, specified=specified)
+    settings.diagnostics.check()
     given = fields_of(settings)
     if seq_length is not None:
         given.setdefault("batch", {})["seq_length"] = seq_length
     if world_size is None and settings.world_size is None:
-        settings.notes.assume("1 GPU (world_size)")
-    settle(given, settings, world_size or settings.world_size or 1)
+        settings.diagnostics.assume("1 GPU (world_size)")
+    apply_world_size(given, settings, world_size or settings.world_size or 1)
     groups: dict[str, Any] = {name: GROUPS[name](**fields) for name, fields in given.items() if name != "parallel"}
     parallel = ParallelSpec(**given.get("parallel", {}), world_size=world_size or settings.world_size or 1)
     return RunSpec(
-        model=spec, parallel=parallel, assumptions=tuple(settings.notes.assumptions),
-        not_modelled=tuple(settings.notes.not_modelled), **groups,
+        model=spec, parallel=parallel, assumptions=tuple(settings.diagnostics.assumptions),
+        not_modelled=tuple(settings.diagnostics.not_modelled), **groups,
     )  # fmt: skip
 
 
-def settle(given: dict[str, dict[str, Any]], settings: Settings, world_size: int) -> None:
-    """What is known once the number of GPUs is: the sequences of a step, and what runs on one GPU."""
+def apply_world_size(given: dict[str, dict[str, Any]], settings: Settings, world_size: int) -> None:
+    """Complete ``given`` with what depends on the number of GPUs: global_batch_size, and engine single on one GPU."""
     batch, engine = given.setdefault("batch", {}), given.setdefault("data_parallel", {})
     parallel = given.get("parallel", {})
     if world_size == 1 and engine.get("engine") == "ddp":

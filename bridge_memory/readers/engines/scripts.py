@@ -1,9 +1,10 @@
-"""What training scripts say beside TrainingArguments, in the same file: how the model is loaded and which of it trains.
+"""Options of training scripts in the same file as TrainingArguments: how the model is loaded, and which parameters
+train.
 
-Two sets of words are read: TRL's (``trl/trainer/model_config.py: ModelConfig``, which the recipes of
+Two sets of options are read: TRL's (``trl/trainer/model_config.py: ModelConfig``, which the recipes of
 alignment-handbook and open-r1 use), and LLaMA-Factory's (``src/llamafactory/hparams/*.py``; ``model/adapter.py:
-init_adapter``, ``model/model_utils/checkpointing.py``). They change memory more than the Trainer's own words, so that
-none of them is passed over: what is not counted is refused.
+init_adapter``, ``model/model_utils/checkpointing.py``). They affect memory more than the Trainer's own options, so that
+unsupported ones are refused, not ignored.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from bridge_memory.readers.engines.sections import Section
 from bridge_memory.readers.engines.settings import DTYPES, Settings, Specified
 from bridge_memory.spec import show
 from bridge_memory.spec.parts import ALL_LINEAR
-from bridge_memory.spec.unmodelled import Effect
+from bridge_memory.spec.unmodelled import UNKNOWN_SIZE, Effect
 
-#: What a model's attention is called where it is loaded -> the spec's word.
+#: ``attn_implementation`` of a model -> its name in specs.
 ATTENTION = {
     "eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash_attention_2",
     "kernels-community/flash-attn": "flash_attention_2", "kernels-community/flash-attn2": "flash_attention_2",
 }  # fmt: skip
 #: LLaMA-Factory's ``flash_attn``; "auto" leaves it to transformers.
 _FLASH = {"auto": None, "sdpa": "sdpa", "fa2": "flash_attention_2", "disabled": "eager"}
-#: One of these, and the file is LLaMA-Factory's.
+#: Options that identify a file of LLaMA-Factory.
 _FACTORY = ("finetuning_type", "cutoff_len", "lora_rank", "lora_target", "quantization_bit", "pure_bf16", "flash_attn")
-#: Switches of both that put another optimizer, model or kernel in place of what is counted.
+#: Switches of both that select an optimizer, model or kernel that is not modelled.
 _REFUSED = (
     "use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_unsloth", "use_llama_pro",
     "mixture_of_depths", "shift_attn", "use_kt", "use_megatron_core", "use_mca", "use_hyper_parallel",
 )  # fmt: skip
-#: Where data are, what is printed, numbers that are no sizes.
+#: Data, logging, and numbers that are no sizes.
 HARMLESS = """
     model_revision base_model_revision model_code_revision lora_alpha lora_task_type use_rslora bnb_4bit_quant_type
     bnb_4bit_quant_storage chat_template dataset_mixer dataset_splits dataset_configs dataset_kwargs eos_token
@@ -47,32 +48,35 @@ HARMLESS = """
 class Loaded:
     """How a script loads the model."""
 
-    #: Dtype of the weights; None: nobody says.
+    #: Dtype of the weights; None: not specified.
     weights: str | None = None
-    #: Weights of adapters train, the others do not.
+    #: Whether only adapters train.
     adapters: bool = False
-    #: LLaMA-Factory checkpoints layers unless told; None: as TrainingArguments say.
+    #: Whether layers are checkpointed, as LLaMA-Factory does by default; None: as in TrainingArguments.
     checkpointing: bool | None = None
 
 
-def read_script(top: Section, settings: Settings, told: Specified, mixed: str | None) -> Loaded:
-    """Read the words of scripts that stand beside TrainingArguments. ``mixed``: their mixed precision."""
+def read_script(top: Section, settings: Settings, specified: Specified, mixed: str | None) -> Loaded:
+    """Read the options of scripts into ``settings``. ``mixed``: mixed precision of TrainingArguments, or None."""
     top.ignore(*HARMLESS.split())
     for name in _REFUSED:
         if top.raw(name):
-            settings.notes.refuse(name, f"is {show(top.data[name])}, which is not counted here", "leave it out")
+            settings.diagnostics.refuse(name, f"is {show(top.data[name])}, which is not counted here", "leave it out")
     top.unmodelled("activation_offloading", False, Effect.DOWN, "activations in host memory",
                    order="what all layers save, less what is on its way")
     given = top.table("model_init_kwargs")
     for name in given.data:
         if name not in ("torch_dtype", "dtype", "attn_implementation", "use_cache", "trust_remote_code", "revision"):
-            settings.notes.feature(f"model_init_kwargs.{name}: how the model is loaded", Effect.UNKNOWN,
-                               order="nobody here knows how large")
-    weights = told.weights or _dtype(top) or _dtype(given)
+            settings.diagnostics.feature(
+                f"model_init_kwargs.{name}: how the model is loaded",
+                Effect.UNKNOWN,
+                order=UNKNOWN_SIZE,
+            )
+    weights = specified.weights or _dtype(top) or _dtype(given)
     _attention(top, settings)
     _attention(given, settings)
     if any(top.has(name) for name in _FACTORY):
-        return _factory(top, settings, told, mixed)
+        return _factory(top, settings, specified, mixed)
     adapters = bool(top.flag("use_peft"))
     quantised = _quantised(top, settings)
     for name in ("lora_r", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "lora_target_parameters",
@@ -81,11 +85,11 @@ def read_script(top: Section, settings: Settings, told: Specified, mixed: str | 
     if adapters:
         for name in ("lora_modules_to_save", "lora_target_parameters"):
             if top.raw(name):
-                settings.notes.refuse(name, "trains other parameters, which are not counted here", "leave it out")
+                settings.diagnostics.refuse(name, "trains other parameters, which are not counted here", "leave it out")
         value = top.raw("lora_target_modules")
         if isinstance(value, list) and len(value) == 1:
             value = value[0] if value[0] == ALL_LINEAR else value
-        _lora(top, settings, "lora_r", 16, targets_of(top, "lora_target_modules", value, told), dropout=0.05)
+        _lora(top, settings, "lora_r", 16, targets_of(top, "lora_target_modules", value, specified), dropout=0.05)
     elif quantised:
         top.problem(quantised, "is true without use_peft: quantised weights do not train", "set use_peft to true")
     if quantised:
@@ -96,10 +100,11 @@ def read_script(top: Section, settings: Settings, told: Specified, mixed: str | 
             transformers__bnb_4bit_use_double_quant=top.flag("use_bnb_nested_quant") or None,
             transformers__prepare_model_for_kbit_training=None if casts else True,
         )
-        settings.notes.assume(
+        settings.diagnostics.assume(
             "embeddings and output layer in bf16, as TRL's SFTTrainer casts them; its adapters, in bf16 too, are "
-            "counted in fp32" if casts else
-            "what is not quantised in fp32 (prepare_model_for_kbit_training), as TRL's SFTTrainer calls it"
+            "counted in fp32"
+            if casts
+            else "what is not quantised in fp32 (prepare_model_for_kbit_training), as TRL's SFTTrainer calls it"
         )
         if not casts:
             weights = "fp32"
@@ -107,12 +112,12 @@ def read_script(top: Section, settings: Settings, told: Specified, mixed: str | 
 
 
 def _dtype(section: Section) -> str | None:
-    """``dtype`` of transformers 5 and ``torch_dtype`` of 4; "auto" is the checkpoint's, which is bf16 of nearly all."""
+    """``dtype`` of transformers 5, ``torch_dtype`` of 4. "auto" is the checkpoint's, assumed to be bf16."""
     known = ("auto", *(name for name in DTYPES if name != "no"))
     words = [section.choice(name, known) for name in ("dtype", "torch_dtype")]
     word = words[0] or words[1]
     if word == "auto":
-        section.notes.assume("weights in bf16, the checkpoint's own dtype (auto)")
+        section.diagnostics.assume("weights in bf16, the checkpoint's own dtype (auto)")
         return "bf16"
     return None if word is None else DTYPES[word]
 
@@ -127,11 +132,13 @@ def _attention(section: Section, settings: Settings) -> None:
         settings.set(transformers__attn_implementation=ATTENTION[word])
     else:
         settings.set(transformers__attn_implementation="flash_attention_2")
-        settings.notes.assume(f"{section.named('attn_implementation')} {show(word)} saves what flash_attention_2 does")
+        settings.diagnostics.assume(
+            f"{section.named('attn_implementation')} {show(word)} saves what flash_attention_2 does"
+        )
 
 
 def _quantised(top: Section, settings: Settings) -> str | None:
-    """The switch that is on."""
+    """The name of the quantisation switch that is on, or None."""
     four, eight = top.flag("load_in_4bit"), top.flag("load_in_8bit")
     if four and eight:
         top.problem("load_in_8bit", "is true, and so is load_in_4bit", "set one")
@@ -152,15 +159,15 @@ def _lora(
     )  # fmt: skip
 
 
-def _factory(top: Section, settings: Settings, told: Specified, mixed: str | None) -> Loaded:
-    """LLaMA-Factory: layers are checkpointed unless told, trainable weights are in fp32 unless pure_bf16."""
-    notes = settings.notes
+def _factory(top: Section, settings: Settings, specified: Specified, mixed: str | None) -> Loaded:
+    """Read LLaMA-Factory's options. By default layers are checkpointed and trainable weights are in fp32."""
+    diagnostics = settings.diagnostics
     stage = top.choice("stage", ("pt", "sft", "rm", "ppo", "dpo", "kto"), "sft")
     if stage not in ("pt", "sft"):
-        notes.refuse("stage", f"is {stage}, whose other models and losses are not counted here", "use pt or sft")
+        diagnostics.refuse("stage", f"is {stage}, whose other models and losses are not counted here", "use pt or sft")
     kind = top.choice("finetuning_type", ("lora", "full", "freeze", "oft"), "lora")
     if kind in ("freeze", "oft"):
-        notes.refuse("finetuning_type", f"is {kind}, which is not counted here", "use lora or full")
+        diagnostics.refuse("finetuning_type", f"is {kind}, which is not counted here", "use lora or full")
     settings.set(batch__seq_length=top.integer("cutoff_len", 2048, least=1),
                  batch__packed_sequences=top.flag("neat_packing") or None)
     flash = top.choice("flash_attn", (*_FLASH, "fa3"), "auto")
@@ -172,10 +179,12 @@ def _factory(top: Section, settings: Settings, told: Specified, mixed: str | Non
         target = top.raw("lora_target", "all")
         if isinstance(target, str):
             target = [word.strip() for word in target.split(",") if word.strip()]
-        targets = targets_of(top, "lora_target", ALL_LINEAR if target == ["all"] else target, told)
+        targets = targets_of(top, "lora_target", ALL_LINEAR if target == ["all"] else target, specified)
         _lora(top, settings, "lora_rank", 8, targets, dropout=0.0)
         if top.raw("additional_target"):
-            notes.refuse("additional_target", "trains other parameters, which are not counted here", "leave it out")
+            diagnostics.refuse(
+                "additional_target", "trains other parameters, which are not counted here", "leave it out"
+            )
     top.ignore("lora_rank", "lora_target", "lora_dropout", "use_dora", "additional_target")
     bits = top.integer("quantization_bit", None)
     top.ignore("double_quantization", "quantization_method", "quantization_device_map")
@@ -185,8 +194,9 @@ def _factory(top: Section, settings: Settings, told: Specified, mixed: str | Non
             top.problem("quantization_bit", f"is {bits} without adapters, which LLaMA-Factory refuses",
                         "set finetuning_type to lora")
         elif method not in ("bnb", "bitsandbytes") or bits not in (4, 8):
-            notes.refuse("quantization_bit", f"is {bits} by {method}, which is not counted here",
-                         "use 4 or 8 of bitsandbytes")
+            diagnostics.refuse(
+                "quantization_bit", f"is {bits} by {method}, which is not counted here", "use 4 or 8 of bitsandbytes"
+            )
         elif bits == 4:
             settings.set(transformers__load_in_4bit=True, transformers__bnb_4bit_compute_dtype=computes,
                          transformers__bnb_4bit_use_double_quant=top.flag("double_quantization", True) or None)
@@ -198,7 +208,7 @@ def _factory(top: Section, settings: Settings, told: Specified, mixed: str | Non
     checkpointing = not top.flag("disable_gradient_checkpointing")
     if checkpointing:
         settings.set(transformers__use_reentrant=top.flag("use_reentrant_gc", True))
-        notes.assume("every layer is checkpointed, as LLaMA-Factory does (disable_gradient_checkpointing)")
+        diagnostics.assume("every layer is checkpointed, as LLaMA-Factory does (disable_gradient_checkpointing)")
     if top.flag("enable_liger_kernel"):
         settings.set(transformers__liger_kernel=("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"))
     return Loaded(computes if adapters or pure else "fp32", adapters, checkpointing)

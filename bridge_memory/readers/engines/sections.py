@@ -1,8 +1,7 @@
-"""A table of a configuration file as the readers of this room see it.
+"""Typed access to a table of a configuration file, with diagnostics.
 
-A reader asks for every key that it knows; what is wrong with a value is noted as a ``Problem`` and reads as the
-default, so that one pass over a file finds everything that is wrong with it. What is not modelled, or supposed, is
-noted beside the problems.
+A reader gets every key that it supports. An invalid value is recorded as a ``Problem`` and replaced by the default, so
+that one pass over a file finds all problems. Unmodelled features and assumptions are recorded too.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from bridge_memory.spec.errors import FileError, bounded, finite
 from bridge_memory.spec.fields import MOST
 from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
-#: What DeepSpeed configs hold where accelerate or the HF Trainer is to fill in a value.
+#: A value in DeepSpeed configs that accelerate or the HF Trainer replaces.
 AUTO = "auto"
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong with a configuration: the field as the file calls it, what is wrong, what to do."""
+    """A problem of a configuration: the field by the file's name, what is wrong, how to fix it."""
 
     field: str
     what: str
@@ -33,15 +32,15 @@ class Problem(NamedTuple):
 
 
 @dataclass(slots=True)
-class Notes:
-    """What reading a configuration turns up."""
+class Diagnostics:
+    """The problems, refusals, assumptions and unmodelled features found while reading a configuration."""
 
-    #: How the file is called in messages.
+    #: The file's name in messages.
     name: str
     problems: list[Problem] = field(default_factory=list)
-    #: What is right for the tool whose file it is, and cannot be estimated.
+    #: Options that are valid for the tool whose file it is, but cannot be estimated.
     refusals: list[Problem] = field(default_factory=list)
-    #: Keys that the tool ignores without a word, which may be typing errors.
+    #: Keys that the tool silently ignores, which may be typing errors.
     ignored: list[Problem] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
     not_modelled: list[Unmodelled] = field(default_factory=list)
@@ -52,7 +51,7 @@ class Notes:
             self.problems.append(found)
 
     def refuse(self, where: str, what: str, fix: str) -> None:
-        """Something that the file may say and the estimate cannot."""
+        """Record a valid option that cannot be estimated."""
         found = Problem(_name(where), what, fix)
         if found not in self.refusals:
             self.refusals.append(found)
@@ -66,8 +65,10 @@ class Notes:
             self.not_modelled.append(Unmodelled(sentence, effect, order=order, outside=outside))
 
     def check(self) -> None:
-        """Raise FileError, a SpecError, of the first problem, which says how many more there are; what the tool ignores
-        becomes an assumption."""
+        """Raise FileError (a SpecError) for the first problem or refusal, with the number of the others.
+
+        If there is none, keys that the tool ignores become assumptions.
+        """
         found = [*self.problems, *self.refusals]
         if found:
             rest = f" ({len(found) - 1} more: bridge-memory validate lists them)" if len(found) > 1 else ""
@@ -79,18 +80,18 @@ class Notes:
 class Section:
     """Typed getters over a table of a file. ``null`` counts as absent."""
 
-    def __init__(self, data: Mapping[str, Any], where: str, notes: Notes) -> None:
+    def __init__(self, data: Mapping[str, Any], where: str, diagnostics: Diagnostics) -> None:
         self.data = data
         self.where = where
-        self.notes = notes
+        self.diagnostics = diagnostics
         self._read: set[str] = set()
 
     def named(self, key: str) -> str:
-        """The key with the tables that it is in: "zero_optimization.stage"."""
+        """The key prefixed by its tables: "zero_optimization.stage"."""
         return f"{self.where}.{key}" if self.where else key
 
     def problem(self, key: str, what: str, fix: str) -> None:
-        self.notes.problem(self.named(key), what, fix)
+        self.diagnostics.problem(self.named(key), what, fix)
 
     def has(self, key: str) -> bool:
         return self.data.get(key) is not None
@@ -106,7 +107,8 @@ class Section:
     def integer(
         self, key: str, default: Any = None, *, least: int = 0, below: int = MOST, digits: bool = False
     ) -> Any:
-        """An int of ``least`` or more. What DeepSpeed and the others take as one is taken: 5e8; with ``digits`` "2"."""
+        """An int of ``least`` or more. Whole floats such as 5e8 are accepted, as by DeepSpeed; with ``digits`` also
+        "2"."""
         value = self.raw(key)
         if digits and isinstance(value, str) and value.isdecimal() and len(value) < 20:
             value = int(value)
@@ -137,7 +139,7 @@ class Section:
         return value
 
     def flag(self, key: str, default: Any = False, *, words: bool = False) -> Any:
-        """True or False; with ``words`` "true" and "false" too, as launchers write them."""
+        """True or False; with ``words`` also "true" and "false", as launchers write them."""
         value = self.raw(key)
         if value is None:
             return default
@@ -158,7 +160,7 @@ class Section:
         return value
 
     def choice(self, key: str, names: Iterable[str], default: Any = None) -> Any:
-        """One of ``names``, in any case; what is not one is a problem that names the nearest."""
+        """One of ``names``, in any case. Any other value is a problem that suggests the most similar name."""
         known = tuple(names)
         value = self.raw(key)
         if value is None:
@@ -173,46 +175,46 @@ class Section:
         return found
 
     def table(self, key: str) -> Section:
-        """The table of that name, empty where there is none."""
+        """The nested table ``key``, empty if absent."""
         value = self.raw(key)
         if value is not None and not isinstance(value, Mapping):
             self._wrong(key, value, "a table")
             value = None
-        return Section(value or {}, self.named(key), self.notes)
+        return Section(value or {}, self.named(key), self.diagnostics)
 
     def ignore(self, *keys: str) -> None:
-        """These keys were considered and change no byte of a training step."""
+        """Mark keys as read: they do not change the memory of a training step."""
         self._read.update(keys)
 
     def unmodelled(
         self, key: str, default: object, effect: Effect, what: str, *, order: str, outside: bool = False
     ) -> None:
-        """List ``key`` by name where it is set to something else than its default."""
+        """Record an unmodelled feature if ``key`` is set and differs from its default."""
         value = self.raw(key)
         if value not in (None, default, AUTO, "", [], {}):
-            told = value if isinstance(value, (str, int, float)) else "set"
-            self.notes.feature(f"{self.named(key)} ({show(told)}): {what}", effect, order=order, outside=outside)
+            shown = show(value if isinstance(value, (str, int, float)) else "set")
+            self.diagnostics.feature(f"{self.named(key)} ({shown}): {what}", effect, order=order, outside=outside)
 
     def unread(self) -> list[str]:
-        """Keys that nobody asked for."""
+        """Keys that were not read."""
         return [str(key) for key in self.data if key not in self._read]
 
-    def refuse_unread(self, known: Sequence[str], said: str, fix: str = "remove it") -> None:
-        """Every key that nobody asked for is a problem; ``said``: who refuses it."""
+    def refuse_unread(self, known: Sequence[str], refused: str, fix: str = "remove it") -> None:
+        """Record every unread key as a problem. ``refused``: who refuses it, such as "DeepSpeed refuses it"."""
         for key in self.unread():
             near = get_close_matches(key, known, n=1, cutoff=0.75)
-            self.problem(key, f"is unknown, and {said}", f"did you mean {near[0]}?" if near else fix)
+            self.problem(key, f"is unknown, and {refused}", f"did you mean {near[0]}?" if near else fix)
 
-    def ignored(self, key: str, known: Sequence[str], said: str) -> None:
-        """A key that is unknown and that the tool passes over; ``said``: in its words."""
+    def ignored(self, key: str, known: Sequence[str], reason: str) -> None:
+        """Record an unknown key that the tool ignores. ``reason``: such as "DeepSpeed ignores it"."""
         self._read.add(key)
         near = get_close_matches(key, known, n=1, cutoff=0.75)
         fix = f"did you mean {near[0]}?" if near else "remove it if it does nothing"
-        self.notes.ignored.append(Problem(_name(self.named(key)), f"is unknown: {said}", fix))
+        self.diagnostics.ignored.append(Problem(_name(self.named(key)), f"is unknown: {reason}", fix))
 
 
 def _name(key: str) -> str:
-    """A user's key, short and on one line of print."""
+    """A user's key, shortened and printable on one line."""
     return bounded(key if key.isprintable() else ascii(key)[1:-1], 80)
 
 

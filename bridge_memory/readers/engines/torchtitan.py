@@ -1,7 +1,7 @@
 """torchtitan's TOML -> settings of a run.
 
 Sources: torchtitan 0.2.2 ``config/job_config.py: JobConfig`` (the last release that reads TOML; the fields of 0.3's
-``config/configs.py`` go by the same names), ``config/manager.py``, ``models/llama3/infra/parallelize.py``,
+``config/configs.py`` have the same names), ``config/manager.py``, ``models/llama3/infra/parallelize.py``,
 ``components/optimizer.py``.
 """
 
@@ -15,7 +15,7 @@ from bridge_memory.readers.engines.settings import DTYPES, Settings, Specified
 from bridge_memory.spec import show
 from bridge_memory.spec.unmodelled import Effect
 
-#: (name, flavor) -> the preset of that shape.
+#: (name, flavor) -> the preset with the same shapes.
 MODELS = {
     ("llama3", "8B"): "meta-llama/Llama-3.1-8B", ("llama3", "70B"): "meta-llama/Llama-3.1-70B",
     ("llama3", "405B"): "meta-llama/Llama-3.1-405B", ("qwen3", "0.6B"): "Qwen/Qwen3-0.6B",
@@ -25,7 +25,7 @@ MODELS = {
     ("deepseek_v3", "671B"): "deepseek-ai/DeepSeek-V3", ("gpt_oss", "20b"): "openai/gpt-oss-20b",
     ("gpt_oss", "120b"): "openai/gpt-oss-120b",
 }  # fmt: skip
-#: name -> flavors of it, as the command line and TOML say them (``models/NAME/__init__.py``).
+#: Name -> its flavors (``models/NAME/__init__.py``).
 FLAVORS = {
     "llama3": ("debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn", "8B", "8B_flex", "8B_varlen", "70B",
                "405B"),
@@ -34,10 +34,10 @@ FLAVORS = {
     "deepseek_v3": ("debugmodel", "debugmodel_flex_attn", "16B", "236B", "671B"),
     "gpt_oss": ("debugmodel", "20b", "120b"),
 }  # fmt: skip
-#: Models whose layers are recorded as torchtitan has them, and options of its selective checkpointing.
+#: Models whose torchtitan layers are modelled, and options of its selective checkpointing.
 RECORDED = ("llama3",)
 SELECTIVE = ("op", *map(str, range(1, 17)))
-#: Tables that change no byte of a training step.
+#: Tables that do not change the memory of a training step.
 HARMLESS = ("job", "profiling", "metrics", "lr_scheduler", "comm", "debug", "experimental", "dataloader")
 TABLES = (
     *HARMLESS, "model", "optimizer", "training", "parallelism", "checkpoint", "activation_checkpoint",
@@ -55,18 +55,18 @@ _PARALLELISM_HARMLESS = (
 )  # fmt: skip
 
 
-def read_torchtitan(config: Mapping[str, Any], settings: Settings, told: Specified) -> None:
-    """Read a parsed TOML."""
-    notes = settings.notes
-    top = Section(config, "", notes)
+def read_torchtitan(config: Mapping[str, Any], settings: Settings, specified: Specified) -> None:
+    """Read a parsed TOML into ``settings``; problems are in ``settings.diagnostics``."""
+    diagnostics = settings.diagnostics
+    top = Section(config, "", diagnostics)
     top.ignore(*HARMLESS)
     settings.set(transformers__attention_mask="none")
     own = _model(top.table("model"), settings) in RECORDED
     if own:
         settings.set(implementation__transformer_impl="torchtitan")
     else:
-        notes.assume("torchtitan's layers are counted as those of transformers, without a mask")
-    parallel = _parallelism(top.table("parallelism"), settings, told)
+        diagnostics.assume("torchtitan's layers are counted as those of transformers, without a mask")
+    parallel = _parallelism(top.table("parallelism"), settings, specified)
     _training(top.table("training"), settings, parallel)
     _optimizer(top.table("optimizer"), settings)
     _checkpointing(top.table("activation_checkpoint"), settings, own=own)
@@ -83,19 +83,23 @@ def read_torchtitan(config: Mapping[str, Any], settings: Settings, told: Specifi
     compiled.refuse_unread(("enable", "components", "backend"), _REFUSES)
     checkpoint = top.table("checkpoint")
     if checkpoint.flag("enable") or checkpoint.flag("enable_checkpoint"):
-        notes.assume("checkpoints are saved shard by shard through host memory (checkpoint.enable)")
+        diagnostics.assume("checkpoints are saved shard by shard through host memory (checkpoint.enable)")
     for name, what in (("validation", "validation steps"), ("fault_tolerance", "what torchft keeps")):
         if top.table(name).flag("enable"):
-            notes.feature(f"{name}.enable: {what}, apart from training steps", Effect.UP, outside=True,
-                      order="activations of one layer and the logits; with torchft, a copy of the rank's share")
+            diagnostics.feature(
+                f"{name}.enable: {what}, apart from training steps",
+                Effect.UP,
+                outside=True,
+                order="activations of one layer and the logits; with torchft, a copy of the rank's share",
+            )
     if top.table("memory_estimation").flag("enable"):
-        notes.refuse("memory_estimation.enable", "is true: nothing trains", "set it to false")
+        diagnostics.refuse("memory_estimation.enable", "is true: nothing trains", "set it to false")
     top.ignore("quantize", "float8", "mx")  # switched on by model.converters
     top.refuse_unread(TABLES, _REFUSES)
 
 
 def _model(section: Section, settings: Settings) -> str:
-    """Its name."""
+    """Read the model's table. Returns the model's name."""
     name, flavor = section.text("name", "llama3"), section.text("flavor", "debugmodel")
     if flavor not in FLAVORS.get(name, (flavor,)):
         section.problem("flavor", f"is {show(flavor)}, which {name} does not have",
@@ -106,15 +110,18 @@ def _model(section: Section, settings: Settings) -> str:
         section.problem("converters", f"is {show(converters)}", "it must be a list")
         converters = []
     for converter in converters:
-        settings.notes.feature(f"model.converters ({show(converter)}): counted in the dtype without it", Effect.EITHER,
-                           order="a byte for each element that linears save, and for each gathered weight")
+        settings.diagnostics.feature(
+            f"model.converters ({show(converter)}): counted in the dtype without it",
+            Effect.EITHER,
+            order="a byte for each element that linears save, and for each gathered weight",
+        )
     section.ignore("hf_assets_path", "tokenizer_path", "print_after_conversion", "name", "flavor")
     section.refuse_unread(("name", "flavor", "converters", "hf_assets_path"), _REFUSES)
     return str(name)
 
 
-def _parallelism(section: Section, settings: Settings, told: Specified) -> dict[str, int]:
-    """``parallel_dims.py: ParallelDims``: the degree that is -1 takes the ranks that are left."""
+def _parallelism(section: Section, settings: Settings, specified: Specified) -> dict[str, int]:
+    """``parallel_dims.py: ParallelDims``: data_parallel_shard_degree -1 takes the remaining ranks."""
     degrees = {
         name: section.integer(f"{name}_degree", 1, least=1)
         for name in ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel",
@@ -126,7 +133,7 @@ def _parallelism(section: Section, settings: Settings, told: Specified) -> dict[
         shard = -1
     replicate = degrees["data_parallel_replicate"]
     others = replicate * degrees["tensor_parallel"] * degrees["pipeline_parallel"] * degrees["context_parallel"]
-    world = told.world_size or settings.world_size
+    world = specified.world_size or settings.world_size
     if shard == -1 and world is not None:
         if world % others:
             section.problem("data_parallel_shard_degree", f"is -1, and {world} GPUs are not divided by the other "
@@ -141,16 +148,21 @@ def _parallelism(section: Section, settings: Settings, told: Specified) -> dict[
         settings.world_size = shard * others
     for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"):
         if degrees[name] > 1:
-            settings.notes.refuse(section.named(f"{name}_degree"), f"is {degrees[name]}: torchtitan's {name} is not "
-                                  "counted here", "set it to 1")
+            settings.diagnostics.refuse(
+                section.named(f"{name}_degree"),
+                f"is {degrees[name]}: torchtitan's {name} is not counted here",
+                "set it to 1",
+            )
     policy = section.choice("fsdp_reshard_after_forward", ("default", "always", "never"), "default")
     if shard > 1 or shard == -1:
         # parallelize.py: apply_fsdp. "default" is "always" without pipeline parallelism.
         settings.set(data_parallel__engine="fsdp2", fsdp__auto_wrap_policy="torchtitan",
                      fsdp__reshard_after_forward={"never": False}.get(policy))
         if policy == "always":
-            settings.notes.assume("fsdp_reshard_after_forward always: final norm and output layer are counted as with "
-                                  "default, gathered until backward")
+            settings.diagnostics.assume(
+                "fsdp_reshard_after_forward always: final norm and output layer are counted as with "
+                "default, gathered until backward"
+            )
         if replicate > 1 and shard > 1:
             settings.set(fsdp__shard_degree=shard)
     else:
@@ -209,15 +221,18 @@ def _checkpointing(section: Section, settings: Settings, *, own: bool) -> None:
     elif mode == "selective" and own and str(option) in SELECTIVE:
         settings.set(transformers__selective_ac_option=str(option))
         if section.raw("per_op_sac_force_recompute_mm_shapes_by_fqns"):
-            settings.notes.feature(
+            settings.diagnostics.feature(
                 "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: counted without",
                 Effect.EITHER,
                 order="what those products save, in every layer",
             )
     elif mode != "none":
-        told = f"selective, {show(option)}" if mode == "selective" else mode
-        settings.notes.feature(f"activation_checkpoint.mode ({told}): which operations are run again; counted as none",
-                           Effect.DOWN, order="up to what all layers save, less their inputs")
+        described = f"selective, {show(option)}" if mode == "selective" else mode
+        settings.diagnostics.feature(
+            f"activation_checkpoint.mode ({described}): which operations are run again; counted as none",
+            Effect.DOWN,
+            order="up to what all layers save, less their inputs",
+        )
     section.ignore("selective_ac_option", "per_op_sac_force_recompute_mm_shapes_by_fqns", "early_stop", "memory_budget",
                    "visualize_memory_budget_pareto", "preserve_rng_state", "determinism_check", "debug")
     section.refuse_unread(("mode", "selective_ac_option"), _REFUSES)

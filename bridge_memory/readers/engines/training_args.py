@@ -1,8 +1,8 @@
-"""Hugging Face's TrainingArguments, as JSON or YAML, -> settings of a run.
+"""Hugging Face's TrainingArguments, as JSON or YAML -> settings of a run.
 
 Sources: transformers ``training_args.py: TrainingArguments`` (4.57 and 5.12), ``trainer.py: Trainer``,
-``trainer_optimizer.py``, ``modeling_utils.py: gradient_checkpointing_enable``; ``hf_argparser.py: parse_dict`` for what
-is refused.
+``trainer_optimizer.py``, ``modeling_utils.py: gradient_checkpointing_enable``; ``hf_argparser.py: parse_dict`` for
+refused keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bridge_memory.spec.unmodelled import Effect
 
 
 class Optimizer(NamedTuple):
-    """Which optimizer a word of ``optim`` means, and how it updates."""
+    """The optimizer that a value of ``optim`` selects, and its implementation."""
 
     name: str
     implementation: str = "fused"
@@ -40,7 +40,7 @@ OPTIMIZERS = {
     "paged_adamw_8bit": Optimizer("adamw_8bit", paged=True), "paged_lion_32bit": Optimizer("lion", paged=True),
     "paged_lion_8bit": Optimizer("lion_8bit", paged=True),
 }  # fmt: skip
-#: Those that transformers has too.
+#: Values of ``optim`` that are not supported here.
 OTHERS = (
     "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit",
     "ademamix", "adagrad", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop", "rmsprop_bnb",
@@ -50,14 +50,14 @@ OTHERS = (
     "apollo_adamw_layerwise", "stable_adamw",
 )  # fmt: skip
 
-#: Reason -> fields that change no byte of a training step for it.
+#: Reason -> fields that do not change the memory of a training step.
 HARMLESS: dict[str, str] = {
     "folders, names and hubs": """
         output_dir overwrite_output_dir logging_dir run_name project trackio_space_id trackio_bucket_id
         trackio_static_space_id push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push
         hub_revision push_to_hub_model_id push_to_hub_organization push_to_hub_token
     """,
-    "when what is logged, saved and evaluated": """
+    "logging, saving and evaluation schedules": """
         logging_strategy logging_first_step logging_steps logging_nan_inf_filter log_level log_level_replica
         log_on_each_node report_to disable_tqdm save_strategy save_steps save_total_limit save_safetensors
         save_on_each_node save_only_model restore_callback_states_from_checkpoint load_best_model_at_end
@@ -77,18 +77,18 @@ HARMLESS: dict[str, str] = {
         dataloader_persistent_workers remove_unused_columns ignore_data_skip group_by_length length_column_name
         train_sampling_strategy
     """,
-    "how processes start": """
+    "how processes are launched": """
         fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap
         local_rank ddp_backend ddp_timeout ddp_broadcast_buffers ray_scope tpu_num_cores tpu_metrics_debug _n_gpu
         mp_parameters no_cuda use_mps_device
     """,
-    "given up, or for another kind of run": """
+    "deprecated, or for another kind of run": """
         fp16_opt_level half_precision_backend fp16_backend jit_mode_eval torchdynamo skip_memory_metrics
         per_gpu_train_batch_size per_gpu_eval_batch_size torch_empty_cache_steps bf16_full_eval fp16_full_eval
         torch_compile_backend torch_compile_mode
     """,
 }
-#: Fields of scripts and of TRL's SFTConfig that stand in the same files.
+#: Fields of scripts and of TRL's SFTConfig in the same files.
 OF_SCRIPTS = """
     model_name_or_path dataset_name dataset_path dataset_config dataset_train_split dataset_test_split
     dataset_text_field dataset_num_proc train_file validation_file preprocessing_num_workers overwrite_cache
@@ -104,25 +104,25 @@ _READ = (
 
 
 def read_training_args(
-    config: Mapping[str, Any], settings: Settings, told: Specified, read_file: ReadFile, *,
+    config: Mapping[str, Any], settings: Settings, specified: Specified, read_file: ReadFile, *,
     deepspeed: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Read parsed TrainingArguments. ``deepspeed``: a DeepSpeed config that is given beside them, which their own
-    ``deepspeed`` may not contradict."""
-    notes = settings.notes
-    top = Section(config, "", notes)
+    """Read parsed TrainingArguments into ``settings``. ``deepspeed``: a DeepSpeed config given separately, which
+    replaces their ``deepspeed``."""
+    diagnostics = settings.diagnostics
+    top = Section(config, "", diagnostics)
     for names in HARMLESS.values():
         top.ignore(*names.split())
     _batch(top, settings)
     mixed = _precision(top)
-    optimizer = _optimizer(top, settings, told)
+    optimizer = _optimizer(top, settings, specified)
     settings.set(
         optimizer__clip_grad=float(top.number("max_grad_norm", 1.0)),
         transformers__torch_compile=top.flag("torch_compile") or None,
         transformers__use_cache=top.flag("use_cache", None),
     )
     top.ignore("torch_compile_backend", "torch_compile_mode")
-    loaded = read_script(top, settings, told, mixed)
+    loaded = read_script(top, settings, specified, mixed)
     checkpointing = _checkpointing(top, settings, loaded)
     _liger(top, settings)
     _unmodelled(top, settings)
@@ -137,14 +137,14 @@ def read_training_args(
     if table is not None and sharded is not None:
         top.problem("fsdp", "stands beside deepspeed", "use one of them")
     if table:
-        _deepspeed(table, top, settings, told, mixed, optimizer)
+        _deepspeed(table, top, settings, specified, mixed, optimizer)
     elif sharded is not None:
-        _fsdp(top, settings, told, read_file, sharded, mixed, _weights(loaded, told, settings))
+        _fsdp(top, settings, specified, read_file, sharded, mixed, _weights(loaded, specified, settings))
     else:
         table = top.raw("fsdp_config")
         if any(table.values()) if isinstance(table, Mapping) else table:
-            notes.assume("fsdp_config does nothing without fsdp")
-        _as_launched(top, settings, mixed, checkpointing, loaded, told)
+            diagnostics.assume("fsdp_config does nothing without fsdp")
+        _as_launched(top, settings, mixed, checkpointing, loaded, specified)
     top.ignore("fsdp_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_static_graph")
     known = [*_READ, *(name for names in HARMLESS.values() for name in names.split())]
     top.ignore(*OF_SCRIPTS.split())
@@ -155,7 +155,7 @@ def read_training_args(
 def _batch(top: Section, settings: Settings) -> None:
     micro = top.integer("per_device_train_batch_size", 8, least=1)
     if not top.has("per_device_train_batch_size"):
-        settings.notes.assume("per_device_train_batch_size 8, the Trainer's default")
+        settings.diagnostics.assume("per_device_train_batch_size 8, the Trainer's default")
     settings.accumulation = top.integer("gradient_accumulation_steps", 1, least=1)
     length = top.integer("max_length", None, least=1) or top.integer("max_seq_length", None, least=1)
     settings.set(batch__micro_batch_size=micro, batch__seq_length=length,
@@ -169,20 +169,21 @@ def _precision(top: Section) -> str | None:
     return "bf16" if bf16 else "fp16" if fp16 else None
 
 
-def _optimizer(top: Section, settings: Settings, told: Specified) -> str:
+def _optimizer(top: Section, settings: Settings, specified: Specified) -> str:
     word = top.choice("optim", (*OPTIMIZERS, *OTHERS), "adamw_torch_fused")
     if top.flag("adafactor"):
         word = "adafactor"
     if word in OTHERS:
-        settings.notes.refuse("optim", f"is {word}, whose states are not counted here",
-                              f"use one of {', '.join(OPTIMIZERS)}")
+        settings.diagnostics.refuse(
+            "optim", f"is {word}, whose states are not counted here", f"use one of {', '.join(OPTIMIZERS)}"
+        )
         return str(word)
     found = OPTIMIZERS[word]
     momentum = 0.0 if found.name == "sgd" else None
     settings.set(optimizer__optimizer=found.name, optimizer__torch_implementation=found.implementation,
                  optimizer__paged=found.paged or None, optimizer__sgd_momentum=momentum)
     if top.has("optim_args"):
-        settings.notes.assume("optim_args change numbers of the optimizer, not its states")
+        settings.diagnostics.assume("optim_args change numbers of the optimizer, not its states")
     return str(word)
 
 
@@ -198,8 +199,8 @@ def _checkpointing(top: Section, settings: Settings, loaded: Loaded) -> bool:
 
 
 def _liger(top: Section, settings: Settings) -> None:
-    """``liger_kernel/transformers/monkey_patch.py: apply_liger_kernel_to_llama``: its defaults, and what the config
-    switches."""
+    """``liger_kernel/transformers/monkey_patch.py: apply_liger_kernel_to_llama``: its defaults, overridden by
+    liger_kernel_config."""
     if not top.flag("use_liger_kernel"):
         top.ignore("liger_kernel_config")
         return
@@ -233,20 +234,25 @@ def _unmodelled(top: Section, settings: Settings) -> None:
         if batch > train:
             settings.set(transformers__eval_micro_batch_size=batch)
         else:
-            top.notes.assume("evaluation holds less than training: its batches are no larger and keep nothing for "
-                             "backward (no compute_metrics, which gathers logits)")
+            top.diagnostics.assume(
+                "evaluation holds less than training: its batches are no larger and keep nothing for "
+                "backward (no compute_metrics, which gathers logits)"
+            )
     top.ignore("evaluation_strategy")
     if top.flag("use_cpu"):
-        top.notes.refuse("use_cpu", "is true: nothing runs on a GPU", "set it to false")
+        top.diagnostics.refuse("use_cpu", "is true: nothing runs on a GPU", "set it to false")
     accelerator = top.raw("accelerator_config")
     if isinstance(accelerator, Mapping):
         section = top.table("accelerator_config")
         if section.flag("split_batches"):
-            top.notes.refuse("accelerator_config.split_batches", "is true, which is not counted here",
-                             "set it to false and divide the batch size by the GPUs")
+            top.diagnostics.refuse(
+                "accelerator_config.split_batches",
+                "is true, which is not counted here",
+                "set it to false and divide the batch size by the GPUs",
+            )
         kwargs = section.table("gradient_accumulation_kwargs")
         if kwargs.flag("sync_each_batch"):
-            top.notes.feature(
+            top.diagnostics.feature(
                 "accelerator_config.gradient_accumulation_kwargs.sync_each_batch: gradients reduced in every "
                 "step of accumulation",
                 Effect.DOWN,
@@ -254,41 +260,44 @@ def _unmodelled(top: Section, settings: Settings) -> None:
             )
 
 
-def _weights(loaded: Loaded, told: Specified, settings: Settings) -> str:
+def _weights(loaded: Loaded, specified: Specified, settings: Settings) -> str:
     """The dtype in which a script loads weights (``modeling_utils.py: PreTrainedModel.from_pretrained``)."""
-    if told.weights is not None:
-        return told.weights
+    if specified.weights is not None:
+        return specified.weights
     if loaded.weights is not None:
         return loaded.weights
-    if told.transformers >= (5, 0):
-        settings.notes.assume("weights loaded in bf16, the checkpoint's own dtype, as transformers 5 does unless told "
-                              "(--precision)")
+    if specified.transformers >= (5, 0):
+        settings.diagnostics.assume(
+            "weights loaded in bf16, the checkpoint's own dtype, as transformers 5 does by default (--precision)"
+        )
         return "bf16"
-    settings.notes.assume("weights loaded in fp32, as transformers 4 does unless told (--precision)")
+    settings.diagnostics.assume("weights loaded in fp32, as transformers 4 does by default (--precision)")
     return "fp32"
 
 
 def _sharded_weights(loaded: str, mixed: str | None, settings: Settings) -> str:
-    """accelerate upcasts what trains under mixed precision; frozen weights stay as they were loaded."""
+    """accelerate upcasts trainable parameters under mixed precision; frozen weights keep their dtype."""
     return "fp32" if mixed is not None and settings.get("peft", "scheme") is None else loaded
 
 
 def _as_launched(
-    top: Section, settings: Settings, mixed: str | None, checkpointing: bool, loaded: Loaded, told: Specified
+    top: Section, settings: Settings, mixed: str | None, checkpointing: bool, loaded: Loaded, specified: Specified
 ) -> None:
-    """Neither DeepSpeed nor FSDP by their own words: what ``accelerate launch`` started, else DDP. The Trainer's mixed
-    precision wins over the launcher's. DDP looks for unused parameters unless layers are checkpointed, or the user says
-    (``trainer.py``)."""
+    """TrainingArguments that enable neither DeepSpeed nor FSDP: the engine of ``accelerate launch``, else DDP.
+
+    The Trainer's mixed precision overrides the launcher's. By default DDP finds unused parameters unless layers are
+    checkpointed (``trainer.py``).
+    """
     if settings.engine in ("fsdp1", "fsdp2"):
-        # A launcher's mixed precision stands where the Trainer has none of its own.
+        # The launcher's mixed precision, if the Trainer sets none.
         narrow = mixed or settings.get("fsdp", "param_dtype")
-        shards = _sharded_weights(_weights(loaded, told, settings), narrow, settings)
+        shards = _sharded_weights(_weights(loaded, specified, settings), narrow, settings)
         settings.set(fsdp__param_dtype=mixed, fsdp__reduce_dtype=mixed, precision__params_dtype=shards)
         return
     if settings.engine in ("zero1", "zero2", "zero3"):
         settings.set(precision__params_dtype=mixed)
         return
-    weights = _weights(loaded, told, settings)
+    weights = _weights(loaded, specified, settings)
     settings.set(
         data_parallel__engine=settings.engine or "ddp", precision__params_dtype=weights,
         transformers__autocast=autocast(mixed, weights, settings),
@@ -298,7 +307,7 @@ def _as_launched(
 
 
 def _fsdp_words(top: Section) -> list[str] | None:
-    """The words of ``fsdp``; None where FSDP is off. True is full_shard."""
+    """The words of ``fsdp``; None if FSDP is off. True means full_shard."""
     value = top.raw("fsdp")
     if value in (None, False, "", []):
         return None
@@ -322,20 +331,20 @@ def _fsdp_words(top: Section) -> list[str] | None:
 def _fsdp(
     top: Section,
     settings: Settings,
-    told: Specified,
+    specified: Specified,
     read_file: ReadFile,
     words: list[str],
     mixed: str | None,
     weights: str,
 ) -> None:
-    """``TrainingArguments.__post_init__`` of 4.57 and ``_process_fsdp_args`` of 5: words beside a table."""
+    """``TrainingArguments.__post_init__`` of 4.57 and ``_process_fsdp_args`` of 5: ``fsdp`` with ``fsdp_config``."""
     given = top.raw("fsdp_config", {})
     table = read_file(given) if isinstance(given, str) else given
     if not isinstance(table, Mapping):
         top.problem("fsdp_config", f"is {show(table)}", "give a table or its file")
         table = {}
     config = {str(k).removeprefix("fsdp_"): v for k, v in table.items()}
-    newer = told.transformers >= (5, 0)
+    newer = specified.transformers >= (5, 0)
     version = 2 if newer else 1
     strategies = [w for w in words if w.upper() in STRATEGIES]
     if strategies:
@@ -354,7 +363,7 @@ def _fsdp(
     if not newer:
         config.setdefault("auto_wrap_policy", "NO_WRAP" if not wraps else (
             "SIZE_BASED_WRAP" if config.get("min_num_params") else "TRANSFORMER_BASED_WRAP"))
-    section = Section(config, "fsdp_config", settings.notes)
+    section = Section(config, "fsdp_config", settings.diagnostics)
     settings.set(precision__params_dtype=_sharded_weights(weights, mixed, settings))
     read_fsdp(section, settings, mixed_precision=mixed, version=version, wrap="TRANSFORMER_BASED_WRAP",
               use_orig_params=True)
@@ -363,11 +372,11 @@ def _fsdp(
 
 
 def _deepspeed(
-    table: Mapping[str, Any], top: Section, settings: Settings, told: Specified, mixed: str | None, optimizer: str
+    table: Mapping[str, Any], top: Section, settings: Settings, specified: Specified, mixed: str | None, optimizer: str
 ) -> None:
-    """``HfTrainerDeepSpeedConfig.trainer_config_process``: what it fills in, and what it refuses to differ."""
+    """``HfTrainerDeepSpeedConfig.trainer_config_process``: the values that it fills in, and those that must agree."""
     micro, steps = settings.get("batch", "micro_batch_size"), settings.accumulation
-    world = told.world_size or settings.world_size
+    world = specified.world_size or settings.world_size
     values = {
         "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps,
         "train_batch_size": micro * steps * world if micro and steps and world else None,
@@ -380,17 +389,19 @@ def _deepspeed(
         "train_batch_size": "per_device_train_batch_size x gradient_accumulation_steps x GPUs",
         "gradient_clipping": "max_grad_norm", "fp16.enabled": "fp16", "bf16.enabled": "bf16",
     }  # fmt: skip
-    # accelerate: set_mixed_precision adds the dtype's block where the file has none.
+    # accelerate: set_mixed_precision adds the dtype's block if the file has none.
     config = dict(table)
     if mixed is not None:
         config.setdefault(mixed, {"enabled": True})
-    # The Trainer's loader decides, whatever DeepSpeed is told.
+    # The Trainer's data loader determines it, whatever the DeepSpeed config says.
     config.setdefault("train_micro_batch_size_per_gpu", micro)
     if "gradient_accumulation_steps" not in config and steps and steps > 1:
         # DeepSpeedPlugin.__post_init__ sets 1, and accelerate takes DeepSpeed's.
-        settings.notes.assume(f"1 step of accumulation, in place of gradient_accumulation_steps ({steps}), which the "
-                              "DeepSpeed config does not say")
+        settings.diagnostics.assume(
+            f"1 step of accumulation, in place of gradient_accumulation_steps ({steps}), which the "
+            "DeepSpeed config does not say"
+        )
     filler = Filler(who="the HF Trainer", values=values, refuses=names)
-    read_deepspeed(config, settings, told, filler)
+    read_deepspeed(config, settings, specified, filler)
     if "optimizer" in config:
-        settings.notes.assume(f"the DeepSpeed config's optimizer, in place of optim ({optimizer})")
+        settings.diagnostics.assume(f"the DeepSpeed config's optimizer, in place of optim ({optimizer})")

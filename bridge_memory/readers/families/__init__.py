@@ -1,1 +1,1 @@
-"""One function per kind of architecture: ``Fields`` -> ``ModelSpec``. See ``readers.huggingface``."""
+"""One function per family of architectures: ``Fields`` -> ``ModelSpec``. See ``readers.huggingface``."""

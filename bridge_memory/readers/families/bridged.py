@@ -1,8 +1,8 @@
-"""Families for which Megatron Bridge has modules or an attention variant of its own: Gemma 4, Falcon-H1, DeepSeek-V4.
+"""Families for which Megatron Bridge has its own modules or attention variant: Gemma 4, Falcon-H1, DeepSeek-V4.
 
-Their config is told in the words of Bridge's provider, which ``transformer_config`` reads. Source: ``provider_bridge``
-of megatron-bridge 0.6.2 in ``models/gemma/gemma4_bridge.py``, ``models/falcon_h1/falconh1_bridge.py`` and
-``models/deepseek/deepseek_v4_bridge.py``.
+Their config is converted to the fields of Bridge's provider, which ``transformer_config`` reads. Source:
+``provider_bridge`` of megatron-bridge 0.6.2 in ``models/gemma/gemma4_bridge.py``,
+``models/falcon_h1/falconh1_bridge.py`` and ``models/deepseek/deepseek_v4_bridge.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bridge_memory.readers.families.moe import expert_count
 from bridge_memory.readers.fields import MAX_LAYERS, Fields, shown
 from bridge_memory.spec import ModelSpec
 
-#: DeepSeek-V4's kinds of layers -> tokens a compressed key.
+#: DeepSeek-V4's layer types -> tokens per compressed key.
 _COMPRESSION = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 _GELU = Family(activation="gelu_pytorch_tanh")
 
@@ -58,7 +58,7 @@ def read_gemma4(f: Fields) -> ModelSpec:
             "Megatron Bridge builds Gemma 4 without experts of megatron-core's local modules: run it with "
             "transformer_impl local"
         )
-        return _told(
+        return _from_provider_fields(
             f, GEMMA4_DENSE[0], tied=True, window_size=(window - 1, 0), window_attn_skip_freq=sliding,
             global_kv_channels=wide, num_global_query_groups=groups, num_kv_shared_layers=shared,
             per_layer_embed_dim=width, per_layer_embed_vocab_size=words, use_double_wide_mlp=double, **everywhere,
@@ -75,7 +75,7 @@ def read_gemma4(f: Fields) -> ModelSpec:
     number, topk = f.integer("num_experts"), f.integer("top_k_experts")
     if topk > number:
         raise f.error(f"top_k_experts ({topk}) is larger than num_experts ({number})")
-    return _told(
+    return _from_provider_fields(
         f, GEMMA4_WITH_EXPERTS[0], tied=True, window_size=window, interleaved_attn_pattern=pattern,
         global_head_dim=wide, num_global_key_value_heads=groups, num_moe_experts=number, moe_router_topk=topk,
         moe_ffn_hidden_size=f.integer("moe_intermediate_size"), moe_aux_loss_coeff=0.001,
@@ -101,7 +101,7 @@ def read_falcon_h1(f: Fields) -> ModelSpec:
     f.ignore("layers_block_type", "layer_types", "mamba_use_mlp", "mamba_norm_before_gate", "time_step_limit")
     f.ignore("attention_in_multiplier", "attention_out_multiplier", "mlp_multipliers", "lm_head_multiplier")
     f.ignore("ssm_in_multiplier", "ssm_out_multiplier", "mlp_expansion_factor", "rope_theta", "rope_parameters")
-    return _told(
+    return _from_provider_fields(
         f, FALCON_H1, tied=False, num_layers=num_layers(f), hidden_size=hidden_size, num_attention_heads=a,
         num_query_groups=g, kv_channels=d, ffn_hidden_size=f.integer("intermediate_size"),
         mamba_num_heads=number, mamba_head_dim=width, mamba_state_dim=f.integer("mamba_d_state", default=256),
@@ -127,7 +127,7 @@ def read_deepseek_v4(f: Fields) -> ModelSpec:
     f.ignore("num_key_value_heads", "intermediate_size", "num_local_experts", "compress_rope_theta", "rope_theta")
     f.ignore("rope_parameters", "rope_scaling", "hc_sinkhorn_iters", "hc_eps", "swiglu_limit", "topk_method")
     f.ignore("expert_dtype", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-    model = _told(
+    model = _from_provider_fields(
         f, "", tied=False, experimental_attention_variant="dsv4_hybrid", multi_latent_attention=True, num_layers=n,
         hidden_size=f.integer("hidden_size", default=4096),
         num_attention_heads=f.integer("num_attention_heads", default=64), v_head_dim=head, qk_pos_emb_head_dim=rope,
@@ -152,7 +152,7 @@ def read_deepseek_v4(f: Fields) -> ModelSpec:
 
 
 def _ratios(f: Fields, n: int, depths: int) -> list[int]:
-    """``_dsv4_compress_ratios``: tokens a compressed key, of each layer and MTP depth."""
+    """Tokens per compressed key of each layer and MTP depth (Bridge: ``_dsv4_compress_ratios``)."""
     given, types, rates = f.items("compress_ratios"), f.items("layer_types"), f.mapping("compress_rates")
     ratios: Sequence[Any]
     if given is not None:
@@ -171,8 +171,8 @@ def _ratios(f: Fields, n: int, depths: int) -> list[int]:
     return list(ratios[: n + depths])
 
 
-def _told(f: Fields, provider: str, *, tied: bool, **fields: Any) -> ModelSpec:
-    """The model of a provider with these fields, with the outer ones, which all families share."""
+def _from_provider_fields(f: Fields, provider: str, *, tied: bool, **fields: Any) -> ModelSpec:
+    """The model of a provider with these fields, plus those that all families share."""
     from bridge_memory.readers.transformer_config import model_from_transformer_config
 
     vocab_size = f.integer("vocab_size")

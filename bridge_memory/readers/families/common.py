@@ -1,4 +1,4 @@
-"""What most decoder families share: attention, MLP, rotary width, windows, and the outer model."""
+"""Shared by most decoder families: attention, MLP, rotary width, windows, and the fields outside the layers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 from bridge_memory.readers.fields import MAX_LAYERS, Fields, shown
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, divide
 
-#: Hugging Face activation -> the function Megatron runs (Bridge: model_bridge.py ACTIVATION_MAPPING; the gelu
-#: variants that it does not name are the tanh form, megatron.core.activations.fast_gelu).
+#: Hugging Face activation -> the function that Megatron runs (Bridge: model_bridge.py ACTIVATION_MAPPING; gelu
+#: variants that it does not list are the tanh form, megatron.core.activations.fast_gelu).
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -32,30 +32,31 @@ NO_BRIDGE = "Megatron Bridge 0.6.2 has no bridge for this model: read as megatro
 class Family(NamedTuple):
     """How one model_type differs from Llama. Defaults are those of its transformers config class."""
 
-    #: tie_word_embeddings where the key is absent.
+    #: Default of tie_word_embeddings.
     tied: bool = False
-    #: The keys that put a bias on q, k and v, and whether there is one where they are absent.
+    #: The keys that enable a bias on q, k and v, and their default.
     bias_keys: tuple[str, ...] = ("attention_bias",)
     qkv_bias: bool = False
-    #: Bias of the output projection: "as qkv", "never", or the key that says so.
+    #: Bias of the output projection: "as qkv", "never", or the key that enables it.
     output_bias: str = "as qkv"
     qk_layernorm: str | None = None
     gated: bool = True
     activation: str = "silu"
-    #: The config's own word is a formality (gpt-oss says silu and runs a clamped quick GELU).
+    #: Overrides the config's activation (gpt-oss: the config says silu, the model runs a clamped quick GELU).
     fixed_activation: str | None = None
     normalization: str = "RMSNorm"
     post_layernorms: bool = False
-    #: "none", "all", "qwen", "alternate" (even layers slide), "pattern" (all but each n-th slide).
+    #: Layers with a sliding window: "none", "all", "qwen" (by Qwen's keys), "alternate" (even layers), "pattern" (all
+    #: except every n-th).
     window: str = "none"
     rotary_factor: float = 1.0
-    #: head_dim where the key is absent; None: hidden_size / num_attention_heads.
+    #: Default of head_dim; None: hidden_size / num_attention_heads.
     head_dim: int | None = None
-    #: A bias on the MLP's linears where no key says so.
+    #: Default of mlp_bias, a bias on the MLP's linears.
     mlp_bias: bool = False
     #: A tanh over the logits unless final_logit_softcapping is null.
     softcapped_logits: bool = False
-    #: Norm or bias keys of this family that say nothing new.
+    #: Keys of this family that change nothing.
     ignored: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
 
@@ -66,7 +67,7 @@ def num_layers(f: Fields) -> int:
 
 
 def rotary_factor(f: Fields, default: float) -> float:
-    """partial_rotary_factor, at the top or inside rope_parameters / rope_scaling."""
+    """partial_rotary_factor, at the top level or in rope_parameters or rope_scaling."""
     for inner in ("rope_parameters", "rope_scaling"):
         value = f.mapping(inner).get("partial_rotary_factor")
         if value is not None:
@@ -78,7 +79,7 @@ def rotary_factor(f: Fields, default: float) -> float:
 
 
 def heads(f: Fields, hidden_size: int, head_dim: int | None) -> tuple[int, int, int]:
-    """(a, g, d): query heads, query groups, head width."""
+    """(a, g, d): attention heads, query groups, head dimension."""
     a = f.integer("num_attention_heads", "n_head")
     g = f.integer("num_key_value_heads", default=a)
     if a % g:
@@ -100,7 +101,7 @@ def attention(f: Fields, family: Family, hidden_size: int) -> AttentionSpec:
     else:
         output_bias = f.flag(family.output_bias)
     qk_layernorm = family.qk_layernorm
-    # The key of Qwen3-Coder, GLM and MiniMax; where a family has no such norm, true stays unread and is refused.
+    # The key of Qwen3-Coder, GLM and MiniMax. For families without such a norm it stays unread; true is then refused.
     if qk_layernorm is not None and not f.flag("use_qk_norm", default=True):
         qk_layernorm = None
     return AttentionSpec(
@@ -114,7 +115,7 @@ def attention(f: Fields, family: Family, hidden_size: int) -> AttentionSpec:
 
 
 def activation(f: Fields, family: Family) -> str:
-    """The name of Megatron's activation_func."""
+    """The activation, under its name in specs."""
     key = "hidden_activation" if f.has("hidden_activation") else "hidden_act"
     if key == "hidden_act" and not f.has(key) and f.has("activation_function"):
         key = "activation_function"
@@ -133,7 +134,7 @@ def mlp(f: Fields, family: Family) -> MLPSpec:
 
 
 def layer_types(f: Fields, n: int, known: Sequence[str]) -> Sequence[str] | None:
-    """layer_types, checked: one entry a layer, each of ``known``."""
+    """layer_types, with one entry of ``known`` per layer, or None if absent. Raises SpecError."""
     types = f.items("layer_types")
     if types is None:
         return None
@@ -146,8 +147,8 @@ def layer_types(f: Fields, n: int, known: Sequence[str]) -> Sequence[str] | None
 
 
 def windows(f: Fields, family: Family, n: int) -> list[int | None]:
-    """The sliding window of each layer in tokens, None for full attention."""
-    # transformers 5 writes 0 for a window that is switched off.
+    """The sliding window of each layer in tokens; None: full attention."""
+    # transformers 5 writes 0 for a disabled window.
     size = f.count("sliding_window") or None
     types = layer_types(f, n, ("full_attention", "sliding_attention"))
     if family.window == "qwen":
@@ -170,7 +171,7 @@ def windows(f: Fields, family: Family, n: int) -> list[int | None]:
 
 
 def attentions(f: Fields, family: Family, spec: AttentionSpec, n: int) -> list[AttentionSpec]:
-    """One AttentionSpec a layer, equal ones shared."""
+    """One AttentionSpec per layer; equal ones are one object."""
     lengths = windows(f, family, n)
     f.ignore("sliding_window_pattern", "_sliding_window_pattern")
     per_window = {w: replace(spec, window_size=w) for w in lengths}
@@ -191,7 +192,7 @@ def model(
     embedding_layernorm: bool = False,
     default_dropout: float = 0.0,
 ) -> ModelSpec:
-    """The outer fields, which all families share; also the last word on keys nobody read."""
+    """The ModelSpec of ``layers`` with the fields that all families share; refuses unread keys (``Fields.finish``)."""
     vocab_size = f.integer("vocab_size")
     positions = f.integer(
         "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx", default=0
@@ -243,7 +244,7 @@ def model(
 
 
 def vocabulary_multiple(f: Fields, vocab_size: int) -> int:
-    """What the vocabulary is padded to a multiple of, beside the tensor parallel size."""
+    """make_vocab_size_divisible_by: the user's, or 1 with an assumption."""
     if f.vocabulary_multiple is not None:
         return f.vocabulary_multiple
     f.assume(

@@ -17,13 +17,13 @@ FAMILY = Family()
 class Latent(NamedTuple):
     """How one model_type differs from DeepSeek-V3."""
 
-    #: first_k_dense_replace where the key is absent.
+    #: Default of first_k_dense_replace.
     first_dense: int = 0
     #: DeepSeek Sparse Attention: the config has the sizes of its indexer.
     sparse_attention: bool = False
-    #: Megatron Bridge builds no MTP layer, whatever num_nextn_predict_layers says.
+    #: Megatron Bridge builds no MTP layer, even with num_nextn_predict_layers.
     without_mtp: bool = False
-    #: Keys that repeat others, or that the config class adds to them.
+    #: Keys that repeat others, or that the config class adds.
     ignored: tuple[str, ...] = ()
     number: str = "n_routed_experts"
     balancing: str = "seq_aux_loss"
@@ -35,7 +35,7 @@ MLA: dict[str, Latent] = {
     "kimi_k2": Latent(),
     # Bridge: models/glm/glm47_flash_bridge.py.
     "glm4_moe_lite": Latent(first_dense=1, ignored=("partial_rotary_factor",)),
-    # transformers 5.12 writes a num_experts of its own beside n_routed_experts (Bridge: glm5_bridge.py).
+    # transformers 5.12 writes num_experts in addition to n_routed_experts (Bridge: glm5_bridge.py).
     "deepseek_v32": Latent(first_dense=3, sparse_attention=True, ignored=("num_experts", "mlp_bias")),
     # Bridge: models/sarvam/sarvam_provider.py, whose aux loss has a coefficient of 0.
     "sarvam_mla": Latent(first_dense=1, number="num_experts", balancing="none", ignored=("q_head_dim",)),
@@ -59,7 +59,7 @@ def read_deepseek(f: Fields) -> ModelSpec:
         qk_pos_emb_head_dim=f.integer("qk_rope_head_dim"),
         v_head_dim=f.integer("v_head_dim"),
     )
-    # Every head has its own key and value after the up-projection; head_dim and qk_head_dim repeat the parts.
+    # After the up-projection every head has a key and a value; head_dim and qk_head_dim repeat other keys.
     f.ignore("num_key_value_heads", "head_dim", "qk_head_dim", "rope_theta", "rope_scaling", *family.ignored)
     mixers = _sparse_attention(f, mixer, n) if family.sparse_attention else [mixer] * n
     layers: list[LayerSpec]
@@ -92,7 +92,7 @@ def read_deepseek(f: Fields) -> ModelSpec:
 
 
 def _sparse_attention(f: Fields, mixer: MLASpec, n: int) -> Sequence[MLASpec]:
-    """Each layer's attention: with an indexer, or with another layer's choice of keys (GLM-5.2).
+    """Each layer's attention: with an indexer, or with another layer's selected keys (GLM-5.2).
 
     Source: transformers ``configuration_glm_moe_dsa.py: GlmMoeDsaConfig.__post_init__``; megatron-core
     ``experimental_attention_variant/dsa.py: DSAttention.__init__``.
@@ -125,7 +125,7 @@ def _sparse_attention(f: Fields, mixer: MLASpec, n: int) -> Sequence[MLASpec]:
 
 
 def experts(f: Fields, family: Latent) -> MoESpec:
-    """DeepSeek's MoE block. The expert bias (noaux_tc) belongs to V3 and its children."""
+    """DeepSeek's MoE block. V3 and later models have the expert bias (noaux_tc)."""
     number, topk = expert_count(f, family.number)
     width = f.integer("moe_intermediate_size")
     v3 = f.model_type != "deepseek_v2"

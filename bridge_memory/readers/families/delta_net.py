@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: gated delta nets with gated softmax attention between them, dense or MoE.
+"""Qwen3-Next and Qwen3.5: layers of gated delta nets and of gated softmax attention, dense or MoE.
 
 Source of what Megatron builds: Megatron Bridge ``models/qwen/qwen3_next_bridge.py``, ``qwen35_bridge.py`` and
 ``models/qwen_vl/qwen35_vl_bridge.py``.
@@ -56,7 +56,7 @@ def read_delta_net(f: Fields) -> ModelSpec:
 
 
 def _mixers(f: Fields, spec: AttentionSpec, n: int) -> Sequence[Mixer]:
-    """Every full_attention_interval-th layer is softmax attention, or as layer_types says."""
+    """Each layer's mixer, by layer_types; by default every full_attention_interval-th is softmax attention."""
     linear = GatedDeltaNetSpec(
         num_key_heads=f.integer("linear_num_key_heads"),
         num_value_heads=f.integer("linear_num_value_heads"),

@@ -1,4 +1,4 @@
-"""Dense decoders: Llama and what differs from it only by a bias, a norm, an activation or a window."""
+"""Dense decoders: Llama, and families that differ from it only by biases, norms, activation or windows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DENSE: dict[str, Family] = {
     "mistral": Family(**_NO_BIAS, window="all"),
     "ministral": Family(**_NO_BIAS, window="all"),
     "ministral3": Family(**_NO_BIAS, window="all"),
-    # transformers' Qwen2Attention: bias on q, k, v, none on o, and no key for it.
+    # transformers' Qwen2Attention: a bias on q, k and v but not on o, without a key.
     "qwen2": Family(bias_keys=(), qkv_bias=True, output_bias="never", window="qwen"),
     "qwen3": Family(qk_layernorm="head", window="qwen", head_dim=128),
     # A Qwen2 with MTP layers; its attention_bias key says true.
@@ -55,7 +55,7 @@ DENSE: dict[str, Family] = {
     "phi3": Family(**_NO_BIAS, window="all", ignored=("attention_bias",)),
     "granite": Family(),
     "smollm3": Family(tied=True, window="qwen", ignored=("no_rope_layers", "no_rope_layer_interval")),
-    # OLMo's norm has no weights; Megatron's has, and a conversion sets them to one and zero.
+    # OLMo's norm has no weights. Megatron's has; a conversion sets them to one and zero.
     "olmo": Family(
         normalization="LayerNorm",
         assumptions=("OLMo's layer norms have no weights; counted as Megatron's, which have 2h each",),
@@ -88,7 +88,7 @@ def read_dense(f: Fields) -> ModelSpec:
 
 
 def dense_model(f: Fields, family: Family) -> ModelSpec:
-    """A stack of equal layers: softmax attention and one MLP."""
+    """A model of layers with softmax attention and an MLP, which differ at most by their window."""
     hidden_size = f.integer("hidden_size")
     n = num_layers(f)
     spec = attention(f, family, hidden_size)

@@ -1,4 +1,4 @@
-"""A decoder of a family without a reader of its own, told by the usual Hugging Face field names alone."""
+"""Fallback reader for dense decoders whose family has no reader: uses the common Hugging Face field names."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from bridge_memory.readers.families.dense import dense_model
 from bridge_memory.readers.fields import Fields, shown
 from bridge_memory.spec import ModelSpec, SpecError
 
-#: Decoders whose attention and MLP run side by side behind one norm: Megatron has no such layer.
+#: Decoders whose attention and MLP run in parallel after one norm: Megatron has no such layer.
 _PARALLEL = ("cohere", "cohere2", "falcon", "phi", "gptj", "codegen", "stablelm_alpha")
-#: Activations that come as a gated pair in every published decoder with these field names.
+#: Activations that are gated in every published decoder with these field names.
 _GATED = ("silu",)
 _DECODER_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def read_generic(f: Fields) -> ModelSpec:
-    """Dense attention and MLP, with everything that had to be supposed in ``assumptions``."""
+    """A dense decoder with attention and MLPs; everything that had to be assumed is in ``assumptions``."""
     architectures = [a for a in f.items("architectures") or () if isinstance(a, str)]
     if f.flag("is_encoder_decoder") or (
         architectures and not any(a.endswith(_DECODER_ENDINGS) for a in architectures)
@@ -27,7 +27,7 @@ def read_generic(f: Fields) -> ModelSpec:
         return _read(f)
     except SpecError as error:
         raise SpecError(
-            f"{error} (model_type {shown(f.model_type)} has no reader of its own; read by the usual names)"
+            f"{error} (model_type {shown(f.model_type)} has no specific reader; read by the usual names)"
         ) from None
 
 
@@ -42,7 +42,7 @@ def _read(f: Fields) -> ModelSpec:
     gated = ACTIVATIONS.get(act) in _GATED if isinstance(act, str) else True
     bias = f.flag("use_bias", "bias", default=False)
     f.assume(
-        f"model_type {shown(f.model_type)} has no reader of its own: read as a dense decoder with "
+        f"model_type {shown(f.model_type)} has no specific reader: read as a dense decoder with "
         f"{'RMSNorm' if rms else 'LayerNorm'}, {'a gated' if gated else 'an ungated'} MLP"
         f"{', biases on all linears' if bias else ''} and rotary positions"
     )

@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-3, BLOOM, StarCoder 1: LayerNorm, biases everywhere, and their own key names."""
+"""GPT-2 and GPT-3, BLOOM, StarCoder 1: LayerNorm, biases on all linears, and other key names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _layers(f: Fields, hidden_size: int, groups: int | None, activation: str) ->
 
 
 def read_gpt2(f: Fields) -> ModelSpec:
-    """Learned positions, tied embeddings. Dropouts are the config's own (0.1 in GPT-2 and 3)."""
+    """Learned positions, tied embeddings. Dropout is the config's (0.1 in GPT-2 and 3)."""
     if f.flag("add_cross_attention"):
         raise f.error("add_cross_attention is true; only decoders without cross attention can be estimated")
     f.ignore("summary_type", "summary_first_dropout", "validate_runner_input", "inference_runner")

@@ -1,4 +1,4 @@
-"""Nemotron-H (Mamba-2, attention, MLP and MoE by a pattern) and Llama-Nemotron (per-layer block_configs)."""
+"""Nemotron-H (a pattern of Mamba-2, attention, MLP and MoE layers) and Llama-Nemotron (block_configs per layer)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
 
 
 def read_nemotron_h(f: Fields) -> ModelSpec:
-    """One block a layer, each with its own norm; built by MambaModel, without rotary embeddings."""
+    """One block per layer, each with a norm; built by MambaModel, without rotary embeddings."""
     hidden_size = f.integer("hidden_size")
     pattern = _pattern(f)
     kinds = {symbol: _block(f, symbol, hidden_size) for symbol in dict.fromkeys(pattern)}
@@ -73,7 +73,7 @@ def _pattern(f: Fields) -> str:
 
 
 def _symbols(f: Fields, key: str, named_key: str) -> str:
-    """A pattern as written by NVIDIA ("M*E-"), or as transformers names it (["mamba", "attention", ...])."""
+    """A pattern as NVIDIA writes it ("M*E-"), or converted from transformers' names (["mamba", "attention", ...])."""
     pattern, named = f.text(key, default=""), f.items(named_key)
     if pattern or named is None:
         return pattern
@@ -145,7 +145,7 @@ def _mamba(f: Fields) -> MambaSpec:
 
 
 def _mtp_layer(f: Fields, hidden_size: int) -> LayerSpec:
-    """An MTP depth of attention and one feed-forward block, the only kind that LayerSpec can say."""
+    """The layer of an MTP depth: one mixer and one feed-forward block, the only form that LayerSpec can express."""
     pattern = _symbols(f, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
     if len(pattern) != 2 or pattern[0] not in (MAMBA, ATTENTION) or pattern[1] not in (MLP, MOE):
         raise f.error(
@@ -157,14 +157,14 @@ def _mtp_layer(f: Fields, hidden_size: int) -> LayerSpec:
 
 
 # --------------------------------------------------------------------------------------------------
-# Llama-Nemotron: a Llama whose layers were searched one by one
+# Llama-Nemotron: a Llama whose layers were chosen one by one by neural architecture search
 # --------------------------------------------------------------------------------------------------
 
 NAS = Family()
 
 
 def read_nemotron_nas(f: Fields) -> ModelSpec:
-    """block_configs: each layer's attention (its own query groups, or none) and MLP (its own width, or none).
+    """block_configs: for each layer the query groups of its attention, or none, and the width of its MLP, or none.
 
     Source: nvidia/Llama-3_3-Nemotron-Super-49B-v1 modeling_decilm.py (``_ffn_mult_to_intermediate_size``,
     ``_find_multiple``); Bridge: models/llama_nemotron.
@@ -200,7 +200,7 @@ def read_nemotron_nas(f: Fields) -> ModelSpec:
 
 
 def _nas_part(f: Fields, i: int, block: object, key: str) -> Fields:
-    """One half of a block config, read with the same care as the whole."""
+    """The attention or ffn part of a block config, as Fields. Raises SpecError for unsupported options."""
     where = f"block_configs[{i}]"
     if not isinstance(block, Mapping):
         raise f.error(f"{where} is {shown(block)}; it must be an object")
@@ -215,7 +215,7 @@ def _nas_part(f: Fields, i: int, block: object, key: str) -> Fields:
 
 
 def _nas_groups(part: Fields, a: int) -> int:
-    """Query groups of a layer, 0 where attention is skipped."""
+    """Query groups of a layer; 0: no attention."""
     each = part.integer("n_heads_in_group", default=None)
     part.finish()
     if part.flag("no_op"):
@@ -226,7 +226,7 @@ def _nas_groups(part: Fields, a: int) -> int:
 
 
 def _nas_width(part: Fields, hidden_size: int) -> int:
-    """MLP width of a layer, 0 where it is skipped: 2/3 of ffn_mult x h, up to a multiple of 256."""
+    """MLP width of a layer: 2/3 x ffn_mult x h, rounded up to a multiple of 256; 0: no MLP."""
     width = part.integer("intermediate_size", default=None)
     mult = part.number("ffn_mult", default=0.0, most=1000.0)
     part.finish()

@@ -1,6 +1,6 @@
-"""Softmax attention that differs from layer to layer by more than its window: one AttentionSpec a layer.
+"""Softmax attention whose layers differ by more than their window.
 
-Each function takes the config, its family, h and the number of layers.
+Each function takes the config, its family, h and the number of layers, and returns one AttentionSpec per layer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ def windows_only(f: Fields, family: Family, hidden_size: int, n: int) -> Sequenc
 
 
 def exaone(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
-    """Only sliding layers rotate (Bridge's no_rope_freq)."""
+    """Only sliding-window layers have rotary embeddings (Bridge's no_rope_freq)."""
     stack = windows_only(f, family, hidden_size, n)
     return [one if one.window_size else replace(one, rotary=False) for one in stack]
 
 
 def llama4(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
-    """Layers of no_rope_layers 1 rotate; the others see all tokens and have no norm of queries and keys."""
+    """Layers with 1 in no_rope_layers have rotary embeddings and chunked attention; the others attend to all tokens and
+    have no norm of queries and keys."""
     spec = attention(f, family, hidden_size)
     layer_types(f, n, ("chunked_attention", "full_attention"))
     every = f.integer("no_rope_layer_interval", default=4)
@@ -40,9 +41,9 @@ def llama4(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[Atte
 
 
 def minimax_m3(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
-    """Full attention on every layer: Megatron Bridge keeps the indexers as frozen weights and runs none of them.
+    """Full attention in every layer: Megatron Bridge keeps the indexers as frozen weights and does not run them.
 
-    Their number is in layer_types (transformers 5), or in the published sparse_attention_config.
+    layer_types (transformers 5), or the published sparse_attention_config, gives their number.
     """
     spec = attention(f, family, hidden_size)
     published = f.mapping("sparse_attention_config")
@@ -68,10 +69,10 @@ def minimax_m3(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[
 
 
 def step(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
-    """Sliding layers have heads of their own; a gate a head becomes Megatron's gate of the queries' width.
+    """Sliding-window layers have other numbers of heads; one gate per head becomes Megatron's gate as wide as queries.
 
-    Source: Bridge ``step35_bridge.py: provider_bridge``, ``step35_provider.py: Step35DecoderLayer``; megatron-core has
-    no head_wise_attn_gate up to 0.19. The published layer_types lists the MTP layers after the decoder's.
+    The published layer_types lists the MTP layers after the decoder's. Source: Bridge ``step35_bridge.py:
+    provider_bridge``, ``step35_provider.py: Step35DecoderLayer``; megatron-core up to 0.19 has no head_wise_attn_gate.
     """
     a = f.integer("num_attention_heads")
     full = AttentionSpec(
@@ -114,10 +115,8 @@ def _size(f: Fields, inner: object, key: str, default: int) -> int:
 
 
 def mimo_v2(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
-    """Values narrower than keys; sliding layers (1 in hybrid_layer_pattern) have query groups of their own and a sink.
-
-    Source: Bridge ``models/mimo_v2_flash``.
-    """
+    """Values are narrower than keys. Sliding-window layers (1 in hybrid_layer_pattern) have another number of query
+    groups, and an attention sink. Source: Bridge ``models/mimo_v2_flash``."""
     a, g, d = heads(f, hidden_size, None)
     for key, value in (("swa_num_attention_heads", a), ("swa_head_dim", d)):
         if f.integer(key, default=value) != value:

@@ -1,4 +1,4 @@
-"""Mixture-of-experts decoders with softmax attention: which layers are MoE, and what an expert is."""
+"""Mixture-of-experts decoders with softmax attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOE: dict[str, Family] = {
     "dots1": Family(qk_layernorm="head", window="qwen"),
     "minimax_m2": Family(
         bias_keys=(),
-        # MiniMax-Text-01's keys for its linear attention and dense MLP, neither of which M2 has.
+        # Keys of MiniMax-Text-01 for linear attention and dense MLPs, which M2 does not have.
         ignored=(
             "layernorm_full_attention_beta",
             "layernorm_linear_attention_beta",
@@ -37,8 +37,8 @@ MOE: dict[str, Family] = {
             "shared_moe_mode",
         ),
     ),
-    # transformers' GptOssConfig has attention_bias True; the experts run a clamped quick GELU, whatever
-    # hidden_act says (Bridge: gpt_oss_bridge.py).
+    # transformers' GptOssConfig has attention_bias True; the experts run a clamped quick GELU, regardless of
+    # hidden_act (Bridge: gpt_oss_bridge.py).
     "gpt_oss": Family(
         qkv_bias=True,
         fixed_activation="quick_gelu",
@@ -61,7 +61,7 @@ def expert_count(f: Fields, *keys: str) -> tuple[int, int]:
 
 
 def _one_for_all(f: Fields, *keys: str) -> int:
-    """A size, or a list that gives every layer the same (Hunyuan)."""
+    """A size, or a list with the same size for every layer (Hunyuan)."""
     _, value = f.raw(*keys)
     if isinstance(value, list) and value and all(type(one) is int and one == value[0] > 0 for one in value):
         return int(value[0])
@@ -70,7 +70,7 @@ def _one_for_all(f: Fields, *keys: str) -> int:
 
 
 def sparse_layers(f: Fields, n: int) -> list[bool]:
-    """Qwen's rule: MoE on every decoder_sparse_step-th layer, except mlp_only_layers."""
+    """Which layers are MoE, by Qwen's rule: every decoder_sparse_step-th, except mlp_only_layers."""
     step = f.integer("decoder_sparse_step", default=1)
     dense = f.items("mlp_only_layers") or ()
     for i in dense:
@@ -80,8 +80,11 @@ def sparse_layers(f: Fields, n: int) -> list[bool]:
 
 
 def first_dense(f: Fields, n: int, default: int = 0) -> list[bool]:
-    """DeepSeek's rule: first_k_dense_replace dense layers, then each moe_layer_freq-th is MoE; or layer by layer, as
-    mlp_layer_types (transformers 5) or a moe_layer_freq of one 0 or 1 each. ``default``: of first_k_dense_replace."""
+    """Which layers are MoE, by DeepSeek's rule: after first_k_dense_replace dense layers every moe_layer_freq-th.
+
+    mlp_layer_types (transformers 5), or a list of 0 and 1 as moe_layer_freq, gives them layer by layer instead.
+    ``default``: of first_k_dense_replace.
+    """
     types = f.items("mlp_layer_types")
     if types is not None:
         f.ignore("first_k_dense_replace", "moe_layer_freq")
@@ -97,7 +100,7 @@ def first_dense(f: Fields, n: int, default: int = 0) -> list[bool]:
 
 
 def each_layer(f: Fields, key: str, given: Sequence[Any], n: int, words: dict[Any, bool]) -> list[bool]:
-    """Whether each layer is MoE, from a list with one of ``words`` a layer."""
+    """Which layers are MoE, from a list with one of ``words`` per layer. Raises SpecError."""
     if len(given) != n:
         raise f.error(f"{key} has {len(given)} entries for num_hidden_layers {n}; give one a layer")
     for word in given:
@@ -107,7 +110,7 @@ def each_layer(f: Fields, key: str, given: Sequence[Any], n: int, words: dict[An
 
 
 def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
-    """The MoE block of a family and which layers carry it. Aux-loss kinds follow Bridge's conversion."""
+    """(the MoE block of a family, which layers have it). Load-balancing types are those that Bridge sets."""
     n = num_layers(f)
     kind = f.model_type
     act = activation(f, family)
@@ -169,7 +172,7 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
 
 
 def mixers(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
-    """Softmax attention on every layer."""
+    """The softmax attention of each layer."""
     kind = f.model_type
     if kind == "glm4_moe" and f.flag("use_qk_norm"):
         family = family._replace(qk_layernorm="head")
@@ -186,7 +189,7 @@ def mixers(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[Atte
 
 
 def mtp_depths(f: Fields) -> int:
-    """MTP modules named by the config."""
+    """Number of MTP depths."""
     if f.model_type == "minimax_m2":
         depths = f.count("num_mtp_modules")
         inner = f.integer("mtp_transformer_layers", default=1)

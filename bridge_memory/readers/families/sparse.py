@@ -1,9 +1,8 @@
-"""Mixture-of-experts decoders that differ by what they call an expert, and by which layers have any.
+"""Mixture-of-experts decoders that differ mainly in their config keys and in which layers have experts.
 
 ERNIE 4.5, EXAONE MoE, Hy3, Hunyuan, MiniMax-M3, Llama 4, Ling 2.0, Sarvam, Step 3.5 and MiMo-V2: softmax attention,
-then a dense MLP or routed experts beside shared ones. Source of what Megatron builds: Megatron Bridge
-``models/<family>``; it has no bridge for Hunyuan and Llama 4, whose layers are those of transformers in
-megatron-core's modules.
+then a dense MLP, or routed and shared experts. Source of what Megatron builds: Megatron Bridge ``models/<family>``. It
+has no bridge for Hunyuan and Llama 4: their layers are those of transformers, built of megatron-core's modules.
 """
 
 from __future__ import annotations
@@ -27,31 +26,31 @@ from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, MoE
 
 
 class Sparse(NamedTuple):
-    """How one model_type differs. Keys first, then what Megatron makes of the block."""
+    """How one model_type differs: config keys first, then the block that Megatron builds."""
 
     family: Family
-    #: Number of experts, and width of one.
+    #: Keys of the number of experts and of the width of one.
     number: tuple[str, ...] = ("num_experts", "num_local_experts")
     width: tuple[str, ...] = ("moe_intermediate_size",)
-    #: Width of a dense layer's MLP.
+    #: Key of the width of a dense layer's MLP.
     dense_width: str = "intermediate_size"
-    #: Total width of the shared experts, given the width of one.
+    #: Total width of the shared experts, from the width of one expert.
     shared: Callable[[Fields, int], int] = lambda f, width: width * f.count("num_shared_experts", default=1)
-    #: Which layers are MoE, of n.
+    #: Which of n layers are MoE.
     is_moe: Callable[[Fields, int], list[bool]] = first_dense
     attention: Callable[[Fields, Family, int, int], Sequence[AttentionSpec]] = layerwise_attention.windows_only
     score: str = "sigmoid"
-    #: The config's own word for it, where it has one.
+    #: The key of the score function; ``score`` is its default.
     score_key: str = "scoring_func"
     expert_bias: bool = True
-    #: The key that switches the expert bias on, where there is one.
+    #: The key that enables the expert bias; "": ``expert_bias`` applies.
     bias_key: str = ""
-    #: transformers counts the expert bias as a parameter.
+    #: Whether transformers counts the expert bias as a parameter.
     bias_published: bool = False
     balancing: str = "none"
-    #: Megatron Bridge builds no MTP layer, whatever the config says.
+    #: Megatron Bridge builds no MTP layer, even if the config has one.
     without_mtp: bool = False
-    #: The layer inside an MTP depth is dense.
+    #: The feed-forward block of an MTP depth is dense.
     dense_mtp: bool = False
     ignored: tuple[str, ...] = ()
 
@@ -62,7 +61,7 @@ def _ernie_layers(f: Fields, n: int) -> list[bool]:
     every = f.integer("moe_layer_interval", default=1)
     end = n - 1 if end == -1 else end
     if every != 1 or end < n - 1:
-        # Ernie45Bridge reads where they begin only.
+        # Ernie45Bridge reads moe_layer_start_index only.
         raise f.error(
             f"moe_layer_interval ({every}) and moe_layer_end_index ({end}) leave dense layers between or after those "
             "with experts; Megatron Bridge builds experts in every layer from moe_layer_start_index on"
@@ -114,7 +113,7 @@ SPARSE: dict[str, Sparse] = {
         Family(
             tied=True,
             bias_keys=("use_bias",),
-            assumptions=("ERNIE biases softmax scores, Megatron only sigmoid ones: Bridge trains it with those",),
+            assumptions=("ERNIE biases softmax scores, Megatron only sigmoid scores: Bridge trains it with sigmoid",),
         ),
         number=("moe_num_experts",),
         shared=lambda f, width: width * f.count("moe_num_shared_experts", default=2),
@@ -135,7 +134,7 @@ SPARSE: dict[str, Sparse] = {
     "hy_v3": Sparse(
         Family(qk_layernorm="head", head_dim=128),
         is_moe=lambda f, n: first_dense(f, n, 1),
-        # The published config repeats its keys under older names.
+        # The published config repeats keys under older names.
         ignored=("enable_moe_fp32_combine", "expert_hidden_dim", "moe_router_use_sigmoid", "qk_norm",
                  "moe_router_enable_expert_bias", "enable_lm_head_fp32", "enable_attention_fp32_softmax"),
     ),
@@ -144,14 +143,14 @@ SPARSE: dict[str, Sparse] = {
         width=("intermediate_size",),
         shared=lambda f, width: width,
         is_moe=_every_layer,
-        # transformers knows one shared expert, as wide as the others, and no keys and values of other layers.
+        # transformers has one shared expert, as wide as the others, and no cross-layer attention.
         ignored=("cla_share_factor", "moe_intermediate_size", "num_shared_expert", "use_mixed_mlp_moe", "norm_type"),
         score="softmax",
         expert_bias=False,
         balancing="aux_loss",
     ),
     "minimax_m3_vl_text": Sparse(
-        # SwiGLU-OAI, whatever hidden_act says.
+        # SwiGLU-OAI, regardless of hidden_act.
         Family(bias_keys=(), qk_layernorm="head", fixed_activation="quick_gelu"),
         number=("num_local_experts",),
         width=("intermediate_size",),

@@ -1,10 +1,10 @@
-"""What each Megatron-LM argument is to memory: read, harmless (``harmless.py``), or a gap that is reported by name
-(``unmodelled.py``).
+"""Megatron-LM's arguments: each is read here, harmless for memory (``harmless.py``), or an unmodelled feature that is
+reported by name (``unmodelled.py``).
 
 Names are argparse's destinations, as in ``get_args()``: ``--disable-bias-linear`` is ``add_bias_linear`` (False).
 Source of the names and defaults: ``megatron/training/arguments.py`` of core 0.11 to 0.20 and the fields of
-TransformerConfig, OptimizerConfig and DistributedDataParallelConfig, from which newer releases make arguments.
-``tests/readers/test_megatron_parser.py`` walks the parser of the releases whose wheel holds it.
+TransformerConfig, OptimizerConfig and DistributedDataParallelConfig, from which newer releases derive arguments.
+``tests/readers/test_megatron_parser.py`` checks the lists against the parser of releases whose wheel contains it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from bridge_memory.readers.megatron_args.harmless import HARMLESS
 from bridge_memory.readers.megatron_args.parsing import RawArguments, Value, words_of
-from bridge_memory.readers.megatron_args.unmodelled import GAPS
+from bridge_memory.readers.megatron_args.unmodelled import UNMODELLED
 from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.errors import finite
 from bridge_memory.spec.unmodelled import UNKNOWN_SIZE, Effect, Unmodelled
@@ -26,9 +26,9 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# ---- arguments that the reader asks for, with Megatron-LM's defaults ----
+# ---- arguments that are read, with Megatron-LM's defaults ----
 
-#: Switches that are off unless given.
+#: Switches that are off by default.
 OFF = _names(
     """
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
@@ -53,7 +53,7 @@ OFF = _names(
     use_rotary_position_embeddings use_transformer_engine_op_fuser
     """
 )
-#: Switches that are on unless switched off.
+#: Switches that are on by default.
 ON = _names(
     """
     add_bias_linear apply_rope_fusion bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion
@@ -86,7 +86,7 @@ INTEGERS: dict[str, int | None] = {
     "num_layers_at_start_in_bf16": 1, "num_query_groups": 1, "pipeline_model_parallel_size": 1, "qk_head_dim": 128,
     "qk_pos_emb_head_dim": 64, "tensor_model_parallel_size": 1, "v_head_dim": 128,
 }  # fmt: skip
-#: Of these 0 is no size: something is divided by it.
+#: Integers that must not be 0: something is divided by them.
 POSITIVE = _names(
     """
     context_parallel_size dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_topk dsa_indexer_topk_freq
@@ -118,7 +118,7 @@ WORDS: dict[str, str | None] = {
     "recompute_granularity": None, "recompute_method": None, "softmax_type": "vanilla", "spec": None,
     "tokenizer_type": None, "transformer_impl": "transformer_engine",
 }  # fmt: skip
-#: Lists of words, or of numbers where they are patterns of layers, windows and coefficients.
+#: Lists of words. ``PATTERNS``: layer patterns, windows and coefficients, which are numbers or lists of them.
 LISTS: dict[str, tuple[str, ...] | None] = {
     "cp_comm_type": ("p2p",), "cuda_graph_modules": (), "cuda_graph_scope": None, "cuda_graph_scope_deprecated": None,
     "moe_router_load_balancing_type": ("aux_loss",), "offload_modules": (),
@@ -129,12 +129,12 @@ PATTERNS: dict[str, Any] = {
     "window_size": None,
 }  # fmt: skip
 
-#: Arguments that the reader turns into fields of the RunSpec.
+#: Arguments that become fields of the RunSpec.
 READ = OFF | ON | INTEGERS.keys() | NUMBERS.keys() | WORDS.keys() | LISTS.keys() | PATTERNS.keys()
-#: Every argument that has its place, in one of the three.
-KNOWN = READ | HARMLESS.keys() | GAPS.keys()
+#: Every argument that is read, harmless or unmodelled.
+KNOWN = READ | HARMLESS.keys() | UNMODELLED.keys()
 
-#: Options whose destination is not their name. (``--no-x`` and ``--disable-x`` of a known x need no entry.)
+#: Options whose destination differs from their name. (``--no-x`` and ``--disable-x`` of a known x need no entry.)
 DESTINATIONS = {
     "cuda_graph_scope": "cuda_graph_scope_deprecated",
     "ddp_reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
@@ -147,7 +147,7 @@ DESTINATIONS = {
     "use_custom_fsdp": "use_megatron_fsdp",
     "use_nccl_ub": "nccl_ub",
 }
-#: Options that switch their destination off (``store_false``) and do not say so by their name.
+#: Options that switch another destination off (``store_false``).
 SWITCHED_OFF_BY = {
     "disable_bias_linear": "add_bias_linear",
     "disable_mamba_mem_eff_path": "use_mamba_mem_eff_path",
@@ -155,7 +155,7 @@ SWITCHED_OFF_BY = {
 }
 
 class Arguments:
-    """Typed access by destination; asking for a name outside ``READ`` is a programming error."""
+    """Typed access by destination. A name outside ``READ`` is a programming error."""
 
     def __init__(self, raw: RawArguments) -> None:
         self.env = raw.env
@@ -163,12 +163,12 @@ class Arguments:
         self._values = _of_any_release(raw.values) if raw.parsed else by_destination(raw.values)
 
     def __getitem__(self, name: str) -> Any:
-        """The argument's value, or Megatron-LM's default. Raises SpecError for a value of another kind."""
+        """The argument's value, or Megatron-LM's default. Raises SpecError for a value of the wrong type."""
         value = self._values.get(name)
         if name in OFF or name in ON:
             return name in ON if value is None else _is_on(value)
         default, read = _READERS[name]
-        # "none" is a value of its own where a word is the default.
+        # "none" is a value, not unset, if the default is a word.
         unset = ("None", "null") if isinstance(default, str | tuple) else ("None", "null", "none")
         if value is None or (isinstance(value, str) and value in unset):
             return default
@@ -189,13 +189,14 @@ class Arguments:
         raise SpecError(f"{_option(names[-1])} is missing from the Megatron arguments; add it")
 
     def not_modelled(self) -> tuple[Unmodelled, ...]:
-        """One line for every argument that changes memory and is not counted, or that nobody here knows; by name."""
+        """The unmodelled features, sorted by argument: arguments that change memory and are not counted, and unknown
+        arguments."""
         lines = []
         for name, value in sorted(self._values.items()):
-            if name in GAPS:
-                if GAPS[name].applies(self, value):
-                    told = f"{_option(name)} {'' if value is True else value}".rstrip()
-                    lines.append(GAPS[name].feature(self, told))
+            if name in UNMODELLED:
+                if UNMODELLED[name].applies(self, value):
+                    option = f"{_option(name)} {'' if value is True else value}".rstrip()
+                    lines.append(UNMODELLED[name].described(self, option))
             elif name not in KNOWN and not (self.parsed and not value):
                 what = f"{_option(name)}: not an argument this reader knows"
                 lines.append(Unmodelled(what, Effect.UNKNOWN, order=UNKNOWN_SIZE))
@@ -203,23 +204,24 @@ class Arguments:
 
 
 def by_destination(options: dict[str, Value]) -> dict[str, Value]:
-    """Options as they are written -> destinations. An option that is off says nothing, except of a destination."""
+    """Options as written -> destinations. An option with the value False is dropped, unless it is itself a destination
+    that is on by default."""
     values: dict[str, Value] = {}
     for option, value in options.items():
         name = SWITCHED_OFF_BY.get(option)
         if name is None and option not in KNOWN:
             bare = re.sub("^(no|disable)_", "", option)
-            name = bare if bare != option and (bare in READ or bare in GAPS) else None
+            name = bare if bare != option and (bare in READ or bare in UNMODELLED) else None
         if name is not None:
             if _is_on(value):
                 values[name] = False
-        elif value is not False or option in ON or (option in GAPS and GAPS[option].default is True):
+        elif value is not False or option in ON or (option in UNMODELLED and UNMODELLED[option].default is True):
             values[DESTINATIONS.get(option, option)] = value
     return values
 
 
 def _of_any_release(values: dict[str, Value]) -> dict[str, Value]:
-    """Destinations under their newest name (``use_custom_fsdp`` became ``use_megatron_fsdp``, which sets both)."""
+    """Destinations under their newest names (``use_custom_fsdp`` became ``use_megatron_fsdp``, which sets both)."""
     renamed = {DESTINATIONS[name]: value for name, value in values.items() if name in DESTINATIONS}
     return {**renamed, **{name: value for name, value in values.items() if name not in DESTINATIONS}}
 
@@ -261,11 +263,11 @@ def _words(name: str, value: Value) -> tuple[str, ...]:
 
 
 def _pattern(name: str, value: Value) -> Any:
-    """Numbers and lists of numbers as such, expressions as text."""
+    """Numbers and lists of numbers unchanged, expressions as text."""
     return _text(name, value) if isinstance(value, list) and any(isinstance(x, str) for x in value) else value
 
 
-#: Argument -> (its default, how its value is read).
+#: Argument -> (its default, the function that parses its value).
 _READERS: dict[str, tuple[Any, Callable[[str, Value], Any]]] = {
     name: (default, read)
     for defaults, read in (

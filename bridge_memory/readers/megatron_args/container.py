@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments as a ConfigContainer: what Megatron-LM itself makes of them.
+"""Megatron-LM's arguments -> a ConfigContainer with the configs that Megatron-LM derives from them.
 
 Sources: ``megatron/training/arguments.py: validate_args``, ``core_transformer_config_from_args``,
 ``megatron/training/training.py: get_megatron_ddp_config, get_megatron_optimizer_config`` and, for vocabularies,
@@ -24,7 +24,7 @@ from bridge_memory.spec.unmodelled import UNKNOWN_SIZE, Effect, Unmodelled
 #: Tokens of the GPT-2 byte-pair vocabulary (``gpt2-vocab.json``), Megatron-LM's usual tokenizer.
 GPT2_VOCABULARY = 50257
 
-#: Elements, more than any rank has.
+#: A bucket size, in elements, larger than any rank's parameters: one bucket.
 ONE_BUCKET = (1 << 40) - 1
 
 NAME = "megatron-lm"
@@ -32,7 +32,7 @@ NAME = "megatron-lm"
 
 @dataclass(frozen=True, slots=True)
 class MegatronLM:
-    """The parts of a ConfigContainer that are read of one."""
+    """The parts of a ConfigContainer that its reader needs."""
 
     model: SimpleNamespace
     train: SimpleNamespace
@@ -49,12 +49,12 @@ class MegatronLM:
 
 
 def container_of(a: Arguments, running: Running, world_size: int | None) -> MegatronLM:
-    """Every field under the name that TransformerConfig, OptimizerConfig or DistributedDataParallelConfig gives it;
-    ``core_transformer_config_from_args`` copies most by name. Raises SpecError."""
+    """The container of ``a``, with fields named as in TransformerConfig, OptimizerConfig and
+    DistributedDataParallelConfig; ``core_transformer_config_from_args`` copies most by name. Raises SpecError."""
     values = {name: a[name] for name in READ}
     values.update(_architecture(a))
     values.update(_position(a))
-    vocabulary, supposed = _vocabulary(a, running)
+    vocabulary, assumed = _vocabulary(a, running)
     values.update(vocabulary)
     unmodelled = list(a.not_modelled())
     if values["experimental_attention_variant"] not in (None, "gated_delta_net", "dsa"):
@@ -77,7 +77,7 @@ def container_of(a: Arguments, running: Running, world_size: int | None) -> Mega
         ),
         world_size=world_size,
         env=a.env,
-        assumptions=(supposed,) if supposed else (),
+        assumptions=(assumed,) if assumed else (),
         not_modelled=tuple(unmodelled),
     )
 
@@ -86,7 +86,7 @@ def _architecture(a: Arguments) -> dict[str, Any]:
     hidden, swiglu = a.required("hidden_size"), a["swiglu"]
     a.required("num_attention_heads")
     gated = swiglu or a["quick_geglu"]
-    # validate_args: 4h, and for SwiGLU two thirds of it rounded down to a multiple of 64.
+    # validate_args: 4h; for SwiGLU two thirds of that, rounded down to a multiple of 64.
     ffn = a["ffn_hidden_size"] or (int(4 * hidden * 2 / 3) // 64 * 64 if swiglu else 4 * hidden)
     bias_gelu_fusion = a["bias_gelu_fusion"] and a["add_bias_linear"]  # validate_args
     balancing = a["moe_router_load_balancing_type"]
@@ -113,8 +113,8 @@ def _window(value: Any) -> tuple[int, ...] | None:
 
 
 def _position(a: Arguments) -> dict[str, Any]:
-    """``validate_args``: ``--no-position-embedding`` is taken with rope alone and changes nothing there; of the rotary
-    embeddings only rope itself is fused."""
+    """``validate_args``: ``--no-position-embedding`` is accepted only with rope and has no effect; of the rotary
+    embeddings only "rope" can be fused."""
     kind = "rope" if a["use_rotary_position_embeddings"] else a["position_embedding_type"]
     return {
         "position_embedding_type": kind,
@@ -124,13 +124,13 @@ def _position(a: Arguments) -> dict[str, Any]:
 
 
 def _vocabulary(a: Arguments, running: Running) -> tuple[dict[str, Any], str]:
-    """Tokens before padding and how they are padded, and what had to be supposed about them."""
+    """(fields of the vocabulary before padding, an assumption or "")."""
     size, padded, multiple = a["vocab_size"], a["padded_vocab_size"], a["make_vocab_size_divisible_by"]
-    tokenizer, supposed = a["tokenizer_type"] or "GPT2BPETokenizer", ""
+    tokenizer, assumed = a["tokenizer_type"] or "GPT2BPETokenizer", ""
     if size is None and not a.parsed:
         size = GPT2_VOCABULARY
         if padded is None and tokenizer not in ("GPT2BPETokenizer", "GPT2BPE"):
-            supposed = f"GPT-2's {size} tokens: the size of {tokenizer} is not in the arguments"
+            assumed = f"GPT-2's {size} tokens: the size of {tokenizer} is not in the arguments"
     elif size is not None and tokenizer == "NullTokenizer" and (
         a["legacy_tokenizer"] or not NULL_TOKENIZER_COUNTS_ALL(running)
     ):
@@ -138,14 +138,14 @@ def _vocabulary(a: Arguments, running: Running) -> tuple[dict[str, Any], str]:
     pads = a["pad_vocab_size"]
     if padded is not None:
         by = multiple * a["tensor_model_parallel_size"]
-        # The padded size is final; where padding says the same, the tokens themselves are told too.
+        # The padded size is final. If padding vocab_size gives the same, keep vocab_size, which says more.
         if not (pads and size is not None and -(-size // by) * by == padded):
             size, pads = padded, False
-    return {"vocab_size": size, "should_pad_vocab": pads}, supposed
+    return {"vocab_size": size, "should_pad_vocab": pads}, assumed
 
 
 def _stages(a: Arguments, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers, and how they are laid over pipeline stages."""
+    """Fields of the number of layers and of the pipeline layout."""
     pattern = _hybrid_pattern(a)
     layers = len(pattern.layers) if pattern is not None else a.required("num_layers", "encoder_num_layers")
     layout = (a["pipeline_model_parallel_layout"] or "").replace("\\", "").strip("'\"") or None
@@ -169,7 +169,7 @@ def _hybrid_pattern(a: Arguments) -> HybridPattern | None:
 
 
 def _virtual_stages(a: Arguments, layers: int, layout: str | None) -> int | None:
-    """``validate_args``; a layout's own number of stages over PP where there is one."""
+    """Virtual stages (``validate_args``): with a layout string, its number of stages over PP."""
     pp = a["pipeline_model_parallel_size"]
     given = a["num_virtual_stages_per_pipeline_rank"] or a["virtual_pipeline_model_parallel_size"]
     if layout is not None:
@@ -188,7 +188,7 @@ def _virtual_stages(a: Arguments, layers: int, layout: str | None) -> int | None
 
 
 def _global_batch(a: Arguments, micro: int, world_size: int | None) -> int | None:
-    """Megatron-LM's own default: one microbatch a data-parallel replica."""
+    """Megatron-LM's default: one microbatch per data-parallel replica."""
     ranks = a["tensor_model_parallel_size"] * a["pipeline_model_parallel_size"] * a["context_parallel_size"]
     return None if world_size is None else micro * (world_size // ranks)
 
@@ -204,13 +204,14 @@ def _implementation(a: Arguments) -> dict[str, Any]:
 
 
 def _optimizer(a: Arguments) -> dict[str, Any]:
-    """A distributed optimizer for Muon deals whole parameters out (layer_wise_optimizer.py), which is its own thing."""
+    """Muon with a distributed optimizer means the layer-wise optimizer, which distributes whole parameters
+    (layer_wise_optimizer.py)."""
     name, sharded = a["optimizer"], a["use_distributed_optimizer"] or a["use_megatron_fsdp"]
     whole = name.startswith("dist_") or ("muon" in name and sharded)
     return {
         "use_distributed_optimizer": sharded and "muon" not in name,
         "use_layer_wise_distributed_optimizer": a["use_layer_wise_distributed_optimizer"] or whole,
-        # Parameters are gathered where they are kept; what it changes is the buckets (_ddp).
+        # It does not change where parameters are stored, only the buckets (_ddp).
         "overlap_param_gather_with_optimizer_step": False,
     }
 
@@ -221,7 +222,7 @@ def _unless_auto(dtype: str) -> str | None:
 
 
 def _ddp(a: Arguments, running: Running) -> dict[str, Any]:
-    # validate_args: bf16 accumulates in fp32 unless the reduction is asked for in bf16; fp16 does not.
+    # validate_args: bf16 accumulates gradients in fp32 unless --grad-reduce-in-bf16; fp16 does not.
     fp32_gradients = a["accumulate_allreduce_grads_in_fp32"] or (
         a["bf16"] and not a["grad_reduce_in_bf16"] and a["main_grads_dtype"].endswith(("fp32", "float32"))
     )
@@ -230,7 +231,7 @@ def _ddp(a: Arguments, running: Running) -> dict[str, Any]:
         "overlap_grad_reduce": a["overlap_grad_reduce"],
         "overlap_param_gather": a["overlap_param_gather"],
         "use_distributed_optimizer": _optimizer(a)["use_distributed_optimizer"],
-        # training/models/dist_utils.py: _ddp_wrap makes one bucket of each chunk.
+        # training/models/dist_utils.py: _ddp_wrap makes one bucket per chunk.
         "bucket_size": ONE_BUCKET if a["overlap_param_gather_with_optimizer_step"] else a["ddp_bucket_size"],
         "num_distributed_optimizer_instances": a["num_distributed_optimizer_instances"],
         "use_megatron_fsdp": a["use_megatron_fsdp"],

@@ -1,13 +1,13 @@
-"""Arguments of Megatron-LM that change no byte of what a training step allocates on the GPU, by their reason.
+"""Arguments of Megatron-LM that do not change what a training step allocates on the GPU, grouped by reason.
 
-Names are argparse's destinations. Those of releases up to 0.16, whose parser no wheel holds, are options as well.
+Names are argparse's destinations, and also options of releases up to 0.16, whose wheels do not contain the parser.
 """
 
 from __future__ import annotations
 
-#: Reason -> the arguments that are harmless for it.
+#: Reason -> the arguments that are harmless for this reason.
 REASONS: dict[str, str] = {
-    "the details of an option that is read, or listed where it is set": """
+    "the details of an option that is read, or reported if it is set": """
         cpu_offloading_retain_pinned_cpu_buffers cuda_graph_retain_backward_graph
         cuda_graph_use_single_mempool cuda_graph_warmup_steps
         decode_only_cuda_graphs disable_symmetric_registration disable_tp_comm_bulk_dgrad disable_tp_comm_bulk_wgrad
@@ -31,7 +31,7 @@ REASONS: dict[str, str] = {
         tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_cfg tp_comm_overlap_disable_fc1
         tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs
     """,
-    "reinforcement learning, behind --perform-rl-step, which is listed": """
+    "reinforcement learning, with --perform-rl-step, which is reported": """
         grpo_clamp_eps_lower grpo_clamp_eps_upper grpo_entropy_term_weight grpo_filter_groups_with_same_reward
         grpo_group_size grpo_iterations grpo_kl_beta grpo_prompts_per_step langrl_env_config
         no_rl_inference_logprobs_is_correction no_rl_offload_inference_model_weights_when_idle
@@ -210,22 +210,22 @@ REASONS: dict[str, str] = {
         no_overlap_p2p_communication no_scatter_gather_tensors_in_pipeline overlap_p2p_comm
         scatter_gather_tensors_in_pipeline use_ring_exchange_p2p
     """,
-    "mxfp8 parameters are gathered in the gradient buffer whatever it says (param_and_grad_buffer.py)": """
+    "mxfp8 parameters are gathered in the gradient buffer in any case (param_and_grad_buffer.py)": """
         reuse_grad_buf_for_mxfp8_param_ag
     """,
-    "what Megatron-LM switches on whatever is given (core_transformer_config_from_args)": """
+    "what Megatron-LM always switches on (core_transformer_config_from_args)": """
         deallocate_pipeline_outputs
     """,
     "the same weights in fewer tensors": """
         moe_single_grouped_bias moe_single_grouped_weight
     """,
-    "words that a release refuses, ignores, or fills in from the others": """
+    "arguments that a release refuses, ignores, or derives from others": """
         add_position_embedding apply_residual_connection_post_layernorm batch_size checkpoint_activations
         data_parallel_size deprecated_use_mcore_models export_te_mcore_model ignore_forward_method
         model_parallel_size moe_router_topk_limited_devices moe_token_dropping no_position_embedding onnx_safe
         openai_gelu params_dtype transformer_pipeline_model_parallel_size use_mcore_models warmup
     """,
-    "how Muon deals parameters out: said with the layer-wise optimizer itself (spec/unmodelled.py)": """
+    "how Muon distributes parameters: reported with the layer-wise optimizer (caveats/ignored.py)": """
         no_use_layer_wise_param_layout use_layer_wise_param_layout
     """,
 }

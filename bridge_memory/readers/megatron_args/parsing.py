@@ -1,9 +1,8 @@
-"""Any telling of Megatron-LM's arguments: a command line, a launch script, the YAML of a functional test, a dict, or
-the parsed ones (``megatron.training.get_args()``).
+"""Parsing Megatron-LM's arguments from a command line, a launch script, the YAML of a functional test, a dict, or the
+parsed arguments (``megatron.training.get_args()``).
 
-Everything ends as ``RawArguments``: names with underscores and without dashes (``num_layers``), values as
-they were written. A flag without a value is ``True``; an argument that is unset is absent. What an
-argument means is not known here.
+The result is ``RawArguments``: names with underscores instead of dashes (``num_layers``), values as written. A flag
+without a value is ``True``; an unset argument is absent. ``arguments`` interprets them.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from typing import Any
 
 from bridge_memory.spec import SpecError, show
 
-#: Characters of a command line, script or YAML: what Linux takes as one argument (MAX_ARG_STRLEN). shlex copies a word
-#: for each of its characters.
+#: Most characters of a command line, script or YAML: Linux's MAX_ARG_STRLEN. shlex copies a word for each of its
+#: characters, so that longer texts would take very long.
 MOST_TEXT = 128 << 10
-#: Characters that a script's variables may expand to, all together.
+#: Most characters to which all of a script's variables may expand together.
 MOST_EXPANDED = 4 << 20
-#: Integers beyond it are no numbers of anything.
+#: No argument has an integer beyond this.
 _MOST = 1 << 64
 
 Value = bool | int | float | str | list[Any]
 
-#: Options of torchrun and srun that stand next to Megatron's in a launch script.
+#: Options of torchrun and srun, which appear next to Megatron's in a launch script.
 _LAUNCHER = {
     "nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "node-rank", "master_addr", "master-addr",
     "master_port", "master-port", "rdzv_id", "rdzv-id", "rdzv_backend", "rdzv-backend", "rdzv_endpoint",
@@ -42,17 +41,17 @@ _LAUNCHER = {
 
 @dataclass(frozen=True, slots=True)
 class RawArguments:
-    """Arguments as written, with the environment and the number of ranks where the source states them."""
+    """Arguments as written, with the environment and the number of ranks if the source states them."""
 
     values: dict[str, Value]
     env: dict[str, str] = field(default_factory=dict)
     world_size: int | None = None
-    #: Names are argparse's destinations, all of them there; else options as they are written.
+    #: Whether ``values`` has all of argparse's destinations (``get_args()``); else it has options as written.
     parsed: bool = False
 
 
 def argument_name(option: str) -> str:
-    """``--num-layers`` -> ``num_layers``, as argparse does for its destination."""
+    """``--num-layers`` -> ``num_layers``, as argparse derives a destination."""
     return option.lstrip("-").replace("-", "_")
 
 
@@ -60,7 +59,7 @@ def read_arguments(source: object) -> RawArguments:
     """Arguments from a dict, a token list, a command line, a launch script, a functional-test YAML or a namespace.
 
     A string is a YAML if a line starts with ``MODEL_ARGS:``, a script if it assigns a shell array, else a
-    command line. Raises SpecError for what is none of them.
+    command line. Raises SpecError for any other source.
     """
     if isinstance(source, str):
         if len(source) > MOST_TEXT:
@@ -83,12 +82,12 @@ def read_arguments(source: object) -> RawArguments:
 
 
 def is_namespace(source: object) -> bool:
-    """Megatron-LM's parsed arguments rather than a ConfigContainer of Megatron Bridge."""
+    """Whether ``source`` is Megatron-LM's parsed arguments rather than a ConfigContainer of Megatron Bridge."""
     return not hasattr(source, "model") and hasattr(source, "hidden_size")
 
 
 def _from_namespace(source: Mapping[str, object]) -> dict[str, Value]:
-    """What ``validate_args`` leaves there: dtypes and enums by their names, None for unset."""
+    """The values of a namespace after ``validate_args``: dtypes and enums by name, without those that are None."""
     values: dict[str, Value] = {}
     for name, value in source.items():
         if value is not None and not name.startswith("_"):
@@ -97,7 +96,7 @@ def _from_namespace(source: Mapping[str, object]) -> dict[str, Value]:
 
 
 def _plain(value: object) -> Any:
-    """A value as it would be written; what cannot be, and numbers that no argument has, as an error line quotes it."""
+    """A value as it would be written on a command line; impossible values as messages quote them."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, int) and not -_MOST < value < _MOST:
@@ -139,7 +138,7 @@ def _from_tokens(tokens: Sequence[str]) -> dict[str, Value]:
             option, _, inline = token.partition("=")
             words = [inline] if inline else []
         elif option is None:
-            # The program's own name and a launcher's words in front of the first option.
+            # Words before the first option: the program's name, or a launcher's.
             continue
         else:
             words.append(token)
@@ -192,12 +191,12 @@ def _yaml_scalar(text: str) -> object:
 
 
 class _Variables(dict[str, str]):
-    """Shell variables. Each use counts: one that doubles itself would soon fill memory."""
+    """Shell variables with a limit on their total expansion: a variable that doubles itself would exhaust memory."""
 
     left = MOST_EXPANDED
 
     def used(self, name: str, otherwise: str) -> str:
-        """The value of ``name``. Raises SpecError where too much has been expanded."""
+        """The value of ``name``. Raises SpecError if the total expansion exceeds MOST_EXPANDED."""
         value = self.get(name, otherwise)
         self.left -= len(value)
         if self.left < 0:
@@ -244,14 +243,14 @@ def _from_script(text: str) -> RawArguments:
 def _without_launcher(
     values: dict[str, Value], env: Mapping[str, str] | None = None, text: str = "", variables: _Variables | None = None
 ) -> RawArguments:
-    """The options of torchrun and srun say how many ranks there are, and are none of Megatron's."""
+    """``RawArguments`` without the options of torchrun and srun, which give the number of ranks."""
     own = {argument_name(name) for name in _LAUNCHER}
     rest = {name: value for name, value in values.items() if name not in own}
     return RawArguments(rest, dict(env or {}), _launched_ranks(values, text, variables or _Variables()))
 
 
 def _script_tokens(text: str, arrays: dict[str, list[str]], variables: _Variables) -> Iterator[str]:
-    """Words of every array that a command expands, in its order; all arrays where no command does."""
+    """Words of every array that a command expands, in order; of all arrays if no command expands one."""
     used = list(dict.fromkeys(re.findall(r"\$\{(\w+)\[@\]\}", text)))
     for name in [n for n in used if n in arrays] or list(arrays):
         yield from arrays[name]
@@ -288,7 +287,7 @@ def _shell_words(text: str, variables: _Variables) -> list[str]:
 
 
 def _expand(text: str, variables: _Variables) -> str:
-    """Replace ``$NAME``, ``${NAME}`` and ``${NAME:-default}``; what is unknown stays as it is written."""
+    """Replace ``$NAME``, ``${NAME}`` and ``${NAME:-default}``; unknown variables are left as written."""
 
     def with_default(match: re.Match[str]) -> str:
         return variables.used(match.group(1), "") or _expand(match.group(2), variables)
@@ -299,16 +298,16 @@ def _expand(text: str, variables: _Variables) -> str:
     return str(prod(map(int, product.group(1).split("*")))) if product else text
 
 
-#: A product of at most eight numbers of at most 18 digits; other arithmetic stays as it is written.
+#: A product of at most eight numbers of at most 18 digits; other arithmetic is left as written.
 _PRODUCT = re.compile(r"\$\(\(((?:[ \t]*[0-9]{1,18}[ \t]*\*){0,7}[ \t]*[0-9]{1,18}[ \t]*)\)\)")
 
 
-#: What Slurm calls the numbers that ``#SBATCH`` lines and srun's options give: number -> its spellings.
+#: Quantity -> its options in ``#SBATCH`` lines and srun.
 _SLURM = {
     "nodes": r"-N|--nodes", "tasks": r"-n|--ntasks", "tasks_per_node": r"--ntasks-per-node",
     "gpus_per_node": r"--gpus-per-node|--gres", "gpus": r"-G|--gpus",
 }
-#: Slurm's variables inside of a job that say the same.
+#: Slurm's variables inside a job -> the quantity.
 _SLURM_VARIABLES = {
     "SLURM_NNODES": "nodes", "SLURM_JOB_NUM_NODES": "nodes", "SLURM_NTASKS": "tasks", "SLURM_NPROCS": "tasks",
     "SLURM_NTASKS_PER_NODE": "tasks_per_node", "SLURM_GPUS_PER_NODE": "gpus_per_node",
@@ -317,14 +316,14 @@ _SLURM_VARIABLES = {
 
 
 def _launched_ranks(values: Mapping[str, Value], text: str, variables: _Variables) -> int | None:
-    """Ranks that torchrun starts: its processes a node times its nodes; else srun's tasks. None where neither says."""
+    """Number of ranks: torchrun's processes per node times nodes, else srun's tasks; None if neither is given."""
     slurm = _slurm(text, variables)
     for name, fact in _SLURM_VARIABLES.items():
         if fact in slurm:
             variables.setdefault(name, str(slurm[fact]))
-    per_node = _said(values, "nproc_per_node", text, variables)
+    per_node = _launcher_option(values, "nproc_per_node", text, variables)
     if per_node is not None:
-        nodes = _said(values, "nnodes", text, variables)
+        nodes = _launcher_option(values, "nnodes", text, variables)
         ranks = slurm.get("gpus_per_node") if per_node in ("gpu", "auto") else _count(per_node)
         all_nodes = 1 if nodes is None else _count(nodes)
         return None if ranks is None or all_nodes is None else ranks * all_nodes
@@ -335,8 +334,8 @@ def _launched_ranks(values: Mapping[str, Value], text: str, variables: _Variable
     return None
 
 
-def _said(values: Mapping[str, Value], name: str, text: str, variables: _Variables) -> str | None:
-    """The value of an option of torchrun's, among the words of arrays or where the command itself has it."""
+def _launcher_option(values: Mapping[str, Value], name: str, text: str, variables: _Variables) -> str | None:
+    """The value of a torchrun option, from the parsed arrays or from the command's text."""
     found: str | None = None
     if name in values:
         words = words_of(values[name])  # the last option is followed by the program
@@ -349,7 +348,7 @@ def _said(values: Mapping[str, Value], name: str, text: str, variables: _Variabl
 
 
 def _slurm(text: str, variables: _Variables) -> dict[str, int]:
-    """Numbers of a batch script's ``#SBATCH`` lines, and over them those of its srun."""
+    """Quantities of a batch script's ``#SBATCH`` lines, overridden by those of its last srun."""
     found: dict[str, int] = {}
     lines = [line.strip() for line in text.splitlines()]
     batch = [line[len("#SBATCH"):] for line in lines if line.startswith("#SBATCH")]
@@ -369,7 +368,7 @@ def _count(word: str) -> int | None:
 
 
 def words_of(value: Value) -> list[str]:
-    """``[a b]``, ``a,b``, ``a b`` and lists of words, as tests and command lines write them."""
+    """The words of ``[a b]``, ``a,b``, ``a b`` or a list, as tests and command lines write lists."""
     if isinstance(value, list):
         value = " ".join(map(str, value))
     return [w for w in re.split(r"[\s,]+", str(value).strip("[]() ").replace("'", "").replace('"', "")) if w]

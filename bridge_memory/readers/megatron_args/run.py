@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments, told in any way, -> RunSpec."""
+"""Megatron-LM's arguments, in any form -> RunSpec."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from bridge_memory.cards.generations import AMD, DEFAULT_GENERATION
 from bridge_memory.cards.names import gpu_of_name
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.megatron_args.arguments import Arguments
-from bridge_memory.readers.megatron_args.beside_model import beside_model, trained
 from bridge_memory.readers.megatron_args.container import MegatronLM, container_of
+from bridge_memory.readers.megatron_args.model_override import with_model, with_model_sizes
 from bridge_memory.readers.megatron_args.parsing import RawArguments, is_namespace, read_arguments
 from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Release, Running
 from bridge_memory.spec import ModelSpec, RunSpec, SpecError
-from bridge_memory.spec.gpus import taken_as_nvidia
+from bridge_memory.spec.gpus import amd_assumption
 from bridge_memory.spec.release import read_release
 
 
@@ -30,18 +30,18 @@ def run_from_megatron_args(
     env: Mapping[str, object] | None = None,
     model: ModelSpec | None = None,
 ) -> RunSpec:
-    """Read Megatron-LM's arguments as a run. Unset ones have Megatron-LM's defaults for the release.
+    """Read Megatron-LM's arguments as a run. Unset arguments have Megatron-LM's defaults for the release.
 
     Args:
         args: A command line, a list of words, a dict such as ``{"--num-layers": 32}``, the text of a launch script or
             of a functional test's YAML, or the parsed arguments (``megatron.training.get_args()``).
         world_size: GPUs of the job. None: those of the script's torchrun options or of the parsed arguments.
-        gpu: A GPU's name, for the sizes of workspaces.
+        gpu: A GPU's name, which determines the sizes of workspaces.
         megatron_core: The release that runs, as (0, 16) or "0.16.1".
         transformer_engine: Likewise.
         torch: Likewise.
-        env: The job's environment. CUBLAS_WORKSPACE_CONFIG, PYTORCH_CUDA_ALLOC_CONF and NVTE_* matter.
-        model: What is trained, where the arguments need not say it. Sizes that both say have to agree.
+        env: The job's environment. CUBLAS_WORKSPACE_CONFIG, PYTORCH_CUDA_ALLOC_CONF and NVTE_* are read.
+        model: The model, which overrides the architecture in the arguments. Sizes that both give must agree.
 
     Returns:
         The run. Its ``not_modelled`` lists arguments that change memory and are not modelled, and unknown ones.
@@ -60,7 +60,7 @@ def run_from_megatron_args(
         >>> run.num_microbatches
         16
     """
-    # Containers ask megatron_args what a field of the same name is to memory.
+    # config_container imports megatron_args: imported here, there is no circle.
     from bridge_memory.readers.config_container import run_of_container
 
     running = Running(
@@ -69,24 +69,25 @@ def run_from_megatron_args(
         read_release(torch, "torch"),
     )
     raw = read_arguments(args)
-    config = _container(raw if model is None else beside_model(raw, model), running, world_size, env or {})
+    config = _container(raw if model is None else with_model_sizes(raw, model), running, world_size, env or {})
     if config.world_size is None:
         raise SpecError("world_size is unknown; give the number of GPUs (--world-size N)")
     arch = gpu_architecture(gpu)
-    decided, supposed = implementation_of(config.env, arch, running)
+    decided, assumed = implementation_of(config.env, arch, running)
     known = gpu_of_name(gpu) if gpu else None
     if gpu and known and known.vendor == AMD:
-        supposed = (*supposed, taken_as_nvidia(gpu, arch))
+        assumed = (*assumed, amd_assumption(gpu, arch))
     run = run_of_container(
         config, running, world_size=config.world_size, gpu_arch=arch, implementation=decided
     )
     if model is not None:
-        run = trained(run, raw, model)
-    return replace(run, assumptions=(*run.assumptions, *supposed)) if supposed else run
+        run = with_model(run, raw, model)
+    return replace(run, assumptions=(*run.assumptions, *assumed)) if assumed else run
 
 
 def container(config: Any, running: Running | None = None) -> Any:
-    """``config`` itself, or the container that says what Megatron-LM's parsed arguments say. Raises SpecError."""
+    """A container for ``config``: Megatron-LM's parsed arguments are converted, anything else is returned unchanged.
+    Raises SpecError."""
     if not is_namespace(config):
         return config
     return _container(read_arguments(config), running or Running(), None, {})
@@ -101,6 +102,6 @@ def _container(
 
 
 def gpu_architecture(gpu: str | None) -> str:
-    """The generation that a GPU's name says (``generations.GENERATIONS``); hopper where it says none of NVIDIA's."""
+    """The NVIDIA generation that a GPU's name implies (``generations.GENERATIONS``), or the default one."""
     known = gpu_of_name(gpu) if gpu else None
     return (known and known.generation) or DEFAULT_GENERATION

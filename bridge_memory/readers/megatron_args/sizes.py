@@ -1,4 +1,4 @@
-"""How large what each unmodelled argument asks for is, in words: its size's order, by the arguments that have it.
+"""Orders of magnitude, in words, of the memory that each unmodelled argument adds or saves.
 
 s tokens of a sequence on a context-parallel rank, b sequences of a micro batch, h hidden size, n heads, t
 tensor-parallel ranks, V padded vocabulary.
@@ -6,7 +6,7 @@ tensor-parallel ranks, V padded vocabulary.
 
 from __future__ import annotations
 
-#: Order -> the arguments whose gap is of it.
+#: Order -> the arguments that have it.
 ORDERS: dict[str, str] = {
     "as large as the hidden states that are reduced, s b h elements": """
         symmetric_ar_type
@@ -60,7 +60,7 @@ ORDERS: dict[str, str] = {
     "up to the rank's weights and gradients, gathered unit by unit": """
         use_torch_fsdp2
     """,
-    "nobody here knows how large: it is code of the user's own, or of another library": """
+    "size unknown: it is the user's code, or another library's": """
         fp4_quantizer_factory fp8_quantizer_factory kitchen_attention_backend use_kitchen use_kitchen_attention
     """,
     "2 V h / t bytes, 2 s b V / t, and s b h less": """

@@ -21,7 +21,7 @@ def list_presets() -> list[str]:
 
 
 def find_presets(name: str) -> list[str]:
-    """The presets that ``name`` means, in any case: one for ``org/name``, all of that bare name else."""
+    """The presets called ``name``, ignoring case: ``org/name``, or all with this name if ``name`` has no org."""
     wanted = name.lower()
     if "/" in wanted:
         return [p for p in list_presets() if p.lower() == wanted]
@@ -29,5 +29,5 @@ def find_presets(name: str) -> list[str]:
 
 
 def preset_path(preset: str) -> str:
-    """The config.json of a preset of ``list_presets``."""
+    """Path of the config.json of a preset of ``list_presets``."""
     return os.path.join(_FOLDER, preset.replace("/", "__", 1) + _SUFFIX)

@@ -1,9 +1,8 @@
-"""What a RunSpec refuses: one line each, naming the field, its value and the fix. One subject a module.
+"""Checks of a RunSpec, one subject per module. Each raises SpecError: one line with the field, its value and the fix.
 
-Rules are megatron-core's own, with the function that enforces them named beside; where a rule changed, that of the
-release in ``ImplementationSpec.megatron_core``. A search validates hundreds of thousands of runs, so a sound one
-costs a few dozen comparisons and builds no string. ``validation.RULES`` calls them, in the order in which a person
-sees them.
+The rules are megatron-core's; comments name the functions that enforce them. Where a rule changed between releases, the
+one of ``ImplementationSpec.megatron_core`` applies. A search validates hundreds of thousands of runs, so that a valid
+one must cost a few dozen comparisons and build no string. ``validation.RULES`` lists the checks in order.
 
 TC = ``transformer/transformer_config.py: TransformerConfig.__post_init__``, MPC = ``model_parallel_config.py:
 ModelParallelConfig.__post_init__``, PS = ``parallel_state.py: initialize_model_parallel``, OC =

@@ -1,4 +1,4 @@
-"""What megatron-core's attention lacks in a release, and what no kernel of Transformer Engine takes."""
+"""Attention features that a release of megatron-core lacks, or that no kernel of Transformer Engine supports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_query_groups(p: ParallelSpec, i: ImplementationSpec, limits: Limits) -> None:
-    """TC: a multiple of TP; since ``QUERY_GROUPS_REPLICATED`` a divisor will do."""
+    """TC: query groups must be a multiple of TP; since ``QUERY_GROUPS_REPLICATED`` also a divisor of it."""
     tp = p.tensor_model_parallel_size
     for groups in limits.groups:
         if groups % tp and (tp % groups or not QUERY_GROUPS_REPLICATED(i)):
@@ -45,7 +45,7 @@ def check_query_groups(p: ParallelSpec, i: ImplementationSpec, limits: Limits) -
 
 
 def check_attention_release(run: RunSpec, limits: Limits) -> None:
-    """Attention that older releases lack, or fail on."""
+    """Raise SpecError for attention that the release lacks or fails on."""
     i, b = run.implementation, run.batch.micro_batch_size
     if run.model.mtp_num_layers and run.batch.packed_sequences and not MTP_TAKES_PACKED_SEQUENCES(i):
         raise SpecError(
@@ -60,7 +60,7 @@ def check_attention_release(run: RunSpec, limits: Limits) -> None:
                 f"{release_words(i.megatron_core)}; use transformer_engine"
             )
         if isinstance(m, MLASpec) and i.te and i.apply_rope_fusion and b > 1 and turned:
-            # fusions/fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbKV.backward views gradients that lie [b, s].
+            # fusions/fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbKV.backward views gradients of layout [b, s].
             raise SpecError(
                 f"apply_rope_fusion (True) with multi-latent attention and micro_batch_size ({b}) needs "
                 f"{ATTENTION_TOKENS_FIRST} or later, not {release_words(i.megatron_core)}; set it to False, or "
@@ -69,8 +69,8 @@ def check_attention_release(run: RunSpec, limits: Limits) -> None:
 
 
 def check_kernels(run: RunSpec, limits: Limits) -> None:
-    """What no attention kernel of Transformer Engine takes (``dot_product_attention/utils.py: get_attention_backend``,
-    ``context_parallel.py: attn_forward_func_with_cp``)."""
+    """Raise SpecError for attention that no kernel of Transformer Engine supports (``dot_product_attention/utils.py:
+    get_attention_backend``, ``context_parallel.py: attn_forward_func_with_cp``)."""
     i, cp, fp32 = run.implementation, run.parallel.context_parallel_size, run.precision.params_dtype == "fp32"
     asked, how = i.attention_backend, i.cp_comm_type
     if asked == "local" and i.te and any(isinstance(m, AttentionSpec | MLASpec) for m in limits.mixers):
@@ -127,7 +127,8 @@ def check_kernels(run: RunSpec, limits: Limits) -> None:
 
 
 def _check_fp8_attention(run: RunSpec, limits: Limits) -> None:
-    """TE ``get_attention_backend``, for the recipes that pass it on (``fp8_utils.py: get_fp8_recipe``)."""
+    """TE ``get_attention_backend``, for the recipes to which megatron-core passes fp8_dot_product_attention
+    (``fp8_utils.py: get_fp8_recipe``)."""
     p, i = run.precision, run.implementation
     passed_on = p.fp8_recipe in ("delayed", "tensorwise", "mxfp8")
     if not (p.fp8_dot_product_attention and p.fp8 and i.te and passed_on):
@@ -139,7 +140,7 @@ def _check_fp8_attention(run: RunSpec, limits: Limits) -> None:
             f"attention_backend ({i.attention_backend}) does not compute in fp8, which fp8_dot_product_attention asks "
             "for; use fused or auto"
         )
-    # So does mxfp8 itself, whatever attention computes in: the card's fit says that.
+    # mxfp8 also needs Blackwell, whatever attention computes in: ``gpus.check_computes`` refuses it.
     if p.fp8_recipe == "tensorwise" and i.gpu_arch != "blackwell":
         raise SpecError(
             f"fp8_dot_product_attention with fp8_recipe {p.fp8_recipe} runs on Blackwell alone, not on gpu_arch "

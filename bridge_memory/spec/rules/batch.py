@@ -1,4 +1,4 @@
-"""Sequence length and batch sizes against the ranks that they are divided over."""
+"""Sequence length and batch sizes against the parallel sizes that divide them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What context parallelism asks of a model's mixers and of the kernels that attend."""
+"""What context parallelism requires of a model's mixers and of attention kernels."""
 
 from __future__ import annotations
 

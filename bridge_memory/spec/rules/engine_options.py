@@ -1,6 +1,4 @@
-"""What the engines outside of megatron-core refuse: flags of megatron-core, parallel sizes that they have not, options
-of each other.
-"""
+"""What engines outside megatron-core refuse: its flags, parallel sizes they lack, and options of other engines."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 _DEFAULTS: dict[str, Checked] = {
     "ddp": DEFAULT_DDP_OPTIONS, "fsdp": DEFAULT_FSDP_OPTIONS, "deepspeed": DEFAULT_DEEPSPEED_OPTIONS,
 }  # fmt: skip
-#: Of megatron-core's own data parallelism and optimizers: group, field, what it is without it.
+#: Fields of megatron-core's data parallelism and optimizers: group, field, the value that means "not used".
 _OF_MEGATRON: tuple[tuple[str, str, Any], ...] = (
     ("parallel", "num_distributed_optimizer_instances", 1), ("data_parallel", "overlap_grad_reduce", False),
     ("data_parallel", "overlap_param_gather", False), ("data_parallel", "bucket_size", None),
@@ -33,15 +31,15 @@ _OF_MEGATRON: tuple[tuple[str, str, Any], ...] = (
 _SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
 )  # fmt: skip
-#: Fields of FSDPOptions that one of the two alone has.
+#: Fields of FSDPOptions that only one of the two engines has.
 _OF_FSDP1 = ("sharding_strategy", "limit_all_gathers", "use_orig_params")
 _OF_FSDP2 = ("reshard_after_forward", "pin_memory")
-#: What DeepSpeed's flat partitions are updated by here.
+#: Optimizers that are modelled for DeepSpeed's flat partitions.
 _ZERO_OPTIMIZERS = ("adam", "adamw", "sgd", "lion")
 
 
 def check_engine(run: RunSpec) -> None:
-    """Raise SpecError where the engine cannot do what another field asks for."""
+    """Raise SpecError for fields that the engine does not support."""
     d, o = run.data_parallel, run.optimizer
     own = ENGINE_OPTIONS.get(d.engine)
     for group, default in _DEFAULTS.items():
@@ -70,7 +68,7 @@ def check_engine(run: RunSpec) -> None:
 
 
 def _foreign(run: RunSpec, group: str, default: Checked) -> SpecError:
-    """An option of an engine that does not run."""
+    """The refusal of an option of another engine."""
     given = getattr(run, group)
     name = next(f.name for f in fields(given) if getattr(given, f.name) != getattr(default, f.name))
     owners = [engine for engine, options in ENGINE_OPTIONS.items() if options == group]
@@ -122,8 +120,8 @@ def _check_fsdp(run: RunSpec) -> None:
                 f"{called(type(f), name)} ({show(getattr(f, name))}) is for engine {other}, not {engine}; drop it"
             )
     if engine == "fsdp1" and run.peft.freezes and f.auto_wrap_policy == "NO_WRAP":
-        # ``_flat_param.py: _validate_tensors_to_flatten``; with use_orig_params gradients of frozen weights are made
-        # and kept, since the flat parameter that they are views of trains.
+        # ``_flat_param.py: _validate_tensors_to_flatten``; with use_orig_params frozen weights get gradients too, since
+        # they are views of a flat parameter that trains.
         raise SpecError(
             "fsdp_auto_wrap_policy (NO_WRAP) puts frozen and trained weights in one flat parameter, which trains as a "
             "whole; wrap layers with TRANSFORMER_BASED_WRAP, or use engine fsdp2"
@@ -149,7 +147,7 @@ def _check_deepspeed(run: RunSpec) -> None:
     engine, z, o = run.data_parallel.engine, run.deepspeed, run.optimizer
     stage = z.stage if engine == "megatron_deepspeed" else int(engine[-1])
     if z.stage != 1 and engine != "megatron_deepspeed":
-        raise SpecError(f"stage ({z.stage}) is said by the engine's name, {engine}; drop it")
+        raise SpecError(f"stage ({z.stage}) is given by the engine's name, {engine}; drop it")
     if stage > 3:
         raise SpecError(f"stage ({z.stage}) is not a stage of ZeRO; use 0 to 3")
     if run.parallel.pp > 1 and stage > 1:  # deepspeed/runtime/pipe/engine.py: PipelineEngine.__init__

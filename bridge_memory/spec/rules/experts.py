@@ -1,4 +1,4 @@
-"""Experts: dispatchers, capacities, biases, and communication that overlaps."""
+"""Experts: dispatchers, capacities, biases, and overlapped communication."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def check_expert_bias(etp: int, ep: int, i: ImplementationSpec) -> None:
-    """TC; and what autograd refuses: without expert parallelism local experts hand their output to a reduction over
-    one rank, which returns it as it is, and add their bias to that in place (``tensor_parallel/layers.py:
+    """TC; and what autograd refuses: without expert parallelism the output of local experts goes through a reduction
+    over one rank, which returns the same tensor, and the bias is then added in place (``tensor_parallel/layers.py:
     RowParallelLinear.forward``, ``transformer/mlp.py: MLP.forward``)."""
     if EXPERT_BIASES_CHECKED(i) and not EXPERT_BIASES_WITHOUT_ETP(i):
         raise SpecError(
@@ -44,7 +44,7 @@ def check_expert_bias(etp: int, ep: int, i: ImplementationSpec) -> None:
         )
 
 
-#: TC: balancing types that take a capacity factor.
+#: TC: load-balancing types that support a capacity factor.
 _CAPACITY_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
@@ -139,8 +139,8 @@ def _check_budget(i: ImplementationSpec, p: ParallelSpec) -> None:
 
 
 def check_padding(run: RunSpec, limits: Limits) -> None:
-    """The unfused permutation takes an expert's rows from those of the rank's tokens, and then wants as many as the
-    capacity: a view of another size (``transformer/moe/moe_utils.py: permute``, drop_and_pad)."""
+    """Raise SpecError for a capacity above the rank's tokens: the unfused permutation selects an expert's rows from
+    those tokens and views them as ``capacity`` rows (``transformer/moe/moe_utils.py: permute``, drop_and_pad)."""
     i, p, b, factor = run.implementation, run.parallel, run.batch, run.implementation.moe_expert_capacity_factor
     if factor is None or not i.moe_pad_expert_input_to_capacity or i.moe_permute_fusion:
         return

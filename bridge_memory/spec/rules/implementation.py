@@ -1,4 +1,4 @@
-"""Options of megatron-core's implementation, and what of it moves to host memory."""
+"""Options of megatron-core's implementation, including activation offloading."""
 
 from __future__ import annotations
 

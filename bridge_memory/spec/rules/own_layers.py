@@ -1,4 +1,4 @@
-"""Layers of Llama as torchtune or torchtitan has them."""
+"""Runs with torchtune's or torchtitan's own layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from bridge_memory.spec.run import RunSpec
 
 
-#: Of trainers that bring layers of their own: families, what they count for attention, options that are transformers'.
+#: Trainer -> (model types, the attention that is modelled, options that only transformers has).
 _OWN_LAYERS = {
     "torchtune": (
         OF_TORCHTUNE, "flex attention",
@@ -24,7 +24,7 @@ _OWN_LAYERS = {
 
 
 def check_own_layers(run: RunSpec) -> None:
-    """Layers of Llama as torchtune or torchtitan has them."""
+    """Raise SpecError for models and options that torchtune's or torchtitan's layers do not support."""
     spec, trainer = run.transformers, run.implementation.transformer_impl
     families, attention, of_transformers = _OWN_LAYERS[trainer]
     if run.model.model_type not in families:

@@ -1,4 +1,4 @@
-"""Parallel sizes, and what of a model they have to divide."""
+"""Parallel sizes, and the sizes of the model that they must divide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters: ranks that divide, and targets that exist."""
+"""Adapters: divisibility of LoRA's rank and of features, and targets that exist."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from bridge_memory.spec.parts import ParallelSpec, PeftSpec
 
 
 def check_adapters(peft: PeftSpec, parallel: ParallelSpec, model: ModelSpec, limits: Limits) -> None:
-    """Raise SpecError for a rank, or features, that an adapter cannot divide over its ranks.
+    """Raise SpecError if LoRA's rank, or the features of a target, are not divisible by the tensor-parallel size.
 
-    What a full name or one with ``*`` means is known once layers are laid out, and refused there.
+    Full names and names with ``*`` are resolved, and checked, when the layers are laid out.
     """
     if peft.scheme != "lora" or not peft.dim:
         return
@@ -26,7 +26,7 @@ def check_adapters(peft: PeftSpec, parallel: ParallelSpec, model: ModelSpec, lim
 
 
 def check_targets(peft: PeftSpec, model: ModelSpec, limits: Limits) -> None:
-    """Raise SpecError where no target is a linear of megatron-core's layers: nothing would train."""
+    """Raise SpecError if no target is a linear of megatron-core's layers: nothing would train."""
     if peft.scheme != "lora" or not peft.dim:
         return
     targets = peft.target_modules

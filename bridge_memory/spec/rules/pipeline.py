@@ -1,4 +1,4 @@
-"""Layers over pipeline stages and microbatches through them: sizes, layouts and the interleaved schedule."""
+"""Pipeline parallelism: stage sizes, layouts and the interleaved schedule."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def check_stages(p: ParallelSpec, num_layers: int) -> None:
-    """No more stages, nor virtual ones, than layers to put there; only a layout string makes empty ones.
+    """Raise SpecError for more (virtual) stages than layers; only a layout string can make empty stages.
 
-    An embedding or a loss that is counted as a layer takes the place of one (``transformer_block.py:
-    get_num_layers_to_build``).
+    With account_for_embedding/loss_in_pipeline_split, embedding and loss each count as a layer
+    (``transformer_block.py: get_num_layers_to_build``).
     """
     pp, vpp, text = (
         p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size or 1, p.pipeline_model_parallel_layout
@@ -52,7 +52,7 @@ def check_stages(p: ParallelSpec, num_layers: int) -> None:
 
 
 def check_split_release(run: RunSpec) -> None:
-    """Ways to split layers that older releases lack, or take and ignore."""
+    """Raise SpecError for pipeline splits that the release does not support, or accepts and ignores."""
     p, i = run.parallel, run.implementation
     text, core = p.pipeline_model_parallel_layout, i.megatron_core
     if text is not None and not LAYOUT_STRINGS_WITH_MTP_ANYWHERE(i):
@@ -103,25 +103,26 @@ def check_schedule(run: RunSpec) -> None:
         raise SpecError(f"{name} ({group}) is smaller than pipeline_model_parallel_size ({pp}); set it to {pp} or more")
     m = run.num_microbatches
     if run.batch.global_batch_size is None:
-        said = f"the number of microbatches ({m}, for want of a global_batch_size)"
+        number = f"the number of microbatches ({m}, for want of a global_batch_size)"
     else:
-        said = f"the number of microbatches ({m} = global_batch_size / micro_batch_size / data-parallel size)"
+        number = f"the number of microbatches ({m} = global_batch_size / micro_batch_size / data-parallel size)"
     step = run.batch.micro_batch_size * p.data_parallel_size
     if p.microbatch_group_size_per_vp_stage is not None and pp <= m < group:
-        raise SpecError(f"{name} ({group}) is larger than {said}; use {pp} to {m}")
+        raise SpecError(f"{name} ({group}) is larger than {number}; use {pp} to {m}")
     if m < group:
         raise SpecError(
-            f"{said} is smaller than {name} ({group}), which virtual_pipeline_model_parallel_size ({vpp}) needs; "
+            f"{number} is smaller than {name} ({group}), which virtual_pipeline_model_parallel_size ({vpp}) needs; "
             f"set global_batch_size to {group * step} or more"
         )
     if 0 < m % group < pp:
         raise SpecError(
-            f"{said} leaves a last group of {m % group} with {name} ({group}), fewer than "
+            f"{number} leaves a last group of {m % group} with {name} ({group}), fewer than "
             f"pipeline_model_parallel_size ({pp}); set global_batch_size to {next_multiple(m, group) * step}"
         )
 
 
 def virtual_stages(text: str, pp: int) -> int:
+    """Virtual stages per rank of a layout string."""
     return max(1, len(_chunks(text)) // pp)
 
 

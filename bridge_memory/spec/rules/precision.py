@@ -50,10 +50,10 @@ def check_precision(run: RunSpec) -> None:
     _check_fp8_tokens(run)
 
 
-#: Rows that Transformer Engine's fp8 linears want in multiples (``utils.py: assert_dim_for_fp8_exec``; of what is
-#: quantized, ``tensor/mxfp8_tensor.py: MXFP8Quantizer.is_quantizable``).
+#: Multiple of which the rows (tokens) of Transformer Engine's fp8 linears must be (``utils.py:
+#: assert_dim_for_fp8_exec``, ``tensor/mxfp8_tensor.py: MXFP8Quantizer.is_quantizable``).
 _FP8_ROWS = {"delayed": 8, "tensorwise": 8, "blockwise": 8, "mxfp8": 32, "nvfp4": 16}
-#: And where sequence parallelism gathers their input (``utils.py: assert_dim_for_all_gather``,
+#: The same if sequence parallelism gathers their input (``utils.py: assert_dim_for_all_gather``,
 #: ``tensor/float8_blockwise_tensor.py: Float8BlockQuantizer.is_quantizable``).
 _FP8_GATHERED_ROWS = {**_FP8_ROWS, "blockwise": 128}
 

@@ -1,4 +1,4 @@
-"""bitsandbytes' linears, which are frozen and in one piece."""
+"""Quantised models: bitsandbytes' linears are frozen and cannot be sharded."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from bridge_memory.spec.run import RunSpec
 
 
-#: Engines that leave frozen weights as they are.
+#: Engines that neither shard nor flatten frozen weights.
 _KEEP_QUANTIZED = ("single", "ddp")
-#: What else than load_in_4bit gives a field its effect.
+#: Option -> what besides load_in_4bit gives it an effect, for a message.
 _OR_8BIT = {"bnb_4bit_use_double_quant": "", "prepare_model_for_kbit_training": " or load_in_8bit"}
 
 
 def check_quantized(run: RunSpec) -> None:
-    """bitsandbytes' linears are frozen, and in one piece."""
+    """Raise SpecError for options that do not go with bitsandbytes' quantised linears."""
     spec = run.transformers
     name = "load_in_8bit" if spec.load_in_8bit else "load_in_4bit"
     if not spec.quantized:

@@ -1,4 +1,4 @@
-"""Recomputation: its options, its modules, and groups of layers over chunks."""
+"""Activation recomputation: its options, its modules, and the groups of layers of the uniform method."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def _check_modules(run: RunSpec, limits: Limits) -> None:
         )
     if "mlp" in r.modules and limits.dense_bias:
         # ``mlp.py: MLP.forward`` returns linear_fc2's bias, which becomes an output of the checkpoint (``random.py:
-        # CheckpointFunction``, TE ``distributed.py: _CheckpointFunction``): recomputed, its gradient leads back to the
-        # checkpoint itself. Backward never ends, and with fp8 in an IndexError.
+        # CheckpointFunction``, TE ``distributed.py: _CheckpointFunction``): when it is recomputed, its gradient leads
+        # back to the checkpoint. Backward then recurses without end, or with fp8 raises an IndexError.
         raise SpecError(
             "recompute_modules (mlp) does not go with biases of the MLP (add_bias_linear): the backward pass of "
             "megatron-core's checkpoint calls itself without end; drop mlp, or use recompute_granularity full"
@@ -101,11 +101,10 @@ def _check_modules(run: RunSpec, limits: Limits) -> None:
 
 
 def check_layout(run: RunSpec, plan: Layout) -> None:
-    """Raise SpecError for what megatron-core refuses once the layers are laid out, but not before.
+    """Raise SpecError if the uniform method's groups do not divide the layers of every chunk.
 
-    ``transformer/transformer_block.py: TransformerBlock._checkpointed_forward``, 0.12 to 0.16.1: the uniform method
-    takes groups of recompute_num_layers from a chunk's first layer on, and asks for the layers of a whole group.
-    ``MambaStack`` of hybrid models knows no full recomputation in these releases.
+    ``transformer/transformer_block.py: TransformerBlock._checkpointed_forward``, 0.12 to 0.16.1, indexes the layers of
+    whole groups of recompute_num_layers. ``MambaStack`` of hybrid models has no full recomputation in these releases.
     """
     r, n = run.recompute, run.recompute.num_layers
     if r.granularity != "full" or r.method != "uniform" or not n or n == 1:

@@ -1,4 +1,4 @@
-"""What the loop around transformers', torchtitan's or torchtune's modules does: losses, checkpoints, offload."""
+"""The training loop around transformers', torchtitan's or torchtune's modules: losses, checkpoints, offloading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_loop(run: RunSpec) -> None:
-    """What the loop around the modules does."""
+    """Raise SpecError for options of the training loop that contradict each other or are not modelled together."""
     spec, engine = run.transformers, run.data_parallel.engine
     if spec.num_output_chunks and not run.implementation.torchtune:
         raise SpecError(

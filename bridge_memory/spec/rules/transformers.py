@@ -1,4 +1,4 @@
-"""What a run with Hugging Face's modules refuses, whichever trainer runs them."""
+"""Runs whose layers are plain torch modules: transformers', torchtitan's or torchtune's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SIZES = (
 
 
 def check_transformers(run: RunSpec) -> None:
-    """Raise SpecError where transformers has no such model, or cannot do what another field asks for."""
+    """Raise SpecError for models and options that transformers, torchtitan or torchtune do not support."""
     spec = run.transformers
     if not run.implementation.torch_layers:
         if run.peft.use_dora:

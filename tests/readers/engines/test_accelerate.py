@@ -184,7 +184,7 @@ def test_a_file_of_any_shape_ends_in_one_line(tmp_path: Path) -> None:
         path = tmp_path / "x.yaml"
         path.write_text(text)
         with pytest.raises(SpecError):
-            settings_from_files(accelerate=str(path), told=Specified()).notes.check()
+            settings_from_files(accelerate=str(path), specified=Specified()).diagnostics.check()
 
 
 def test_sizes_of_parallelism_make_the_processes(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_transformers_5_loads_the_checkpoints_own_dtype(tmp_path: Path) -> None:
     path = tmp_path / "args.json"
     path.write_text(json.dumps({"bf16": True}))
     for release, dtype in (((4, 57), "fp32"), ((5, 0), "bf16"), ((5, 12), "bf16")):
-        settings = settings_from_files(training_args=str(path), told=Specified(transformers=release))
+        settings = settings_from_files(training_args=str(path), specified=Specified(transformers=release))
         assert settings.get("precision", "params_dtype") == dtype
 
 

@@ -13,7 +13,7 @@ import pytest
 from bridge_memory.cli import main
 from bridge_memory.readers.engines import torchtitan as reader
 from bridge_memory.readers.engines.run import run_from_files
-from bridge_memory.readers.engines.sections import Notes
+from bridge_memory.readers.engines.sections import Diagnostics
 from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.spec import RunSpec, SpecError
 
@@ -163,7 +163,7 @@ def test_every_field_of_the_job_config_is_known() -> None:
                  and not is_dataclass(value)}
         for f in fields(config) for part in (getattr(config, f.name),)
     }  # fmt: skip
-    settings = Settings(Notes("train.toml"))
+    settings = Settings(Diagnostics("train.toml"))
     reader.read_torchtitan(table, settings, Specified(world_size=8))
-    assert [str(p) for p in settings.notes.problems] == []
+    assert [str(p) for p in settings.diagnostics.problems] == []
     assert settings.get("fsdp", "param_dtype") == "bf16" and settings.get("batch", "micro_batch_size") == 8

@@ -36,10 +36,10 @@ def test_every_field_has_a_place() -> None:
             settings.seen.add(key)
             return default
 
-    from bridge_memory.readers.engines.sections import Notes
+    from bridge_memory.readers.engines.sections import Diagnostics
     from bridge_memory.readers.engines.settings import Settings
 
-    reader.read_training_args(Asked(), Settings(Notes("args")), Specified(world_size=2), lambda path: {})
+    reader.read_training_args(Asked(), Settings(Diagnostics("args")), Specified(world_size=2), lambda path: {})
     harmless = {name for words in reader.HARMLESS.values() for name in words.split()}
     asked = settings.seen | {"fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap", "liger_kernel_config"}
     assert names - harmless - asked == set()
@@ -157,13 +157,13 @@ def test_fsdp_words_give_the_plugin_that_the_trainer_gives(
 ])  # fmt: skip
 def test_fsdp_of_transformers_5(fsdp: object, config: dict[str, Any], engine: str, reshard: bool | None) -> None:
     """``_process_fsdp_args``: version 2 unless told, every layer wrapped."""
-    from bridge_memory.readers.engines.sections import Notes
+    from bridge_memory.readers.engines.sections import Diagnostics
     from bridge_memory.readers.engines.settings import Settings
 
-    settings = Settings(Notes("args"))
+    settings = Settings(Diagnostics("args"))
     told = Specified(world_size=8, transformers=(5, 12))
     reader.read_training_args({"fsdp": fsdp, "fsdp_config": config, "bf16": True}, settings, told, lambda path: {})
-    settings.notes.check()
+    settings.diagnostics.check()
     assert settings.engine == engine and settings.get("fsdp", "reshard_after_forward") == reshard
     assert settings.get("fsdp", "param_dtype") == "bf16" and settings.get("fsdp", "auto_wrap_policy") != "NO_WRAP"
 
@@ -207,5 +207,5 @@ def test_yaml_and_files_that_it_names(tmp_path: Path) -> None:
     path.write_text("bf16: true\nlearning_rate: 1e-5\nper_device_train_batch_size: 1\ndeepspeed: ds.json\n")
     assert run_from_files(MODEL, training_args=str(path), world_size=4).data_parallel.engine == "zero3"
     path.write_text("bf16: true\nfp16: true\ndeepspeed: none.json\noptim: x\n")
-    found = settings_from_files(training_args=str(path), told=Specified(world_size=4)).notes.problems
+    found = settings_from_files(training_args=str(path), specified=Specified(world_size=4)).diagnostics.problems
     assert [p.field for p in found] == ["fp16", "optim", "none.json"]

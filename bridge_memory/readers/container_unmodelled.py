@@ -1,4 +1,4 @@
-"""What a ConfigContainer asks for that no formula covers, by name; and which model provider it holds."""
+"""The unmodelled features of a ConfigContainer, and the model provider that it holds."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from bridge_memory.readers.container_registry import PROVIDERS, REFUSED, gap_of, known
+from bridge_memory.readers.container_registry import PROVIDERS, REFUSED, feature_of, known
 from bridge_memory.readers.encoders import encoder_of
 from bridge_memory.readers.fields import shown
 from bridge_memory.readers.megatron_args.sizes import ORDER_OF
-from bridge_memory.readers.megatron_args.unmodelled import Asked
+from bridge_memory.readers.megatron_args.unmodelled import ArgumentValues
 from bridge_memory.spec import EncoderSpec, SpecError
 from bridge_memory.spec.fields import MOST
 from bridge_memory.spec.unmodelled import ENCODER, UNKNOWN_SIZE, Effect, Unmodelled
 
-#: Parts of the container whose fields are looked through.
+#: Parts of the container whose fields are checked.
 PARTS = (
     "model", "optimizer", "ddp", "dist", "train", "validation", "dataset", "logger", "checkpoint", "profiling", "rng",
     "rerun_state_machine", "scheduler", "tokenizer", "tensor_inspect", "peft",
 )  # fmt: skip
 
 
-class _Asked:
-    """The fields of a container by the names of Megatron-LM's arguments, for the conditions of ``Unmodelled``."""
+class _ContainerValues:
+    """The fields of a container under the names of Megatron-LM's arguments, for the conditions of ``Feature``."""
 
     parsed = True
 
@@ -43,8 +43,12 @@ class _Asked:
 
 
 def provider_of(model: Any) -> str:
-    """The known class that ``model`` is, or is derived from without making a model of its own; "" for anything that
-    is no model provider (a namespace, a TransformerConfig). Raises SpecError for what is not known or not estimated.
+    """Name of the supported provider class of ``model``, or of a base class whose ``provide`` it inherits.
+
+    Returns "" if ``model`` is no model provider (a namespace, a TransformerConfig).
+
+    Raises:
+        SpecError: The provider is not supported.
     """
     classes = type(model).__mro__
     name = classes[0].__name__
@@ -64,7 +68,7 @@ def provider_of(model: Any) -> str:
     )
 
 
-#: Providers with a tower whose parameters are counted -> the model_type of their wrapper, as transformers has it.
+#: Providers with an encoder whose parameters are counted -> transformers' model_type of the wrapper.
 _WRAPPERS = {
     "Exaone45ModelProvider": "exaone4_5",
     "GLM45VModelProvider": "glm4v_moe",
@@ -80,7 +84,7 @@ _WRAPPERS = {
 
 
 def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
-    """The provider's tower of another modality and what joins it to the language model, where its size is known."""
+    """The provider's modality encoder with its projector, if its size is known and it is trained."""
     provider = provider_of(model)
     if provider not in _WRAPPERS or getattr(model, "freeze_vision_model", False):
         return ()
@@ -96,7 +100,7 @@ def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
 
 
 def _as_mapping(config: Any) -> dict[str, Any]:
-    """A Hugging Face config, or a part of one, as it would be saved, class defaults included."""
+    """A Hugging Face config, or a part of one, as a dict that includes class defaults."""
     if isinstance(config, Mapping):
         return dict(config)
     written = getattr(config, "to_dict", None)
@@ -109,8 +113,8 @@ def _at(model: Any, path: str) -> Any:
     return model
 
 
-def encoder_gaps(model: Any) -> Iterator[Unmodelled]:
-    """One for each tower of another modality whose size is not known or that is frozen: it is not counted."""
+def unmodelled_encoders(model: Any) -> Iterator[Unmodelled]:
+    """One for each modality encoder that is not counted: its size is unknown, or it is frozen."""
     provider = provider_of(model)
     counted = {encoder.name for encoder in encoders_of(model)}
     for path in PROVIDERS.get(provider, ()):
@@ -126,7 +130,7 @@ def encoder_gaps(model: Any) -> Iterator[Unmodelled]:
 
 
 def _size(encoder: Any) -> str:
-    """In words, the parameters of a transformer of these sizes: its linears, without its ends."""
+    """The parameters of a transformer of these sizes, in words: the linears of its layers only."""
 
     def first(*keys: str) -> int:
         found = (encoder.get(key) if isinstance(encoder, dict) else getattr(encoder, key, None) for key in keys)
@@ -141,15 +145,15 @@ def _size(encoder: Any) -> str:
 
 
 def teacher_of(model: Any) -> Any:
-    """A distillation's teacher, a provider with sizes of its own; None where there is none, or none that is known."""
+    """A distillation's teacher, if it is a provider with known sizes; else None."""
     teacher = getattr(model, "teacher", None)
     sizes = ("num_layers", "hidden_size", "num_attention_heads")
     return teacher if all(type(getattr(teacher, name, None)) is int for name in sizes) else None
 
 
 def distillation_of(model: Any) -> str:
-    """The loss that modelopt sets up (``distill/plugins/megatron.py: setup_distillation_config``), as
-    ``ImplementationSpec.distillation``: "none" where it is another than that of the logits."""
+    """``ImplementationSpec.distillation``, from modelopt's config (``distill/plugins/megatron.py:
+    setup_distillation_config``). "none" also for losses that are not modelled."""
     kd = getattr(model, "kd_config", None)
     another = any(getattr(kd, name, None) for name in ("logit_kl_topk", "criterion"))
     if teacher_of(model) is None or another:
@@ -158,24 +162,23 @@ def distillation_of(model: Any) -> str:
 
 
 def _counted_of_distillation(name: str, model: Any) -> bool:
-    """Whether a field of a distillation is in the estimate."""
+    """Whether the estimate includes what a field of a distillation adds."""
     if name == "teacher":
         return teacher_of(model) is not None
     pairs = getattr(getattr(model, "kd_config", None), "intermediate_layer_pairs", None)
     return distillation_of(model) != "none" and not pairs
 
 
-def _teacher(teacher: Any, asked: Asked) -> str:
-    """The order of a distillation's teacher, a frozen model on the student's tensor- and pipeline-parallel ranks:
-    linears of its layers and ends, in bf16, and the logits of its loss.
+def _teacher(teacher: Any, values: ArgumentValues) -> str:
+    """The order of magnitude of a distillation's teacher, in words: its weights in bf16 and the logits of its loss.
 
-    Source: Megatron Bridge ``models/distillation_provider.py: DistillationProvider``, which keeps the teacher beside
-    the student and refuses virtual stages.
+    The teacher is frozen and sharded over the student's tensor- and pipeline-parallel ranks. Source: Megatron Bridge
+    ``models/distillation_provider.py: DistillationProvider``, which refuses virtual stages.
     """
 
     def size(key: str, default: int = 1) -> int:
         value = getattr(teacher, key, None)
-        value = asked[key] if value is None else value
+        value = values[key] if value is None else value
         return value if type(value) is int and 0 < value <= MOST else default
 
     if any(type(getattr(teacher, key, None)) is not int for key in ("num_layers", "hidden_size", "vocab_size")):
@@ -199,12 +202,12 @@ def _teacher(teacher: Any, asked: Asked) -> str:
 
 
 def not_modelled(parts: Mapping[str, Any]) -> Iterator[Unmodelled]:
-    """Fields that change memory and that nothing here counts, and those that nobody here knows: "part.field: what".
+    """Unmodelled features of a container: fields that change memory and are not counted, and unknown fields.
 
-    ``parts``: part -> the part as Bridge will have changed it, a view or the part itself. Fields of a release that is
-    newer than the registry are listed where they are not at their default.
+    Each sentence is "part.field: what". ``parts``: name -> the part as Bridge changes it before training (a view), or
+    the part itself. Fields that the registry does not list are reported if they differ from their default.
     """
-    asked = _Asked(parts)
+    values = _ContainerValues(parts)
     for part, holder in parts.items():
         if holder is None:
             continue
@@ -212,21 +215,21 @@ def not_modelled(parts: Mapping[str, Any]) -> Iterator[Unmodelled]:
         attributes = _attributes(holder) if part == "model" or not defaults else ()
         for name in dict.fromkeys((*defaults, *attributes)):
             value = getattr(holder, name, None)
-            feature = gap_of(part, name)
+            feature = feature_of(part, name)
             if feature is not None:
                 if part == "model" and name in ("teacher", "kd_config") and _counted_of_distillation(name, holder):
                     continue
-                if feature.applies(asked, value):
-                    found = feature.feature(asked, _told(part, name, value))
+                if feature.applies(values, value):
+                    found = feature.described(values, _label(part, name, value))
                     teaches = part == "model" and name == "teacher"
-                    yield Unmodelled(found, found.effect, order=_teacher(value, asked)) if teaches else found
+                    yield Unmodelled(found, found.effect, order=_teacher(value, values)) if teaches else found
             elif defaults and not known(part, name) and value is not None and not _same(value, defaults.get(name)):
-                yield Unmodelled(f"{_told(part, name, value)}: a field that is not known here", Effect.UNKNOWN,
+                yield Unmodelled(f"{_label(part, name, value)}: a field that is not known here", Effect.UNKNOWN,
                           order=UNKNOWN_SIZE)  # fmt: skip
 
 
 def _attributes(holder: Any) -> list[str]:
-    """Of a model what is no field of its class as well: Bridge passes on what a newer megatron-core would know."""
+    """The attributes of a part: Bridge sets some that are no fields of the model's class, for newer megatron-cores."""
     part = getattr(holder, "__wrapped__", holder)
     try:
         return [name for name in vars(part) if not name.startswith("_")]
@@ -235,8 +238,8 @@ def _attributes(holder: Any) -> list[str]:
 
 
 def _defaults(holder: Any) -> dict[str, Any]:
-    """Field -> default of the part's class, where it is a dataclass; with those of the TransformerConfig that Bridge's
-    model configs hold."""
+    """Field -> default of the part's class if that is a dataclass, and of the TransformerConfig that Bridge's model
+    configs hold."""
     part = getattr(holder, "__wrapped__", holder)
     classes = [cls for cls in (type(part), type(getattr(part, "transformer", None))) if is_dataclass(cls)]
     return {f.name: _default(f) for cls in classes for f in fields(cls) if not f.name.startswith("_")}
@@ -255,6 +258,6 @@ def _same(value: Any, default: Any) -> bool:
         return False
 
 
-def _told(part: str, name: str, value: Any) -> str:
+def _label(part: str, name: str, value: Any) -> str:
     plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
     return f"{part}.{name} ({shown(value)})" if plain else f"{part}.{name}"

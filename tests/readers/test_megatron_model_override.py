@@ -11,7 +11,7 @@ from bridge_memory.cli import main
 from bridge_memory.estimation import peaks
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.megatron_args import read_arguments, run_from_megatron_args
-from bridge_memory.readers.megatron_args.beside_model import _OF_THE_MODEL
+from bridge_memory.readers.megatron_args.model_override import _OF_THE_MODEL
 from bridge_memory.readers.megatron_args.parsing import _LAUNCHER, argument_name
 from bridge_memory.spec import SpecError
 

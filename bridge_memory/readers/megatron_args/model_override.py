@@ -1,7 +1,7 @@
-"""Megatron-LM's arguments beside a model that is known otherwise: they say how it is trained, it says what is.
+"""Megatron-LM's arguments with a model that is given separately (``--model``) and overrides their architecture.
 
-A script of Megatron-LM that trains from a checkpoint may leave the architecture out (``--use-checkpoint-args``), and
-who tries another model in a script changes one name. What both say has to agree.
+A script that trains from a checkpoint may omit the architecture (``--use-checkpoint-args``); and naming a model is an
+easy way to try another one with the same script. Sizes that both give must agree.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from bridge_memory.readers.megatron_args.parsing import RawArguments, Value
 from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec, SpecError, show
 from bridge_memory.spec.model import AttentionSpec, MLASpec, MLPSpec, MoESpec
 
-#: Arguments that say what is trained (``arguments.py: _add_network_size_args``, ``_add_moe_args``, ``_add_mla_args``,
-#: ``_add_tokenizer_args``), whose values the model has. Dropout and the balancing of experts are none:
-#: they are how one trains.
+#: Arguments of the architecture (``arguments.py: _add_network_size_args``, ``_add_moe_args``, ``_add_mla_args``,
+#: ``_add_tokenizer_args``), which the model replaces. Dropout and load balancing are not among them.
 _OF_THE_MODEL = frozenset({
     "add_bias_linear", "add_qkv_bias", "decoder_num_layers", "disable_bias_linear", "encoder_num_layers",
     "ffn_hidden_size", "group_query_attention", "hidden_size", "kv_channels", "kv_lora_rank",
@@ -28,36 +27,40 @@ _OF_THE_MODEL = frozenset({
     "tokenizer_type", "untie_embeddings_and_output_weights", "use_rope_scaling", "use_rotary_position_embeddings",
     "v_head_dim", "vocab_file", "vocab_size",
 })  # fmt: skip
-#: Of them those that are one number in both; a vocabulary may be padded, and a script may train on shorter positions.
+#: Arguments of the architecture that must equal the model's. A vocabulary may be padded, and a script may use fewer
+#: positions.
 _HAVE_TO_AGREE = frozenset({
     "ffn_hidden_size", "hidden_size", "kv_channels", "moe_ffn_hidden_size", "moe_router_topk",
     "num_attention_heads", "num_experts", "num_layers", "num_query_groups",
 })  # fmt: skip
 
 
-def beside_model(raw: RawArguments, model: ModelSpec) -> RawArguments:
-    """``raw`` with the sizes of ``model`` in place of its own. Raises SpecError where both say one and differ."""
-    facts = _facts(model)
-    for name in sorted(_HAVE_TO_AGREE & facts.keys()):
-        said, fact = raw.values.get(name), facts[name]
-        if said is not None and str(said) != str(fact):
+def with_model_sizes(raw: RawArguments, model: ModelSpec) -> RawArguments:
+    """``raw`` with its architecture replaced by that of ``model``. Raises SpecError if sizes of both differ."""
+    sizes = _size_arguments(model)
+    for name in sorted(_HAVE_TO_AGREE & sizes.keys()):
+        given, size = raw.values.get(name), sizes[name]
+        if given is not None and str(given) != str(size):
             option = f"--{name.replace('_', '-')}"
             raise SpecError(
-                f"{option} of the Megatron arguments is {show(said)}, that of {model.name} is {fact}; drop {option} or "
-                "name another model"
+                f"{option} of the Megatron arguments is {show(given)}, that of {model.name} is {size}; drop {option} "
+                "or name another model"
             )
     kept = {name: value for name, value in raw.values.items() if name not in _OF_THE_MODEL}
-    return replace(raw, values={**kept, **{name: value for name, value in facts.items() if value is not False}})
+    return replace(raw, values=kept | {name: value for name, value in sizes.items() if value is not False})
 
 
-def trained(run: RunSpec, raw: RawArguments, model: ModelSpec) -> RunSpec:
-    """``run``, read with ``beside_model``'s arguments, of ``model``. Dropout, how experts are
-    balanced and, where they say it, the number of MTP depths are the arguments'."""
+def with_model(run: RunSpec, raw: RawArguments, model: ModelSpec) -> RunSpec:
+    """``run`` with ``model`` instead of the model read from the arguments of ``with_model_sizes``.
+
+    Dropout, load balancing and, if given, the number of MTP depths stay those of the arguments. Raises SpecError.
+    """
     read = {"mtp_num_layers"}
-    said = sorted(f"--{name.replace('_', '-')}" for name in raw.values if name in _OF_THE_MODEL - read)
+    ignored = sorted(f"--{name.replace('_', '-')}" for name in raw.values if name in _OF_THE_MODEL - read)
     assumptions = list(run.assumptions)
-    if said:
-        assumptions.append(f"what is trained is {model.name}; of the Megatron arguments {', '.join(said)} are not read")
+    if ignored:
+        names = ", ".join(ignored)
+        assumptions.append(f"what is trained is {model.name}; of the Megatron arguments {names} are not read")
     if not {"hidden_dropout", "attention_dropout"} & raw.values.keys():
         assumptions.append(
             f"dropout {run.model.hidden_dropout:g}, Megatron-LM's default (--hidden-dropout, --attention-dropout)"
@@ -82,12 +85,12 @@ def trained(run: RunSpec, raw: RawArguments, model: ModelSpec) -> RunSpec:
     return replace(run, model=own, assumptions=tuple(assumptions))
 
 
-#: A model without attention leaves the number of heads open: what any tensor parallel size divides.
+#: For a model without attention: a number of heads that any usual tensor parallel size divides.
 _NO_ATTENTION = AttentionSpec(num_attention_heads=1 << 10, num_query_groups=1 << 10, kv_channels=1)
 
 
-def _facts(model: ModelSpec) -> dict[str, Value]:
-    """What Megatron-LM's arguments would say of a model's sizes, as far as other arguments are held against them."""
+def _size_arguments(model: ModelSpec) -> dict[str, Value]:
+    """A model's sizes as Megatron-LM's arguments: those that other arguments are checked against."""
     ffns = [layer.ffn for layer in model.layers]
     dense = next((ffn for ffn in ffns if isinstance(ffn, MLPSpec)), None)
     experts = next((ffn for ffn in ffns if isinstance(ffn, MoESpec)), None)
@@ -95,7 +98,7 @@ def _facts(model: ModelSpec) -> dict[str, Value]:
     latent = next((layer.mixer for layer in model.layers if isinstance(layer.mixer, MLASpec)), None)
     wide: Any = dense or experts
     heads = (attention or latent or _NO_ATTENTION).num_attention_heads
-    facts: dict[str, Value] = {
+    sizes: dict[str, Value] = {
         "num_layers": model.num_layers, "hidden_size": model.hidden_size, "num_attention_heads": heads,
         "max_position_embeddings": model.max_position_embeddings or (1 << 20), "vocab_size": model.vocab_size,
         "swiglu": bool(wide and wide.gated and wide.activation == "silu"),
@@ -104,12 +107,12 @@ def _facts(model: ModelSpec) -> dict[str, Value]:
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
     }  # fmt: skip
     if dense is not None:
-        facts["ffn_hidden_size"] = dense.ffn_hidden_size
+        sizes["ffn_hidden_size"] = dense.ffn_hidden_size
     if attention is not None:
-        facts["kv_channels"] = attention.kv_channels
+        sizes["kv_channels"] = attention.kv_channels
         if attention.num_query_groups != heads:
-            facts |= {"group_query_attention": True, "num_query_groups": attention.num_query_groups}
+            sizes |= {"group_query_attention": True, "num_query_groups": attention.num_query_groups}
     if experts is not None:
-        facts |= {"num_experts": experts.num_experts, "moe_ffn_hidden_size": experts.moe_ffn_hidden_size,
+        sizes |= {"num_experts": experts.num_experts, "moe_ffn_hidden_size": experts.moe_ffn_hidden_size,
                   "moe_router_topk": experts.topk}  # fmt: skip
-    return facts
+    return sizes
