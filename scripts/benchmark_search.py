@@ -145,7 +145,8 @@ def _changed(spec: Any, base: Any) -> dict[str, Any]:
 def _in_a_process(what: str, case: str, given: Any = None) -> dict[str, Any]:
     command = [sys.executable, __file__, "--work", what, case]
     done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
 
 
 def main() -> None:

@@ -12,8 +12,11 @@ It prints a table of all groups and the constants as they stand in ``speed/const
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bridge_memory.accuracy.speed_fit import Fit, scores
 from bridge_memory.accuracy.throughput import Measured, read_throughput

@@ -19,10 +19,10 @@ import torch
 from bridge_memory.components import allocated
 from bridge_memory.rehearsal import patches, te_kernels
 from bridge_memory.rehearsal.adapters import adapt
-from bridge_memory.rehearsal.model import TORCH_DTYPES, NotBuildable, build_chunks
+from bridge_memory.rehearsal.model import TORCH_DTYPES, build_chunks
 from bridge_memory.rehearsal.refusals import refuse_what_is_ignored
 from bridge_memory.rehearsal.tracker import Alive, Peak, SavedRecord, Tracker, parts_of
-from bridge_memory.rehearsal.world import RehearsalUnavailable, fake_world, quiet, refusals_named
+from bridge_memory.rehearsal.world import NotBuildable, RehearsalUnavailable, fake_world, quiet, refusals_named
 from bridge_memory.spec import AttentionSpec, MoESpec, RunSpec, SpecError
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank

@@ -28,6 +28,9 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from bridge_recipes import ConfigNotAtHand, bridge_on_cpu, build
 
 from bridge_memory import RunSpec, SpecError
