@@ -416,7 +416,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         require_megatron()
         from bridge_memory.rehearsal.gpu import missing_kernels
-        from bridge_memory.rehearsal.patches import has_te
+        from bridge_memory.rehearsal.patches.modules import has_te
 
         te = has_te() if args.impl == "auto" else args.impl == "te"
         if args.predictions and not args.dry_run:

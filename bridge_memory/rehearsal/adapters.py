@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bridge_memory.rehearsal.imports import supply_typing_override
-from bridge_memory.rehearsal.patches import replaced
+from bridge_memory.rehearsal.patches.replace import replaced
 from bridge_memory.rehearsal.world import RehearsalUnavailable
 from bridge_memory.spec import RunSpec
 

@@ -18,10 +18,15 @@ import torch
 
 from bridge_memory.components import State
 from bridge_memory.readers.megatron_args import gpu_architecture
-from bridge_memory.rehearsal import patches
 from bridge_memory.rehearsal.adapters import adapt
 from bridge_memory.rehearsal.measuring import Notebook, snapshot_to
 from bridge_memory.rehearsal.model import build_chunks
+from bridge_memory.rehearsal.patches.collectives import objects_of_peers
+from bridge_memory.rehearsal.patches.modules import has_te, norms_without_apex, permissive_core_attention
+from bridge_memory.rehearsal.patches.process_state import loss_scales_restored
+from bridge_memory.rehearsal.patches.recomputation import recomputation_without_te
+from bridge_memory.rehearsal.patches.replace import replaced
+from bridge_memory.rehearsal.patches.routing import balanced_routing
 from bridge_memory.rehearsal.record import Phase, installed, record_of
 from bridge_memory.rehearsal.refusals import refuse_what_is_ignored
 from bridge_memory.rehearsal.world import RehearsalUnavailable, fake_world
@@ -173,7 +178,7 @@ def missing_kernels() -> dict[str, bool]:
 def refuse_what_is_not_rehearsed(run: RunSpec) -> None:
     """Raise RehearsalUnavailable where a measurement would be of another run than the one described."""
     impl = run.implementation
-    if impl.te and not patches.has_te():
+    if impl.te and not has_te():
         raise RehearsalUnavailable(
             "transformer_impl (transformer_engine) is not installed here; install it or give "
             "--transformer-impl local"
@@ -207,13 +212,13 @@ def _helped(run: RunSpec) -> Iterator[None]:
     """On a GPU megatron-core needs little: norms without Apex, and peers that answer nothing."""
     with ExitStack() as stack:
         if not run.implementation.te:
-            stack.enter_context(patches.norms_without_apex())
-            stack.enter_context(patches.local_core_attention())
-            stack.enter_context(patches.recomputation_without_te())
-        stack.enter_context(patches.objects_of_peers())
+            stack.enter_context(norms_without_apex())
+            stack.enter_context(permissive_core_attention())
+            stack.enter_context(recomputation_without_te())
+        stack.enter_context(objects_of_peers())
         moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
         if moe is not None:
-            stack.enter_context(patches.balanced_routing(moe.topk, moe.num_experts))
+            stack.enter_context(balanced_routing(moe.topk, moe.num_experts))
         yield
 
 
@@ -225,7 +230,7 @@ def train(run: RunSpec, rank: int, steps: int, note: Callable[[str], None], arch
     """
     if steps < 1:
         raise SpecError(f"steps ({steps}) must be at least 1; 2 shows the peak that counts")
-    with fake_world(run.parallel, rank), patches.loss_scales_put_back(), _helped(run):
+    with fake_world(run.parallel, rank), loss_scales_restored(), _helped(run):
         _train(run, steps, note, architecture)
 
 
@@ -233,7 +238,7 @@ def _train(run: RunSpec, steps: int, note: Callable[[str], None], architecture: 
     from megatron.core import tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from bridge_memory.rehearsal.run import distributed, optimizer
+    from bridge_memory.rehearsal.model_state import distributed, optimizer
 
     graphs = run.implementation.cuda_graph_impl != "none"
     # A graph captures random states that are its own (``arguments.py: validate_args`` asks for them).
@@ -306,7 +311,7 @@ def _before_the_first_backward(call: Callable[[], None]) -> Iterator[None]:
             waiting.pop()()
         return backward_step(*args, **kwargs)
 
-    with patches.replaced(schedules, "backward_step", step):
+    with replaced(schedules, "backward_step", step):
         yield
 
 

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from bridge_memory.rehearsal.patches import META, after_each_kernel, inside_a_kernel, replaced
+from bridge_memory.rehearsal.patches.fusion import after_each_kernel, inside_a_kernel
+from bridge_memory.rehearsal.patches.replace import META, replaced
 
 
 @dataclass(frozen=True, slots=True)

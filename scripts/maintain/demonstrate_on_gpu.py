@@ -45,7 +45,7 @@ def flags() -> list[str]:
     """One GPU, as ``estimate`` takes it: with Transformer Engine where it is installed, without the fusions that are
     missing."""
     from bridge_memory.rehearsal.gpu import missing_kernels
-    from bridge_memory.rehearsal.patches import has_te
+    from bridge_memory.rehearsal.patches.modules import has_te
 
     te = has_te()
     out = [MODEL, "--num-gpus", "1", "--seq-length", "4096" if te else "2048"]

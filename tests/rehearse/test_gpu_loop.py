@@ -25,6 +25,8 @@ from bridge_memory.accuracy.records import load_runs
 from bridge_memory.cli import main
 from bridge_memory.estimation import estimate
 from bridge_memory.rehearsal import gpu, patches
+from bridge_memory.rehearsal.patches.device import tensors_call_themselves_cuda
+from bridge_memory.rehearsal.patches.replace import replaced
 from bridge_memory.rehearsal.run import rehearse
 from bridge_memory.rehearsal.summary import rows
 from bridge_memory.rehearsal.tracker import Tracker
@@ -83,14 +85,14 @@ def a_gpu_made_of_host_memory(run: RunSpec) -> Iterator[None]:
             ("mem_get_info", lambda: (2**40 - tracker.live_bytes, 2**40)),
             ("reset_peak_memory_stats", tracker.reset_peak),
         ):
-            stack.enter_context(patches.replaced(torch.cuda, name, value))
+            stack.enter_context(replaced(torch.cuda, name, value))
         for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
             # Adam asks a CUDA build of PyTorch for its stream.
-            stack.enter_context(patches.replaced(torch.optim.Optimizer, name, lambda self: None))
+            stack.enter_context(replaced(torch.optim.Optimizer, name, lambda self: None))
         helped = patches.running(*routing, device="cpu")
-        stack.enter_context(patches.replaced(gpu, "_helped", lambda run: helped))
-        stack.enter_context(patches.replaced(gpu, "missing_kernels", lambda: {}))
-        stack.enter_context(patches.tensors_call_themselves_cuda())
+        stack.enter_context(replaced(gpu, "_helped", lambda run: helped))
+        stack.enter_context(replaced(gpu, "missing_kernels", lambda: {}))
+        stack.enter_context(tensors_call_themselves_cuda())
         stack.enter_context(tracker.watching(torch.nn.Module()))
         yield
 
