@@ -1,4 +1,4 @@
-"""Activation functions of megatron-core by the names of a RunSpec."""
+"""Activation functions of megatron-core, by a RunSpec's names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def activation_of(name: str) -> Any:
 def _squared_relu() -> Any:
     try:
         from megatron.core.activations import squared_relu
-    except ImportError:  # 0.13; Megatron-LM then brought the same function itself (``training/activations.py``)
+    except ImportError:  # 0.13, where Megatron-LM defines the same function (``training/activations.py``)
         return jit_fused(_relu_then_square)
     return squared_relu
 
@@ -50,7 +50,7 @@ def _sigmoid_of_1_702(x: torch.Tensor) -> torch.Tensor:
 
 
 def fused_quick_gelu() -> Any:
-    """The one that TransformerConfig takes for fusible; None before 0.15."""
+    """The function that TransformerConfig accepts for fusion; None before 0.15."""
     from megatron.core.fusions import fused_bias_geglu
 
     return getattr(fused_bias_geglu, "quick_gelu", None)

@@ -1,4 +1,4 @@
-"""L"""
+"""megatron-core's layer specs of a RunSpec, with local modules or Transformer Engine's."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def gpt_block_spec(run: RunSpec, config: Any, vp_stage: int | None) -> tuple[Any
         from megatron.core.models.gpt import experimental_attention_variant_module_specs as experimental
 
         block = experimental.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
-        # Megatron-LM gpt_builders.py: MTP depths are as the last layer.
+        # Megatron-LM gpt_builders.py: MTP depths use the spec of the last layer.
         return block, experimental.get_transformer_layer_with_experimental_attention_variant_spec(config)[-1]
     if delta:
-        # 0.18 and later make these specs for layers with attention only.
+        # From 0.18 on these specs are for layers with attention only.
         config = copy.copy(config)
         config.experimental_attention_variant = None
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
@@ -42,14 +42,14 @@ def gpt_block_spec(run: RunSpec, config: Any, vp_stage: int | None) -> tuple[Any
 
 
 def _decoder_layer_specs(config: Any, te: bool) -> list[Any]:
-    """The spec of every decoder layer, whatever stage it is on."""
+    """The specs of all decoder layers, of every stage."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     every = getattr(gpt_layer_specs, "get_gpt_decoder_layer_specs", None)
     if every is not None:
         specs: list[Any] = every(config, use_transformer_engine=te, normalization=config.normalization)
         return specs
-    # Before 0.16 there is only a chunk's share: let it be of everything.
+    # Before 0.16 there is only the spec of a chunk: let the chunk be the whole model.
     whole = copy.copy(config)
     whole.pipeline_model_parallel_layout = None
     with (
@@ -63,8 +63,8 @@ def _decoder_layer_specs(config: Any, te: bool) -> list[Any]:
 
 
 def _gated(layer: Any) -> None:
-    """Give the shared experts their gate. Until 0.15 the layer spec says so (``moe_module_specs.py``); from 0.16
-    the config does, and the spec's word is not read."""
+    """Give shared experts their gate. Before 0.16 the layer spec sets it (``moe_module_specs.py``); from then on the
+    config does, and the spec's value is not read."""
     shared = getattr(getattr(layer.submodules.mlp, "submodules", None), "shared_experts", None)
     params = getattr(shared, "params", {})  # from 0.17 it is a ``functools.partial``
     if "gate" in params:
@@ -88,7 +88,7 @@ def _experimental_block_spec(config: Any, vp_stage: int | None) -> tuple[Any, An
 
 
 def _with_gated_delta_nets(run: RunSpec, config: Any, block: Any, vp_stage: int | None) -> tuple[Any, Any]:
-    """As ``experimental_attention_variant_module_specs.py`` does, with local modules in place of TE's."""
+    """As ``experimental_attention_variant_module_specs.py``, with local modules in place of TE's."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -111,7 +111,7 @@ def _with_gated_delta_nets(run: RunSpec, config: Any, block: Any, vp_stage: int 
 
 
 def _local_layers(config: Any, vp_stage: int | None) -> list[int]:
-    """0-based decoder layers of this rank's chunk, by megatron-core's own rule."""
+    """0-based decoder layers of this rank's chunk, by megatron-core's functions."""
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -127,7 +127,7 @@ def _local_layers(config: Any, vp_stage: int | None) -> list[int]:
 
 
 def hybrid_pattern(run: RunSpec) -> str:
-    """``hybrid_override_pattern``: M (Mamba), * (attention), - (MLP), E (MoE), one letter a layer."""
+    """``hybrid_override_pattern``: M (Mamba), * (attention), - (MLP), E (MoE), one letter per layer."""
     letters = []
     for layer in run.model.layers:
         if isinstance(layer.mixer, MambaSpec) and layer.ffn is None:

@@ -1,4 +1,4 @@
-"""C"""
+"""megatron-core's TransformerConfig of a RunSpec."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TORCH_DTYPES = {name: getattr(torch, words[0]) for name, words in TORCH_NAMES.it
 
 
 def only(kind: str, values: Iterable[Any]) -> Any:
-    """The one value all layers share; None where there is none."""
+    """The value that all layers share; None where no layer has one. Raises NotBuildable where they differ."""
     distinct = list(dict.fromkeys(values))
     if len(distinct) > 1:
         raise NotBuildable(
@@ -48,7 +48,7 @@ def layers_of(run: RunSpec) -> list[LayerSpec]:
     return [*model.layers, *([model.mtp_layer] if model.mtp_num_layers and model.mtp_layer else [])]
 
 
-#: TransformerConfig fields that say what the model is; all others say how it is run.
+#: TransformerConfig fields of the model's architecture; all others are settings of the run.
 ARCHITECTURE = (
     "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "gated_linear_unit",
     "activation_func", "add_bias_linear", "add_qkv_bias", "normalization", "qk_layernorm", "layernorm_epsilon",
@@ -59,8 +59,8 @@ ARCHITECTURE = (
     "add_router_bias", "moe_router_score_function", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
     "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_latent_size",
 )  # fmt: skip
-#: Fields that older releases lack: the value which says the same as no field, the first release that has it, and
-#: what it brings. (``moe_shared_expert_gate`` came with 0.16; before, the layer spec says so, see ``_gated``.)
+#: Field that older releases lack -> (the value that equals its absence, the first release with the field, the feature).
+#: Not ``moe_shared_expert_gate``: before 0.16 the layer spec sets it (``layer_specs.py: _gated``).
 _SINCE: dict[str, tuple[Any, str, str]] = {
     "moe_router_fusion": (False, "0.14", "a fused router"),
     "softmax_type": ("vanilla", "0.15", "a learnable softmax sink"),
@@ -78,8 +78,8 @@ def installed_words() -> str:
 def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: Any = None) -> Any:
     """megatron-core's TransformerConfig (or MLATransformerConfig) of ``run``. Raises NotBuildable.
 
-    ``initialize``: give parameters values, as training does; without, they are whatever memory holds.
-    ``architecture``: a TransformerConfig whose ARCHITECTURE fields are taken in place of the spec's.
+    ``initialize``: initialise parameters, as training does; otherwise they are left uninitialised.
+    ``architecture``: a TransformerConfig whose ARCHITECTURE fields replace the spec's.
     """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
@@ -165,7 +165,7 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         "distribute_saved_activations": run.recompute.distribute_saved_activations,
         "is_hybrid_model": model.hybrid,
         "apply_query_key_layer_scaling": impl.apply_query_key_layer_scaling,
-        # Only Transformer Engine has the kernel; local modules rotate unfused whatever is asked.
+        # Only Transformer Engine has the kernel; local modules ignore the option.
         "apply_rope_fusion": impl.apply_rope_fusion and impl.te and model.position_embedding_type == "rope",
         "attention_backend": _attention_backend(impl),
     }
@@ -207,13 +207,13 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
             linear_num_key_heads=delta.num_key_heads,
             linear_num_value_heads=delta.num_value_heads,
         )
-    # Of layers without attention, any that TP divides: its ranks ask for a whole number of heads each.
+    # Without attention layers any number that TP divides: megatron-core requires whole heads per rank.
     config.setdefault("num_attention_heads", parallel.tp)
     if moe:
         config.update(_moe_fields(run, moe))
     if architecture is not None:
         config.update({name: getattr(architecture, name) for name in ARCHITECTURE if hasattr(architecture, name)})
-        if isinstance(config.get("moe_layer_freq"), list):  # of the whole model; the run may train fewer layers
+        if isinstance(config.get("moe_layer_freq"), list):  # for the whole model; the run may have fewer layers
             config["moe_layer_freq"] = config["moe_layer_freq"][: model.num_layers]
     if config["bias_activation_fusion"] and not _bias_activation_fusion_allowed(config):
         config["bias_activation_fusion"] = False
@@ -224,7 +224,7 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
             raise NotBuildable(f"{what} ({name}) needs megatron-core {since} or later, not {installed_words()}")
     config = {k: v for k, v in config.items() if k in known}
     try:
-        # 0.13 prints how it understood a layout string, on standard output.
+        # 0.13 prints the parsed layout string to standard output.
         with warnings.catch_warnings(), redirect_stdout(StringIO()):
             warnings.simplefilter("ignore")
             return cls(**config)
@@ -233,7 +233,7 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
 
 
 def _sparse_fields(run: RunSpec, sparse: SparseSpec) -> dict[str, Any]:
-    """Which layers take over another's choice of keys is a rule of two numbers (``dsa.py: is_dsa_skip_topk_layer``)."""
+    """Two numbers say which layers reuse the top-k keys of another layer (``dsa.py: is_dsa_skip_topk_layer``)."""
     if not run.implementation.te:
         raise NotBuildable("sparse attention (DeepSeek-V3.2, GLM-5) needs Transformer Engine in megatron-core")
     if sparse.kernels != "none":
@@ -296,7 +296,7 @@ def one_line(refusal: Exception) -> str:
 
 
 def _bias_activation_fusion_allowed(config: dict[str, Any]) -> bool:
-    """The combinations TransformerConfig accepts (``__post_init__``); it refuses the others."""
+    """Whether TransformerConfig accepts the fusion (``__post_init__``)."""
     func, gated = config["activation_func"], config["gated_linear_unit"]
     if func is F.gelu:
         return gated or config["add_bias_linear"]
@@ -308,7 +308,7 @@ def _bias_activation_fusion_allowed(config: dict[str, Any]) -> bool:
 def _attention_fields(run: RunSpec, attentions: list[AttentionSpec], add_bias: bool) -> dict[str, Any]:
     if not attentions:
         return {}
-    # The window is the one thing that may differ by layer; megatron-core's skip list says where it is off.
+    # Only windows may differ by layer: megatron-core's skip list says which layers have none.
     one = only("attention", (replace(a, window_size=None, rotary=True) for a in attentions))
     if one.qk_layernorm == "full":
         raise NotBuildable("a q/k norm over all heads (OLMoE, MiniMax) is Megatron Bridge's module")
@@ -332,7 +332,7 @@ def _attention_fields(run: RunSpec, attentions: list[AttentionSpec], add_bias: b
         raise NotBuildable(f"window_size takes {len(windows)} values; megatron-core holds one")
     if windows:
         out["window_size"] = (windows.pop() - 1, 0)
-        # MTP depths count on after the decoder layers, and look themselves up too (``utils.py:
+        # MTP depths are numbered after the decoder layers and are in the list too (``utils.py:
         # is_layer_window_attention``).
         depths = (run.model.mtp_layer,) * run.model.mtp_num_layers if run.model.mtp_layer is not None else ()
         here = [

@@ -1,4 +1,8 @@
-"""M"""
+"""The model chunks of one rank, built by megatron-core from a RunSpec.
+
+Shapes, names and splits are megatron-core's own. A model that its configuration cannot express (a hidden size that
+differs by layer, norms after attention, ...) is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ from bridge_memory.spec import AttentionSpec, MambaSpec, RunSpec
 def build_chunks(
     run: RunSpec, *, initialize: bool = False, architecture: Any = None
 ) -> list[torch.nn.Module]:
-    """The model chunks (virtual stages, in order) of the rank that parallel_state says this process is.
+    """The model chunks (virtual stages, in order) of this process's rank in parallel_state.
 
     Call inside ``fake_world`` and, without a GPU, inside ``patches.building``. Raises NotBuildable.
     """
     from megatron.core import parallel_state
 
     config = transformer_config(run, initialize=initialize, architecture=architecture)
-    # A layout string may bring its own virtual stages.
+    # A layout string sets the number of virtual stages.
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []
     with warnings.catch_warnings():

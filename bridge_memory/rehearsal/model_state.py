@@ -18,8 +18,8 @@ from bridge_memory.spec import RunSpec
 def distributed(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
     """The chunk on the device, in its training dtype, in megatron-core's own DDP.
 
-    DDP lays out the buffers and hooks the gradients. As Megatron-LM and Bridge do it: to the GPU, then
-    Float16Module, then DDP (``training/training.py: get_model``).
+    DDP lays out the buffers and hooks the gradients. The order is Megatron-LM's and Bridge's: to the GPU,
+    Float16Module, DDP (``training/training.py: get_model``).
     """
     from dataclasses import fields
 
@@ -49,8 +49,9 @@ def distributed(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
 
 
 def gathers_in_gradients(run: RunSpec) -> bool:
-    """Whether parameters are gathered in the buffer of gradients: mxfp8 ones can be in no buffer, and training loops
-    ask for it (Megatron-LM ``arguments.py: validate_args``; Bridge ``mixed_precision.py: bf16_with_mxfp8_mixed``)."""
+    """Whether parameters are gathered in the gradient buffer: mxfp8 parameters can be in no buffer, and training loops
+    set this option (Megatron-LM ``arguments.py: validate_args``; Bridge ``mixed_precision.py:
+    bf16_with_mxfp8_mixed``)."""
     p = run.precision
     return p.fp8 is not None and p.fp8_param and p.fp8_recipe == "mxfp8" and run.data_parallel.use_distributed_optimizer
 
@@ -97,7 +98,7 @@ def optimizer(run: RunSpec, wrapped: list[Any]) -> Any:
         "exp_avg_dtype": TORCH_DTYPES[opt.exp_avg_dtype],
         "exp_avg_sq_dtype": TORCH_DTYPES[opt.exp_avg_sq_dtype],
         "store_param_remainders": opt.store_param_remainders,
-        # Without a word Megatron-LM's arguments say delayed; 0.13 makes no main parameters for what says nothing.
+        # Megatron-LM's default is delayed; without a recipe 0.13 creates no main parameters.
         "fp8_recipe": opt.fp8_recipe or "delayed",
         "sgd_momentum": opt.sgd_momentum,
         "overlap_param_gather": ddp.overlap_param_gather,
@@ -112,10 +113,10 @@ def optimizer(run: RunSpec, wrapped: list[Any]) -> Any:
 
 
 def optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
-    """Bytes of master parameters and moments after an optimizer step; None: cannot be built here.
+    """Bytes of master parameters and moments after an optimizer step; None where the optimizer cannot be built here.
 
-    Without Transformer Engine and Apex the optimizer is torch's AdamW, so that precision-aware states cannot be seen;
-    offloading and Muon cannot with them either.
+    Without Transformer Engine and Apex the optimizer is torch's AdamW, which has no precision-aware states. Offloading
+    and Muon are not covered with them either.
     """
     opt = run.optimizer
     if opt.optimizer != "adam" or opt.optimizer_cpu_offload:
@@ -140,7 +141,7 @@ def optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
                 for tensor in state.values():
                     _count(tensor, weights, found)
     if run.data_parallel.use_distributed_optimizer:
-        return sum(found.values())  # Of shards the estimate has the sum.
+        return sum(found.values())  # The estimate too sums shards without rounding each.
     return sum(map(allocated, found.values()))
 
 
@@ -151,7 +152,7 @@ def fp8_copies(chunk: torch.nn.Module) -> int:
 
 
 def _outside_buffers(wrapped: list[Any]) -> int:
-    """Bytes of fp8 parameters that lie in no buffer of DDP: their other layout, and scales."""
+    """Bytes of fp8 parameters outside of DDP's buffers: the second layout, and scales."""
     buffers = [b for ddp in wrapped for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     mapped = {b.param_data.untyped_storage()._cdata for b in buffers if b.param_data is not None}
     mapped |= {parts_of(p)[0].untyped_storage()._cdata for b in buffers for p in b.params}
@@ -161,7 +162,7 @@ def _outside_buffers(wrapped: list[Any]) -> int:
 
 
 def _count(tensor: Any, weights: set[int], found: dict[int, int]) -> None:
-    if isinstance(getattr(tensor, "_data", None), torch.Tensor):  # fp8: bytes and their scale
+    if isinstance(getattr(tensor, "_data", None), torch.Tensor):  # fp8: data and scale
         tensor = tensor._data
     if isinstance(tensor, torch.Tensor) and tensor.is_meta:
         storage = tensor.untyped_storage()

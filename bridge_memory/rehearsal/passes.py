@@ -1,4 +1,4 @@
-"""P"""
+"""Forward and backward passes of a chunk or a layer on the meta device, tracked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bridge_memory.spec import RunSpec
 
 
 class Enter(torch.autograd.Function):
-    """Makes the input of a block inside the graph, so that nothing but the block keeps it alive."""
+    """Creates the input of a block inside the graph, so that only the block keeps it alive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, shape: Any, dtype: Any) -> torch.Tensor:
@@ -28,7 +28,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Takes the output of a block away, as the next block does, and hands its gradient back."""
+    """Frees the output of a block, as the next block does, and returns its gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
@@ -42,31 +42,31 @@ class Leave(torch.autograd.Function):
 
 
 def run_backward(end: Any, gradient: torch.Tensor) -> None:
-    """``end.backward(gradient)`` with the function modes left on, which recomputation inside needs."""
+    """``end.backward(gradient)`` under the active function modes, which recomputation needs."""
     torch.autograd.graph._engine_run_backward(
         (end,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
 def end_of_pass(out: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """The end of a pass: where backward begins, and the gradient that the schedule holds meanwhile.
+    """(gradient edge of the output, gradient), which the schedule keeps; the output itself is freed.
 
-    An output that goes to another stage is freed once sent (``schedules.py: deallocate_output_tensor``).
+    An output is freed once it is sent to the next stage (``schedules.py: deallocate_output_tensor``).
     """
     return torch.autograd.graph.get_gradient_edge(out), torch.empty_like(out)
 
 
-#: What another stage sent, by name.
+#: The name of a tensor that another stage sent.
 _RECEIVED_INPUT = "received input"
 _RECEIVED = (_RECEIVED_INPUT, "empty")
 
 
 def measured_passes(tracker: Tracker, forward: Any) -> PassRecord:
-    """Run ``forward``, which returns what to call backward on, twice; measure the second time."""
+    """Run ``forward``, which returns the loss or the output, and its backward twice; measure the second time."""
     run_backward(*end_of_pass(forward()))
     gc.collect()
     collecting = gc.isenabled()
-    gc.disable()  # what a reference cycle keeps alive must be seen
+    gc.disable()  # memory that reference cycles keep alive counts
     try:
         before = tracker.keys()
         tracker.reset_peak()
@@ -78,7 +78,8 @@ def measured_passes(tracker: Tracker, forward: Any) -> PassRecord:
         persistent = before & tracker.keys()
         saved = tuple(tracker.saved(persistent))
         held = tuple(tracker.held(persistent))
-        # What no layer keeps, as in a chunk without any, the schedule does (``schedules.py``: input_tensors).
+        # An input that no layer saves, as in a chunk without layers, is kept by the schedule (``schedules.py``:
+        # input_tensors).
         received = [a for a in held if (a.module, a.made_by) == _RECEIVED]
         held = tuple(a for a in held if a not in received)
         saved += tuple(SavedRecord("", _RECEIVED_INPUT, (), "bytes", a.bytes) for a in received)
@@ -97,8 +98,8 @@ def measured_passes(tracker: Tracker, forward: Any) -> PassRecord:
 
 
 def _packed(run: RunSpec) -> dict[str, Any]:
-    """What a forward pass over packed sequences is given besides: here of two sequences of equal length; of one where
-    attention is unfused, which pads all to the longest and is estimated for the longest that there can be."""
+    """The extra arguments of a forward pass over packed sequences: two sequences of equal length; one where attention
+    is unfused, which pads to the longest sequence and is estimated for the longest possible one."""
     if not run.batch.packed_sequences:
         return {}
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -106,7 +107,7 @@ def _packed(run: RunSpec) -> dict[str, Any]:
     unfused = run.implementation.attention_kernel == "unfused" or run.precision.params_dtype == "fp32"
     number = 1 if unfused else 2
     longest = run.batch.rows[0] // number
-    # Unfused, the rotation splits the tokens by these numbers.
+    # The unfused rotary embedding splits the tokens by these values, so that they are on the host.
     ends = torch.tensor([longest * i for i in range(number + 1)], dtype=torch.int32)
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
@@ -145,7 +146,7 @@ def run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
             if not chunk.pre_process:
                 shape = (rows * _states_received(chunk), b, run.model.hidden_size)
                 if run.recompute.distribute_saved_activations:
-                    # A leaf's gradient would be checked against its data, which is shared out meanwhile.
+                    # Autograd would compare a leaf's gradient with its data, which is split over TP ranks by then.
                     received = Enter.apply(anchor, shape, TORCH_DTYPES[residual])
                     received.retain_grad()
                 else:
@@ -165,7 +166,7 @@ def run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
 
 
 def _states_received(chunk: Any) -> int:
-    """Hidden states that come together: those of every MTP depth too where the depths are on a stage before
+    """How many hidden states a stage receives: also those of every MTP depth where an earlier stage has the depths
     (``p2p_communication.py``: config.mtp_standalone)."""
     inner = getattr(chunk, "module", chunk)
     depths = getattr(chunk.config, "mtp_num_layers", None) or 0
@@ -173,7 +174,7 @@ def _states_received(chunk: Any) -> int:
 
 
 def _fp8(config: Any, layer: Any) -> Any:
-    """What ``transformer_block.py: TransformerBlock.forward`` runs a layer in."""
+    """The fp8 or fp4 context of a layer in ``transformer_block.py: TransformerBlock.forward``."""
     if getattr(config, "fp4", None):
         from megatron.core.fp4_utils import get_fp4_context
 
@@ -186,10 +187,13 @@ def _fp8(config: Any, layer: Any) -> Any:
 
 
 def _hook_delayed_weight_gradients(run: RunSpec, layer: Any, x: torch.Tensor) -> None:
-    """Have a layer's delayed weight gradients made where the schedule makes them: those of experts when their node, up
-    to the exchange of tokens, has run backward, an MLP's likewise, all others when its input ``x`` has its gradient
-    (``models/common/model_chunk_schedule_plan.py: TransformerLayerSchedulePlan.run``). Backward runs a layer's nodes
-    one by one there; here it is one pass, and a hook of the tensor at the node's beginning stands for its end."""
+    """Compute a layer's delayed weight gradients where the schedule does.
+
+    Those of experts, or of an MLP, follow the backward of their node; all others follow the gradient of the layer's
+    input ``x`` (``models/common/model_chunk_schedule_plan.py: TransformerLayerSchedulePlan.run``). The schedule runs
+    the backward of each node separately; here it is one pass, in which a hook on the node's first tensor marks the end
+    of its backward.
+    """
     if not run.implementation.delay_wgrad_compute:
         return
     experts = hasattr(layer.mlp, "token_dispatcher")

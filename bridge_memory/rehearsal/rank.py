@@ -1,4 +1,4 @@
-"""Ra"""
+"""Be one rank of the job: its process groups, environment and replacements; refusals of what is not rehearsed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from bridge_memory.spec.ranks import rank_of_stage
 
 
 def rank_in_stage(run: RunSpec, stage: int) -> int:
-    """The last rank of the stage's first context-parallel ring, which attends with all of its queries in every step:
-    the one that the estimate is of. Without context parallelism, the stage's first rank."""
+    """The rank of a stage that the estimate predicts: the last of the stage's first context-parallel ring, all of whose
+    queries attend in every step of the ring. Without context parallelism, the stage's first rank."""
     return rank_of_stage(run.parallel, stage) + (run.parallel.cp - 1) * run.parallel.tp
 
 
 @contextmanager
-def on_rank(run: RunSpec, rank: int, brought: tuple[str, ...] = ()) -> Iterator[None]:
-    """Be this rank, with everything needed to run on the meta device, and leave no trace. ``brought``: options that
-    are refused elsewhere, which the caller brings about."""
-    refuse_what_is_ignored(run, but=brought)
+def on_rank(run: RunSpec, rank: int, supported: tuple[str, ...] = ()) -> Iterator[None]:
+    """Be this rank on the meta device inside this block; everything is restored afterwards.
+
+    ``supported``: options that other rehearsals refuse and the caller runs. Raises SpecError, RehearsalUnavailable.
+    """
+    refuse_what_is_ignored(run, but=supported)
     if run.implementation.te:
         te_kernels.load()
     if run.precision.fp32_residual_connection and not run.implementation.te:
@@ -59,8 +61,8 @@ def on_rank(run: RunSpec, rank: int, brought: tuple[str, ...] = ()) -> Iterator[
 
 
 def _multiple(run: RunSpec) -> int:
-    """Of rows that quantized experts are padded to; 0 for none (``fp8_utils.py: get_fp8_align_size``, ``fp4_utils.py:
-    get_fp4_align_size``; TE ``grouped_linear.py`` takes 64 in place of that)."""
+    """Rows to which quantized experts pad; 0 for none (``fp8_utils.py: get_fp8_align_size``, ``fp4_utils.py:
+    get_fp4_align_size``; TE ``grouped_linear.py`` uses 64 instead)."""
     precision = run.precision
     if not precision.quantizes:
         return 0
@@ -70,7 +72,7 @@ def _multiple(run: RunSpec) -> int:
 
 
 def _check_loss(run: RunSpec) -> None:
-    """Refuse a fused cross entropy that this process does not have; megatron-core fails with a traceback."""
+    """Refuse a fused cross entropy that is not installed, for which megatron-core would fail with a traceback."""
     from typing import get_args
 
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -89,14 +91,14 @@ def _check_loss(run: RunSpec) -> None:
         raise NotBuildable("cross_entropy_fusion_impl (te) needs Transformer Engine here; use native")
 
 
-#: What megatron-core says to Transformer Engine of ``--attention-backend``, and refuses to find said already
-#: (``extensions/transformer_engine.py: TEDotProductAttention``; ``language_module.py: _set_attention_backend``).
+#: Variables by which megatron-core passes ``--attention-backend`` to Transformer Engine, and which it refuses to find
+#: set (``extensions/transformer_engine.py: TEDotProductAttention``; ``language_module.py: _set_attention_backend``).
 _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 @contextmanager
 def _environment_of(run: RunSpec) -> Iterator[None]:
-    """The variables of a job that starts with this run, and afterwards those that were there before."""
+    """The environment of a job that starts with this run; afterwards the environment of before."""
     before = dict(os.environ)
     for name in _ATTENTION_VARIABLES:
         os.environ.pop(name, None)
@@ -112,7 +114,7 @@ def _environment_of(run: RunSpec) -> Iterator[None]:
 @contextmanager
 def _determinism(run: RunSpec) -> Iterator[None]:
     """torch's deterministic algorithms, as ``--deterministic-mode`` asks for (Megatron-LM ``arguments.py:
-    validate_args``). What has none is let be: nothing is computed."""
+    validate_args``). Operations without a deterministic algorithm only warn: nothing is computed."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(run.implementation.deterministic_mode or before[0], warn_only=True)
     try:
@@ -122,7 +124,8 @@ def _determinism(run: RunSpec) -> Iterator[None]:
 
 
 def runs_flash(run: RunSpec) -> bool:
-    """Whether FlashAttention has to be there: chosen, or left where cuDNN takes no windows with dropout."""
+    """Whether FlashAttention runs: chosen, or the only kernel for windows with dropout, which cuDNN does not
+    support."""
     chosen, model = run.implementation.attention_kernel, run.model
     windows = any(isinstance(m, AttentionSpec) and m.window_size is not None for m in limits_of(model).mixers)
     return chosen == "flash" or (chosen == "fused" and bool(model.attention_dropout) and windows)
@@ -138,7 +141,7 @@ def _transformer_engine(run: RunSpec) -> Any:
 
 @contextmanager
 def _existing_objects_frozen() -> Iterator[None]:
-    """Keep what lives already out of ``gc.collect``: torch and megatron-core alone take 0.2 s each time."""
+    """Exclude existing objects from ``gc.collect``: those of torch and megatron-core take 0.2 s each time."""
     mine = not gc.get_freeze_count()
     if mine:
         gc.freeze()

@@ -1,4 +1,4 @@
-"""What a rehearsal measures: buffers, passes, chunks and ranks."""
+"""The results of a rehearsal: buffers, passes, chunks, ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bridge_memory.spec import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """One contiguous buffer of megatron-core's DDP: padded elements, and the bytes of its two halves."""
+    """One contiguous buffer of megatron-core's DDP: elements with padding, bytes of parameters and of gradients."""
 
     experts: bool
     elements: int
@@ -22,10 +22,10 @@ class BufferLayout:
 class PassRecord:
     """One forward and one backward pass for one microbatch, in bytes.
 
-    Measured on the second microbatch. ``saved`` is alive between the passes because backward needs it;
-    ``held`` because a module's attribute or a caller holds it; ``persistent`` was there before and stays
-    (caches, scratch buffers). The peaks count everything the passes made or were handed and what the first
-    microbatch left behind, and neither ``persistent`` nor parameters, gradient buffers or neighbours.
+    Measured on the second microbatch. ``saved`` is alive between the passes because backward needs it, ``held`` because
+    a module's attribute or the caller refers to it; ``persistent`` is alive before the microbatch and after it (caches,
+    scratch buffers). The peaks count inputs, everything that the passes allocate and what is carried over from the
+    first microbatch; not ``persistent``, parameters, gradient buffers or other layers.
     """
 
     saved: tuple[SavedRecord, ...]
@@ -33,7 +33,7 @@ class PassRecord:
     persistent: tuple[Alive, ...]
     forward_peak: Peak
     backward_peak: Peak
-    #: Still alive after backward, until the next forward pass takes its place.
+    #: Carried over: alive after backward until the next forward pass replaces it.
     left: tuple[Alive, ...] = ()
 
     @property
@@ -46,18 +46,18 @@ class PassRecord:
 
     @property
     def forward_bytes(self) -> int:
-        """The forward peak less what is held, of which the next microbatch's takes the place."""
+        """The forward peak without ``held``, which the next microbatch replaces."""
         return self.forward_peak.bytes - self.held_bytes
 
     @property
     def backward_bytes(self) -> int:
-        """The backward peak less what is held."""
+        """The backward peak without ``held``."""
         return self.backward_peak.bytes - self.held_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRehearsal:
-    """One model chunk (virtual stage); its parameters without adapters."""
+    """One model chunk (virtual stage). ``parameters``: name -> local shape, without adapters."""
 
     chunk: int
     parameters: dict[str, tuple[int, ...]]
@@ -66,18 +66,18 @@ class ChunkRehearsal:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """One rank of the job."""
+    """One rank of the job, in bytes."""
 
     run: RunSpec
     rank: int
     stage: int
     chunks: tuple[ChunkRehearsal, ...]
     buffers: tuple[BufferLayout, ...]
-    #: Master parameters and moments; None where the optimizer needs Transformer Engine.
+    #: Master parameters and moments; None where the optimizer cannot be built here.
     optimizer_bytes: int | None
-    #: What linears keep of their weights in fp8 from one microbatch to the next.
+    #: fp8 copies of weights that linears keep between microbatches.
     fp8_copies_bytes: int = 0
-    #: Weights without gradients, each a tensor of its own, which are in no buffer.
+    #: Weights without gradients: separate tensors, in no buffer.
     frozen_bytes: int = 0
 
     @property

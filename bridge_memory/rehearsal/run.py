@@ -1,4 +1,9 @@
-"""R"""
+"""Rehearse one rank without a GPU: its real model chunks run forward and backward on the meta device.
+
+``rehearse(run, stage)`` gives what the rank owns (parameters, DDP's buffers, optimizer state), what each chunk saves
+for backward, and the peaks of its forward and backward pass. ``rehearse_layer`` gives the passes of one layer, which a
+block of the inventory predicts.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,8 @@ def rehearse(
 ) -> Rehearsal:
     """Rehearse a rank of ``stage`` (``rank_in_stage``), or ``rank``. Raises SpecError, RehearsalUnavailable.
 
-    ``architecture``: a TransformerConfig of the model from elsewhere, see ``model.transformer_config``.
+    ``architecture``: a TransformerConfig whose architecture fields are used, see
+    ``megatron_config.transformer_config``.
     """
     if rank is None:
         rank = rank_in_stage(run, stage or 0)
@@ -46,17 +52,17 @@ def rehearse(
     return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers, state, copies, frozen)
 
 
-#: What one layer shows and a whole pass of one microbatch does not: that expert communication overlaps moves nothing
-#: inside of a layer.
+#: Options that a pass of one layer includes and a pass of one chunk does not: overlapping expert communication changes
+#: no allocation inside of a layer.
 _OPTIONS_OF_ONE_LAYER = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
 
 
 def rehearse_layer(run: RunSpec, layer: int, architecture: Any = None) -> PassRecord:
-    """One decoder layer (0-based, of the whole model) on its own; selective recomputation as configured.
+    """Rehearse one decoder layer (0-based, of the whole model), with selective recomputation as configured.
 
     ``architecture`` as for ``rehearse``.
 
-    The layer's input is made inside the graph and its output is taken away before backward, as neighbours do.
+    The layer's input is created inside the graph and its output is freed before backward, as between other layers.
     """
     from bridge_memory.spec.layout import layout
 

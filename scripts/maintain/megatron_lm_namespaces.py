@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bridge_memory.rehearsal.imports import missing, stand_ins, supply_typing_override
+from bridge_memory.rehearsal.imports import missing, placeholder_packages, supply_typing_override
 
 LLAMA = (
     "--hidden-size 4096 --ffn-hidden-size 14336 --num-layers 32 --num-attention-heads 32 --group-query-attention "
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--parser", action="store_true", help="the parser alone, no command lines")
     given = parser.parse_args()
     _prepare()
-    with stand_ins(*missing("triton")):
+    with placeholder_packages(*missing("triton")):
         from megatron.training import arguments
 
     document = _parser(arguments)

@@ -102,7 +102,7 @@ def measure(run: RunSpec, stage: int = 0, steps: int = 2) -> gpu.Measured:
         return gpu.rehearse_on_gpu(run, stage, steps=steps)
 
 
-def stand_ins(run: RunSpec, stage: int) -> int:
+def dummy_gradients(run: RunSpec, stage: int) -> int:
     """Stand-in weight gradients in bf16, one a shape: of qkv, proj, both halves of fc1, fc2, the output layer."""
     t, e = run.parallel.tp, run.parallel.etp
     shapes = {(128 // t, 64), (64, 64 // t)}
@@ -122,7 +122,7 @@ def persistent(run: RunSpec, stage: int) -> int:
     buffer of the local attention in bf16 (``DotProductAttention``'s "mpu" buffer); stand-in gradients.
     """
     heads = HEADS // run.parallel.tp
-    return SEQ * (3 * 8 + 4) + 4 * SEQ * 16 + 2 * heads * SEQ * SEQ + stand_ins(run, stage)
+    return SEQ * (3 * 8 + 4) + 4 * SEQ * 16 + 2 * heads * SEQ * SEQ + dummy_gradients(run, stage)
 
 
 CASES = {

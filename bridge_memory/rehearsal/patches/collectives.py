@@ -1,4 +1,4 @@
-"""Collectives that move nothing."""
+"""Collectives without communication."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bridge_memory.rehearsal.patches.replace import module_or_empty, replaced
 
 
 class Done:
-    """The handle of a collective that finished at once."""
+    """The handle of a collective that has finished."""
 
     def wait(self, *args: object) -> bool:
         return True
@@ -23,7 +23,10 @@ class Done:
 
 @contextmanager
 def objects_of_peers() -> Iterator[None]:
-    """Every rank is taken to say what this one says (``optimizer/__init__.py: _get_param_groups``)."""
+    """``all_gather_object`` returns this rank's object for every rank.
+
+    Called by ``optimizer/__init__.py: _get_param_groups``.
+    """
 
     def same(gathered: list[Any], own: Any, group: Any = None) -> None:
         gathered[:] = [own] * len(gathered)
@@ -34,20 +37,20 @@ def objects_of_peers() -> Iterator[None]:
 
 @contextmanager
 def coalesced(*_: object, **__: object) -> Iterator[Done]:
-    """``torch.distributed._coalescing_manager``: collectives that are to go together, of which none goes."""
+    """``torch.distributed._coalescing_manager``, which launches collectives together; here it launches none."""
     yield Done()
 
 
 @contextmanager
 def collectives_move_nothing() -> Iterator[None]:
-    """torch's fake backend serves CPU and CUDA tensors; with meta tensors, too, there is nothing to move."""
+    """Collectives of meta tensors do nothing. torch's fake backend covers CPU and CUDA tensors only."""
     group = torch.distributed.ProcessGroup
     names = (
         "allreduce", "allreduce_coalesced", "_allgather_base", "allgather", "allgather_into_tensor_coalesced",
         "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced", "alltoall_base",
         "alltoall", "broadcast", "reduce", "gather", "scatter", "send", "recv", "barrier",
     )  # fmt: skip
-    # Its name in DDP, which gathers parameters of several buckets at once (``--overlap-param-gather``).
+    # The name in DDP, which gathers the parameters of several buckets together (``--overlap-param-gather``).
     buffers = module_or_empty("megatron.core.distributed.param_and_grad_buffer")
     with ExitStack() as stack:
         stack.enter_context(objects_of_peers())

@@ -1,4 +1,4 @@
-"""CUDA devices, streams and random states on a machine without a GPU."""
+"""CUDA devices, streams, random states and reads of tensor values on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge_memory.rehearsal.patches.replace import META, module_or_empty, repla
 
 
 class _Stream:
-    """A CUDA stream or event that orders nothing."""
+    """A CUDA stream or event without any effect."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -42,7 +42,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _CudaIs(TorchFunctionMode):
-    """``device="cuda"`` and ``.cuda()`` are written out in megatron-core; they mean another device here."""
+    """Redirects ``device="cuda"`` and ``.cuda()``, which megatron-core's code contains, to ``device``."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _CudaIs(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.empty and "device" not in kwargs:
-            # ``moe/router.py`` makes its weight on the host and moves it.
+            # ``moe/router.py`` creates its weight on the host and moves it.
             kwargs = {**kwargs, "device": self._device}
         name = getattr(func, "__name__", "")
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
@@ -70,7 +70,7 @@ class _CudaIs(TorchFunctionMode):
 
 
 def _backward(tensors: Any, grad_tensors: Any = None, *_: object, **__: object) -> None:
-    """``torch.autograd.backward`` as recomputation calls it, which as a torch function would switch modes off."""
+    """``torch.autograd.backward`` for recomputation. torch's own would disable the active torch function modes."""
     ends = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
     grads = (grad_tensors,) if not isinstance(grad_tensors, (list, tuple)) else tuple(grad_tensors)
     torch.autograd.graph._engine_run_backward(
@@ -81,11 +81,10 @@ def _backward(tensors: Any, grad_tensors: Any = None, *_: object, **__: object) 
 
 @contextmanager
 def no_gpu(device: str = META) -> Iterator[None]:
-    """CUDA device, streams, events and random states of a machine that has none: ``device`` takes its place.
+    """Replace CUDA's device by ``device``, and its streams, events and random states by objects without effect.
 
-    megatron-core asks for ``torch.cuda.current_device()`` wherever it allocates, forks a CUDA random state
-    around dropout and initialisation (``tensor_parallel/random.py``), and orders copies with streams
-    (``moe/token_dispatcher.py``).
+    megatron-core calls ``torch.cuda.current_device()`` at each allocation, forks a CUDA random state around dropout and
+    initialisation (``tensor_parallel/random.py``), and orders copies with streams (``moe/token_dispatcher.py``).
     """
     random = module_or_empty("megatron.core.tensor_parallel.random")
     with ExitStack() as stack:
@@ -102,7 +101,7 @@ def no_gpu(device: str = META) -> Iterator[None]:
             ("get_rng_state", lambda *a, **k: torch.zeros(16, dtype=torch.uint8, device="cpu")),
         ):
             stack.enter_context(replaced(torch.cuda, name, value))
-        # The compiler asks for Triton, and Triton for the GPU's properties, when it reports what it did.
+        # When the compiler logs its results it imports Triton, which reads the GPU's properties.
         stack.enter_context(replaced(module_or_empty("torch._dynamo.utils"), "has_triton", lambda: False))
         stack.enter_context(replaced(torch.autograd, "backward", _backward))
         stack.enter_context(replaced(torch.cuda.nvtx, "range_push", lambda *a, **k: None))
@@ -122,7 +121,7 @@ def no_gpu(device: str = META) -> Iterator[None]:
 
 @contextmanager
 def tensors_call_themselves_cuda() -> Iterator[None]:
-    """The optimizers know parameters by ``tensor.type()``, of which they accept torch.cuda's only."""
+    """``tensor.type()`` returns torch.cuda's types, the only ones that megatron-core's optimizers accept."""
     kind = torch.Tensor.type
 
     def cuda_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +137,7 @@ def _do_nothing(*_: object, **__: object) -> None:
 
 
 def _true_without_data(self: torch.Tensor) -> bool:
-    """Whether there are tokens, asked of a count without data: there are."""
+    """``bool(tensor)``; True for a tensor without data, as for ``num_tokens > 0``."""
     return True if self.is_meta else _BOOL(self)
 
 
@@ -147,9 +146,12 @@ _BOOL = torch.Tensor.__bool__
 
 @contextmanager
 def value_checks_skipped() -> Iterator[None]:
-    """0.17 and later log the loss of an MTP depth where ``num_tokens > 0`` (``multi_token_prediction.py:
-    process_mtp_loss``). Sparse attention asks how long the sequences of other ranks are (``dsa.py:
-    _validate_nonpacked_cp_uniform_length``)."""
+    """Answer or skip checks that read tensor values.
+
+    From 0.17 on the loss of an MTP depth is logged if ``num_tokens > 0`` (``multi_token_prediction.py:
+    process_mtp_loss``). Sparse attention compares its sequence length with other ranks' (``dsa.py:
+    _validate_nonpacked_cp_uniform_length``).
+    """
     dsa = module_or_empty("megatron.core.transformer.experimental_attention_variant.dsa")
     with (
         replaced(torch.Tensor, "__bool__", _true_without_data),

@@ -1,4 +1,4 @@
-"""F"""
+"""Functions that torch.compile fuses: each counts as one kernel, and saves what torch's partitioner chooses."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from bridge_memory.rehearsal.patches.replace import module_or_empty, replaced
 
 
 class _Kernel:
-    """How deep we are inside functions that run as one kernel, and who wants to know when the last one ends."""
+    """Nesting depth of functions that count as one kernel, and the callback for the end of the outermost."""
 
     depth = 0
     ended: Callable[[], None] | None = None
-    #: Whether compiled functions run as written and count as one kernel, see compiled_functions_are_kernels.
+    #: Whether compiled functions run eagerly and count as one kernel, see ``compiled_functions_are_kernels``.
     counted = False
 
 
 def inside_a_kernel() -> bool:
-    """Whether a function that torch.compile fuses is running: what it makes on the way is never allocated."""
+    """Whether a fused function is running, whose intermediate tensors a GPU would not allocate."""
     return _Kernel.depth > 0
 
 
 @contextmanager
 def after_each_kernel(call: Callable[[], None]) -> Iterator[None]:
-    """Call ``call`` whenever such a function ends."""
+    """Call ``call`` after every fused function."""
     with replaced(_Kernel, "ended", call):
         yield
 
@@ -66,7 +66,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def jit_fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as megatron-core's own ``jit_fuser`` would have it here."""
+    """``function`` as by megatron-core's ``jit_fuser``; one kernel inside ``compiled_functions_are_kernels``."""
     return _one_kernel(function) if _Kernel.counted else _compiled(function)
 
 
@@ -75,7 +75,7 @@ def _gate(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 def _norm_then_gate(self: Any, x: torch.Tensor, gate: torch.Tensor) -> Any:
-    """``GatedDeltaNet._apply_gated_norm``: torch.compile leaves Transformer Engine's norm out, and fuses the rest."""
+    """``GatedDeltaNet._apply_gated_norm``: torch.compile fuses all but Transformer Engine's norm."""
     normed = self.out_norm(x.reshape(-1, x.shape[-1]))
     return _one_kernel(_gate)(normed, gate.reshape(-1, gate.shape[-1]))
 
@@ -85,12 +85,12 @@ def _rms_and_gate(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> 
 
 
 def _norm_and_gate(self: Any, x: torch.Tensor, gate: torch.Tensor) -> Any:
-    """``GatedDeltaNet._apply_gated_norm``: torch.compile takes torch's RMSNorm in, and its weight as an input."""
+    """``GatedDeltaNet._apply_gated_norm``: torch.compile fuses torch's RMSNorm too, with its weight as an input."""
     weight = self.out_norm.weight
     return _one_kernel(_rms_and_gate)(x.reshape(-1, x.shape[-1]), gate.reshape(-1, gate.shape[-1]), weight)
 
 
-#: Of 0.18 and of 0.19. torch.compile leaves the l2 norm's Triton kernel out; what it fuses around it are copies alone.
+#: Names of 0.18 and 0.19. torch.compile does not fuse the l2 norm's Triton kernel; around it are only copies.
 _AROUND_L2NORM = ("_prepare_qkv_for_gated_delta_rule", "_prepare_input_for_gated_delta_rule")
 
 
@@ -101,9 +101,9 @@ def _as_written(owner: type, name: str) -> Any:
 
 @contextmanager
 def compiled_functions_are_kernels() -> Iterator[None]:
-    """``jit_fuser`` (``jit.py``) is torch.compile: SwiGLU, bias-dropout-add and their like run as one kernel.
+    """Run each function under ``jit_fuser`` (``jit.py``: torch.compile) as one kernel: SwiGLU, bias-dropout-add, ...
 
-    What they make and drop on the way does not count, and autograd keeps what torch's partitioner chooses.
+    Intermediate tensors of the function are not counted; autograd saves what torch's partitioner chooses.
     """
     for name in ("models.gpt.gpt_layer_specs", "fusions.fused_bias_dropout", "fusions.fused_cross_entropy"):
         module_or_empty(f"megatron.core.{name}")

@@ -1,4 +1,4 @@
-"""K"""
+"""Kernels of CUDA, of Apex and of Megatron: what they save and allocate, without computing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bridge_memory.rehearsal.patches.replace import module_or_empty, replaced
 
 
 class _RMSNorm(torch.autograd.Function):
-    """What ``torch.rms_norm`` keeps on CUDA since 2.9: its input, its weight and one fp32 a row."""
+    """``torch.rms_norm`` on CUDA since 2.9: saves its input, its weight and one fp32 value per row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -44,11 +44,10 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
 
 @contextmanager
 def cuda_kernels() -> Iterator[None]:
-    """Where torch's autograd does otherwise on CUDA than elsewhere.
+    """Operations whose autograd differs between CUDA and other devices, as on CUDA.
 
-    Dropout is one kernel with a bool mask (elsewhere a mask of the input's dtype and a product), RMSNorm one
-    kernel (elsewhere a composition in fp32). Seen in torch 2.13: ``aten/src/ATen/native/Dropout.cpp``,
-    ``layer_norm.cpp``.
+    Dropout is one kernel with a bool mask; elsewhere a mask of the input's dtype and a product. RMSNorm is one kernel;
+    elsewhere a composition in fp32. torch 2.13: ``aten/src/ATen/native/Dropout.cpp``, ``layer_norm.cpp``.
     """
     functional = torch.nn.functional
     with ExitStack() as stack:
@@ -58,7 +57,7 @@ def cuda_kernels() -> Iterator[None]:
 
 
 def _softmax_kernels() -> dict[str, types.ModuleType]:
-    """megatron's fused softmax kernels: the scores' shape out; backward overwrites the gradient it gets."""
+    """Megatron's fused softmax kernels: the output has the scores' shape; backward overwrites the gradient it gets."""
     made = {}
     for name in (
         "scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda"
@@ -73,9 +72,9 @@ def _softmax_kernels() -> dict[str, types.ModuleType]:
 
 @contextmanager
 def apex_kernels() -> Iterator[None]:
-    """The weight-gradient GEMM that adds into the main gradient, and the fused softmax.
+    """The weight-gradient GEMM that accumulates into the main gradient, and the fused softmax.
 
-    ``tensor_parallel/layers.py`` and ``fusions/fused_softmax.py`` import them from Apex.
+    ``tensor_parallel/layers.py`` and ``fusions/fused_softmax.py`` import both from Apex.
     """
     layers = module_or_empty("megatron.core.tensor_parallel.layers")
     kernels = types.ModuleType("fused_weight_gradient_mlp_cuda")
@@ -94,20 +93,23 @@ def apex_kernels() -> Iterator[None]:
 
 @contextmanager
 def dummy_weight_gradients(device: str) -> Iterator[None]:
-    """Where gradients are added to main ones megatron-core takes its stand-ins for them from Transformer Engine
-    wherever that is installed, whatever implementation runs (``tensor_parallel/layers.py``; TE ``module/base.py:
-    get_dummy_wgrad``). A job that has the fused kernels is taken to have it too."""
+    """Dummy weight gradients of fused accumulation, one per shape and dtype, as with Transformer Engine installed.
+
+    With ``gradient_accumulation_fusion`` megatron-core takes the dummies from Transformer Engine where it is installed,
+    also for local modules (``tensor_parallel/layers.py``; TE ``module/base.py: get_dummy_wgrad``). A job with the fused
+    kernels is assumed to have Transformer Engine.
+    """
     layers = module_or_empty("megatron.core.tensor_parallel.layers")
     if has_te():
         yield
         return
     made: dict[Any, torch.Tensor] = {}
 
-    def stand_in(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    def dummy(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
         key = (*shape, dtype)
         if key not in made:
             made[key] = torch.empty(shape, dtype=dtype, device=device)
         return made[key].detach()
 
-    with replaced(layers, "get_dummy_wgrad", stand_in, add=True), replaced(layers, "HAVE_TE", True):
+    with replaced(layers, "get_dummy_wgrad", dummy, add=True), replaced(layers, "HAVE_TE", True):
         yield

@@ -1,4 +1,4 @@
-"""Modules of megatron-core that refuse a configuration or need a kernel library."""
+"""Modules of megatron-core whose constructors refuse a configuration or need a kernel library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _torch_norm(
     zero_centered_gamma: bool = False,
     normalization: str = "LayerNorm",
 ) -> torch.nn.Module:
-    """torch's norm, as ``transformer/torch_norm.py: WrappedTorchNorm`` builds it."""
+    """torch's norm, built as by ``transformer/torch_norm.py: WrappedTorchNorm``."""
     kinds: dict[str, Any] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
     norm = kinds[config.normalization](
         normalized_shape=hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
@@ -33,11 +33,11 @@ def _torch_norm(
 
 @contextmanager
 def norms_without_apex() -> Iterator[None]:
-    """``WrappedTorchNorm`` refuses sequence parallelism, persist_layer_norm and zero-centred weights.
+    """Let ``WrappedTorchNorm`` accept sequence parallelism, persist_layer_norm and zero-centred weights.
 
-    None of them changes a shape: under sequence parallelism the norms of Apex and Transformer Engine hold the
-    same weights and only mark them for an all-reduce. The weights are made in params_dtype, as by fused norms
-    (bare torch makes fp32 ones, which ``Float16Module`` then converts).
+    None of the three changes a shape: under sequence parallelism the norms of Apex and Transformer Engine hold the same
+    weights and only mark them for an all-reduce. Weights are created in params_dtype, as by fused norms; torch alone
+    creates fp32 ones, which ``Float16Module`` converts later.
     """
     torch_norm = module_or_empty("megatron.core.transformer.torch_norm")
     with replaced(torch_norm.WrappedTorchNorm, "__new__", _torch_norm):
@@ -45,12 +45,12 @@ def norms_without_apex() -> Iterator[None]:
 
 
 def has_te() -> bool:
-    """Whether megatron-core found Transformer Engine; without, its wrappers are mock objects."""
+    """Whether megatron-core found Transformer Engine. Without it, megatron-core's wrappers are mock objects."""
     return bool(getattr(module_or_empty("megatron.core.extensions.transformer_engine"), "HAVE_TE", False))
 
 
 class _Duplicated(torch.nn.Module):
-    """Transformer Engine's Linear with ``parallel_mode="duplicated"``: whole on every rank."""
+    """Transformer Engine's Linear with ``parallel_mode="duplicated"``: not sharded."""
 
     def __init__(self, inputs: int, outputs: int, *, config: Any, bias: bool = False, **_: object) -> None:
         super().__init__()
@@ -64,11 +64,11 @@ class _Duplicated(torch.nn.Module):
 
 @contextmanager
 def state_space_libraries() -> Iterator[None]:
-    """Constructors of state-space mixers ask for mamba_ssm and fla; their kernels are those of ``scan_kernels``."""
-    with imports.stand_ins(*imports.missing("triton")):
+    """Give state-space mixers ``scan_kernels`` in place of mamba_ssm and fla, which their constructors require."""
+    with imports.placeholder_packages(*imports.missing("triton")):
         mixer = module_or_empty("megatron.core.ssm.mamba_mixer")
         context_parallel = module_or_empty("megatron.core.ssm.mamba_context_parallel")
-        # The second of each pair is where 0.18 and 0.19 have them.
+        # The first name is that of releases before 0.18, the others those of 0.18 and 0.19.
         blocks = [
             module_or_empty(f"megatron.core.{name}") for name in ("ssm.mamba_block", "models.hybrid.hybrid_block")
         ]
@@ -87,11 +87,11 @@ def state_space_libraries() -> Iterator[None]:
             for name in names:
                 stack.enter_context(replaced(owner, name, getattr(scan_kernels, name), add=True))
         if not has_te():
-            # The final norm is hard-wired to TE's.
+            # The final norm is always TE's.
             for block in blocks:
                 stack.enter_context(replaced(block, "TENorm", torch_norm.WrappedTorchNorm))
             moe = module_or_empty("megatron.core.transformer.moe.moe_layer")
-            # The projections of latent MoE are made from Transformer Engine's Linear only.
+            # Latent MoE has projections of Transformer Engine's Linear only.
             stack.enter_context(replaced(moe, "TELinear", _Duplicated, add=True))
             stack.enter_context(replaced(moe, "HAVE_TE", True))
         yield
@@ -99,14 +99,13 @@ def state_space_libraries() -> Iterator[None]:
 
 @contextmanager
 def permissive_core_attention() -> Iterator[None]:
-    """Context parallelism and MLA, both of which the local ``DotProductAttention`` refuses (0.13 to 0.16.1).
+    """Let the local ``DotProductAttention`` accept context parallelism and MLA, which it refuses (0.13 to 0.16.1).
 
-    Under context parallelism it is let to attend within the rank's own part of the sequence, which is right
-    for parameters and for everything outside the core attention.
+    Under context parallelism it attends within this rank's part of the sequence: parameters and everything outside of
+    the core attention are right, the core attention is not.
 
-    ``transformer/multi_latent_attention.py`` builds its core attention with them, and the local
-    ``DotProductAttention`` refuses: MLA runs with Transformer Engine only. Accepting them, and giving the
-    output v_channels a head, is all it takes to see MLA's other tensors here.
+    ``transformer/multi_latent_attention.py`` passes k_channels and v_channels, so that MLA runs with Transformer Engine
+    only. Here they are accepted, and the output has v_channels per head; MLA's other tensors are then right.
     """
     module = module_or_empty("megatron.core.transformer.dot_product_attention")
     original = module.DotProductAttention.__init__
@@ -120,7 +119,7 @@ def permissive_core_attention() -> Iterator[None]:
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
-    # 0.16.1 also takes HAVE_TE for true whenever its TE wrappers import, which they do without TE.
+    # In 0.16.1 HAVE_TE is true where the TE wrappers can be imported, which they can without TE.
     mla = module_or_empty("megatron.core.transformer.multi_latent_attention")
     without_te = nullcontext() if has_te() else replaced(mla, "HAVE_TE", False)
     with replaced(module.DotProductAttention, "__init__", init), without_te:

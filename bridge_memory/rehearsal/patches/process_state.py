@@ -1,4 +1,4 @@
-"""S"""
+"""State that megatron-core keeps for the process: caches, loss scales, losses to log, experimental features."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bridge_memory.rehearsal.patches.replace import module_or_empty, replaced
 
 @contextmanager
 def fresh_caches() -> Iterator[None]:
-    """megatron-core caches masks and rotary tables for the process; those made here must go."""
+    """Clear megatron-core's caches of masks and rotary tables before and after the block."""
     utils = module_or_empty("megatron.core.transformer.utils")
     rotary = module_or_empty("megatron.core.models.common.embeddings.rotary_pos_embedding")
     cached: list[Any] = [
@@ -35,7 +35,7 @@ def fresh_caches() -> Iterator[None]:
 
 @contextmanager
 def loss_scales_restored() -> Iterator[None]:
-    """Schedules and passes leave loss scales and losses to log on classes (``moe_utils.py: MoEAuxLossAutoScaler``)."""
+    """Restore loss scales and logged losses, which passes set on classes (``moe_utils.py: MoEAuxLossAutoScaler``)."""
     moe = getattr(module_or_empty("megatron.core.transformer.moe.moe_utils"), "MoEAuxLossAutoScaler", None)
     mtp = getattr(module_or_empty("megatron.core.transformer.multi_token_prediction"), "MTPLossAutoScaler", None)
     name = "main_loss_backward_scale"
@@ -52,10 +52,10 @@ def loss_scales_restored() -> Iterator[None]:
 
 @contextmanager
 def experimental_features_enabled() -> Iterator[None]:
-    """MLA's fused rotation is marked experimental in 0.13 and 0.14 and runs with ``--enable-experimental`` only.
+    """Set ``--enable-experimental``, which MLA's fused rotary embedding needs in 0.13 and 0.14.
 
-    Who asks for a fusion is taken to have given that flag too. The decorators look at it at each call
-    (``utils.py: experimental_fn``).
+    A run that sets the fusion is assumed to set that flag too. Decorators read it at each call (``utils.py:
+    experimental_fn``).
     """
     with replaced(module_or_empty("megatron.core.config"), "ENABLE_EXPERIMENTAL", True):
         yield

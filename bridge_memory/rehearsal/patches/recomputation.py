@@ -1,4 +1,4 @@
-"""R"""
+"""Recomputation without Transformer Engine, without a C++ compiler and under saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bridge_memory.rehearsal.patches.replace import META, module_or_empty, repla
 
 
 class _NoFp8:
-    """Transformer Engine's state of a process that never uses fp8."""
+    """Transformer Engine's global fp8 state in a process that does not use fp8."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -27,9 +27,10 @@ class _NoFp8:
 
 @contextmanager
 def recomputation_without_te() -> Iterator[None]:
-    """``CheckpointWithoutOutput`` asks Transformer Engine about fp8 unless told None (0.14 to 0.16.1).
+    """Let ``CheckpointWithoutOutput`` run without Transformer Engine, whose fp8 state it reads (0.14 to 0.16.1).
 
-    ``transformer_layer.py`` does not tell it for layer norms, so that recomputing them fails without TE.
+    It does not read the state if constructed with ``fp8=None``, which ``transformer_layer.py`` omits for layer norms:
+    recomputing them fails without TE.
     """
     random = module_or_empty("megatron.core.tensor_parallel.random")
     if hasattr(random, "FP8GlobalStateManager"):
@@ -47,9 +48,11 @@ def recomputation_without_te() -> Iterator[None]:
 
 @contextmanager
 def gradients_of_checkpoints() -> Iterator[None]:
-    """Before 0.16 ``CheckpointWithoutOutputFunction.backward`` reads gradients of what autograd saved. What went
-    through hooks, by which saved tensors are seen here, comes back as another object without one: read those of the
-    leaves. A pass without gradients, as of a checkpoint around it, saves nothing."""
+    """Read gradients in ``CheckpointWithoutOutputFunction.backward`` from the leaves of its forward pass.
+
+    Before 0.16 it reads ``.grad`` of the tensors that autograd saved. The tracker's saved-tensor hooks return other
+    Python objects, which have none. A pass under ``no_grad``, as inside of an outer checkpoint, saves nothing.
+    """
     random = module_or_empty("megatron.core.tensor_parallel.random")
     function, detach = random.CheckpointWithoutOutputFunction, random.detach_variable
     forward, backward, checkpoint = function.forward, function.backward, random.CheckpointWithoutOutput.checkpoint
@@ -63,7 +66,7 @@ def gradients_of_checkpoints() -> Iterator[None]:
             saves.pop()
 
     def with_leaves(ctx: Any, *args: Any) -> Any:
-        made: list[Any] = []  # of this pass alone: whole layers' checkpoints detach too
+        made: list[Any] = []  # of this pass only: checkpoints of whole layers detach as well
 
         def detached(inputs: Any) -> Any:
             made.append(detach(inputs))
@@ -98,8 +101,8 @@ _RESIZE = torch.UntypedStorage.resize_
 
 
 def _shared(output: torch.Tensor, recomputed: torch.Tensor) -> None:
-    """``share_storage`` of ``tensor_parallel/random.py`` (0.17), which is compiled C++: the storage of ``output`` has
-    the size of the recomputed one, and keeps it alive. A storage without data takes no bytes of its own."""
+    """``share_storage`` of ``tensor_parallel/random.py`` (0.17), there in C++: resizes the storage of ``output`` to
+    that of ``recomputed`` and keeps the latter alive. On the meta device this allocates nothing."""
     storage, source = output.untyped_storage(), recomputed.untyped_storage()
     _RESIZE(storage, source.nbytes())
     weakref.finalize(storage, _keep_alive, source)
@@ -107,7 +110,7 @@ def _shared(output: torch.Tensor, recomputed: torch.Tensor) -> None:
 
 @contextmanager
 def storage_shared_without_extension(device: str) -> Iterator[None]:
-    """On the meta device recomputed outputs share storages without the extension that megatron-core would compile."""
+    """On the meta device, share storages of recomputed outputs without the extension that megatron-core compiles."""
     random = module_or_empty("megatron.core.tensor_parallel.random")
     if device != META:
         yield

@@ -1,4 +1,4 @@
-"""Replace names of other packages for the length of a block."""
+"""Replace names of other packages inside a ``with`` block."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ABSENT = object()
 
 @contextmanager
 def replaced(owner: object, name: str, value: object, *, add: bool = False) -> Iterator[None]:
-    """Set ``owner.name`` for this block; without ``add``, skipped where the release has no such name, or not
-    the owner either (None)."""
+    """Set ``owner.name`` inside this block. Without ``add``, does nothing where the release has no such name, or no
+    owner (None)."""
     own = _ABSENT if owner is None else vars(owner).get(name, _ABSENT)
     if own is _ABSENT and not add and not hasattr(owner, name):
         yield
@@ -32,7 +32,7 @@ def replaced(owner: object, name: str, value: object, *, add: bool = False) -> I
 
 
 def module_or_empty(name: str) -> Any:
-    """The module, or an empty one in a release that does not have it."""
+    """The imported module, or an empty one where the release does not have it."""
     try:
         return importlib.import_module(name)
     except ImportError:

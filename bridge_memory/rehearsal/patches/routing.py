@@ -1,4 +1,4 @@
-"""Ro"""
+"""Balanced routing: tokens per expert are known without the values of a router."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from bridge_memory.rehearsal.patches.replace import module_or_empty, replaced
 
 
 def spread(total: int, parts: int, *, multiple: int = 0, together: int = 1) -> list[int]:
-    """``total`` over ``parts`` as evenly as whole numbers allow, any run of them too: the experts of one rank get as
-    many as those of another. ``multiple``: of which rows are padded to; so many parts ``together`` differ by as much,
-    at equal distances, so that they lack half of it on average, as where routing is natural; their sum stays."""
+    """Divide ``total`` over ``parts`` as evenly as integers allow, and so the sums of consecutive parts, as of a rank.
+
+    ``multiple``: the number of rows that quantized experts are padded to. The counts of ``together`` consecutive parts
+    then spread over that range at equal distances, so that padding adds half of it on average, as with natural routing.
+    Their sum does not change.
+    """
     even = [(i + 1) * total // parts - i * total // parts for i in range(parts)]
     width = min(multiple, min(even))
     return [n + int((2 * (i % together) + 1 - together) * width / (2 * together)) for i, n in enumerate(even)]
 
 
 def dealt(totals: Sequence[int], ranks: int) -> list[list[int]]:
-    """Each of ``totals`` over ``ranks`` as evenly as whole numbers allow, and so the sum of any run of them: what is
-    left of one goes to the ranks after those that got what was left of the one before. [rank][total]."""
+    """Divide each of ``totals`` over ``ranks`` as evenly as integers allow, and so the sums of consecutive ones.
+
+    The remainder of one total goes to the ranks after those that got the remainder of the total before. Returns
+    [rank][total].
+    """
     out = [[n // ranks for n in totals] for _ in range(ranks)]
     at = 0
     for i, n in enumerate(totals):
@@ -36,8 +42,9 @@ def dealt(totals: Sequence[int], ranks: int) -> list[list[int]]:
 def sent_to_experts(
     tokens: int, topk: int, experts: int, config: Any, *, multiple: int = 0, together: int = 1
 ) -> list[int]:
-    """How many of a rank's ``tokens`` each expert gets: evenly, and with a capacity at most that many, or just as many
-    where inputs are padded to it (``moe_utils.py: apply_router_token_dropping``). Others as for ``spread``."""
+    """How many of a rank's ``tokens`` each expert gets: an even share, at most the expert capacity, or exactly the
+    capacity where inputs are padded to it (``moe_utils.py: apply_router_token_dropping``). ``multiple``, ``together``:
+    as for ``spread``."""
     even = spread(tokens * topk, experts, multiple=multiple, together=together)
     factor = config.moe_expert_capacity_factor
     if factor is None:
@@ -48,7 +55,7 @@ def sent_to_experts(
 
 
 class _BalancedMap:
-    """A routing map of which only the size and the column sums are known."""
+    """A routing map of which only the number of tokens and the column sums are known."""
 
     def __init__(self, tokens: int, sums: list[int]) -> None:
         self._tokens = tokens
@@ -62,9 +69,9 @@ class _BalancedMap:
 
 
 def _balance(routing_map: torch.Tensor, topk: int) -> None:
-    """Send each token to the next ``topk`` experts in turn, in place and without a temporary.
+    """Overwrite the map in place, without a temporary: token i goes to the ``topk`` experts after those of token i - 1.
 
-    Through ``.data``, since autograd may have the map among what it saved.
+    ``.data`` is written, since autograd may have saved the map.
     """
     experts = routing_map.shape[1]
     period = experts // gcd(experts, topk)
@@ -76,7 +83,7 @@ def _balance(routing_map: torch.Tensor, topk: int) -> None:
 
 
 class _MaskedSelect(torch.autograd.Function):
-    """``masked_select`` with a known count: autograd keeps the source and the mask (``derivatives.yaml``)."""
+    """``masked_select`` with a known count: autograd saves the source and the mask (``derivatives.yaml``)."""
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
@@ -91,16 +98,15 @@ class _MaskedSelect(torch.autograd.Function):
 
 @contextmanager
 def balanced_routing(topk: int, experts: int, multiple: int = 0) -> Iterator[None]:
-    """Every expert gets the same number of tokens, so that shapes are known without values.
+    """Give every expert the same number of tokens, so that shapes are known without values.
 
-    ``moe/token_dispatcher.py`` counts tokens a rank on the GPU and copies the counts to the host; on the meta
-    device the same code counts a balanced map on the host. Real tensors get their router's map overwritten.
-    ``multiple``: of rows, which the experts' quantized GEMMs want: they are padded as where routing is natural
-    (``spread``).
+    ``moe/token_dispatcher.py`` counts tokens per rank on the GPU and copies the counts to the host. On the meta device
+    the same code counts a balanced map on the host; for tensors with data the router's map is overwritten.
+    ``multiple``: rows to which quantized GEMMs pad (``spread``).
     """
     module = module_or_empty("megatron.core.transformer.moe.token_dispatcher")
     counts: list[list[int]] = []
-    #: What a map of so many elements sends in all.
+    #: Elements of a routing map -> tokens that it sends.
     sent: dict[int, int] = {}
     masked_select, cpu = torch.Tensor.masked_select, torch.Tensor.cpu
     all_to_all = module.MoEAlltoAllTokenDispatcher
@@ -117,7 +123,7 @@ def balanced_routing(topk: int, experts: int, multiple: int = 0) -> Iterator[Non
         tokens, columns = routing_map.shape
         known: Any = routing_map
         if routing_map.is_meta:
-            # Of several ranks' tokens the sum is what is spread, below; but for those that capacity leaves of each.
+            # Tokens of several ranks are spread by their sum, below, unless a capacity bounds each rank's.
             own = self.ep_size * self.tp_size == 1 or self.config.moe_expert_capacity_factor is not None
             sums = sent_to_experts(
                 tokens, topk, columns, self.config, multiple=multiple if own else 0, together=self.num_local_experts
@@ -128,7 +134,7 @@ def balanced_routing(topk: int, experts: int, multiple: int = 0) -> Iterator[Non
             ranks = group.size()
             gathered = sums.repeat(ranks)
             if routing_map.is_meta and ranks > 1 and self.config.moe_expert_capacity_factor is None:
-                # What this rank sends more or less than its share the others make up for, in whole.
+                # The other ranks together make up for what this rank sends above or below its share.
                 table = gathered.view(ranks, -1)
                 others = [rank for rank in range(ranks) if rank != group.rank()]
                 everywhere = spread(
@@ -159,7 +165,7 @@ def balanced_routing(topk: int, experts: int, multiple: int = 0) -> Iterator[Non
             counts.pop()
 
     def selected(source: torch.Tensor, mask: torch.Tensor) -> Any:
-        """topk a token, evenly over experts: how many ones a routing map has in these columns."""
+        """Selects as many elements as a balanced map has ones in these columns."""
         if not source.is_meta:
             return masked_select(source, mask)
         evenly = mask.numel() * topk // experts
@@ -184,7 +190,7 @@ def balanced_routing(topk: int, experts: int, multiple: int = 0) -> Iterator[Non
     utils = module_or_empty("megatron.core.transformer.moe.moe_utils")
     with ExitStack() as stack:
         if not hasattr(utils, "te_general_gemm"):
-            # The router's linear looks for TE's GEMM by a name that is not there without TE (0.16.1).
+            # The router's linear reads a name of TE's GEMM that does not exist without TE (0.16.1).
             stack.enter_context(replaced(utils, "te_general_gemm", None, add=True))
         stack.enter_context(replaced(router, "forward", routed))
         stack.enter_context(replaced(all_to_all, "preprocess", counted))

@@ -1,4 +1,4 @@
-"""Kernels of attention: cuDNN's, flash-attn's, rotary embeddings, softmax and context parallelism."""
+"""Kernels of attention: cuDNN's, flash-attn's, rotary embeddings, softmax, context parallelism."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bridge_memory.rehearsal.te_kernels.package import NEWEST, te_module, versio
 from bridge_memory.rehearsal.te_kernels.quantized import empty, is_quantized, quantized, shape_of
 from bridge_memory.releases import release_in
 
-#: From here on attention in fp8 keeps one statistic of the softmax as any other does.
+#: From this release on fp8 attention saves one statistic of the softmax, as other attention does.
 _ONE_STATISTIC = (2, 15)
-#: From here on the kernels' choice is told whether they must be deterministic.
+#: From this release on the backend's choice gets an argument for determinism.
 _DETERMINISM_PASSED = (2, 12)
 
 
 def _heads(args: Sequence[Any]) -> list[Any]:
-    """Query, key and value: the first arguments with heads, whatever the release puts before them."""
+    """Query, key and value: the first three arguments with a heads dimension, in every release."""
     return [a for a in args if (isinstance(a, torch.Tensor) or is_quantized(a)) and len(shape_of(a)) >= 3][:3]
 
 
@@ -32,10 +32,10 @@ def _enum_among(args: Sequence[Any], kind: str) -> Any:
 
 
 def fused_attn_fwd(*args: Any) -> list[Any]:
-    """``attention.cpp``: the output, fp32 statistics of the softmax a query and head, the random state.
+    """``attention.cpp``: the output, fp32 statistics of the softmax per query and head, the random state.
 
-    fp8 keeps two statistics (maximum and reciprocal sum) before 2.15, and quantizes its output where it has a
-    quantizer.
+    In fp8 there are two statistics (maximum and reciprocal sum) before 2.15, and the output is quantized where a
+    quantizer is passed.
     """
     layout = _enum_among(args, "NVTE_QKV_Layout").name
     query, _, value = _heads(args)
@@ -65,10 +65,10 @@ def fused_attn_fwd(*args: Any) -> list[Any]:
 
 
 def fused_attn_bwd(*args: Any) -> list[Any]:
-    """``attention.cpp``: gradients of query, key and value; of a learnable softmax offset too.
+    """``attention.cpp``: gradients of query, key and value, and of a learnable softmax offset.
 
-    The kernel sums the query's gradient in fp32 and takes one fp32 sum a row; cuDNN's own, which this takes for
-    what FlashAttention documents.
+    Inside the kernel: the query's gradient in fp32, and one fp32 sum per row. This is FlashAttention's documented
+    algorithm; cuDNN's is assumed to be the same.
     """
     query, key, value = _heads(args)
     gradient_of = [a for a in args if isinstance(a, torch.dtype)]
@@ -82,8 +82,8 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
 
 class _FlashAttention(torch.autograd.Function):
     """flash-attn 2.8 ``flash_attn_interface.py: FlashAttnFunc``, ``csrc/flash_attn/flash_api.cpp: mha_fwd, mha_bwd``:
-    the output, fp32 log-sum-exps [b, a, s], the random state. Backward sums the query's gradient in fp32, takes one
-    fp32 sum a row, and has gradients of keys and values for every head of the queries before it sums those of a group.
+    the output, fp32 log-sum-exps [b, a, s], the random state. Backward allocates the query's gradient in fp32, one fp32
+    sum per row, and gradients of keys and values for every query head before it sums those of a group.
     """
 
     @staticmethod
@@ -97,9 +97,9 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, ...]:
         query, key, value, *_ = ctx.saved_tensors
         made = tuple(empty(t.shape, t.dtype) for t in (query, key, value))
-        held = [empty([4 * (prod(query.shape) + prod(query.shape[:-1]))], torch.uint8)]
+        temporaries = [empty([4 * (prod(query.shape) + prod(query.shape[:-1]))], torch.uint8)]
         if key.shape[-2] != query.shape[-2]:
-            held += [empty(query.shape, query.dtype) for _ in (key, value)]
+            temporaries += [empty(query.shape, query.dtype) for _ in (key, value)]
         return made
 
 
@@ -116,18 +116,18 @@ def fa_prepare_bwd(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
 
 
 def flash_attn_func(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """FlashAttention 2, of sequences of one length or packed ones."""
+    """FlashAttention 2, for sequences of equal length and for packed ones."""
     out: torch.Tensor = _FlashAttention.apply(query, key, value)
     return out
 
 
-#: Of flash-attn; every release of Transformer Engine that is known here takes it.
+#: The release of flash-attn; every supported Transformer Engine accepts it.
 FLASH_ATTENTION = "2.8.3"
 
 
 @contextmanager
 def flash_attention() -> Iterator[None]:
-    """flash-attn as Transformer Engine finds it (``backends.py``, ``utils.py: FlashAttentionUtils``)."""
+    """Install flash-attn where Transformer Engine looks for it (``backends.py``, ``utils.py: FlashAttentionUtils``)."""
     backends = te_module("attention.dot_product_attention.backends")
     utils = getattr(te_module("attention.dot_product_attention.utils"), "FlashAttentionUtils", None)
     with ExitStack() as stack:
@@ -142,20 +142,21 @@ def flash_attention() -> Iterator[None]:
         yield
 
 
-def get_fused_attn_backend(asked: Any, *rest: Any) -> Any:
-    """cuDNN's attention for any length; in fp8 where query, key and value are.
+def get_fused_attn_backend(first: Any, *rest: Any) -> Any:
+    """cuDNN's attention for any sequence length; its fp8 backend where query, key and value are in fp8.
 
-    Before 2.12 Python says that none is deterministic on Blackwell; from then on this is told, and measured runs with
-    2.17 and 2.18 go on without. From 2.20 on it is asked of one object, and the answer comes with why not.
+    On Blackwell none is deterministic. Before 2.12 Python decides that; later releases pass the requirement to this
+    function, and measured runs with 2.17 and 2.18 continued without cuDNN. From 2.20 on the arguments are one object,
+    and the result includes a reason.
     """
-    backend, together = ENUMS["NVTE_Fused_Attn_Backend"], not rest
-    dtype = asked.qkv_dtype if together else rest[0]
-    told = (release_in(version()) or NEWEST) >= _DETERMINISM_PASSED
-    deterministic = asked.deterministic if together else told and rest[-1]
+    backend, one_object = ENUMS["NVTE_Fused_Attn_Backend"], not rest
+    dtype = first.qkv_dtype if one_object else rest[0]
+    passed = (release_in(version()) or NEWEST) >= _DETERMINISM_PASSED
+    deterministic = first.deterministic if one_object else passed and rest[-1]
     found = backend.NVTE_FP8 if dtype.name.startswith("kFloat8") else backend.NVTE_F16_arbitrary_seqlen
     if deterministic and torch.cuda.get_device_capability() >= COMPUTE_CAPABILITY["blackwell"]:
         found = backend.NVTE_No_Backend
-    return (found, "") if together else found
+    return (found, "") if one_object else found
 
 
 def _rotated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -164,7 +165,7 @@ def _rotated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _softmax(scores: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """``softmax.cpp``: probabilities in a tensor of their own."""
+    """``softmax.cpp``: probabilities in a new tensor."""
     return empty(scores.shape, scores.dtype)
 
 
@@ -174,7 +175,7 @@ def _softmax_backward(gradient: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def fused_qkv_rope_forward(qkv: torch.Tensor, q: Any, k: Any, start: Any, split: Any, *rest: Any) -> list[Any]:
-    """``apply_rope.cpp``: query, key and value apart; ``split`` in elements a group."""
+    """``apply_rope.cpp``: separate query, key and value; ``split``: elements per group."""
     width = sum(split)
     lead = tuple(qkv.shape[:2])
     groups = prod(qkv.shape[2:]) // width
@@ -198,7 +199,7 @@ def multi_tensor_transpose_to_bhsd(tensors: Any, original_format: str, outputs: 
 
 
 def thd_read_half_tensor(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """``attention.cpp``: one half of every sequence's tokens, a copy."""
+    """``attention.cpp``: a copy of one half of every sequence's tokens."""
     shape = list(tensor.shape)
     tokens = 0 if tensor.dim() == 3 else 1
     shape[tokens] //= 2

@@ -1,4 +1,4 @@
-"""Enumerations that the compiled half exports, and torch's dtypes for its own."""
+"""Enumerations of the compiled half, and torch's dtype for each of its ``DType``s."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _nvte(members: str) -> str:
 
 
 ENUMS = {
-    # The members that the bindings export, with the values of ``transformer_engine.h``.
+    # The exported members, with the values of ``transformer_engine.h``.
     "DType": enum.IntEnum(
         "DType",
         {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6, "kFloat8E4M3": 7,
@@ -63,7 +63,7 @@ ENUMS = {
         "NVTEScalingMode",
         _nvte("DELAYED_TENSOR_SCALING MXFP8_1D_SCALING BLOCK_SCALING_1D BLOCK_SCALING_2D NVFP4_1D_SCALING"),
     ),
-    # Python names them all, and compares (``cpp_extensions/fused_attn.py: FusedAttnBackend``).
+    # Python checks that it knows every member (``cpp_extensions/fused_attn.py: FusedAttnBackend``).
     "NVTE_Fused_Attn_Backend": _enum("NVTE_Fused_Attn_Backend", _nvte("F16_arbitrary_seqlen FP8 No_Backend")),
 }
 _TORCH = {

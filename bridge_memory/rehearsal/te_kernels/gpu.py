@@ -1,4 +1,4 @@
-"""The GPU and the library versions by which Transformer Engine chooses its code paths."""
+"""The GPU and library versions by which Transformer Engine chooses code paths."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from bridge_memory.cards.generations import GENERATIONS
 from bridge_memory.cards.rows import GPUS
 from bridge_memory.rehearsal.patches.replace import replaced
 
-#: What Transformer Engine chooses its paths by: the GPU, and the versions of its libraries.
+#: Generation -> compute capability (major, minor).
 COMPUTE_CAPABILITY = GENERATIONS
 CUDNN_VERSION = 92100
 CUBLAS_VERSION = 130000
 CUDA_VERSION = "13.0"
-#: ``common/util/multi_stream.cpp``: streams that grouped GEMMs are spread over.
+#: Streams of grouped GEMMs (``common/util/multi_stream.cpp``).
 CUBLAS_STREAMS = 4
 
 
 class _Device:
-    """Properties of the GPU that the rehearsal stands on."""
+    """``torch.cuda.get_device_properties`` of the assumed GPU."""
 
     multi_processor_count = GPUS["H200"].multiprocessors
     total_memory = GPUS["H200"].capacity_bytes

@@ -1,4 +1,4 @@
-"""GEMMs, norms and the router; and the module of all kernels."""
+"""GEMMs, norms and the router, and the module that holds every kernel."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def generic_gemm(
 
 
 def te_general_grouped_gemm(*args: Any) -> Any:
-    """``gemm.cpp: te_general_grouped_gemm``: writes into the outputs that Python made."""
+    """``gemm.cpp: te_general_grouped_gemm``: writes into the outputs that Python allocated."""
     return args[7]
 
 
@@ -76,7 +76,7 @@ def _normalized(x: torch.Tensor, out: Any, quantizer: Any, otype: Any) -> Any:
 
 
 def rmsnorm_fwd(x: Any, weight: Any, eps: float, out: Any, quantizer: Any, otype: Any, *rest: Any) -> list[Any]:
-    """``normalization.cpp``: the output and one fp32 reciprocal a row."""
+    """``normalization.cpp``: the output and one fp32 reciprocal per row."""
     return [_normalized(x, out, quantizer, otype), None, empty([prod(x.shape[:-1])], torch.float32)]
 
 
@@ -87,7 +87,7 @@ def rmsnorm_bwd(dz: Any, x: Any, rsigma: Any, gamma: Any, *rest: Any) -> list[to
 def layernorm_fwd(
     x: Any, weight: Any, bias: Any, eps: float, out: Any, quantizer: Any, otype: Any, *rest: Any
 ) -> list[Any]:
-    """``normalization.cpp``: the output, a mean and a reciprocal a row, in fp32."""
+    """``normalization.cpp``: the output, and per row a mean and a reciprocal in fp32."""
     rows = [prod(x.shape[:-1])]
     made = _normalized(x, out, quantizer, otype)
     return [made, empty(rows, torch.float32), empty(rows, torch.float32)]
@@ -103,7 +103,7 @@ def fused_topk_with_score_function_fwd(logits: torch.Tensor, *rest: Any, **named
 
 
 def fused_topk_with_score_function_bwd(*args: Any) -> torch.Tensor | None:
-    """The gradient of the logits, [tokens, experts], which later releases make in Python and hand in last."""
+    """The gradient of the logits, [tokens, experts]; later releases allocate it in Python and pass it last."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     if isinstance(args[0], torch.Tensor):
         return None
@@ -118,7 +118,7 @@ def fused_moe_aux_loss_fwd(probs: torch.Tensor, *rest: Any, **named: Any) -> lis
 def fused_score_for_moe_aux_loss_bwd(
     *, intermediate_output: Any, grad_logits: Any = None, **rest: Any
 ) -> torch.Tensor | None:
-    """The gradient of the logits, which later releases make in Python and hand in."""
+    """The gradient of the logits; later releases allocate it in Python and pass it."""
     return None if grad_logits is not None else empty(intermediate_output.shape, intermediate_output.dtype)
 
 
@@ -137,7 +137,7 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class Kernels(types.ModuleType):
-    """``transformer_engine_torch``. A kernel that is not here is refused by name, when it is called."""
+    """The module ``transformer_engine_torch``. A call of an unknown kernel is refused by name."""
 
     def __init__(self) -> None:
         super().__init__(COMPILED)

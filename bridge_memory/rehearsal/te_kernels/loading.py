@@ -1,4 +1,4 @@
-"""Import Transformer Engine over the replaced kernels, or keep megatron-core from finding it."""
+"""Import Transformer Engine over the replaced kernels, or hide it from megatron-core."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from bridge_memory.rehearsal.te_kernels.package import COMPILED, INSTALL, NEWEST
 from bridge_memory.rehearsal.world import RehearsalUnavailable
 from bridge_memory.releases import release_in, release_words
 
-#: From here on there is no kernel of its own for attention over 512 tokens and fewer.
+#: From this release on there is no separate attention kernel for at most 512 tokens.
 _NO_SHORT_ATTENTION = (2, 16)
-#: Modules of megatron-core (0.13 to 0.19) with Triton kernels of their own, launched into nothing likewise.
+#: Modules of megatron-core (0.13 to 0.19) with Triton kernels, which are not launched either.
 MEGATRON_TRITON = (
     "fusions.fused_indices_converter", "fusions.fused_mla_yarn_rope_apply", "fusions.fused_pad_routing_map",
     "ssm.mamba_mixer",
@@ -32,7 +32,7 @@ MEGATRON_TRITON = (
 
 
 def why_not() -> str:
-    """Why Transformer Engine cannot be rehearsed here, in words that follow its name; empty where it can."""
+    """Why Transformer Engine cannot be rehearsed here, as a clause that follows its name; empty where it can."""
     if loaded():
         return ""
     if importlib.util.find_spec(PACKAGE) is None:
@@ -50,12 +50,12 @@ def why_not() -> str:
 
 
 def loaded() -> bool:
-    """Whether this process runs Transformer Engine over these kernels."""
+    """Whether this process has imported Transformer Engine over the replaced kernels."""
     return isinstance(sys.modules.get(COMPILED), Kernels)
 
 
 def load() -> None:
-    """Import Transformer Engine over kernels that compute nothing, for the life of this process.
+    """Import Transformer Engine over kernels that compute nothing, until the process ends.
 
     Raises RehearsalUnavailable when it cannot be rehearsed, or when megatron-core was imported without it.
     """
@@ -76,8 +76,8 @@ def load() -> None:
         )
     sys.modules[COMPILED] = Kernels()
     with ExitStack() as stack:
-        stack.enter_context(imports.stand_ins("triton", *imports.missing("onnxscript", "onnx")))
-        # Keeps ``transformer_engine/common`` from loading the shared libraries.
+        stack.enter_context(imports.placeholder_packages("triton", *imports.missing("onnxscript", "onnx")))
+        # With it ``transformer_engine/common`` loads no shared libraries.
         stack.enter_context(_environment("NVTE_PROJECT_BUILDING", "1"))
         stack.enter_context(replaced(torch.version, "cuda", CUDA_VERSION))
         stack.enter_context(gpu_properties("hopper"))
@@ -93,13 +93,13 @@ def load() -> None:
 
 
 def leave() -> None:
-    """Let megatron-core find no Transformer Engine, for the life of this process."""
+    """Hide Transformer Engine from megatron-core until the process ends."""
     if PACKAGE not in sys.modules:
         sys.modules[PACKAGE] = None  # type: ignore[assignment]
 
 
 def _package_alone() -> None:
-    """Make the package importable bit by bit: its ``__init__`` imports everything at once."""
+    """Register the package without running its ``__init__``, which imports every submodule."""
     found = importlib.util.find_spec(PACKAGE)
     assert found is not None
     package = types.ModuleType(PACKAGE)

@@ -1,4 +1,4 @@
-"""Which Transformer Engine is installed, and its modules."""
+"""The installed Transformer Engine: release, supported releases, modules."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 
 PACKAGE = "transformer_engine"
 COMPILED = "transformer_engine_torch"
-#: Releases whose calls of its compiled half are known, as tests/te passed with them.
+#: Oldest and newest release for which tests/te passed.
 OLDEST, NEWEST = (2, 10), (2, 20)
-#: How to get its Python alone; pydantic is what its recipes are written with.
+#: Installs its Python without the compiled half; its recipes need pydantic.
 INSTALL = 'pip install --no-deps "transformer_engine==2.20.2" && pip install pydantic packaging'
 
 
 def version() -> str:
-    """The release of Transformer Engine that is installed."""
+    """The installed release of Transformer Engine."""
     return importlib.metadata.version(PACKAGE)
 
 
 def te_module(name: str) -> Any:
+    """The imported module ``transformer_engine.pytorch.NAME``; an empty one where it is not imported."""
     return sys.modules.get(f"{PACKAGE}.pytorch.{name}") or types.ModuleType(name)

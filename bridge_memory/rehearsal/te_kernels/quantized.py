@@ -1,4 +1,4 @@
-"""Quantized tensors: what the quantizers allocate, and the kernels that cast and transpose."""
+"""Quantized tensors: buffers that quantizers allocate, and the kernels that cast and transpose."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ def empty(shape: Sequence[int], dtype: Any) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=META)
 
 
-#: The matrix of NVFP4's Hadamard transform, one for the process.
+#: The matrix of NVFP4's Hadamard transform, one per process.
 HADAMARD = torch.empty((16, 16), dtype=torch.bfloat16, device=META)
 
 
 def quantized(tensor: torch.Tensor, quantizer: Any, shape: Any = None) -> Any:
-    """A tensor of this shape as the quantizer lays it out: its own Python makes the buffers.
+    """A quantized tensor of this shape, with the buffers that the quantizer's Python allocates.
 
-    Where the GPU multiplies either layout, data scaled as a whole is made in one (``quantizer.cpp: Float8Quantizer``).
+    Where the GPU's GEMM takes either layout, data with one scale per tensor has the rowwise layout only
+    (``quantizer.cpp: Float8Quantizer``).
     """
     if type(quantizer).__name__.startswith(("Float8Quantizer", "Float8CurrentScaling")) and any_layout():
         quantizer = quantizer.copy()
@@ -39,7 +40,7 @@ def quantized(tensor: torch.Tensor, quantizer: Any, shape: Any = None) -> Any:
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pinned: bool = False
 ) -> Any:
-    """``quantizer.cpp: create_tensor``, which makes what ``make_empty`` of each quantizer made before 2.16."""
+    """``quantizer.cpp: create_tensor``; before 2.16 each quantizer's ``make_empty`` allocated the same in Python."""
     shape = tuple(shape)
     kinds = {c.__name__ for c in type(quantizer).__mro__}
     if kinds & {"Float8Quantizer", "Float8CurrentScalingQuantizer"}:
@@ -76,7 +77,7 @@ def create_empty_quantized_tensor(
 
 
 def _nvfp4_tensor(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Two values a byte, a scale of one for each 16, and the largest of all, in either layout."""
+    """Per layout: two values per byte, a one-byte scale per 16 values, and the maximum of the tensor (amax)."""
     parts: dict[str, Any] = {}
     flat = (prod(shape[:-1]), shape[-1])
     for kind, used, laid_out in (
@@ -100,7 +101,7 @@ def any_layout() -> bool:
 
 
 def _storage_of(tensor: Any) -> Any:
-    """The bare storage that kernels return where the quantizer is internal to a module."""
+    """The storage class without autograd, which kernels return where a quantizer is internal to a module."""
     metadata = tensor.get_metadata()
     base = next(c for c in type(tensor).__mro__ if c.__name__.endswith("TensorStorage"))
     try:
@@ -114,8 +115,8 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """As the kernels see it: of fp8 data that is there in its transposed layout alone, the last dimension is the first
-    of that (``quantizer.cpp: Float8Quantizer::create_tensor``). TE's own ``size()`` is so for matrices only."""
+    """The logical shape. Of fp8 data that exists in the transposed layout only, the last dimension is the first of that
+    layout (``quantizer.cpp: Float8Quantizer::create_tensor``); TE's ``size()`` reverses it for matrices only."""
     if getattr(tensor, "_data", tensor) is None and getattr(tensor, "_transpose", None) is not None:
         last, *rows = tensor._transpose.size()
         return (*rows, last)
@@ -123,12 +124,12 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
 
 
 def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
-    """``cast.cpp: quantize``: into ``output``, or into what the quantizer makes."""
+    """``cast.cpp: quantize``: into ``output``, or into a new tensor of the quantizer."""
     return quantized(tensor, quantizer) if output is None else output
 
 
 def split_quantize(tensor: torch.Tensor, sections: Sequence[int], quantizers: Sequence[Any], **rest: Any) -> list[Any]:
-    """``cast.cpp: split_quantize``: every part on its own."""
+    """``cast.cpp: split_quantize``: a separate tensor per section."""
     return [quantized(p, q) for p, q in zip(torch.split(tensor, list(sections)), quantizers, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Ru"""
+"""What Transformer Engine reads of torch.cuda while a rank runs, and the caches that it keeps for the process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from bridge_memory.rehearsal.te_kernels.quantized import HADAMARD
 
 @contextmanager
 def running(arch: str = "hopper", *, fp8_parameters: bool = False, flash: bool = False) -> Iterator[None]:
-    """What Transformer Engine asks of torch.cuda, answered; its workspaces and caches gone afterwards.
+    """Let Transformer Engine run as on a GPU of generation ``arch``; its workspaces and caches are cleared afterwards.
 
-    ``fp8_parameters``: modules quantize their parameters as they are built (``module/base.py: reset_parameters``).
-    ``flash``: flash-attn is there beside cuDNN.
+    ``fp8_parameters``: modules quantize parameters when they are constructed (``module/base.py: reset_parameters``).
+    ``flash``: flash-attn is installed as well as cuDNN.
     """
     gemm = te_module("cpp_extensions.gemm")
     with ExitStack() as stack:
@@ -41,9 +41,9 @@ def running(arch: str = "hopper", *, fp8_parameters: bool = False, flash: bool =
             (te_module("distributed"), "_get_cuda_rng_state", lambda *a, **k: torch.zeros(16, dtype=torch.uint8)),
             (te_module("distributed"), "_set_cuda_rng_state", lambda *a, **k: None),
             (torch.distributed, "_coalescing_manager", coalesced),
-            # Asked of a gradient and 1.0, which differ in shape (``triton/cross_entropy.py: cross_entropy_backward``).
+            # Called with a gradient and 1.0, of different shapes (``triton/cross_entropy.py: cross_entropy_backward``).
             (torch, "equal", lambda a, b: a.shape == b.shape),
-            # True of tensors on the host too: counts of tokens, which the rehearsal knows from the start.
+            # Also for tensors on the host: counts of tokens, which are known there in a rehearsal.
             (torch.Tensor, "is_cuda", property(lambda tensor: True)),
             (torch.Tensor, "record_stream", lambda *a: None),
             (gemm, "get_tensor_device", lambda tensor: torch.cuda.current_device()),
@@ -54,7 +54,7 @@ def running(arch: str = "hopper", *, fp8_parameters: bool = False, flash: bool =
                 stack.enter_context(replaced(module, "canonicalize_device", lambda device: torch.device(META)))
         nvfp4 = te_module("tensor.nvfp4_tensor")
         if hasattr(nvfp4, "get_rht_matrix"):
-            # Signs of the Hadamard transform are numbers, of which the rehearsal has none.
+            # The signs of the Hadamard transform are values, and meta tensors have none.
             stack.enter_context(replaced(nvfp4, "get_random_sign_mask_for_rht", lambda *a, **k: 1))
             stack.enter_context(replaced(nvfp4, "get_rht_matrix", lambda *a, **k: HADAMARD))
         _clear_caches()
@@ -66,9 +66,12 @@ def running(arch: str = "hopper", *, fp8_parameters: bool = False, flash: bool =
 
 @contextmanager
 def _parameters_not_deferred() -> Iterator[None]:
-    """A module that is told the device "meta", by this word, puts its parameters off; of the device itself it makes
-    them, but for grouped linears from 2.20 on, which look at its type (``module/grouped_linear.py``). What it keeps of
-    them on the host, until the optimizer is built, has no data either."""
+    """Let modules create their parameters at once on the meta device.
+
+    Given the string "meta" as device a module defers its parameters; given ``torch.device("meta")`` it does not, except
+    grouped linears from 2.20 on, which compare the device's type (``module/grouped_linear.py``). The copies of
+    parameters that modules keep on the host until the optimizer is built stay on the meta device.
+    """
     grouped: Any = getattr(te_module("module.grouped_linear"), "GroupedLinear", None)
     to_host = torch.Tensor.cpu
 
@@ -84,18 +87,19 @@ def _parameters_not_deferred() -> Iterator[None]:
         yield
 
 
-#: Functions that remember the device or what they allocated on it, by module.
+#: (module, function) of functions that cache properties of the device or allocations on it.
 _CACHED_FUNCTIONS = (
     ("cpp_extensions.gemm", "get_cublas_workspace"), ("utils", "_get_device_compute_capability"),
     ("utils", "is_non_tn_fp8_gemm_supported"), ("utils", "get_sm_count"),
     *(("quantization", f"check_{kind}_support") for kind in ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling")),
 )  # fmt: skip
-#: What later releases remember of the GPU in variables (``quantization.py: check_fp8_support``).
+#: Variables in which later releases cache what the GPU supports (``quantization.py: check_fp8_support``).
 _SUPPORT_FLAGS = ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT")
 
 
 def _clear_caches() -> None:
-    """Workspaces (one set a process), stand-in weight gradients (one a shape), lengths of sequences, the GPU."""
+    """Clear workspaces (a set per process), dummy weight gradients (one per shape), sequence lengths, GPU
+    properties."""
     for module, name in _CACHED_FUNCTIONS:
         function = getattr(te_module(module), name, None)
         clear = getattr(function, "cache_clear", None)
@@ -106,7 +110,7 @@ def _clear_caches() -> None:
         kept = getattr(te_module(module), name, None)
         if isinstance(kept, dict):
             kept.clear()
-    # The backend that was chosen last, for as long as its parameters are asked for again, whatever is allowed by then.
+    # The last attention backend, cached by its parameters but not by which backends are allowed.
     backends = getattr(te_module("attention.dot_product_attention.dot_product_attention"), "_attention_backends", None)
     if isinstance(backends, dict):
         backends["attention_params"] = None
