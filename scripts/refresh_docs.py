@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Rewrite the outputs in the documents from the commands that stand beside them.
+"""Rewrite the outputs in the documents by running the commands next to them.
 
 Three kinds of places are known in README.md and references/*.md:
 
