@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Rewrite the outputs in the documents by running the commands next to them.
 
-Three kinds of places are known in README.md and references/*.md:
+    python scripts/refresh_docs.py [--check]
+
+Three kinds of places in README.md and references/*.md are rewritten:
 
 * a ```console block of one ``$ bridge-memory ...`` line: everything after that line is its output;
 * a ```python block directly followed by a ```text block: that is what it prints;
