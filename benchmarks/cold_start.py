@@ -1,7 +1,7 @@
-"""A cold ``bridge-memory estimate`` of a preset against ``python -c "import torch"``, and its resident memory.
+"""Time of a cold ``bridge-memory estimate`` compared with ``python -c "import torch"``, and its resident memory.
 
-Both start the same interpreter, by turns, so that what else the machine does weighs on both. Goals: the estimate
-takes less than a sixth of the import, and stays below 60 MiB resident.
+Both start the same interpreter in turn, so that other work on the machine affects both. Needs torch. Goals: the
+estimate takes less than a sixth of the import, and stays below 60 MiB resident.
 
     python benchmarks/cold_start.py [--rounds 7] [MODEL [FLAGS ...]]
 """
@@ -25,9 +25,9 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def measure(command: list[str]) -> tuple[float, float]:
-    """(wall seconds, resident MiB at most) of one process that must succeed."""
+    """(wall seconds, peak resident MiB) of one process, which must succeed."""
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
-    # Byte code is part of an installation, not of a start.
+    # Writing byte code belongs to installation, not to a start.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
@@ -44,7 +44,7 @@ def measure(command: list[str]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=7, help="runs of each, after one that is not counted")
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each, after one warm-up (7)")
     parser.add_argument("estimate", nargs=argparse.REMAINDER, help="what to estimate (default: a Llama-3-8B)")
     args = parser.parse_args()
     commands = {
@@ -60,7 +60,7 @@ def main() -> None:
             resident[name] = max(peak, resident.get(name, 0.0))
             if turn:
                 seconds[name].append(took)
-    print(f"{'':<14}  {'median s':>8}  {'least s':>8}  {'MiB resident':>12}")
+    print(f"{'':<14}  {'median s':>8}  {'min s':>8}  {'MiB resident':>12}")
     for name, values in seconds.items():
         print(f"{name:<14}  {statistics.median(values):>8.3f}  {min(values):>8.3f}  {resident[name]:>12.1f}")
     ratio = statistics.median(seconds["estimate"]) / statistics.median(seconds["import torch"])

@@ -1,25 +1,26 @@
-"""What a search pays for layouts it has not seen: ``estimate`` and ``peaks`` from a cold cache, against commit 654b15f.
-
-Random distinct layouts of three models, all accepted by ``RunSpec``, in one new process for each tree and function:
-
-* Vary: GPUs, tp, pp, vpp, cp, ep, etp (1 or tp), micro batch (1, 2, 4), sequence (2048 to 32768), recomputation (none,
-  full uniform 1, full block k, a few selective subsets that do something for the model), and the split: even where the
-  layers divide, else embedding and loss counted as layers, a first and a last stage of their own, or a layout string.
-* Held fixed: the model, the global batch (so that the number of microbatches varies), and every other default of
-  ``RunSpec``: bf16, Adam, distributed optimizer, Transformer Engine, megatron-core's release.
-
-Imports, reading the model and building the ``RunSpec`` objects are not in these times; building is timed by itself.
-Caches start empty and fill as they would in a search. Goals, on average over --count layouts and in CPU time, which
-other work on the machine moves least: ``estimate`` 1 ms for Llama-3.1-70B and Qwen3-235B, 3 ms for DeepSeek-V3;
-``peaks`` half of that; 80 MiB resident after --memory-count other layouts in a process of their own. The old commit
-estimates the first --base-count layouts only: it is slow. It is checked out beside the clone for the time of the run,
-unless --base names a folder that has it.
-
-Then growth: what one run costs as one size grows, all caches emptied before it, the least CPU time of seven. Held
-fixed: a Llama-3.1-70B of 128 equal layers (of 80 to 640 where layers grow), tp 8, pp 8, vpp 4 (1 where layers or pp
-grow), 1024 microbatches of 4096 tokens, no recomputation; where experts grow Qwen3-235B, 8 experts a token, ep 8, pp 2.
+"""Time of ``estimate`` and ``peaks`` for new layouts from a cold cache, compared with commit 654b15f.
 
     python benchmarks/new_layouts.py [--models 70B Qwen V3] [--base PATH | --no-base] [--memory-count 0] [--no-growth]
+
+Random distinct layouts of three models, all accepted by ``RunSpec``, in a new process for each tree and function:
+
+* Vary: GPUs, tp, pp, vpp, cp, ep, etp (1 or tp), micro batch (1, 2, 4), sequence (2048 to 32768), recomputation (none,
+  full uniform 1, full block k, a few selective subsets with an effect on the model), and the split: even where the
+  layers divide, else embedding and loss counted as layers, another size of the first and the last stage, or a layout
+  string.
+* Fixed: the model, the global batch (so that the number of microbatches varies), and all other defaults of ``RunSpec``:
+  bf16, Adam, distributed optimizer, Transformer Engine, megatron-core's release.
+
+Times exclude imports, reading the model and building the ``RunSpec`` objects, which is timed separately. Caches start
+empty and fill as in a search. Goals are means over --count layouts in CPU time, which other work on the machine affects
+least: ``estimate`` 1 ms for Llama-3.1-70B and Qwen3-235B, 3 ms for DeepSeek-V3; ``peaks`` half of that; 80 MiB resident
+after --memory-count other layouts in a separate process. The old commit is slow and estimates only the first
+--base-count layouts. Needs git: the commit is checked out next to the clone during the run, unless --base names a
+folder that has it. Prints tables and writes nothing else.
+
+Then growth: the time of one run as one size grows, with all caches emptied before, minimum CPU time of seven. Fixed:
+a Llama-3.1-70B of 128 equal layers (80 to 640 where layers grow), tp 8, pp 8, vpp 4 (1 where layers or pp grow), 1024
+microbatches of 4096 tokens, no recomputation; where experts grow Qwen3-235B, 8 experts per token, ep 8, pp 2.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Plan(NamedTuple):
     pp: tuple[int, ...]
     vpp: tuple[int, ...]
     ep: tuple[int, ...]
-    #: Modules of selective recomputation that find something in the model.
+    #: Modules of selective recomputation that the model has.
     selective: tuple[str, ...]
 
 
@@ -114,38 +115,38 @@ def draw(plan: Plan, layers: int, mtp: int, rng: random.Random) -> Layout | None
     )  # fmt: skip
     batch = dict(seq_length=seq, micro_batch_size=mbs, global_batch_size=plan.global_batch)
     recompute: dict[str, Any] = {}
-    way = rng.choice(("none", "uniform", "block", "selective", "selective"))
-    if way == "selective":
+    method = rng.choice(("none", "uniform", "block", "selective", "selective"))
+    if method == "selective":
         recompute = dict(granularity="selective", modules=rng.choice(plan.selective).split())
-    elif way != "none":
-        number = rng.randint(1, max(1, layers // (pp * vpp))) if way == "block" else 1
-        recompute = dict(granularity="full", method=way, num_layers=number)
+    elif method != "none":
+        number = rng.randint(1, max(1, layers // (pp * vpp))) if method == "block" else 1
+        recompute = dict(granularity="full", method=method, num_layers=number)
     return dict(preset=plan.preset, parallel=parallel, batch=batch, recompute=recompute)
 
 
 def split(layers: int, mtp: int, pp: int, vpp: int, rng: random.Random) -> dict[str, Any]:
-    """The fields that place the layers, one way of those that work; mostly none of them where layers divide."""
+    """Fields that distribute the layers over stages, drawn among the valid ones; often none where layers divide."""
     chunks = pp * vpp
     if layers % chunks == 0 and rng.random() < 0.7:
         return {}
     names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    ways = [dict(zip(names, on, strict=True)) for on in ((True, True), (False, True), (True, False))
+    splits = [dict(zip(names, on, strict=True)) for on in ((True, True), (False, True), (True, False))
             if (layers + sum(on)) % chunks == 0]  # fmt: skip
     middle = layers // chunks * vpp
     for first in range(vpp, middle + 2 * vpp, vpp):
         for last in range(vpp, middle + 2 * vpp, vpp):
             rest = layers - first - last
             if pp > 2 and rest > 0 and rest % ((pp - 2) * vpp) == 0 and rest // (pp - 2) <= middle + vpp:
-                ways.append(dict(num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last))
-    if not ways or rng.random() < 0.5:
+                splits.append(dict(num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last))
+    if not splits or rng.random() < 0.5:
         sizes = [layers // chunks] * chunks
         for chunk in rng.sample(range(chunks), layers % chunks):
             sizes[chunk] += 1
-        if sizes[-1] > 1:  # the loss is dear: a layer less beside it
+        if sizes[-1] > 1:  # the loss is expensive: one layer less in its chunk
             sizes[-1] -= 1
             sizes[rng.randrange(chunks - 1)] += 1
         return dict(pipeline_model_parallel_layout="E" + "|".join("t" * n for n in sizes) + "m" * mtp + "L")
-    return rng.choice(ways)
+    return rng.choice(splits)
 
 
 def build(layout: Layout, model: Any) -> Any:
@@ -157,7 +158,7 @@ def build(layout: Layout, model: Any) -> Any:
 
 
 def changed(layout: Layout) -> Any:
-    """The layout's model, with as many layers or experts as it asks for."""
+    """The layout's model, with its number of layers or experts."""
     from bridge_memory import resolve_model
 
     model = resolve_model(layout["preset"])
@@ -171,14 +172,14 @@ def changed(layout: Layout) -> Any:
 def resident_mib() -> float:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-    except OSError:  # not Linux: the most there was
+    except OSError:  # not Linux: the peak
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def empty_caches() -> None:
-    """By the package's own entry where it has one, else every functools cache of its modules."""
+    """Clear caches by the package's function where it has one, else every functools cache of its modules."""
     import bridge_memory
 
     def all_of_functools() -> None:
@@ -191,15 +192,15 @@ def empty_caches() -> None:
 
 
 def work(function: str, cold: bool) -> dict[str, Any]:
-    """Build and answer layouts from stdin, a thousand at a time, with a function of the tree on PYTHONPATH. ``cold``:
-    with nothing kept from one to the next."""
+    """Build layouts from stdin, a thousand at a time, and call a function of the tree on PYTHONPATH for each. ``cold``:
+    with all caches emptied before each."""
     import bridge_memory
 
     answer = getattr(bridge_memory, function, None)
     if answer is None:
         return {"absent": True}
     model = changed(first := json.loads(next(sys.stdin)))
-    # Modules that the package imports when it first needs them are not the layouts' cost.
+    # Lazy imports of the package are not part of the layouts' time.
     answer(bridge_memory.RunSpec(model=bridge_memory.resolve_model("meta-llama/Llama-3.2-1B")))
     empty_caches()
     before = resident_mib()
@@ -223,7 +224,7 @@ def work(function: str, cold: bool) -> dict[str, Any]:
 
 
 def worker(tree: Path, function: str, layouts: list[Layout], *more: str) -> dict[str, Any] | None:
-    """What ``work`` says in a new process that imports ``tree``; None where the tree lacks the function."""
+    """The result of ``work`` in a new process that imports ``tree``; None where the tree lacks the function."""
     process = subprocess.run(
         [sys.executable, __file__, "--work", function, *more], input="\n".join(map(json.dumps, layouts)), text=True,
         capture_output=True, cwd=tree, env=dict(os.environ, PYTHONPATH=str(tree)),
@@ -277,7 +278,7 @@ def new_layouts(plan: Plan, base: Path | None, args: argparse.Namespace) -> None
 
 
 def growth_cases() -> dict[str, list[tuple[int, Layout]]]:
-    """What grows -> (its size, the run)."""
+    """Growing size -> [(size, run)]."""
 
     def llama(layers: int = 128, pp: int = 8, vpp: int = 4, group: int = 8, microbatches: int = 1024) -> Layout:
         parallel = dict(world_size=8 * pp, tensor_model_parallel_size=8, pipeline_model_parallel_size=pp)
@@ -318,7 +319,7 @@ def growth(base: Path | None) -> None:
 
 @contextmanager
 def base_tree(args: argparse.Namespace) -> Iterator[Path | None]:
-    """The folder to compare with: the one that is named, or a worktree for as long as it is needed."""
+    """The folder to compare with: the named one, or a temporary worktree."""
     if args.base or args.no_base:
         yield args.base.resolve() if args.base else None
         return
@@ -335,12 +336,12 @@ def base_tree(args: argparse.Namespace) -> Iterator[Path | None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--models", nargs="+", choices=PLANS, default=list(PLANS))
-    parser.add_argument("--count", type=int, default=1000, help="layouts of each model")
-    parser.add_argument("--base-count", type=int, default=150, help=f"of them, those that {BASE} estimates as well")
-    parser.add_argument("--memory-count", type=int, default=10000, help="layouts before memory is read; 0: left out")
+    parser.add_argument("--count", type=int, default=1000, help="layouts per model (1000)")
+    parser.add_argument("--base-count", type=int, default=150, help=f"layouts that {BASE} estimates too (150)")
+    parser.add_argument("--memory-count", type=int, default=10000, help="layouts before memory is read; 0: skip")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--base", type=Path, metavar="PATH", help=f"a folder with commit {BASE} checked out")
-    parser.add_argument("--no-base", action="store_true", help="this tree alone")
+    parser.add_argument("--no-base", action="store_true", help="only this tree")
     parser.add_argument("--no-growth", action="store_true")
     parser.add_argument("--work", choices=("estimate", "peaks"), help=argparse.SUPPRESS)
     parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)

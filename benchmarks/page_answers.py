@@ -1,8 +1,9 @@
-"""What the page waits for after a change: an answer of ``bridge-memory serve`` beside ``estimate`` alone.
+"""Time of an answer of ``bridge-memory serve`` after a change on the page, compared with ``estimate`` alone.
 
-Qwen3-235B on 256 H100s. Each question changes the sequence length, so that no answer was given before; the first, which
-fills the library, is not counted. By turns in one process: the whole way over HTTP (the estimate, what would free
-memory, JSON) and ``estimate`` of the same run. Goal: a median below 100 ms, a delay that a person does not notice.
+Qwen3-235B on 256 H100s. Each request changes the sequence length, so that none is cached; the first, which fills the
+trace cache, is not counted. In turn in one process: a request over HTTP (the estimate, suggestions that free memory,
+JSON) and ``estimate`` of the same run. Goal: a median below 100 ms, which a person does not notice. ``page_drawing.py``
+includes the browser.
 
     python benchmarks/page_answers.py [--rounds 40]
 """
@@ -49,7 +50,7 @@ def ask(port: int, seq_length: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=40, help="requests (40)")
     rounds = parser.parse_args().rounds
     model = resolve_model(MODEL)
     answers, alone = [], []
@@ -65,7 +66,7 @@ def main() -> None:
             alone.append(1e3 * (time.perf_counter() - start))
         server.shutdown()
     page, own = statistics.median(answers[1:]), statistics.median(alone[1:])
-    print(f"an answer to the page: median {page:.0f} ms, least {min(answers[1:]):.0f}, most {max(answers[1:]):.0f}")
+    print(f"an answer to the page: median {page:.0f} ms, min {min(answers[1:]):.0f}, max {max(answers[1:]):.0f}")
     print(f"estimate alone:        median {own:.1f} ms; the answer costs {page / own:.0f} times that")
     print(f"goal: a median below {GOAL_MS} ms: {'met' if page < GOAL_MS else 'NOT met'}")
 

@@ -1,9 +1,9 @@
-"""A warm estimate of DeepSeek-V3 on 1024 GPUs (tp 2, pp 16 x 4, ep 64): what one step of a search costs.
+"""Time of a warm estimate of DeepSeek-V3 on 1024 GPUs (tp 2, pp 16 x 4, ep 64), as in one step of a search.
 
-Blocks are kept by what they depend on, so a first run of a process is dear and the next ones are cheap. Side by
-side, of ``peaks`` (what a search asks) and ``estimate`` (every component of every stage): the same run again; another
-layout and batch each time (the kinds of layers stay); a RunSpec built and checked before it is estimated; everything
-from nothing. Goal: ``peaks`` below 500 us warm. New layouts, where no size was met before, are new_layouts.py's.
+Blocks are cached by the sizes that they depend on: the first run of a process is slow, the next are fast. Timed for
+``peaks``, which a search calls, and ``estimate`` (every component of every stage): the same run again; another layout
+and batch each time, with the same kinds of layers; a RunSpec built and validated before it is estimated; a cold cache.
+Goal: ``peaks`` below 500 us warm. For layouts whose sizes are all new see new_layouts.py.
 
     python benchmarks/warm_estimate.py [--rounds 200]
 """
@@ -23,7 +23,7 @@ from bridge_memory import BatchSpec, ParallelSpec, RunSpec, estimate, peaks, res
 from bridge_memory.estimation import clear_caches
 
 GOAL_US = 500
-#: NVIDIA's recipe: embedding and four layers, then four layers a chunk, the last with the MTP depth and the loss.
+#: NVIDIA's recipe: the embedding and four layers, then four layers per chunk, the last with the MTP depth and the loss.
 LAYOUT = "Etttt|(tttt|)*14tmL"
 
 
@@ -49,26 +49,26 @@ def microseconds(work: Callable[[], object], rounds: int, before: Callable[[], N
 def timed(
     ask: Callable[[RunSpec], object], same: RunSpec, varied: list[RunSpec], rounds: int
 ) -> dict[str, list[float]]:
-    """Microseconds of each case."""
+    """Microseconds of each round, by case."""
     layouts = iter(varied)
     ask(same)
     return {
         "the same run, warm": microseconds(lambda: ask(same), rounds),
         "another run each time, warm": microseconds(lambda: ask(next(layouts)), rounds),
-        "built, checked, estimated": microseconds(
+        "built, validated, estimated": microseconds(
             lambda: ask(RunSpec(model=same.model, parallel=parallel(world_size=2048))), rounds
         ),
-        "from nothing": microseconds(lambda: ask(same), max(3, rounds // 20), clear_caches),
+        "cold": microseconds(lambda: ask(same), max(3, rounds // 20), clear_caches),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=200, help="estimates per case (200)")
     rounds = parser.parse_args().rounds
     model = resolve_model("deepseek-ai/DeepSeek-V3")
     same = RunSpec(model=model, parallel=parallel())
-    # Every estimate another global batch and another placing of the layers: nothing of the pipeline is seen twice.
+    # Each estimate has another global batch and distribution of layers: no schedule is seen twice.
     varied = [
         RunSpec(
             model=model,
@@ -78,7 +78,7 @@ def main() -> None:
         for n in range(rounds)
         for first in (n % 5,)
     ]
-    print(f"{'DeepSeek-V3, 16 stages':<38}  {'median us':>10}  {'least us':>10}  {'/ goal':>7}")
+    print(f"{'DeepSeek-V3, 16 stages':<38}  {'median us':>10}  {'min us':>10}  {'/ goal':>7}")
     for ask in (peaks, estimate):
         for name, values in timed(ask, same, varied, rounds).items():
             median = statistics.median(values)

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Write references/api.md from the docstrings of the names that ``bridge_memory`` exports.
 
+    python scripts/api_reference.py [--check]
+
 ``--check`` writes nothing and fails when the page is out of date (the test suite runs it).
 """
 

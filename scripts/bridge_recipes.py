@@ -3,9 +3,11 @@ references/generated/bridge_recipes.md.
 
     python scripts/bridge_recipes.py [--write | --check] [--only llama3_8b ...]
 
-``--check`` writes nothing: it exits 1, with a diff, where the file that is committed says something else. Runs on a
-CPU: Hugging Face configs come from the package's presets instead of the hub, and CUDA-only packages are stubbed by
-tests/bridge_stubs.py. A config that is not among the presets is its class's defaults, and its rows say so.
+Needs megatron-bridge and megatron-core; runs on a CPU. Prints the table; ``--write`` writes
+references/bridge_recipes.md, ``--check`` exits 1, with a diff, where that file is out of date.
+
+Hugging Face configs come from the package's presets instead of the hub; tests/bridge_stubs.py stubs CUDA-only packages.
+A config that is not among the presets has its class's defaults, and its rows say so.
 """
 
 from __future__ import annotations
@@ -33,21 +35,21 @@ ROOT = Path(__file__).resolve().parents[1]
 PRESETS = ROOT / "bridge_memory" / "readers" / "presets"
 TABLE = ROOT / "references" / "generated" / "bridge_recipes.md"
 GIB = 1 << 30
-#: How the estimate's remarks begin that name something that is not modelled.
+#: Prefix of the estimate's notes on unmodelled features.
 MISSING = "not modelled: "
-#: Parts of a container that make one recipe another.
+#: Parts of a container by which recipes differ.
 SAME = (
     "model", "optimizer", "ddp", "dist", "train", "dataset", "mixed_precision", "comm_overlap", "peft", "env_vars",
 )  # fmt: skip
-#: The recipes are written for these cards; capability and name are asked for by the MoE dispatchers.
+#: The recipes are for these GPUs; MoE dispatchers read capability and name.
 DEVICE = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * GIB)
 
-#: Hub names that redirect to another.
+#: Hub name -> the name that it redirects to.
 _OTHER_NAMES = {f"meta-llama/Meta-Llama-3.1-{size}": f"meta-llama/Llama-3.1-{size}" for size in ("8B", "70B", "405B")}
 
 
-#: Of models whose config is not among the presets: a part of the hub name, and the class of transformers whose defaults
-#: stand in for it. The first that is found in the name counts.
+#: For models whose config is not among the presets: part of the hub name -> model type of transformers whose defaults
+#: replace the config. The first part that the name contains counts.
 _MODEL_TYPES = {
     "DeepSeek-V4": "deepseek_v4", "GLM-5": "glm_moe_dsa", "GLM-4.5V": "glm4v_moe", "GLM-4.7-Flash": "glm4_moe_lite",
     "Qwen3.5-35B-A3B": "qwen3_5_moe", "Qwen3.5-122B-A10B": "qwen3_5_moe", "Qwen3.5-397B-A17B": "qwen3_5_moe",
@@ -59,7 +61,7 @@ _MODEL_TYPES = {
     "NVIDIA-Nemotron-3": "nemotron_h", "MiniMax-M3": "minimax_m3_vl", "Ministral-3": "mistral3",
     "Step-3.5": "step3p5", "Step-3.7": "step3p7",
 }  # fmt: skip
-#: What their config.json calls the model's class; Megatron Bridge chooses by it.
+#: The architecture in their config.json, by which Megatron Bridge chooses.
 _ARCHITECTURES = {
     "deepseek_v4": "DeepseekV4ForCausalLM", "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration", "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
@@ -74,8 +76,8 @@ _ARCHITECTURES = {
     "mistral3": "Mistral3ForConditionalGeneration", "step3p5": "Step3p5ForCausalLM",
     "step3p7": "Step3p7ForConditionalGeneration",
 }  # fmt: skip
-#: Wrappers that neither transformers nor Bridge has a class of: a part of the hub name -> (its class, the key of its
-#: language model, the preset that has that model's sizes; None: Bridge's provider has them, but for the vocabulary).
+#: Wrappers without a class in transformers and Bridge: part of the hub name -> (architecture, key of the language
+#: model, preset with its sizes; None: Bridge's provider has all but the vocabulary).
 _WRAPPERS: dict[str, tuple[str, str, str | None]] = {
     "Kimi-K2.5": ("KimiK25ForConditionalGeneration", "text_config", "moonshotai/Kimi-K2-Instruct"),
     "Nano-12B-v2-VL": ("NemotronH_Nano_VL_V2", "llm_config", None),
@@ -83,20 +85,20 @@ _WRAPPERS: dict[str, tuple[str, str, str | None]] = {
         "NemotronH_Nano_Omni_Reasoning_V3", "llm_config", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
     ),
 }  # fmt: skip
-#: The words that the tokenizer of Nemotron Nano v2 has.
+#: Tokens of the tokenizer of Nemotron Nano v2.
 _NANO_V2_WORDS = 131072
 
-#: What Bridge reads and the class does not set; no size among it.
+#: Fields that Bridge reads and the class does not set; none is a size.
 _UNSET: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"indexer_rope_interleave": True},
     "glm4v_moe": {"text_config.head_dim": 128, "text_config.use_qk_norm": False},
     "deepseek_v4": {"rope_scaling": {"rope_theta": 1e4, "factor": 16, "original_max_position_embeddings": 65536}},
 }
 
-#: Towers that the models have and the class leaves out: their field, and their config's class.
+#: Modality encoders that the class leaves out: field -> class of their config.
 _ENCODERS: dict[str, dict[str, str]] = {"gemma4": {"vision_config": "gemma4_vision"}}
 
-#: Every fourth layer of Step-3.5 sees all tokens; its MTP depths go on with that (Bridge: step37_bridge.py,
+#: Every fourth layer of Step-3.5 has full attention; its MTP depths continue the pattern (Bridge: step37_bridge.py,
 #: step35_bridge.py).
 _STEP_LAYERS = (["full_attention", *["sliding_attention"] * 3] * 12)[:48]
 _STEP = {
@@ -105,8 +107,8 @@ _STEP = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 
-#: Published sizes that differ from the class's defaults: a part of the hub name, and what its config.json says. A
-#: preset stands for the text model that has its sizes.
+#: Published sizes that differ from the class's defaults: part of the hub name -> fields of its config.json. The name of
+#: a preset means its text model.
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3-VL-30B-A3B": {"text_config": "Qwen/Qwen3-30B-A3B"},
     "Qwen3-VL-235B-A22B": {"text_config": "Qwen/Qwen3-235B-A22B"},
@@ -149,24 +151,25 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _BLOCKS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
-#: Models whose class's defaults say nothing of them.
+#: Models whose sizes the class's defaults do not describe.
 _UNPUBLISHED = ("Nemotron-3-Ultra",)
 
 
 def model_type_of(name: str) -> str | None:
-    """The class of transformers whose defaults stand in for the config of a hub name; None: there is none."""
+    """The model type of transformers whose defaults replace the config of a hub name; None: there is none."""
     if any(part in name for part in _UNPUBLISHED):
         return None
     return next((kind for part, kind in _MODEL_TYPES.items() if part in name), None)
 
 
 def wrapper_of(name: str) -> tuple[str, str, str | None] | None:
-    """Class, key and preset of the language model of a wrapper without a class; None: it is no such wrapper."""
+    """Architecture, key and preset of the language model of a wrapper without a class; None: not such a wrapper."""
     return next((found for part, found in _WRAPPERS.items() if part in name), None)
 
 
 def wrapped(architecture: str, key: str, preset: str | None) -> Any:
-    """The config of a wrapper without a class, around the language model of a preset. No size of its towers counts."""
+    """The config of a wrapper without a class, around a preset's language model. Sizes of its encoders do not
+    matter."""
     from transformers import PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -183,7 +186,7 @@ def wrapped(architecture: str, key: str, preset: str | None) -> Any:
 
 
 def stand_in(name: str, kind: str) -> Any:
-    """A config of the class's defaults with what is published of the model of that hub name."""
+    """A config with the class's defaults and the published sizes of the model."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[kind]()
@@ -212,7 +215,7 @@ def stand_in(name: str, kind: str) -> Any:
     return config
 
 
-#: What a text model's preset says of another with its sizes.
+#: Fields that a preset of a text model shares with another model of its sizes.
 _TEXT_SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok", "vocab_size",
@@ -221,7 +224,7 @@ _TEXT_SIZES = (
 
 @cache
 def vocabulary_of(name: str) -> int | None:
-    """Rows of the vocabulary of a hub name's tokenizer, as far as its config is at hand."""
+    """Vocabulary size of a hub name's tokenizer; None where its config is not available."""
     preset = PRESETS / f"{name.replace('/', '__')}.json"
     if preset.exists():
         size = json.loads(preset.read_text())["vocab_size"]
@@ -236,7 +239,7 @@ def vocabulary_of(name: str) -> int | None:
         size = getattr(stand_in(name, kind).get_text_config(), "vocab_size", None)
     return int(size) if size else None
 
-#: Hub names for which a class's defaults stood in, of the recipe that is being built.
+#: Hub names whose config was replaced by a class's defaults, in the current recipe.
 _STOOD_IN: list[str] = []
 
 
@@ -246,7 +249,7 @@ class ConfigNotAtHand(Exception):
 
 @contextmanager
 def bridge_on_cpu() -> Iterator[Any]:
-    """Bridge's recipes with the hub pointed at the presets and a card to ask about. Yields the recipes module."""
+    """Import Bridge's recipes with configs from the presets and a GPU's properties. Yields the recipes module."""
     sys.path.insert(0, str(ROOT / "tests"))
     from bridge_stubs import require_bridge  # type: ignore[import-not-found]
 
@@ -290,7 +293,7 @@ def bridge_on_cpu() -> Iterator[Any]:
             return cls(**fields)
 
     def tokenizer(path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As many words as the config of that name has: a recipe asks for no more."""
+        """A tokenizer with the vocabulary size of the config, which is all that recipes read."""
         size = vocabulary_of(str(path))
         if size is None:
             raise OSError(f"the tokenizer of {path} is not at hand")
@@ -320,20 +323,20 @@ def bridge_on_cpu() -> Iterator[Any]:
 
 
 def recipe_names(recipes: Any) -> list[str]:
-    """Every recipe that the release ships: pretrain, sft and peft."""
+    """All recipes of the release: pretrain, sft and peft."""
     return sorted(n for n in dir(recipes) if n.endswith("_config") and callable(getattr(recipes, n)))
 
 
 def build(recipe: Callable[..., Any]) -> Any:
-    """The recipe's container with the fusions that its GPU container has and this machine has not."""
-    # One recipe of 0.3.1 wants to be told its precision.
+    """The recipe's container, with the fusions that it has on a GPU and not on this machine."""
+    # One recipe of 0.3.1 requires a precision.
     needed = "mixed_precision_recipe" in inspect.signature(recipe).parameters
     config = recipe(mixed_precision_recipe="bf16_with_mxfp8_mixed") if needed else recipe()
     if hasattr(config.model, "gradient_accumulation_fusion"):
         config.model.gradient_accumulation_fusion = True
     tokenizer = getattr(config.tokenizer, "tokenizer_model", None)
     if config.model.vocab_size is None and tokenizer:
-        # Bridge takes it from the tokenizer, which is not here; the config of the same name has it.
+        # Bridge takes it from the tokenizer, which is not available; the config of the same name has it.
         config.model.vocab_size = vocabulary_of(str(tokenizer))
         config.model.should_pad_vocab = config.model.vocab_size is not None
     return config
@@ -352,7 +355,7 @@ def experts_divide_tensors(config: Any) -> int:
 
 
 def smallest_world(config: Any) -> int:
-    """GPUs of one replica, times what EP needs: the smallest job that the recipe can be."""
+    """GPUs of the smallest job of the recipe: one replica, times what EP needs."""
     m = config.model
     dense = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
     etp = m.expert_tensor_parallel_size or experts_divide_tensors(config)
@@ -364,7 +367,7 @@ def smallest_world(config: Any) -> int:
 
 
 def world_of(config: Any, names: Iterable[str]) -> int:
-    """The number of GPUs that a recipe's name says, else the smallest job."""
+    """The number of GPUs in a recipe's name, else the smallest job."""
     said = [int(found[1]) for name in names if (found := re.search(r"_(\d+)gpu_", name))]
     return said[0] if said else smallest_world(config)
 
@@ -376,7 +379,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="recipes whose name starts with one of these")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # What is found out on the way is said on standard error; it is no part of the table.
+    # Progress goes to standard error.
     logging.disable(logging.WARNING)
     with bridge_on_cpu() as recipes:
         names = [n for n in recipe_names(recipes) if not args.only or n.startswith(tuple(args.only))]
@@ -403,7 +406,7 @@ class Row(NamedTuple):
     cells: str
 
 
-#: What became of a recipe, in the order in which the table's head counts them -> its words there.
+#: Outcome of a recipe -> its words in the table's head, in that order.
 KINDS = {
     "estimated": "are estimated as they are",
     "estimated all the same": (
@@ -425,9 +428,9 @@ KINDS = {
 
 
 def grouped(recipes: Any, names: list[str]) -> list[Row]:
-    """One for recipes with equal containers, in the order of the names."""
+    """One row for recipes with equal containers, in the order of the names."""
     groups: dict[str, list[str]] = {}
-    # What a group's row is made of: why there is none, or the container and the names of stood-in configs.
+    # Per group: the reason why there is no row, or the container and the names of replaced configs.
     found: dict[str, Row | tuple[Any, tuple[str, ...]]] = {}
     for name in names:
         _STOOD_IN.clear()
@@ -440,7 +443,7 @@ def grouped(recipes: Any, names: list[str]) -> list[Row]:
             key = f"Megatron Bridge does not build it: {str(refusal).splitlines()[0]}"
             found[key] = Row([], "not built", f"| | | | | {key} |")
         else:
-            # Addresses of functions and hooks say nothing.
+            # Addresses of functions and hooks differ between runs.
             said = " ".join(repr(getattr(config, part, None)) for part in SAME)
             key = re.sub(r" at 0x[0-9a-f]+", "", said)
             found.setdefault(key, (config, tuple(_STOOD_IN)))
@@ -458,7 +461,7 @@ def grouped(recipes: Any, names: list[str]) -> list[Row]:
 
 
 def row_of(config: Any, world: int, again: Callable[[], Any], stood_in: tuple[str, ...]) -> tuple[str, str]:
-    """(what becomes of the recipe, its cells). ``again`` builds it anew: what validates a container changes it."""
+    """(outcome, cells). ``again`` builds the recipe anew, since validation changes a container."""
     from bridge_memory.spec import SpecError
 
     theirs = refusal_of_bridge(again(), world)
@@ -496,7 +499,7 @@ def row_of(config: Any, world: int, again: Callable[[], Any], stood_in: tuple[st
     return "refused", refused_row(config, world, [refusal])
 
 
-#: What a change sets, by the words of the refusal that asks for it.
+#: Words of a refusal -> the change that it requires.
 _MENDS: dict[str, tuple[str, ...]] = {
     "differs from dataset.seq_length": ("model.seq_length",),
     "set sequence_parallel to True": ("model.sequence_parallel",),
@@ -509,7 +512,7 @@ _MENDS: dict[str, tuple[str, ...]] = {
 
 
 def mend(config: Any, world: int, refusal: str) -> str | None:
-    """Change what a refusal asks for, in words; None: it asks for nothing that could be changed."""
+    """Make the change that a refusal requires and describe it; None: there is no such change."""
     model, train = config.model, config.train
     found = next((words for words in _MENDS if words in refusal), None)
     if found == "differs from dataset.seq_length":
@@ -550,7 +553,7 @@ def replicas_of(config: Any, world: int) -> int:
 
 
 def refusal_of_bridge(config: Any, world: int) -> str | None:
-    """Why training would not begin, in a line of Bridge's or megatron-core's own; None: nothing here says so.
+    """Why training would not start, in a line of Bridge's or megatron-core's; None: no check here refuses it.
 
     What Bridge does to a container before it trains, then what megatron-core checks when it lays out its layers, its
     microbatches and its first pass. Changes ``config``. Paths that a user has to give are given.
@@ -588,7 +591,7 @@ def refusal_of_bridge(config: Any, world: int) -> str | None:
                                 )
         except (AssertionError, ValueError, ZeroDivisionError, NotImplementedError, RuntimeError) as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            # Its first sentence: what follows may be a set, in no order.
+            # Its first sentence: a set, in no fixed order, may follow.
             return f"{type(error).__name__}: {re.split('[.] ', lines[0])[0].rstrip('.') if lines else 'no message'}"
     if m.num_moe_experts and m.tensor_model_parallel_size > 1 and not m.sequence_parallel:
         # moe/moe_layer.py: MoELayer.forward
@@ -597,7 +600,7 @@ def refusal_of_bridge(config: Any, world: int) -> str | None:
 
 
 def supply_what_is_elsewhere(config: Any, folder: str) -> None:
-    """The checkpoint and the data that a user names."""
+    """Set the checkpoint and the data that a user would name."""
     if config.peft is not None:
         config.checkpoint.pretrained_checkpoint = folder
     dataset = config.dataset
@@ -624,7 +627,7 @@ def layout_words(config: Any, world: int) -> str:
 
 
 def estimate_row(config: Any, world: int, stood_in: tuple[str, ...], said: list[str]) -> str:
-    """Layout, Bridge's total, table2 and inventory by stage, and what is missing of it. Raises SpecError."""
+    """Layout, Bridge's total, table2 and inventory by stage, unmodelled features. Raises SpecError."""
     from bridge_memory.theoretical_memory_utils import estimate_training_memory_by_stage
 
     config.world_size = world
@@ -659,7 +662,7 @@ def cells(config: Any, world: int, inventory: str, notes: list[str]) -> str:
 
 
 def bridge_itself(config: Any, replicas: int, microbatches: int | None) -> str:
-    """GiB by the installed release's own functions, on a container as ``validate()`` leaves it."""
+    """GiB by the installed release's functions, for a validated container."""
     import copy
 
     from megatron.bridge.training.utils import theoretical_memory_utils as bridge

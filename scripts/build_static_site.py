@@ -1,13 +1,13 @@
-"""The page of ``bridge-memory serve`` as static files, for any host: the estimator runs in the visitor's browser.
+"""Write the page of ``bridge-memory serve`` as static files for any host: the estimate runs in the visitor's browser.
 
     npm pack pyodide
     python scripts/build_static_site.py --pyodide pyodide-*.tgz --output site
     python -m http.server --directory site
 
-``--pyodide``: the npm package ``pyodide`` (its .tgz, or the folder it was unpacked to), of which the interpreter and
-the standard library are copied beside the page; nothing is fetched from elsewhere. The page is ``bridge_memory/web``'s;
-what answers it is ``scripts/static_site``. A search looks at layouts one by one, without numpy, and one that is stopped
-shows nothing. Licences lie beside what they are of (Pyodide: MPL-2.0, CPython's own).
+Needs ``--pyodide``, the npm package ``pyodide`` (its .tgz or its folder). Writes only the folder ``--output``: the page
+of ``bridge_memory/web``, its backend ``scripts/static_site``, Pyodide's interpreter and standard library, and the
+licences of each (Pyodide: MPL-2.0; CPython's). The page loads nothing from other hosts. A search evaluates layouts one
+by one, without numpy; a stopped search shows no rows.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "bridge_memory"
 OWN = Path(__file__).resolve().parent / "static_site"
-#: Of the npm package, what a browser loads.
+#: Files of the npm package that a browser loads.
 INTERPRETER = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
-#: Of our package, what an estimate reads.
+#: Files of this package that an estimate reads.
 SUFFIXES = (".py", ".json", ".js", ".css", ".html")
-#: Nothing is fetched from elsewhere and no other script runs; WebAssembly is compiled.
+#: No other hosts, no other scripts; WebAssembly may be compiled.
 POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'"
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _interpreter(source: Path) -> dict[str, bytes]:
-    """Name -> bytes of what is needed, and what says its licence. Raises OSError, KeyError, TarError."""
+    """Name -> bytes of the needed files, with those that state the licence. Raises OSError, KeyError, TarError."""
     names = (*INTERPRETER, "package.json", "README.md")
     if source.is_dir():
         return {name: (source / name).read_bytes() for name in names}
@@ -90,7 +90,7 @@ def _interpreter(source: Path) -> dict[str, bytes]:
 
 
 def _package() -> bytes:
-    """Ours, as a zip that holds the folder ``bridge_memory``; the same bytes for the same files."""
+    """A zip of the folder ``bridge_memory``; equal files give equal bytes."""
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(PACKAGE.rglob("*")):

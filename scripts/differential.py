@@ -1,25 +1,27 @@
-"""A campaign of random layouts: what the estimate says beside what megatron-core and Transformer Engine do.
+"""Test the estimate of random layouts against rehearsals with megatron-core and Transformer Engine.
 
     python scripts/differential.py --cases 200 --seed 1
     python scripts/differential.py --cases 600 --seed 2 --workers 2 --jsonl found.jsonl \
         --transformer-engine te-2.11 --megatron-core core-0.13 --megatron-core core-0.16 --megatron-core core-0.19
 
-Every case is a command line of ``bridge-memory rehearse``: a preset, parallel sizes and options drawn at random. It
-runs in a child process, which runs many and is replaced when one of them kills it or takes too long. A folder given
-with ``--megatron-core`` (as ``pip install --target`` fills it) comes first on the path of its processes; without one,
-the installed release runs. ``--transformer-engine`` is a folder with Transformer Engine's Python: with it every release
-runs local modules and Transformer Engine's by turns, without it local ones alone. The same seed and folders give the
-same cases and the same lines, however many processes work on them.
+Needs torch and megatron-core. Prints outcomes, errors by quantity and minimal reproductions of failures; writes only
+``--jsonl FILE``. Exit code 0: no failure, 1: failures, 2: wrong input.
 
-With ``--jsonl FILE`` every case is written down when it is done, and ``--resume`` goes on with what such a file holds:
-a campaign that was stopped loses the case that ran. A case has ``--timeout`` seconds and ``--memory`` GiB; one that
-takes longer is counted on its own, since a busy machine is no fault.
+A case is a command line of ``bridge-memory rehearse``: a preset, parallel sizes and options drawn at random. It runs in
+a child process, which runs many cases and is replaced if one kills it or takes too long. A folder of
+``--megatron-core`` (filled by ``pip install --target``) comes first on the path of its processes; without one, the
+installed release runs. ``--transformer-engine`` is a folder with Transformer Engine's Python: every release then runs
+local modules and Transformer Engine's in turn; without it local modules only. Equal seeds and folders give equal cases
+and lines, whatever the number of processes.
 
-What fails is made smaller: options are dropped one by one, and numbers lowered, while the failure stays. It is a
-failure when state is not exact, when saved bytes or a peak are further than BOUND from what was rehearsed, when
-something stops with an error that no part of the real stack raises, when the real stack refuses what the estimate
-accepts, and when the estimate refuses what the real stack runs. The last is a hint: training loops refuse more than
-megatron-core does, and kernels that compute nothing refuse nothing.
+With ``--jsonl FILE`` each case is written when it is done, and ``--resume`` continues such a file: a campaign that was
+stopped loses only the case in progress. A case has ``--timeout`` seconds and ``--memory`` GiB; cases that take longer
+are counted separately and are no failures.
+
+A failing case is made smaller: options are dropped and numbers lowered as long as it fails alike. Failures are: model
+state that is not exact; saved bytes or a peak off by more than BOUND; an error that the real stack did not raise; a run
+that the estimate accepts and the real stack refuses, or the reverse. The reverse is only a hint: training loops refuse
+more than megatron-core, and kernels that compute nothing refuse nothing.
 """
 
 from __future__ import annotations
@@ -61,9 +63,9 @@ from bridge_memory.spec.fields import rules_of  # noqa: E402
 from bridge_memory.spec.gpus import find_gpu  # noqa: E402
 from bridge_memory.spec.parts import OPTIMIZERS  # noqa: E402
 
-#: Of saved bytes and peaks; state must be exact.
+#: Accepted relative error of saved bytes and peaks; model state must be exact.
 BOUND = 0.005
-#: Cases that one process runs before a fresh one takes over.
+#: Cases per child process.
 CASES_A_PROCESS = 20
 
 # ---- cases -----------------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ CASES_A_PROCESS = 20
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A command line of ``bridge-memory rehearse``; an option without a value is a flag alone."""
+    """A command line of ``bridge-memory rehearse``; an option with the value "" is a switch."""
 
     model: str
     options: tuple[tuple[str, str], ...]
@@ -95,14 +97,14 @@ def parse(case: Case) -> argparse.Namespace:
     return parser.parse_args(case.argv())
 
 
-#: Values of flags that are numbers.
+#: Values to draw of numeric flags.
 NUMBERS = {
     "--micro-batch-size": (1, 2, 3), "--seq-length": (256, 512, 1000, 1024, 2048, 4096),
     "--ddp-bucket-size": (1_000_000, 40_000_000), "--num-distributed-optimizer-instances": (2,),
     "--optimizer-offload-fraction": (0.5, 1.0), "--recompute-num-layers": (1, 2, 3),
     "--moe-expert-capacity-factor": (1.0, 1.25, 2.0),
 }  # fmt: skip
-#: Flags that come together, or do nothing: the first brings some of the others about.
+#: Flags that have an effect only with the first of their group: with it some of the others are drawn.
 TOGETHER: tuple[tuple[str, ...], ...] = (
     ("--fp8", "--fp8-recipe", "--fp8-param-gather"),
     ("--use-precision-aware-optimizer", "--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype",
@@ -119,7 +121,7 @@ WITH_SIZES = frozenset({
     "--microbatch-group-size-per-vp-stage", "--recompute-granularity", "--recompute-method", "--recompute-num-layers",
     "--recompute-modules", "--distribute-saved-activations",
 })  # fmt: skip
-#: Never drawn: the rehearsal refuses all but the default (``rehearsal/refusals.py``); adapters need Megatron Bridge.
+#: Not drawn: the rehearsal accepts only the default (``rehearsal/refusals.py``); adapters need Megatron Bridge.
 NOT_DRAWN = frozenset({
     "--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail", "--megatron-fsdp-max-pool-double-buffer",
     "--engine", "--data-parallel-sharding-strategy", "--suggested-communication-unit-size", "--grad-comm-dtype",
@@ -128,15 +130,15 @@ NOT_DRAWN = frozenset({
     "--min-offloaded-tensor-size",
     "--peft", "--lora-dim", "--lora-target-modules",
     "--torch-implementation", "--paged", "--clip-grad", "--sync-each-batch", "--use-dora",
-    # Dispatchers whose packages are kernels for a GPU, and options of theirs; buffers beside torch's allocator.
+    # Dispatchers that need kernels of a GPU, and their options; buffers outside of torch's allocator.
     "--moe-flex-dispatcher-backend", "--moe-flex-dispatcher-num-sms", "--moe-hybridep-ranks-per-nvlink-domain",
     "--moe-expert-rank-capacity-factor", "--moe-paged-stash", "--moe-paged-stash-buffer-size-factor-cuda",
     "--tp-comm-overlap",
-    # Held to the real code by tests of their own (tests/te/test_options.py, tests/inventory/test_expert_budget.py).
+    # Tested against the real code by separate tests (tests/te/test_options.py, tests/inventory/test_expert_budget.py).
     "--fp4", "--fp4-param-gather", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16",
     "--use-transformer-engine-op-fuser", "--moe-mlp-glu-interleave-size", "--moe-router-padding-for-quantization",
     "--moe-z-loss-coeff", "--deallocate-pipeline-outputs",
-    # Of engines outside of megatron-core, which is what is rehearsed.
+    # Options of engines outside of megatron-core.
     *(
         flag.names.split()[0] for flag in FLAGS
         if flag.field.partition(".")[0] in ("ddp", "fsdp", "deepspeed", "transformers")
@@ -146,7 +148,7 @@ _FLAG = {flag.names.split()[0]: flag for flag in FLAGS}
 
 
 def _values(flag: Flag, rng: Random) -> tuple[str, str]:
-    """One option of this flag."""
+    """A random option of this flag."""
     name = flag.names.split()[0]
     group, _, member = flag.field.partition(".")
     rule = rules_of(SPECS[group])[member]
@@ -159,13 +161,13 @@ def _values(flag: Flag, rng: Random) -> tuple[str, str]:
 
 
 def drawn_alone() -> list[str]:
-    """Flags that are drawn one by one."""
+    """Flags that are drawn independently."""
     dependent = {name for names in TOGETHER for name in names[1:]}
     return [name for name in _FLAG if name not in WITH_SIZES | NOT_DRAWN | dependent]
 
 
 def sample(rng: Random, impl: str, models: Sequence[str]) -> Case:
-    """A layout that mostly fits together, of a few layers, with up to six options."""
+    """A layout of a few layers, with sizes that mostly fit together and up to six options."""
     name = rng.choice(models)
     model = resolve_model(name)
     options = [("--transformer-impl", "local")] if impl == "local" else []
@@ -200,7 +202,7 @@ def sample(rng: Random, impl: str, models: Sequence[str]) -> Case:
 
 
 def _layers(rng: Random, model: ModelSpec, pp: int, vpp: int) -> list[tuple[str, str]]:
-    """Layers, virtual stages and how stages share them."""
+    """Options for layers, virtual stages and their distribution over stages."""
     a_chunk = rng.choice((1, 1, 2, 3, 4) if pp * vpp == 1 else (1, 1, 2))
     layers = a_chunk * pp * vpp
     options = []
@@ -264,7 +266,7 @@ def _others(rng: Random) -> list[tuple[str, str]]:
 
 
 def is_accepted(case: Case) -> bool:
-    """Whether the estimate takes it, by the default releases' rules, and the rehearsal acts on all of it."""
+    """Whether the estimate accepts the case by the default releases' rules, and the rehearsal runs all its options."""
     try:
         args = parse(case)
         refuse_what_is_ignored(run_on_gpus(args, [find_gpu(args.gpu)] if args.gpu else []))
@@ -274,7 +276,7 @@ def is_accepted(case: Case) -> bool:
 
 
 def cases_of(seed: int, number: int, stacks: Sequence[Stack], models: Sequence[str]) -> list[tuple[Stack, Case]]:
-    """The cases of a campaign. Of those that the estimate refuses, a few are kept for the real stack to judge."""
+    """The cases of a campaign. A few that the estimate refuses are kept, to test the refusal against the real stack."""
     out = []
     for i in range(number):
         rng, stack = Random(f"{seed}/{i}"), stacks[i % len(stacks)]
@@ -290,7 +292,7 @@ def cases_of(seed: int, number: int, stacks: Sequence[Stack], models: Sequence[s
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Folders that come first on the path, and whose modules run."""
+    """The folders of megatron-core and Transformer Engine that come first on the path; None: installed, or local."""
 
     core: str | None
     transformer_engine: str | None
@@ -309,7 +311,7 @@ class Stack:
         return {**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT), *rest]), "HF_HUB_OFFLINE": "1"}
 
 
-#: What came of a case.
+#: Outcomes of a case.
 COMPARED, STACK_REFUSES, BOTH_REFUSE, WE_REFUSE, NOT_TRIED, NOT_REHEARSED, CRASH, LATE = (
     "compared", "accepted by the estimate, refused by the real stack", "refused by both",
     "refused by the estimate, run by the real stack", "refused by the estimate, not tried", "not rehearsed", "crash",
@@ -331,7 +333,7 @@ def _nothing_validated() -> Iterator[None]:
 
 
 def judge(case: Case) -> dict[str, Any]:
-    """Run a case in this process: what came of it, why, and the two columns."""
+    """Run a case in this process. Returns its outcome and the reason or the rows."""
     from bridge_memory.rehearsal.world import StackRefusal, quiet, require_megatron
 
     try:
@@ -370,7 +372,7 @@ def _rows(spec: Any, stage: int | None) -> list[dict[str, Any]]:
 
 
 def _without_validation(case: Case, why_not: str) -> str:
-    """Whether the real stack refuses what a RunSpec's validation does; other refusals are not tried."""
+    """Whether the real stack refuses what a RunSpec's validation refuses; other refusals are not tried."""
     from bridge_memory.rehearsal.run import rehearse
     from bridge_memory.rehearsal.world import StackRefusal
 
@@ -380,13 +382,13 @@ def _without_validation(case: Case, why_not: str) -> str:
             rehearse(on_meta(command.described(args), why_not, []), args.stage)
     except StackRefusal:
         return BOTH_REFUSE
-    except Exception:  # What was refused need not make sense to anything behind the refusal.
+    except Exception:  # An invalid run may fail in any way.
         return NOT_TRIED
     return WE_REFUSE
 
 
 def work() -> int:
-    """A child process: a case a line on standard input, what came of it a line on standard output."""
+    """A child process: a case per line on standard input, its result per line on standard output."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     gib = float(os.environ.get(MEMORY, "0"))
@@ -402,7 +404,7 @@ def work() -> int:
     return 0
 
 
-#: The variable by which a child process learns how much memory it may have, in GiB.
+#: Environment variable with the memory limit of a child process in GiB.
 MEMORY = "DIFFERENTIAL_MEMORY_GIB"
 WORK = (sys.executable, str(Path(__file__).resolve()), "--work")
 
@@ -427,7 +429,7 @@ class Worker:
             self._process = None
 
     def judge(self, case: Case) -> dict[str, Any]:
-        """What came of the case; a process that dies or takes too long is replaced."""
+        """The result of the case; a process that dies or takes too long is replaced."""
         if self._process is None:
             self._process = subprocess.Popen(
                 self._command, env={**self._stack.environment(), MEMORY: f"{self._memory:g}"}, text=True,
@@ -458,14 +460,19 @@ class Worker:
 # ---- failures --------------------------------------------------------------------------------------
 
 STATE = ("PARAMETERS", "WEIGHTS", "FP8_COPIES", "GRADIENTS", "OPTIMIZER")
-#: Held to BOUND. What else the rehearsal prints is part of one of these, or the same in both columns.
+#: Compared within BOUND. Other rows of the rehearsal are part of these, or equal in both columns by construction.
 BOUNDED = ("SAVED", "FORWARD", "BACKWARD", "PEAK")
 
 
+def relative_error(predicted: int, rehearsed: int) -> float:
+    """(predicted - rehearsed) / rehearsed; infinite where nothing was rehearsed."""
+    difference = predicted - rehearsed
+    return difference / rehearsed if rehearsed else (float("inf") if difference else 0.0)
+
+
 def error_of(row: dict[str, Any]) -> float:
-    """(predicted - rehearsed) / rehearsed; of nothing rehearsed, infinite."""
-    difference: int = row["predicted"] - row["rehearsed"]
-    return difference / row["rehearsed"] if row["rehearsed"] else (float("inf") if difference else 0.0)
+    """The relative error of a row."""
+    return relative_error(row["predicted"], row["rehearsed"])
 
 
 def is_off(row: dict[str, Any]) -> bool:
@@ -476,7 +483,7 @@ def is_off(row: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is wrong with a case: quantities that are off, or an outcome and its words without numbers."""
+    """The failure of a case: quantities that are off, or an outcome and its message without numbers."""
 
     outcome: str
     words: str = ""
@@ -493,7 +500,7 @@ class Failure:
 
 
 def failure_of(found: dict[str, Any]) -> Failure | None:
-    """None for a case that is right, that both sides refuse, that nobody can try, or that was not done in time."""
+    """None for a case that is right, refused by both sides, not rehearsed, or not done in time."""
     if found["outcome"] == COMPARED:
         off = frozenset(row["quantity"] for row in found["rows"] if is_off(row))
         return Failure(COMPARED, quantities=off) if off else None
@@ -503,7 +510,7 @@ def failure_of(found: dict[str, Any]) -> Failure | None:
 
 
 def smaller(case: Case) -> Iterator[Case]:
-    """Cases with half of the options, a quarter less, ..., one less, or one number lower."""
+    """Cases with half of the options, three quarters, ..., one option less, or one lower number."""
     size = len(case.options) // 2
     while size:
         for i in range(0, len(case.options), size):
@@ -521,7 +528,7 @@ def smaller(case: Case) -> Iterator[Case]:
 
 
 def shrunk(case: Case, failure: Failure, judged: Callable[[Case], dict[str, Any]]) -> Case:
-    """The smallest case found that fails likewise."""
+    """The smallest case found with the same failure."""
     tried: set[Case] = set()
     again = True
     while again:
@@ -541,7 +548,7 @@ def shrunk(case: Case, failure: Failure, judged: Callable[[Case], dict[str, Any]
 
 @dataclass
 class Found:
-    """What came of one case of a campaign."""
+    """The result of one case of a campaign."""
 
     number: int
     stack: Stack
@@ -556,14 +563,14 @@ class Found:
 
 @dataclass
 class Reproduction:
-    """The smallest case of a failure, and the cases that it stands for."""
+    """The smallest case of a failure, and the numbers of the cases with that failure."""
 
     failure: Failure
     stack: Stack
     case: Case
     numbers: list[int]
     result: dict[str, Any]
-    #: Only after other cases in the same process: something outlives a rehearsal.
+    #: Fails only after other cases in the same process: a rehearsal leaks state.
     leaked: bool = False
 
     def as_json(self) -> dict[str, Any]:
@@ -573,7 +580,7 @@ class Reproduction:
         }  # fmt: skip
 
     def explains(self, failure: Failure, found: Found) -> bool:
-        """Whether a failing case has all that this one needs, so that it need not be made smaller too."""
+        """Whether a failing case has the options of this one, so that it need not be made smaller."""
         sizes = {flag: value for flag, value in found.case.options}
         here = all(sizes.get(flag) == value for flag, value in self.case.options)
         return not self.leaked and here and found.stack == self.stack and self.failure.stays_in(failure) and (
@@ -583,7 +590,7 @@ class Reproduction:
 
 @dataclass
 class Campaign:
-    """Cases over a pool of child processes."""
+    """Runs cases in a pool of child processes."""
 
     workers: int = 1
     seconds: float = 300.0
@@ -594,8 +601,8 @@ class Campaign:
     def run(
         self, cases: Sequence[tuple[Stack, Case]], done: Mapping[int, dict[str, Any]] = MappingProxyType({})
     ) -> list[Found]:
-        """Judge every case that is not in ``done``, and write each down when it is. Cases of one stack share processes,
-        always the same ones."""
+        """Judge every case that is not in ``done``, and write each result at once. Which cases of a stack share a
+        process does not depend on the number of workers."""
         by_stack: dict[Stack, list[int]] = {}
         for i, (stack, _) in enumerate(cases):
             by_stack.setdefault(stack, []).append(i)
@@ -621,7 +628,7 @@ class Campaign:
         return [Found(i, *cases[i], results[i]) for i in range(len(cases))]
 
     def reproduce(self, found: Iterable[Found], most: int) -> list[Reproduction]:
-        """Make the failures small, at most so many; one that an earlier one explains is added to it."""
+        """Make at most ``most`` failures small; a failure that an earlier one explains is added to it."""
         out: list[Reproduction] = []
         waiting = [(f, failure) for f in found if (failure := failure_of(f.result)) is not None]
         while waiting:
@@ -679,7 +686,7 @@ _STEPS = (0.0, 0.0001, 0.001, BOUND)
 
 
 def table(found: Sequence[Found]) -> list[str]:
-    """Outcomes, and errors by quantity."""
+    """Lines of text: outcomes, and errors by quantity."""
     outcomes = Counter(f.result["outcome"] for f in found)
     out = [f"{outcome:<52}{n:>6}" for outcome, n in outcomes.most_common()]
     rows: dict[str, list[tuple[float, int]]] = {}
@@ -690,7 +697,7 @@ def table(found: Sequence[Found]) -> list[str]:
         for quantity, error in worst.items():
             rows.setdefault(quantity, []).append((error, f.number))
     head = "".join(f"{'exact' if not step else f'<={step:.2%}':>9}" for step in _STEPS)
-    out += ["", f"{'quantity':<14}{'cases':>7}{head}{'beyond':>9}   the worst"]
+    out += ["", f"{'quantity':<14}{'cases':>7}{head}{'beyond':>9}   worst"]
     for quantity, errors in rows.items():
         counts = [
             sum(below < abs(e) <= step for e, _ in errors)
@@ -762,21 +769,21 @@ def _models(text: str | None) -> list[str]:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(description="Random layouts through bridge-memory rehearse: errors, refusals, crashes.")
     parser.add_argument("--cases", type=int, default=200, metavar="N", help="layouts to draw (default 200)")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="draws the same ones again (default 1)")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="child processes at a time (default 1)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="equal seeds draw equal layouts (default 1)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="concurrent child processes (default 1)")
     parser.add_argument("--megatron-core", action="append", default=[], metavar="FOLDER",
-                        help="a release to run, several times for several (default: the installed one)")
+                        help="a release to run; may be repeated (default: the installed one)")
     parser.add_argument("--transformer-engine", action="append", default=[], dest="te", metavar="FOLDER",
-                        help="its Python; without it local modules run alone")
-    parser.add_argument("--only", choices=("local", "transformer_engine"), help="modules of one kind alone")
+                        help="its Python; without it only local modules run")
+    parser.add_argument("--only", choices=("local", "transformer_engine"), help="only modules of this kind")
     parser.add_argument("--models", metavar="A,B", help="these presets (default: all)")
-    parser.add_argument("--shrink", type=int, default=30, metavar="N", help="failures to make small (default 30)")
+    parser.add_argument("--shrink", type=int, default=30, metavar="N", help="most failures to make small (default 30)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds for a case (default 300)")
     parser.add_argument("--memory", type=float, default=0.0, metavar="GIB",
-                        help="memory of a process; one that asks for more dies, and so its case (default: no bound)")
+                        help="memory limit of a process, whose case fails above it (default: none)")
     parser.add_argument("--jsonl", metavar="FILE",
-                        help="write a JSON line for each case when it is done; at the end in order, with reproductions")
-    parser.add_argument("--resume", action="store_true", help="go on with the cases that --jsonl FILE holds not yet")
+                        help="write a JSON line per case when it is done; at the end sorted, with reproductions")
+    parser.add_argument("--resume", action="store_true", help="run the cases that --jsonl FILE does not hold yet")
     args = parser.parse_args(argv)
     for name, lowest in (("cases", 1), ("workers", 1), ("shrink", 0), ("timeout", 1), ("memory", 0)):
         if not getattr(args, name) >= lowest:
@@ -787,8 +794,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _already_done(path: Path, cases: Sequence[tuple[Stack, Case]]) -> dict[int, dict[str, Any]]:
-    """What an earlier call wrote down, by the number of its case; a last line that was cut off is left out. Raises
-    SpecError where the file is of other cases."""
+    """Results of an earlier call by case number; a truncated last line is left out. Raises SpecError where the file is
+    of other cases."""
     out: dict[int, dict[str, Any]] = {}
     for n, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
         try:
@@ -809,6 +816,12 @@ def _heads(stack: Stack, case: Case) -> tuple[str, str]:
     return stack.title(), case.text()
 
 
+def append_line(path: str, line: dict[str, Any]) -> None:
+    """Append an object to a file of JSON lines."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(_lines([line]))
+
+
 def _lines(objects: Iterable[dict[str, Any]]) -> str:
     return "".join(json.dumps(line) + "\n" for line in objects)
 
@@ -827,8 +840,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def write(line: dict[str, Any]) -> None:
         if args.jsonl:
-            with open(args.jsonl, "a", encoding="utf-8") as file:
-                file.write(_lines([line]))
+            append_line(args.jsonl, line)
 
     campaign = Campaign(args.workers, args.timeout, write=write, memory=args.memory)
     found = campaign.run(cases, done)

@@ -1,11 +1,12 @@
-"""A campaign over engines outside of megatron-core: what the estimate says beside what the real engine takes.
+"""Test the estimate of engines outside of megatron-core against rehearsals of random options.
 
     python scripts/differential_torch.py --cases 60 --seed 1 [--engine zero3] [--jsonl found.jsonl]
 
-Every case is a command line of ``bridge-memory rehearse --engine``: a model cut to a few layers and options of that
-engine, drawn at random. It runs in a process of its own, forked once torch, transformers and deepspeed are imported.
-What both columns know is compared phase by phase; a phase that is further off than ``--within`` is printed. A case that
-is refused is printed with its reason, since a draw that nobody can run says nothing.
+Needs torch and transformers; peft for LoRA, deepspeed for ZeRO. Prints every phase that is off by more than
+``--within``, refused cases with their reason, and counts; writes only ``--jsonl FILE``.
+
+A case is a command line of ``bridge-memory rehearse --engine``: a model cut to a few layers and options of the engine,
+drawn at random. It runs in a separate process, forked after torch, transformers and deepspeed are imported.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from differential import append_line, relative_error  # noqa: E402
+
 from bridge_memory.cli import main as command  # noqa: E402
 
 ENGINES = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
@@ -36,7 +39,7 @@ MODELS = (
     "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "mistralai/Mistral-7B-v0.3", "Qwen/Qwen3-0.6B",
     "Qwen/Qwen2.5-7B", "google/gemma-2-2b", "Qwen/Qwen3-30B-A3B",
 )  # fmt: skip
-#: Option -> what it may be; "" is left out, "+" is a switch without a value.
+#: Option -> values to draw; "" omits the option, "+" is a switch.
 OF_ALL: dict[str, tuple[str, ...]] = {
     "--num-layers": ("1", "2", "3"), "--seq-length": ("64", "128", "512", "1024"),
     "--micro-batch-size": ("", "2"), "--gradient-checkpointing": ("", "", "+"), "--attention-mask": ("", "padded"),
@@ -78,12 +81,10 @@ OF: dict[str, dict[str, tuple[str, ...]]] = {
         "--stage3-gather-16bit-weights-on-model-save": ("", "+"),
     },
 }  # fmt: skip
-#: That go together: the first asks for the second.
-TOGETHER = {"--autocast": ("--precision", "fp32"), "--bf16-master-weights-and-grads": ("--precision", "bf16")}
 
 
 def drawn(engine: str, draw: Random) -> list[str]:
-    """One command line after ``rehearse``."""
+    """A random command line after ``rehearse``."""
     argv = [draw.choice(MODELS), "--engine", engine]
     gpus = 1 if engine == "single" else draw.choice((2, 4, 8))
     micro = 0
@@ -101,7 +102,7 @@ def drawn(engine: str, draw: Random) -> list[str]:
 
 
 def rehearsed(argv: list[str]) -> dict[str, Any]:
-    """The JSON of one case, or {"error": why not}; in a process of its own."""
+    """The JSON of one case, run in a forked process, or {"error": reason}."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -112,7 +113,7 @@ def rehearsed(argv: list[str]) -> dict[str, Any]:
                 code = command(["rehearse", *argv, "--json"])
             text = out.getvalue()
             found = json.loads(text[text.index("{\n"):]) if code == 0 else {"error": err.getvalue()[-400:].strip()}
-        except BaseException as error:  # a crash is what a campaign looks for
+        except BaseException as error:  # crashes are findings
             found = {"error": f"crash: {type(error).__name__}: {error}"[:400]}
         with os.fdopen(write, "w") as pipe:
             json.dump(found, pipe)
@@ -126,21 +127,22 @@ def rehearsed(argv: list[str]) -> dict[str, Any]:
 
 
 def misses(found: dict[str, Any], within: float) -> Iterator[str]:
-    """Phases that are further off."""
+    """Phases whose relative error is beyond ``within``."""
     for row in found.get("rows", ()):
-        if row["difference"] is not None and abs(row["difference"]) > within * row["found"]:
-            off = 100 * row["difference"] / row["found"]
-            yield f"{row['name']} {off:+.2f} % ({row['predicted']:,} for {row['found']:,})"
+        if row["difference"] is not None:
+            error = relative_error(row["predicted"], row["found"])
+            if abs(error) > within:
+                yield f"{row['name']} {100 * error:+.2f} % ({row['predicted']:,} for {row['found']:,})"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--engine", action="append", choices=ENGINES)
-    parser.add_argument("--within", type=float, default=0.01)
+    parser.add_argument("--cases", type=int, default=20, metavar="N", help="cases to draw (20)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="equal seeds draw equal cases (1)")
+    parser.add_argument("--engine", action="append", choices=ENGINES, help="only this engine; may be repeated")
+    parser.add_argument("--within", type=float, default=0.01, help="accepted relative error of a phase (0.01)")
     parser.add_argument("--lines", metavar="FILE", help="command lines to run instead of drawing them")
-    parser.add_argument("--jsonl", metavar="FILE")
+    parser.add_argument("--jsonl", metavar="FILE", help="append a JSON line per case")
     args = parser.parse_args()
     engines = args.engine or [e for e in ENGINES if find_spec("deepspeed") or not e.startswith("zero")]
     for package in ("torch", "transformers", "peft", *(["deepspeed"] if "zero1" in engines else [])):
@@ -161,8 +163,7 @@ def main() -> int:
         if outcome != "within":
             print(f"{outcome}: {shlex.join(argv)}", *(off or [found.get("error", "")]), sep="\n    ", flush=True)
         if args.jsonl:
-            with open(args.jsonl, "a") as file:
-                file.write(json.dumps({"argv": argv, **found}) + "\n")
+            append_line(args.jsonl, {"argv": argv, **found})
     print(", ".join(f"{name}: {n}" for name, n in counts.items()))
     return 0
 

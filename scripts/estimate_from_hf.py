@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A thin door to ``bridge-memory estimate`` that works from a clone, with nothing installed.
+"""``bridge-memory estimate`` from a clone, with nothing installed. Prints the estimate and writes nothing by itself.
 
     python scripts/estimate_from_hf.py deepseek-ai/DeepSeek-V3 --tp 4 --pp 4 --ep 8 --num-gpus 128 \
         --num-layers-in-last-pipeline-stage 16

@@ -1,11 +1,11 @@
-"""Measure the estimate on one GPU: rehearse some fifty ranks for real, record them, and say how far off it is.
+"""Measure about fifty ranks of Megatron jobs on one GPU, and print the errors of the estimate.
 
     python scripts/measure_on_gpu.py --record records.jsonl      # on a machine with a GPU and the megatron extra
-    python scripts/measure_on_gpu.py --dry-run                   # anywhere: the whole list, built and estimated
-    python scripts/measure_on_gpu.py --dry-run --predictions predictions.jsonl    # before measuring: to be committed
+    python scripts/measure_on_gpu.py --dry-run                   # anywhere: build and estimate the whole list
+    python scripts/measure_on_gpu.py --dry-run --predictions predictions.jsonl    # before measuring, to be committed
 
-Every rank runs in a process of its own, so that peaks and running out of memory stay apart. See
-references/measuring.md.
+Needs torch and megatron-core. Writes only the files given. Each rank runs in a separate process, so that neither peaks
+nor running out of memory affect the next. See references/measuring.md.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from bridge_memory.spec import (
 )
 
 GIB = 1 << 30
-#: Training steps of a configuration: records hold the figures after each; the peak that counts is the last one's.
+#: Training steps per configuration. Records hold the figures after each; the last step's peak is compared.
 STEPS = 5
-#: Of the GPU's memory a configuration may be predicted to take; above, it is left out and said so.
+#: Fraction of the GPU's memory: configurations with a higher predicted peak are left out, with a message.
 ROOM = 0.92
 LLAMA_1B, LLAMA_8B, QWEN3_8B = "meta-llama/Llama-3.2-1B", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-8B"
 GPT2, GPT3, QWEN2 = "openai-community/gpt2", "openai/GPT-3-175B", "Qwen/Qwen2-7B"
@@ -60,9 +60,9 @@ class Configuration:
     name: str
     run: RunSpec
     stage: int = 0
-    #: Environment variables of its process.
+    #: Environment variables of the process.
     environment: Mapping[str, str] = field(default_factory=dict)
-    #: False where the prediction leaves out what is measured, which its assumptions say: it is recorded all the same.
+    #: False where the prediction does not include the measured feature, as its notes say; it is recorded nevertheless.
     scored: bool = True
 
 
@@ -77,7 +77,7 @@ def implementation(te: bool, missing: dict[str, bool]) -> ImplementationSpec:
 
 
 def configurations(te: bool, missing: dict[str, bool] | None = None) -> list[Configuration]:
-    """The list. Local attention keeps its scores, so that its sequences are shorter, and is not latent."""
+    """The list. Local attention saves its scores and has no MLA: its sequences are shorter, and MLA is left out."""
     impl = implementation(te, missing or {})
     wanted = _configurations(impl, 4096 if te else 2048)
     return [c for c in wanted if te or not any(isinstance(x.mixer, MLASpec) for x in c.run.model.layers)]
@@ -203,8 +203,8 @@ def _configurations(impl: ImplementationSpec, seq: int) -> Iterator[Configuratio
 
 
 def _of_transformer_engine(llama: Callable[..., Configuration]) -> Iterator[Configuration]:
-    """Steps of a precision-aware optimizer with narrow states, fp8 recipes that Hopper has, activations in host
-    memory."""
+    """Configurations that need Transformer Engine: a precision-aware optimizer with states below fp32, Hopper's fp8
+    recipes, activations in host memory."""
     kinds: tuple[tuple[str, dict[str, Any]], ...] = (
         ("moments in bf16", {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
         ("moments in fp8 and fp16", {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}),
@@ -228,7 +228,7 @@ def _of_transformer_engine(llama: Callable[..., Configuration]) -> Iterator[Conf
 def dry_run(te: bool) -> int:
     """Estimate and build every rank on the meta device. Returns how many parameter counts differ.
 
-    With all of Apex's fusions, and in bf16 without graphs and offloading: none of that changes a parameter.
+    Built with all of Apex's fusions, in bf16, without graphs and offloading: none of these changes a parameter.
     """
     from math import prod
 
@@ -255,9 +255,8 @@ def _plain(run: RunSpec) -> RunSpec:
 
 
 def write_predictions(te: bool, path: str) -> None:
-    """One JSON object a configuration: name, stage, predicted bytes; the package's release. Raises SpecError."""
-    from importlib.metadata import version
-
+    """A JSON object per configuration: name, stage, predicted bytes, the package's release. Raises SpecError."""
+    from bridge_memory import __version__
     from bridge_memory.files import write_whole
 
     out = []
@@ -265,7 +264,7 @@ def write_predictions(te: bool, path: str) -> None:
         stage = estimate(c.run).stages[c.stage]
         out.append(
             {
-                "name": c.name, "stage": c.stage, "bridge_memory": version("bridge-memory"), "scored": c.scored,
+                "name": c.name, "stage": c.stage, "bridge_memory": __version__, "scored": c.scored,
                 "allocated_bytes": stage.static_bytes, "max_allocated_bytes": stage.peak_bytes,
             }
         )
@@ -295,7 +294,7 @@ def _built(wanted: list[Configuration], te: bool) -> list[Any]:
 
 
 def measure_one(c: Configuration, to: Path, snapshot: str | None) -> None:
-    """In a process of its own: rehearse and write the record."""
+    """Rehearse one configuration in this process and write its record."""
     from bridge_memory.rehearsal.gpu import rehearse_on_gpu
 
     measured = rehearse_on_gpu(c.run, c.stage, steps=STEPS, snapshot=snapshot)
@@ -310,7 +309,7 @@ def measure_one(c: Configuration, to: Path, snapshot: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row of the result. ``measured`` and ``predicted``: (static, peak) in bytes."""
+    """A row of the result. ``measured`` and ``predicted``: (static, peak) in bytes."""
 
     name: str
     predicted: tuple[int, int]
@@ -336,7 +335,7 @@ def line_of(name: str, record: dict[str, Any]) -> Line:
 
 
 def table(lines: list[Line]) -> str:
-    """Predicted and measured GiB with errors, then medians and worst cases."""
+    """Predicted and measured GiB with errors, then medians and largest errors."""
     names = f"{'measured':>10}{'error':>9}"
     out = [f"{'':<52}{'static: predicted':>18}{names}{'peak: predicted':>17}{names}"]
     for x in lines:
@@ -352,7 +351,7 @@ def table(lines: list[Line]) -> str:
 
 
 def verdict(lines: list[Line], failed: list[str], tolerance: float, median: float) -> int:
-    """0 where everything ran and every peak is predicted well enough, else 1."""
+    """Exit code 0 where everything ran and the errors of peaks are within ``tolerance`` and ``median``, else 1."""
     off = [abs(x.errors[1]) for x in lines]
     return int(bool(failed) or not off or max(off) > tolerance or statistics.median(off) > median)
 
@@ -410,13 +409,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_measuring_arguments(parser)
     parser.add_argument("--impl", choices=("auto", "te", "local"), default="auto",
-                        help="auto: Transformer Engine where it is importable")
-    parser.add_argument("--median", type=float, default=0.015, help="median relative error of the peaks (0.015)")
+                        help="modules; auto: Transformer Engine where it is importable")
+    parser.add_argument("--median", type=float, default=0.015, help="accepted median error of the peaks (0.015)")
     args = parser.parse_args(argv)
     try:
         require_megatron()
         from bridge_memory.rehearsal.gpu import missing_kernels
-        from bridge_memory.rehearsal.patches import has_te
+        from bridge_memory.rehearsal.patches.modules import has_te
 
         te = has_te() if args.impl == "auto" else args.impl == "te"
         if args.predictions and not args.dry_run:

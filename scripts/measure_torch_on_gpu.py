@@ -1,10 +1,11 @@
-"""Measure the engines outside of megatron-core on one GPU: transformers models under torch DDP, FSDP2 and ZeRO.
+"""Measure engines outside of megatron-core on one GPU: transformers models under torch's DDP, FSDP and ZeRO.
 
     python scripts/measure_torch_on_gpu.py --dry-run --predictions predictions.jsonl   # anywhere, before measuring
     python scripts/measure_torch_on_gpu.py --record records.jsonl                      # on a machine with a GPU
 
-Every configuration runs in a process of its own, one rank of a world made of torch's fake process group (a real group
-of one for DDP, whose reducer asks for answers). See references/measuring.md.
+Needs torch and transformers; deepspeed for ZeRO. Writes only the files given. Each configuration runs in a separate
+process as one rank of torch's fake process group; DDP's reducer needs a real group, of one rank. See
+references/measuring.md.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from bridge_memory.spec.transformers import TransformersSpec
 
 GIB = 1 << 30
 STEPS = 5
-#: Of the GPU's memory a configuration may be predicted to take; above, it is left out and said so.
+#: Fraction of the GPU's memory: configurations with a higher predicted peak are left out, with a message.
 ROOM = 0.92
 LLAMA, QWEN, QWEN_8B = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"
-#: Configurations without a kernel that an engine of their own would need.
+#: Engine -> the package that it needs.
 PACKAGES = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed"}
 
 
@@ -70,7 +71,7 @@ def run_of(
     model: str, engine: str, *, world: int = 8, seq: int = 4096, batch: int = 1, steps: int = 1, dtype: str = "bf16",
     optimizer: OptimizerSpec | None = None, **torch_layers: Any,
 ) -> RunSpec:  # fmt: skip
-    """A run of a transformers model; ``dtype`` of its parameters, ``steps`` of accumulation."""
+    """A run of a transformers model. ``dtype``: of its parameters; ``steps``: of gradient accumulation."""
     world = 1 if engine == "single" else world
     return RunSpec(
         model=model,
@@ -85,7 +86,7 @@ def run_of(
 
 
 def configurations() -> list[Configuration]:
-    """The list, without what is not estimated yet."""
+    """The list, without configurations that the estimate refuses."""
     found = []
     for name, make in _wanted():
         try:
@@ -126,7 +127,7 @@ def _wanted() -> Iterator[tuple[str, Callable[[], RunSpec]]]:
 
 
 def build(run: RunSpec, device: str) -> Any:
-    """The model as transformers makes it from its config, with values, in its training dtype."""
+    """The model that transformers builds from its config, initialised, in its training dtype."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -144,7 +145,8 @@ def build(run: RunSpec, device: str) -> Any:
 
 
 def train(run: RunSpec, device: str, note: Callable[[str], None], steps: int = STEPS) -> None:
-    """``steps`` training steps; ``note(name)`` after building, forward and backward of the first, and each step."""
+    """Train ``steps`` steps; ``note(name)`` after building, after the first forward and backward, and after each
+    step."""
     import torch
 
     job = job_of(run, build(run, device), device=device)
@@ -177,7 +179,7 @@ def train(run: RunSpec, device: str, note: Callable[[str], None], steps: int = S
 
 
 def measure_one(c: Configuration, to: Path, snapshot: str | None) -> None:
-    """In a process of its own: train, and write the record."""
+    """Train one configuration in this process and write its record."""
     import torch
 
     notebook = Notebook()
@@ -186,7 +188,7 @@ def measure_one(c: Configuration, to: Path, snapshot: str | None) -> None:
         train(c.run, "cuda", notebook.note)
     phases = notebook.phases
     record = record_of(c.run, 0, torch.cuda.get_device_name(), STEPS, phases)
-    # Peaks of the last step: of its passes and of the optimizer's step.
+    # The peak of the last step: of its passes or of its optimizer step.
     record["measured"][0]["max_allocated_bytes"] = max(p.max_allocated for p in phases[-2:])
     record["id"] = f"engines/{c.name}"
     record["family"] = f"engines/{c.engine}"
@@ -206,7 +208,7 @@ def predicted(c: Configuration) -> tuple[int, int]:
 
 
 def dry_run(path: str | None) -> int:
-    """Estimate everything; build every model without data. Returns how many parameter counts differ."""
+    """Estimate everything and build every model on the meta device. Returns how many parameter counts differ."""
     from math import prod
 
     wrong, lines = 0, []

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Rewrite the outputs in the documents from the commands that stand beside them.
+"""Rewrite the outputs in the documents by running the commands next to them.
 
-Three kinds of places are known in README.md and below references/:
+    python scripts/refresh_docs.py [--check]
+
+Three kinds of places in README.md and below references/ are rewritten:
 
 * a ```console block of one ``$ bridge-memory ...`` or ``$ python scripts/...`` line: everything after that line is its
   output (a block that begins otherwise is an error: nobody would notice when it is out of date);

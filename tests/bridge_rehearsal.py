@@ -127,8 +127,9 @@ def answer(name: str) -> dict[str, Any]:
     from bridge_memory.inventory.layer import layer_block
     from bridge_memory.inventory.stack import chunk_inventory
     from bridge_memory.readers.config_container import run_from_config_container
-    from bridge_memory.rehearsal import patches
+    from bridge_memory.rehearsal import passes
     from bridge_memory.rehearsal.compare import over_experts, unmatched
+    from bridge_memory.rehearsal.patches.replace import replaced
     from bridge_memory.spec.layout import layout
     from bridge_memory.tapes.context import context_of
 
@@ -189,7 +190,7 @@ def answer(name: str) -> dict[str, Any]:
         if kind.per_layer_width or getattr(kind.mixer, "borrows_keys", False):
             continue
         layer = number
-        with patches.replaced(rehearsal, "TORCH_DTYPES", _entering(kind)):
+        with replaced(passes, "TORCH_DTYPES", _entering(kind)):
             alone = rehearsal.rehearse_layer(run, number)
         for what, peak, found_peak in (
             ("forward", cost.forward_peak, alone.forward_peak), ("backward", cost.backward_peak, alone.backward_peak)

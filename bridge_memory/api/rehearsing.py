@@ -14,7 +14,7 @@ from bridge_memory.spec.errors import show
 from bridge_memory.spec.parts import WITH_TRANSFORMERS
 
 if TYPE_CHECKING:
-    from bridge_memory.rehearsal.run import Rehearsal
+    from bridge_memory.rehearsal.results import Rehearsal
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Run the real megatron-core for one rank of a job, on one GPU or on none: an oracle for the inventory."""
+"""Run one rank of a job with the real megatron-core, on one GPU or on none, to test the inventory against it."""

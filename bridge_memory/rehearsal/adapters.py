@@ -1,7 +1,7 @@
-"""Megatron Bridge's own LoRA on the chunks of a rehearsal: it freezes them and puts its adapters beside their linears.
+"""Megatron Bridge's LoRA on the chunks of a rehearsal: freezes their weights and adds adapters to their linears.
 
-Bridge's ``peft`` imports megatron-core, torch and Transformer Engine alone, but ``megatron/bridge/__init__.py`` every
-model that it knows; it is imported here without that.
+Bridge's ``peft`` needs only megatron-core, torch and Transformer Engine. It is imported here without
+``megatron/bridge/__init__.py``, which imports every model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bridge_memory.rehearsal.imports import supply_typing_override
-from bridge_memory.rehearsal.patches import replaced
+from bridge_memory.rehearsal.patches.replace import replaced
 from bridge_memory.rehearsal.world import RehearsalUnavailable
 from bridge_memory.spec import RunSpec
 
@@ -27,7 +27,7 @@ def adapt(run: RunSpec, chunks: list[Any]) -> None:
     if not run.peft.freezes:
         return
     lora, adapter = _bridge()
-    # Ranks that share an expert's adapter agree on its values, of which there are none here.
+    # Ranks that share an expert's adapter synchronise its values; meta tensors have none.
     with replaced(adapter, "_synchronize_shared_expert_parameters", lambda self: None):
         lora(dim=run.peft.dim, target_modules=list(run.peft.target_modules))(chunks, training=True)
 
@@ -45,7 +45,7 @@ def _bridge() -> tuple[Any, Any]:
 
 @contextmanager
 def _without_its_models() -> Iterator[None]:
-    """The package as a folder, where nobody has imported it yet."""
+    """Register the package without running its ``__init__``, unless it is imported already."""
     if PACKAGE in sys.modules:
         yield
         return

@@ -12,7 +12,8 @@ from itertools import combinations
 from typing import Any
 
 from bridge_memory.inventory.layer import layer_block
-from bridge_memory.rehearsal.run import PassRecord, rehearse_layer
+from bridge_memory.rehearsal.results import PassRecord
+from bridge_memory.rehearsal.run import rehearse_layer
 from bridge_memory.rehearsal.tracker import SavedRecord
 from bridge_memory.spec import RunSpec
 from bridge_memory.tapes.alive import BlockCost, SavedTensor

@@ -1,8 +1,8 @@
-"""What torch.compile makes of a function: a kernel forward, a kernel backward, and what its partitioner keeps.
+"""A function under torch.compile: one kernel forward, one backward, and the tensors that the partitioner saves.
 
-Which tensors are kept is torch's own choice: the joint graph of forward and backward, in Inductor's
-decompositions, is cut by its min-cut partitioner (``torch/_functorch/partitioners.py``), as
-``torch/_inductor/compile_fx.py: partition_fn`` asks it to. No device takes part in that choice.
+torch itself chooses the saved tensors: its min-cut partitioner (``torch/_functorch/partitioners.py``) cuts the joint
+graph of forward and backward, in Inductor's decompositions, with the arguments of ``torch/_inductor/compile_fx.py:
+partition_fn``. The choice does not depend on the device.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-#: Enter it around what runs as one kernel.
+#: A context manager to enter around operations that count as one kernel.
 Kernel = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Graphs:
-    """``forward``: tensors -> (outputs, kept); ``backward``: (kept, gradients of outputs) -> gradients of tensors."""
+    """``forward``: tensors -> (outputs, saved); ``backward``: (saved, gradients of outputs) -> gradients of tensors."""
 
     forward: Any
     backward: Any
@@ -34,7 +34,7 @@ _known: dict[Any, _Graphs] = {}
 
 
 def call(function: Callable[..., Any], args: Any, kwargs: Any, kernel: Kernel) -> Any:
-    """``function(*args, **kwargs)`` as one kernel, and in backward another."""
+    """``function(*args, **kwargs)`` as one kernel, and its backward as another."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -42,7 +42,7 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any, kernel: Kernel) -
         versions = [t._version for t in tensors]
         with kernel():
             out = function(*args, **kwargs)
-            # The compiler writes in place through a second tensor: it makes mutations functional and copies back.
+            # The compiler makes mutations functional: a second tensor is written and copied back.
             copies = [torch.empty_like(t) for t, before in zip(tensors, versions, strict=True) if t._version != before]
         del copies
         return out
@@ -69,7 +69,7 @@ class _OneKernel(torch.autograd.Function):
 def _graphs(function: Callable[..., Any], leaves: list[Any], structure: Any) -> _Graphs:
     key = (function, structure, tuple(map(_signature, leaves)))
     if key not in _known:
-        # A thread of its own has no modes and no hooks of the caller.
+        # A new thread has none of the caller's modes and hooks.
         with ThreadPoolExecutor(1) as alone:
             _known[key] = alone.submit(_trace, function, leaves, structure).result()
     return _known[key]
@@ -114,6 +114,6 @@ def _trace(function: Callable[..., Any], leaves: list[Any], structure: Any) -> _
     out = aot_function(
         flat, keep("forward"), keep("backward"), cut, decompositions=select_decomp_table()
     )(*examples)  # fmt: skip
-    # The backward graph is handed to its compiler when it first runs.
+    # The backward graph is compiled when it first runs.
     torch.autograd.backward([x for x in out if x.requires_grad], [torch.empty_like(x) for x in out if x.requires_grad])
     return _Graphs(found["forward"], found["backward"], len(out), found["structure"])

@@ -1,8 +1,8 @@
-"""Rehearse one rank for real on one GPU: its own parameters, DDP, optimizer and schedule, without its peers.
+"""Train one rank on one GPU without its peers: its parameters, DDP, optimizer and schedule.
 
-Collectives and point-to-point go to torch's fake backend, which does nothing, so that loss values are
-meaningless; every expert is taken to get the same number of tokens. Everything that allocates is Megatron's own
-code. Needs a CUDA build of torch; Transformer Engine is used when it is installed and asked for.
+Collectives and point-to-point communication use torch's fake backend, which does nothing: loss values are meaningless.
+Every expert gets the same number of tokens. All allocations are megatron-core's own code. Needs a CUDA build of torch;
+uses Transformer Engine if it is installed and the run sets it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ import torch
 
 from bridge_memory.components import GIB, State
 from bridge_memory.readers.megatron_args import gpu_architecture
-from bridge_memory.rehearsal import patches
 from bridge_memory.rehearsal.adapters import adapt
 from bridge_memory.rehearsal.measuring import Notebook, snapshot_to
 from bridge_memory.rehearsal.model import build_chunks
+from bridge_memory.rehearsal.patches.collectives import objects_of_peers
+from bridge_memory.rehearsal.patches.modules import has_te, norms_without_apex, permissive_core_attention
+from bridge_memory.rehearsal.patches.process_state import loss_scales_restored
+from bridge_memory.rehearsal.patches.recomputation import recomputation_without_te
+from bridge_memory.rehearsal.patches.replace import replaced
+from bridge_memory.rehearsal.patches.routing import balanced_routing
 from bridge_memory.rehearsal.record import Phase, installed, record_of
 from bridge_memory.rehearsal.refusals import refuse_what_is_ignored
 from bridge_memory.rehearsal.world import RehearsalUnavailable, fake_world
@@ -29,16 +34,16 @@ from bridge_memory.releases import GRAPH_OF_THE_ITERATION, release_in
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
 from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 
-#: What the passes on meta tensors can do without and this loop cannot: steps of a real optimizer, a real batch.
+#: Further options that this loop does not run: they concern the steps of a real optimizer, or a real batch.
 _NOT_REHEARSED_HERE = ("packed_sequences", "log_params_norm", "create_attention_mask")
-#: What a GPU brings about, though tensors without data do not: graphs of layers, activations in host memory.
+#: Options that run on a GPU but not on meta tensors: graphs of layers, activations in host memory.
 _REHEARSED_HERE = ("cuda_graph_impl", "cpu_offloading_num_layers")
 
 
 @dataclass(slots=True)
 class Measured:
-    """One rehearsal on a GPU. ``phases``: model built, first forward, first backward, first optimizer step,
-    then every further step as a whole."""
+    """One rehearsal on a GPU. ``phases``: model built, first forward, first backward, first optimizer step, and each
+    further step as one phase."""
 
     run: RunSpec
     rank: int
@@ -54,12 +59,12 @@ class Measured:
 
     @property
     def peak(self) -> int:
-        """The most bytes during the last step; with one step, during all of its phases."""
+        """The peak of the last step in bytes; with one step, over all of its phases."""
         phases = self.phases[-1:] if self.steps > 1 else self.phases[1:]
         return max(p.max_allocated for p in phases)
 
     def lines(self) -> list[str]:
-        """Phases, then the prediction beside them."""
+        """Lines of text: the phases, then predicted and measured figures."""
         out = [
             f"{self.run.model.name}: rank {self.rank}, pipeline stage {self.stage}, on {self.gpu}; "
             "loss values are meaningless",
@@ -79,7 +84,7 @@ class Measured:
         return out
 
     def rows(self) -> list[tuple[str, int, int]]:
-        """(what, predicted, measured) in bytes."""
+        """(quantity, predicted, measured) in bytes."""
         from bridge_memory.estimation import estimate
 
         stage = estimate(self.run).stages[self.stage]
@@ -116,8 +121,8 @@ def rehearse_on_gpu(
 ) -> Measured:
     """Run ``steps`` training steps of one rank on the current GPU. Raises SpecError, RehearsalUnavailable.
 
-    ``snapshot`` names a file for torch's memory snapshot, written also when memory runs out. ``architecture``: a
-    TransformerConfig of the model from elsewhere, see ``model.transformer_config``.
+    ``snapshot`` names a file for torch's memory snapshot, written also when memory runs out. ``architecture``: as for
+    ``megatron_config.transformer_config``.
     """
     run = run_here(run)
     rank = rank_of_stage(run.parallel, stage or 0) if rank is None else rank
@@ -132,7 +137,7 @@ def rehearse_on_gpu(
 
 
 def run_here(run: RunSpec) -> RunSpec:
-    """``run`` as it will be trained on this machine. Raises SpecError, RehearsalUnavailable."""
+    """``run`` as it is trained on this machine. Raises SpecError, RehearsalUnavailable."""
     if not torch.cuda.is_available():
         raise RehearsalUnavailable(
             "device cuda needs a GPU and torch with CUDA; --device cpu rehearses without either"
@@ -143,7 +148,7 @@ def run_here(run: RunSpec) -> RunSpec:
 
 
 def on_this_machine(run: RunSpec, gpu: str) -> RunSpec:
-    """``run`` with the releases, GPU and allocator that are here, which is what will be measured."""
+    """``run`` with this machine's releases, GPU and allocator, which are measured."""
     from bridge_memory.readers.environment import cublas_workspace_bytes, expandable_segments
 
     impl = run.implementation
@@ -169,15 +174,16 @@ def missing_kernels() -> dict[str, bool]:
 
 
 def refuse_what_is_not_rehearsed(run: RunSpec) -> None:
-    """Raise RehearsalUnavailable where a measurement would be of another run than the one described."""
+    """Raise RehearsalUnavailable where the measured run would differ from the described one."""
     impl = run.implementation
-    if impl.te and not patches.has_te():
+    if impl.te and not has_te():
         raise RehearsalUnavailable(
             "transformer_impl (transformer_engine) is not installed here; install it or give "
             "--transformer-impl local"
         )
     for name, missing in missing_kernels().items():
-        # Transformer Engine has its own softmax; the output layer's weight gradient is megatron-core's with it too.
+        # Transformer Engine has a softmax of its own; the output layer's weight gradient is megatron-core's also with
+        # it.
         if missing and getattr(impl, name) and not (impl.te and name == "masked_softmax_fusion"):
             flag = name.replace("_", "-")
             raise RehearsalUnavailable(f"{name} needs Apex, which is not installed here; give --no-{flag}")
@@ -202,16 +208,16 @@ def refuse_what_is_not_rehearsed(run: RunSpec) -> None:
 
 @contextmanager
 def _helped(run: RunSpec) -> Iterator[None]:
-    """On a GPU megatron-core needs little: norms without Apex, and peers that answer nothing."""
+    """The replacements that a GPU needs: norms without Apex, objects of peers, balanced routing."""
     with ExitStack() as stack:
         if not run.implementation.te:
-            stack.enter_context(patches.norms_without_apex())
-            stack.enter_context(patches.local_core_attention())
-            stack.enter_context(patches.recomputation_without_te())
-        stack.enter_context(patches.objects_of_peers())
+            stack.enter_context(norms_without_apex())
+            stack.enter_context(permissive_core_attention())
+            stack.enter_context(recomputation_without_te())
+        stack.enter_context(objects_of_peers())
         moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
         if moe is not None:
-            stack.enter_context(patches.balanced_routing(moe.topk, moe.num_experts))
+            stack.enter_context(balanced_routing(moe.topk, moe.num_experts))
         yield
 
 
@@ -219,11 +225,11 @@ def train(run: RunSpec, rank: int, steps: int, note: Callable[[str], None], arch
     """``steps`` steps of ``rank``; ``note(name)`` after the model is built, the first forward, the first backward, the
     first optimizer step and each further step. Raises SpecError.
 
-    As ``training/training.py: setup_model_and_optimizer, train_step`` of Megatron-LM, and Bridge's own, do.
+    As in Megatron-LM's ``training/training.py: setup_model_and_optimizer, train_step`` and in Bridge's.
     """
     if steps < 1:
         raise SpecError(f"steps ({steps}) must be at least 1; 2 shows the peak that counts")
-    with fake_world(run.parallel, rank), patches.loss_scales_put_back(), _helped(run):
+    with fake_world(run.parallel, rank), loss_scales_restored(), _helped(run):
         _train(run, steps, note, architecture)
 
 
@@ -231,10 +237,10 @@ def _train(run: RunSpec, steps: int, note: Callable[[str], None], architecture: 
     from megatron.core import tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from bridge_memory.rehearsal.run import distributed, optimizer
+    from bridge_memory.rehearsal.model_state import distributed, optimizer
 
     graphs = run.implementation.cuda_graph_impl != "none"
-    # A graph captures random states that are its own (``arguments.py: validate_args`` asks for them).
+    # A graph captures separate random states (``arguments.py: validate_args`` asks for them).
     tensor_parallel.model_parallel_cuda_manual_seed(1234, **({"use_cudagraphable_rng": True} if graphs else {}))
     chunks = build_chunks(run, initialize=True, architecture=architecture)
     adapt(run, chunks)
@@ -277,10 +283,10 @@ def _train(run: RunSpec, steps: int, note: Callable[[str], None], architecture: 
 
 
 def _configure(run: RunSpec, config: Any, wrapped: list[Any], adam: Any) -> None:
-    """What the training loops set on the config once model and optimizer are there (``training.py: train``)."""
+    """Set what training loops set on the config after building model and optimizer (``training.py: train``)."""
     from megatron.core.distributed import finalize_model_grads
 
-    config.deallocate_pipeline_outputs = True  # Megatron-LM and Bridge switch it on
+    config.deallocate_pipeline_outputs = True  # set by Megatron-LM and Bridge
     config.grad_scale_func = adam.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if len(wrapped) > 1:
@@ -293,7 +299,7 @@ def _configure(run: RunSpec, config: Any, wrapped: list[Any], adam: Any) -> None
 
 @contextmanager
 def _before_the_first_backward(call: Callable[[], None]) -> Iterator[None]:
-    """Call ``call`` once, when the warm-up microbatches are through and the first backward pass begins."""
+    """Call ``call`` once, before the first backward pass, after the warm-up microbatches."""
     from megatron.core.pipeline_parallel import schedules
 
     backward_step = schedules.backward_step
@@ -304,7 +310,7 @@ def _before_the_first_backward(call: Callable[[], None]) -> Iterator[None]:
             waiting.pop()()
         return backward_step(*args, **kwargs)
 
-    with patches.replaced(schedules, "backward_step", step):
+    with replaced(schedules, "backward_step", step):
         yield
 
 
@@ -314,7 +320,7 @@ def _forever(batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]
 
 
 def _forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
-    """Megatron-LM's ``pretrain_gpt.py: forward_step, loss_func`` without data and without its reports."""
+    """Megatron-LM's ``pretrain_gpt.py: forward_step, loss_func`` without data and reports."""
     batch = next(iterator)
     mask = batch["loss_mask"]
 

@@ -1,7 +1,7 @@
-"""What megatron-core and Transformer Engine import, and what is not there on a machine without a GPU.
+"""Imports of megatron-core and Transformer Engine that fail on a machine without a GPU, or before Python 3.12.
 
-Triton's kernels are imported with the modules that use them, which the rehearsal does not launch; ``typing.override``
-is Python's from 3.12 on. Nothing here imports megatron-core but ``import_megatron_core``.
+Triton's kernels are imported with the modules that use them, but not launched in a rehearsal; ``typing.override``
+exists from Python 3.12 on. Only ``import_megatron_core`` imports megatron-core.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 
 
 def import_megatron_core() -> None:
-    """Import megatron.core with what it needs for that and this machine lacks. Raises what its import raises.
+    """Import megatron.core, with placeholders for what it imports and this machine lacks. Raises its own ImportError.
 
-    0.18 and later import Triton (``transformer/moe/paged_stash.py``), 0.19 ``typing.override``: a mark for type
-    checkers, which typing_extensions has for Pythons before 3.12.
+    0.18 and later import Triton (``transformer/moe/paged_stash.py``), 0.19 ``typing.override``: a decorator
+    without effect, which typing_extensions has for earlier Pythons.
     """
     if sys.modules.get("megatron.core") is not None:
         return
     supply_typing_override()
-    with stand_ins(*missing("triton")):
+    with placeholder_packages(*missing("triton")):
         importlib.import_module("megatron.core")
 
 
 def supply_typing_override() -> None:
-    """Give Pythons before 3.12 the ``typing.override`` that megatron-core and Megatron Bridge import."""
+    """Define ``typing.override`` before Python 3.12: megatron-core and Megatron Bridge import it."""
     if not hasattr(typing, "override"):
         with suppress(ImportError):
             from typing_extensions import override
@@ -41,19 +41,20 @@ def supply_typing_override() -> None:
 
 
 def missing(*roots: str) -> tuple[str, ...]:
-    """Those of these packages that are not installed."""
+    """Those of the packages ``roots`` that are not installed."""
     return tuple(root for root in roots if importlib.util.find_spec(root) is None)
 
 
 class _NoLaunch:
-    """A Triton kernel: ``kernel[grid](...)`` launches nothing. Its outputs are arguments."""
+    """A Triton kernel whose ``kernel[grid](...)`` launches nothing. Its outputs are arguments, which the caller
+    made."""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
 
 class _Triton(types.ModuleType):
-    """``triton`` and what is below: decorators that make kernels, the arithmetic of grids, and names."""
+    """``triton`` and its submodules: decorators of kernels, the arithmetic of grids, any other name."""
 
     __version__ = "3.4.0"
 
@@ -82,7 +83,7 @@ class _Triton(types.ModuleType):
 
 
 class _Name:
-    """Something that is named in annotations and decorators, and does nothing."""
+    """Any other name: usable in annotations and as a decorator, without effect."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -102,7 +103,7 @@ class _Name:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds packages of these names, and whatever below them."""
+    """Finds the packages ``roots`` and every submodule of theirs."""
 
     def __init__(self, roots: tuple[str, ...]) -> None:
         self._roots = roots
@@ -120,13 +121,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextmanager
-def stand_ins(*roots: str) -> Iterator[None]:
-    """Imports in this block find these packages, installed or not; afterwards nobody finds the stand-ins."""
+def placeholder_packages(*roots: str) -> Iterator[None]:
+    """Imports in this block find placeholders of these packages, installed or not; later imports do not."""
     if not roots:
         yield
         return
     for name in ("torch._inductor.compile_fx", "torch._inductor.runtime.hints", "torch._dynamo.testing"):
-        # They look for Triton when they are imported, and must not meet the stand-in.
+        # They look for Triton when they are imported, and must not find the placeholder.
         importlib.import_module(name)
 
     def mine() -> list[str]:

@@ -1,5 +1,5 @@
-"""What measures on a GPU, here and in the scripts: figures after each phase, and a process for each configuration, so
-that peaks and running out of memory stay apart."""
+"""Measuring on a GPU, for ``gpu.py`` and the scripts: figures after each phase, and one process per configuration, so
+that neither peaks nor running out of memory affect the next configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 
 from bridge_memory.rehearsal.record import Phase
 
-#: What a process that measures one configuration is told, beside its name (``--one``): where the record goes, and
-#: where torch's snapshot, if any.
+#: Arguments of a process that measures one configuration: its name, the record's file, and the file of torch's
+#: snapshot, if any.
 _HIDDEN = ("--one", "--to", "--snapshot")
 
 
@@ -30,7 +30,7 @@ class Notebook:
         self._last = time.perf_counter()
 
     def note(self, name: str) -> None:
-        """Write them down for the phase that ends here, and begin a new peak."""
+        """Record them for the phase that ends here, and reset the peak."""
         import torch
 
         cuda = torch.cuda
@@ -46,7 +46,7 @@ class Notebook:
 
 @contextmanager
 def snapshot_to(path: str | None) -> Iterator[None]:
-    """torch's memory snapshot of what runs inside, written also where it fails; None: none."""
+    """Write torch's memory snapshot of the block to ``path``, also where the block fails; None: no snapshot."""
     import torch
 
     if path is None:
@@ -84,20 +84,20 @@ def in_its_own_process(
 
 
 def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the scripts that measure a list of configurations take."""
+    """The arguments of scripts that measure a list of configurations."""
     parser.add_argument("--record", metavar="FILE.jsonl", help="append the records to this file")
-    parser.add_argument("--tolerance", type=float, default=0.05, help="worst relative error of a peak (0.05)")
-    parser.add_argument("--timeout", type=int, default=300, metavar="SECONDS", help="for one configuration")
-    parser.add_argument("--only", default="", metavar="NAME", help="this configuration alone")
-    parser.add_argument("--snapshots", metavar="FOLDER", help="torch's memory snapshot of each, into this folder")
-    parser.add_argument("--dry-run", action="store_true", help="estimate and build everything without a GPU")
-    parser.add_argument("--predictions", metavar="FILE.jsonl", help="with --dry-run: write what is predicted")
+    parser.add_argument("--tolerance", type=float, default=0.05, help="accepted relative error of a peak (0.05)")
+    parser.add_argument("--timeout", type=int, default=300, metavar="SECONDS", help="limit per configuration (300)")
+    parser.add_argument("--only", default="", metavar="NAME", help="measure this configuration only")
+    parser.add_argument("--snapshots", metavar="FOLDER", help="write torch's memory snapshots to this folder")
+    parser.add_argument("--dry-run", action="store_true", help="estimate and build every configuration without a GPU")
+    parser.add_argument("--predictions", metavar="FILE.jsonl", help="with --dry-run: write predictions to this file")
     for hidden in _HIDDEN:
         parser.add_argument(hidden, help=argparse.SUPPRESS)
 
 
 def snapshot_arguments(folder: str | None, number: int) -> list[str]:
-    """What the process of configuration ``number`` is told of its snapshot."""
+    """The arguments for the snapshot of configuration ``number``."""
     if not folder:
         return []
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -105,10 +105,10 @@ def snapshot_arguments(folder: str | None, number: int) -> list[str]:
 
 
 def margins(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What torch's allocator does not count, measured: lines of text, in GiB.
+    """Measured memory beyond what is allocated: lines of text, in GiB.
 
-    Outside of it: what the driver counts as used beyond what is reserved (contexts, libraries; other processes on the
-    device too). Inside: what was reserved beyond the highest that was allocated (rounding and fragmentation).
+    Outside of torch's allocator: used by the driver's count beyond what is reserved (contexts, libraries, other
+    processes on the device). Inside: reserved beyond the peak of what is allocated (rounding, fragmentation).
     """
     outside: list[int] = []
     unused: list[int] = []

@@ -1,4 +1,4 @@
-"""A rehearsal on a GPU as a record of the measured corpus (see tests/data/measurements/README.md)."""
+"""A rehearsal on a GPU as a record of the corpus of measured runs (tests/data/measurements/README.md)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from bridge_memory.spec import RunSpec, SpecError
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """torch.cuda's figures at the end of a phase, its peak since the phase began, in bytes."""
+    """torch.cuda's figures at the end of a phase, and the peak within the phase, in bytes."""
 
     name: str
     allocated: int
     max_allocated: int
     reserved: int
-    #: What the driver counts as used on the whole device, contexts and libraries included.
+    #: Used memory of the whole device by the driver's count, with contexts and libraries.
     driver_used: int | None = None
-    #: How long the phase took on the GPU.
+    #: Duration of the phase on the GPU.
     seconds: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """With what was measured alone."""
+        """The measured fields."""
         found = {
             "name": self.name, "allocated_bytes": self.allocated, "max_allocated_bytes": self.max_allocated,
             "reserved_bytes": self.reserved, "driver_used_bytes": self.driver_used, "seconds": self.seconds,
@@ -50,7 +50,7 @@ def installed(package: str) -> str | None:
 def record_of(
     run: RunSpec, rank: int, gpu: str, steps: int, phases: Sequence[Phase], command: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """One line of a corpus: ``run`` exactly, and what was measured after ``steps`` training steps.
+    """One line of a corpus: the exact ``run``, and the measurement after ``steps`` training steps.
 
     ``allocated_bytes`` is read after the last step, ``max_allocated_bytes`` is the peak of that step alone.
     """
@@ -82,7 +82,7 @@ def record_of(
 
 
 def append_record(path: str | Path, record: dict[str, Any]) -> None:
-    """Add a line: the file is replaced as a whole, so that nobody ever reads half a record. Raises SpecError."""
+    """Append a line by replacing the whole file, so that no reader sees half a record. Raises SpecError."""
     path = Path(path)
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else ""

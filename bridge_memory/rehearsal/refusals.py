@@ -1,4 +1,4 @@
-"""What a rehearsal does not bring about: away from its default it is refused, since both columns would leave it out."""
+"""Options that a rehearsal does not run. They are refused unless default: neither column would include them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bridge_memory.rehearsal.world import RehearsalUnavailable
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.fields import called
 
-#: Fields of a RunSpec that neither the loop on a GPU nor the passes on meta tensors act on.
+#: Fields of a RunSpec without effect in the loop on a GPU and in the passes on meta tensors.
 NOT_REHEARSED: dict[str, tuple[str, ...]] = {
     "batch": (),
     "precision": (),
@@ -26,13 +26,15 @@ NOT_REHEARSED: dict[str, tuple[str, ...]] = {
 
 
 def refuse_what_is_ignored(run: RunSpec, also: Iterable[str] = (), but: Iterable[str] = ()) -> None:
-    """Raise RehearsalUnavailable, in one line, for the first such field; ``also``: names of further ones, ``but``:
-    those that this rehearsal brings about."""
-    more, brought = tuple(also), tuple(but)
+    """Raise RehearsalUnavailable, in one line, for the first field that is not rehearsed and not default.
+
+    ``also``: further fields that are not rehearsed; ``but``: fields that this rehearsal runs.
+    """
+    more, supported = tuple(also), tuple(but)
     for group, names in NOT_REHEARSED.items():
         held = getattr(run, group)
         for f in fields(held):
             value = getattr(held, f.name)
-            if f.name in (*names, *more) and f.name not in brought and value != f.default:
+            if f.name in (*names, *more) and f.name not in supported and value != f.default:
                 name = called(type(held), f.name)
                 raise RehearsalUnavailable(f"{name} ({value}) is not rehearsed; leave it at {f.default}")

@@ -1,4 +1,4 @@
-"""A run as it can be rehearsed here without a GPU: with Transformer Engine's Python where it is installed."""
+"""Adapt a run to what can be rehearsed here without a GPU: with Transformer Engine where its Python is installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bridge_memory.spec import MoESpec, RunSpec, SpecError
 
 
 def _with_the_release_here(spec: RunSpec) -> RunSpec:
-    """By the rules of the Transformer Engine that runs."""
+    """``spec`` with the release of the installed Transformer Engine. Raises SpecError where it names another."""
     from bridge_memory.rehearsal import te_kernels
     from bridge_memory.releases import release_in, release_words
 
@@ -23,7 +23,7 @@ def _with_the_release_here(spec: RunSpec) -> RunSpec:
 
 
 def experts_one_by_one(spec: RunSpec, notes: list[str]) -> RunSpec:
-    """Without Transformer Engine megatron-core is given experts one by one, see ``rehearsal.model``."""
+    """Without Transformer Engine experts are not grouped (``megatron_config.py``); a note says so."""
     impl = spec.implementation
     if impl.te or not impl.moe_grouped_gemm or not any(isinstance(x.ffn, MoESpec) for x in spec.model.layers):
         return spec
@@ -35,7 +35,10 @@ def experts_one_by_one(spec: RunSpec, notes: list[str]) -> RunSpec:
 
 
 def take_transformer_engine() -> str:
-    """Its Python, over kernels that compute nothing; megatron-core looks for it only once. Returns why it cannot be."""
+    """Load Transformer Engine over kernels that compute nothing, or hide it; call before megatron-core is imported.
+
+    Returns why it cannot be rehearsed; empty where it can.
+    """
     if find_spec("torch") is None:
         return ""
     from bridge_memory.rehearsal import te_kernels
@@ -49,7 +52,7 @@ def take_transformer_engine() -> str:
 
 
 def on_meta(spec: RunSpec, why_not: str, notes: list[str]) -> RunSpec:
-    """``spec`` as it can run on meta tensors here, with ``notes`` on what differs. Raises SpecError.
+    """``spec`` as it can run on meta tensors here; differences are appended to ``notes``. Raises SpecError.
 
     ``why_not``: why Transformer Engine cannot be rehearsed here, or empty.
     """

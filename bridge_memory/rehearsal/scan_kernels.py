@@ -1,12 +1,12 @@
-"""Kernels of state-space mixers that make what the real ones make and keep, and compute nothing.
+"""Kernels of state-space mixers that allocate and save the same tensors as the real ones, and compute nothing.
 
-mamba_ssm, causal_conv1d and flash-linear-attention need Triton and CUDA to be called at all. Their autograd functions
-are Python; each function here allocates the same tensors in the same order and keeps the same ones for backward.
-Read in mamba_ssm 2.2.5 (``ops/triton/ssd_combined.py, ssd_chunk_state.py, ssd_state_passing.py, ssd_chunk_scan.py,
+mamba_ssm, causal_conv1d and flash-linear-attention cannot be called without Triton and CUDA. Their autograd functions
+are Python: each function here allocates the same tensors in the same order and saves the same ones for backward.
+Sources: mamba_ssm 2.2.5 (``ops/triton/ssd_combined.py, ssd_chunk_state.py, ssd_state_passing.py, ssd_chunk_scan.py,
 ssd_bmm.py, layernorm_gated.py``), causal_conv1d 1.7.0 (``cpp_functions.py``) and fla-core 0.4.2 and 0.6.0
 (``ops/gated_delta_rule/chunk.py, modules/l2norm.py, modules/conv/causal_conv1d.py``).
 
-Shapes: b sequences of s tokens, h heads of p, g groups with states of n, c tokens a chunk, C = s / c chunks.
+Shapes: b sequences of s tokens, h heads of p, g groups with states of n, c tokens per chunk, C = s / c chunks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from bridge_memory.inventory.megatron.ssm import MULTIPROCESSORS
 
-#: Tokens a chunk of flash-linear-attention's gated delta rule.
+#: Tokens per chunk of flash-linear-attention's gated delta rule.
 DELTA_CHUNK = 64
 
 
@@ -43,7 +43,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Mamba2(torch.autograd.Function):
-    """``MambaSplitConv1dScanCombinedFn`` without norm and output projection, which megatron-core does not give it."""
+    """``MambaSplitConv1dScanCombinedFn`` without norm and output projection, which megatron-core does not pass."""
 
     @staticmethod
     def forward(
@@ -98,7 +98,7 @@ class _Mamba2(torch.autograd.Function):
         del dt, cumulated, products, final, passed, scanned, of_states, states
         del of_dt, of_b, of_c, of_products, sums, stable, next_
         of_a, of_d, of_dt_bias = torch.empty_like(a), torch.empty_like(d), torch.empty_like(dt_bias)
-        # The convolution's backward runs it into the slice of dzxbcdt that is its input's.
+        # The convolution's backward writes its input's gradient into a slice of dzxbcdt.
         _channels_first(source)
         weight = torch.zeros_like(conv_weight, dtype=torch.float32).type_as(conv_weight)
         bias = None if conv_bias is None else torch.zeros_like(conv_bias, dtype=torch.float32).type_as(conv_bias)
@@ -112,7 +112,7 @@ def _splits(b: int, heads: int, groups: int, chunks: int) -> int:
 
 
 def _summed_over_heads(x: torch.Tensor, b: int, s: int, heads: int, groups: int, chunks: int, n: int) -> torch.Tensor:
-    """Gradient of B or C: fp32, in several parts that are added up (``_chunk_state_bwd_db, _chunk_scan_bwd_dC``)."""
+    """Gradient of B or C: fp32, the sum of several parts (``_chunk_state_bwd_db, _chunk_scan_bwd_dC``)."""
     return _fp32(x, b, s, _splits(b, heads, groups, chunks), groups, n).sum(2)
 
 
@@ -120,7 +120,7 @@ def mamba_split_conv1d_scan_combined(
     zxbcdt: torch.Tensor, conv1d_weight: torch.Tensor, conv1d_bias: Any, dt_bias: torch.Tensor, A: torch.Tensor,
     D: torch.Tensor, chunk_size: int, headdim: int | None = None, ngroups: int = 1, **_: object,
 ) -> torch.Tensor:  # fmt: skip
-    """mamba_ssm's function of that name, as ``ssm/mamba_mixer.py`` calls it in training."""
+    """mamba_ssm's function, as called by ``ssm/mamba_mixer.py`` in training."""
     out: torch.Tensor = _Mamba2.apply(
         zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, headdim or D.shape[1], ngroups
     )
@@ -146,7 +146,7 @@ class _GroupNorm(torch.autograd.Function):
 
 
 class ExtendedRMSNorm(torch.nn.Module):
-    """mamba_ssm's RMSNorm of groups (``ops/triton/layernorm_gated.py: RMSNorm``), as the mixer has it without gate."""
+    """mamba_ssm's RMSNorm of groups (``ops/triton/layernorm_gated.py: RMSNorm``), without a gate."""
 
     def __init__(
         self, hidden_size: int, group_size: int | None = None, device: Any = None, dtype: Any = None, **_: object
@@ -161,7 +161,7 @@ class ExtendedRMSNorm(torch.nn.Module):
 
 
 class _Convolution(torch.autograd.Function):
-    """``CausalConv1dFn``: keeps its input and parameters."""
+    """``CausalConv1dFn``: saves its input and parameters."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
@@ -178,13 +178,13 @@ class _Convolution(torch.autograd.Function):
 
 
 def causal_conv1d_fn(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **_: object) -> torch.Tensor:
-    """causal_conv1d's function of that name: x [b, d, s]."""
+    """causal_conv1d's function: x [b, d, s]."""
     out: torch.Tensor = _Convolution.apply(x, weight, bias)
     return out
 
 
 class _TokensFirst(torch.autograd.Function):
-    """``CausalConv1dFunction``: x [b, s, d], of any strides, is kept; the output and x's gradient are contiguous."""
+    """``CausalConv1dFunction``: saves x [b, s, d] with its strides; the output and x's gradient are contiguous."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
@@ -201,13 +201,13 @@ class _TokensFirst(torch.autograd.Function):
 
 
 def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **_: object) -> tuple[torch.Tensor, None]:
-    """flash-linear-attention's function of that name, without a final state: x [b, s, d]."""
+    """flash-linear-attention's function, without a final state: x [b, s, d]."""
     out: torch.Tensor = _TokensFirst.apply(x, weight, bias)
     return out, None
 
 
 class _Unit(torch.autograd.Function):
-    """``L2NormFunction``: keeps its output and one fp32 a row."""
+    """``L2NormFunction``: saves its output and one fp32 value per row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -222,7 +222,7 @@ class _Unit(torch.autograd.Function):
 
 
 def l2norm(x: torch.Tensor, **_: object) -> torch.Tensor:
-    """flash-linear-attention's function of that name."""
+    """flash-linear-attention's function."""
     out: torch.Tensor = _Unit.apply(x)
     return out
 
@@ -266,6 +266,6 @@ def _states(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
 def chunk_gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: object
 ) -> tuple[torch.Tensor, None]:
-    """flash-linear-attention's function of that name, without initial and final states."""
+    """flash-linear-attention's function, without initial and final states."""
     out: torch.Tensor = _DeltaRule.apply(q, k, v, g, beta)
     return out, None

@@ -8,7 +8,7 @@ from enum import Enum
 from bridge_memory.components import Component, Lifetime, Part, Role, State
 from bridge_memory.estimation import estimate, explain, stage_costs
 from bridge_memory.inventory.stack import chunk_inventory
-from bridge_memory.rehearsal.run import Rehearsal
+from bridge_memory.rehearsal.results import Rehearsal
 from bridge_memory.result import OPTIMIZER_STEP
 from bridge_memory.schedule.events import ChunkCost
 from bridge_memory.schedule.peak import dynamic_peak

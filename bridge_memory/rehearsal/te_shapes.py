@@ -1,10 +1,9 @@
-"""The parameters of a rank under Transformer Engine, without Transformer Engine.
+"""Parameter shapes of a rank under Transformer Engine, without Transformer Engine installed.
 
-megatron-core's TE layer specs decide which module goes where and with which sizes; TE's constructors turn
-those sizes into weights. Here megatron-core's own wrappers (``extensions/transformer_engine.py``) run
-unchanged over stand-ins of TE's constructors, which make the same weights and nothing else. megatron-core
-looks for TE while it is imported, so this happens in a process of its own: ``parameter_shapes_with_te``
-starts it.
+megatron-core's TE layer specs choose modules and sizes; TE's constructors create weights of these sizes. Here
+megatron-core's wrappers (``extensions/transformer_engine.py``) run unchanged over stubs of TE's constructors, which
+create the same weights and nothing else. megatron-core looks for TE when it is imported, so that
+``parameter_shapes_with_te`` starts a separate process.
 
 Weights as of Transformer Engine 2.x: ``pytorch/module/{linear,layernorm_linear,grouped_linear}.py``,
 ``pytorch/attention/dot_product_attention/dot_product_attention.py``,
@@ -47,7 +46,7 @@ def parameter_shapes_with_te(jobs: Sequence[Job]) -> list[Shapes | str]:
 
 
 class _StubModule(types.ModuleType):
-    """Any capitalised name is a class that accepts anything, any other a submodule."""
+    """Any capitalised name is a class that accepts all arguments, any other name a submodule."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -61,7 +60,7 @@ class _StubModule(types.ModuleType):
         return made
 
     def __call__(self, *args: object, **kwargs: object) -> tuple[None, None]:
-        """A function of that name; the one that constructors call returns two things (cpu_offload)."""
+        """A call of the module as a function; the one that constructors call returns a pair (cpu_offload)."""
         return None, None
 
 
@@ -72,7 +71,7 @@ def _ignore_arguments(self: Any, *args: object, **kwargs: object) -> None:
 
 
 class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds transformer_engine and everything below it."""
+    """Finds transformer_engine and every submodule."""
 
     ROOTS = ("transformer_engine", "transformer_engine_torch")
 
@@ -150,7 +149,7 @@ def _constructors() -> list[type]:
     class RMSNorm(torch.nn.Module):
         def __init__(self, hidden_size: int = 0, normalized_shape: int = 0, **_: object) -> None:
             super().__init__()
-            self.size = hidden_size or normalized_shape  # the latter is what megatron-core 0.17 and later say
+            self.size = hidden_size or normalized_shape  # the latter from megatron-core 0.17 on
             self.weight = empty(self.size, dtype=torch.bfloat16)
 
     class LayerNorm(RMSNorm):

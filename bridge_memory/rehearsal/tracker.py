@@ -1,8 +1,8 @@
-"""Who is alive when: storages of the meta device, counted as PyTorch's allocator would count them.
+"""Which storages are alive when, in bytes, on the meta device or on another.
 
-Every operation passes a dispatch mode; a storage it makes is alive until its last reference goes, which
-PyTorch itself decides. Modules are known by forward hooks, what is saved for backward by saved-tensor hooks.
-Bytes are exact sizes: the CUDA allocator rounds each up to 512. Scratch space inside one kernel is not seen.
+Every operation passes a dispatch mode; a storage that it creates is alive until PyTorch drops its last reference.
+Forward hooks name modules, saved-tensor hooks find what is saved for backward. Bytes are exact sizes unless ``unit``
+says otherwise: the CUDA allocator rounds each up to 512. Temporaries inside a kernel are not seen.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from bridge_memory.rehearsal.patches import META, after_each_kernel, inside_a_kernel, replaced
+from bridge_memory.rehearsal.patches.fusion import after_each_kernel, inside_a_kernel
+from bridge_memory.rehearsal.patches.replace import META, replaced
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRecord:
-    """One storage kept for backward: the module that saved it first, and the operation that made it."""
+    """One storage saved for backward: the module that saved it first, and the operation that created it."""
 
     module: str
     made_by: str
@@ -45,7 +46,7 @@ class SavedRecord:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """One storage alive at some moment: the module it was made in and the operation that made it."""
+    """One storage alive at some moment: the module and the operation that created it."""
 
     module: str
     made_by: str
@@ -54,7 +55,7 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes alive during a phase, where it happened, and the largest storages then."""
+    """The most bytes alive during a phase, the module and operation at that moment, and the largest storages then."""
 
     bytes: int
     module: str
@@ -68,12 +69,12 @@ class _Storage:
     module: str
     made_by: str
     ref: Any
-    #: Addresses come back as soon as a storage is gone; this number does not.
+    #: Unique, unlike the address, which is used again once a storage is freed.
     serial: int
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A tensor, or those that Transformer Engine's quantized tensor wraps, or a collective that is waited for."""
+    """The tensors with storage: of a quantized tensor its data and scales, of a pending collective its result."""
     if isinstance(tensor, AsyncCollectiveTensor):
         return (tensor.elem,)
     data = getattr(tensor, "get_data_tensors", None)
@@ -85,19 +86,19 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 # ---- sums of gradients ----
 #
-# Autograd adds a second gradient of a tensor to the first in place when nobody else holds the first, and never
-# while a dispatch mode is active (``torch/csrc/autograd/input_buffer.cpp: can_accumulate_inplace``). What the
-# mode prevents is done here.
+# Autograd adds a second gradient of a tensor to the first in place if nothing else refers to the first, but never while
+# a dispatch mode is active (``torch/csrc/autograd/input_buffer.cpp: can_accumulate_inplace``). The tracker is such a
+# mode, so that it adds in place itself.
 
-#: Where torch's own frames around a dispatch mode come from.
+#: Files of torch's own frames around a dispatch mode.
 WRAPPERS = (torch._compile.__file__, torch._dynamo.eval_frame.__file__)
-#: Releases that count for us who holds a tensor and a storage.
+#: Whether this torch exposes reference counts of tensors and storages.
 COUNTED = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
 
-#: What backward formulas do to zeros that they have just made: in place, but out of place where a dispatch mode is
-#: active or a tensor has no data (``torch/csrc/autograd/FunctionsManual.cpp: index_backward,
+#: Operations of backward formulas on new zeros. They run in place, but out of place while a dispatch mode is active or
+#: a tensor has no data (``torch/csrc/autograd/FunctionsManual.cpp: index_backward,
 #: value_selecting_reduction_backward``; ``TensorAdvancedIndexing.cpp: gather_backward, index_select_backward``).
 INTO_ZEROS = {
     torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
@@ -108,13 +109,13 @@ INTO_ZEROS = {
 
 
 def _sums_gradients(func: Any) -> bool:
-    """Whether autograd's engine itself asks for a sum, not the backward of a function written in Python. To be called
-    by the mode's ``__torch_dispatch__``."""
+    """Whether autograd's engine itself adds gradients, not a backward function written in Python. Call it directly from
+    the mode's ``__torch_dispatch__``."""
     return func is ADD and COUNTED and _the_engine_asks(3)
 
 
 def _the_engine_asks(depth: int) -> bool:
-    """Whether autograd's engine called what is so many frames up."""
+    """Whether autograd's engine called the frame that is ``depth`` frames up."""
     if torch.is_grad_enabled():
         return False
     frame: Any = sys._getframe(depth)
@@ -125,7 +126,7 @@ def _the_engine_asks(depth: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Owners:
-    """How many hold a tensor: references to the tensor, to its storage, and to its Python object."""
+    """Reference counts: of the tensor, of its storage and of its Python object."""
 
     tensor: int
     storage: int
@@ -141,7 +142,7 @@ def _owners(args: tuple[Any, ...]) -> _Owners:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees who holds the first gradient of every sum."""
+    """Records the reference counts of the first gradient of every sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ class _Watch(TorchDispatchMode):
 
 @torch.enable_grad()
 def _sole_owner() -> _Owners:
-    """What ``_owners`` says of a gradient that only the engine holds; in a release that does not tell, of none."""
+    """``_owners`` of a gradient that only the engine refers to; zeros in a release without these counts."""
     x = torch.ones((), device=META, requires_grad=True) * 1
     loss = x.exp() + x.sin()
     with _Watch() as watch:
@@ -165,15 +166,15 @@ def _sole_owner() -> _Owners:
     return watch.seen[0] if watch.seen else _Owners(0, 0, 0)
 
 
-#: Releases of PyTorch differ. Found out here, where no other mode is active.
+#: Differs between releases of PyTorch; measured on import, when no other mode is active.
 SOLE_OWNER = _sole_owner()
 
 
 class Tracker(TorchDispatchMode):
-    """Use ``with tracker.watching(module):``; storages that exist before are not counted."""
+    """Use ``with tracker.watching(module):``. Storages that exist before are not counted."""
 
     def __init__(self, static: Iterable[torch.Tensor] = (), device: str = META, unit: int = 1) -> None:
-        """``unit``: bytes in multiples of which the allocator gives them."""
+        """``static``: tensors that are not counted. ``unit``: bytes to whose multiples the allocator rounds up."""
         super().__init__()
         self._device = device
         self._unit = unit
@@ -184,7 +185,7 @@ class Tracker(TorchDispatchMode):
         self._names: dict[int, str] = {}
         self._path: list[str] = [""]
         self.live_bytes = 0
-        #: Told of every storage that comes (its number and bytes) and goes (its number and None).
+        #: Called for every allocation with (serial number, bytes), and for every free with (serial number, None).
         self.heard: Callable[[int, int | None], None] | None = None
         self._peak = 0
         self._peak_at: tuple[str, str] = ("", "")
@@ -196,12 +197,12 @@ class Tracker(TorchDispatchMode):
     # ---- storages ----
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Leave this tensor's storage out: a parameter, a buffer, a main gradient."""
+        """Do not count this tensor's storage: a parameter, a buffer, a main gradient."""
         storage = tensor.untyped_storage()
         self._static[storage._cdata] = storage
 
     def name_alive(self, name: str) -> None:
-        """Give what is alive and belongs to no module a name: the batch, the input another stage sent."""
+        """Name the storages that are alive and belong to no module: the batch, or the input that another stage sent."""
         for storage in self._live.values():
             if not storage.module:
                 storage.module = name
@@ -219,9 +220,9 @@ class Tracker(TorchDispatchMode):
         name = func._schema.name.split("::")[-1]
         made = False
         for leaf in tree_iter(out):
-            # Of fake tensors DTensor asks for shapes; they are nowhere.
+            # DTensor uses fake tensors to compute shapes; they have no memory.
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device and not isinstance(leaf, FakeTensor):
-                # What wraps quantized data has a storage of the size that it stands for, and no bytes.
+                # The wrapper of quantized data has a storage of its logical size, and allocates nothing.
                 for part in parts_of(leaf):
                     made |= self._note(part, name)
         if made:
@@ -256,7 +257,7 @@ class Tracker(TorchDispatchMode):
         return gone
 
     def resized(self, storage: Any, nbytes: int) -> None:
-        """A storage has so many bytes from now on."""
+        """The storage has been resized to ``nbytes``."""
         known = self._live.get(storage._cdata)
         if known is not None:
             nbytes = self._given(nbytes)
@@ -290,7 +291,7 @@ class Tracker(TorchDispatchMode):
         return frozenset(s.serial for s in self._live.values())
 
     def present(self) -> list[tuple[int, int]]:
-        """(number, bytes) of every storage alive now, in the order in which they were made."""
+        """(serial number, bytes) of every storage alive now, the oldest first."""
         return sorted((s.serial, s.nbytes) for s in self._live.values())
 
     def alive(self, among: frozenset[int]) -> list[Alive]:
@@ -301,7 +302,7 @@ class Tracker(TorchDispatchMode):
         ]
 
     def without(self, persistent: frozenset[int], *peaks: Peak) -> list[Peak]:
-        """The peaks less what is lasting."""
+        """The peaks without the ``persistent`` storages."""
         kept = [s for s in self._live.values() if s.serial in persistent]
         off = sum(s.nbytes for s in kept)
         names = {(s.module, s.made_by, s.nbytes) for s in kept}
@@ -345,7 +346,7 @@ class Tracker(TorchDispatchMode):
     def saved(self, persistent: frozenset[int] = frozenset()) -> list[SavedRecord]:
         """What is alive now because backward needs it, each storage once, in order of saving.
 
-        Not what is ``persistent`` (a rotary table that is cached), unless it is the batch's, which the next has anew.
+        Without ``persistent`` storages (a cached rotary table), except those of the batch: every batch has its own.
         """
         found = []
         for key, (record, ref) in self._saved.items():
@@ -357,7 +358,7 @@ class Tracker(TorchDispatchMode):
         return found
 
     def held(self, persistent: frozenset[int]) -> list[Alive]:
-        """What is alive now, neither saved nor ``persistent``: a module's attribute or the caller holds it."""
+        """What is alive now, neither saved nor ``persistent``: a module's attribute or the caller refers to it."""
         saved = {key for key, (_, ref) in self._saved.items() if ref() is not None}
         return [
             Alive(s.module, s.made_by, s.nbytes)
@@ -369,7 +370,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[Tracker]:
-        """Track everything done inside but what ``model`` has already, its parameters and buffers."""
+        """Track every operation inside, without the parameters and buffers of ``model``."""
         for tensor in (*model.parameters(), *model.buffers()):
             self.ignore(tensor)
         with self.following(model):
@@ -377,7 +378,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def following(self, model: torch.nn.Module) -> Iterator[None]:
-        """Track everything done inside, and name it after the modules of ``model``."""
+        """Track every operation inside, by the modules of ``model``."""
         self._names = {id(m): name for name, m in model.named_modules()}
 
         def enter(module: torch.nn.Module, args: Any) -> None:
@@ -404,8 +405,8 @@ class Tracker(TorchDispatchMode):
             # The copy between storages that fills a recomputed output moves no bytes here.
             stack.enter_context(replaced(torch.UntypedStorage, "copy_", lambda s, *a, **k: s))
             stack.enter_context(after_each_kernel(lambda: self._mark("fused kernel")))
-            # A weight that went through the hooks is another Python object, without DDP's mark; without it no
-            # gradient is made for its hooks (``tensor_parallel/layers.py``).
+            # A weight that passed the saved-tensor hooks is another Python object without DDP's attribute, for which
+            # ``tensor_parallel/layers.py`` would make no gradient.
             stack.enter_context(replaced(torch.Tensor, "grad_added_to_main_grad", False, add=True))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
             stack.enter_context(self)

@@ -1,8 +1,7 @@
-"""Tensors on the CPU that are allocated and never written: a real engine then runs a model of any size in seconds.
+"""Allocate large CPU tensors without computing them: a real engine then runs a model of any size in seconds.
 
-Pages of a fresh allocation take no memory until somebody writes to them. What has many elements is made by its shape
-alone and nothing is computed on it; small tensors and whole numbers are computed as they are, so that engines find the
-norms, flags and indices that they read.
+Pages of a new allocation take no memory until they are written. Operations on large floating tensors only allocate
+their outputs; small tensors and integers are computed, so that engines read real norms, flags and indices.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from torch.utils._pytree import tree_iter, tree_map
 
 #: Elements above which nothing is computed.
 LARGE = 4096
-#: Operations that change which storage a tensor has, or how large, or give the storage that they got: they are done.
+#: Operations that change a tensor's storage or its size, or return their input's storage: they do run.
 _STORAGE = ("set_", "resize_", "resize_as_", "_unsafe_view", "_reshape_alias", "lift_fresh")
-#: Bytes from which the C library gives each block fresh pages of its own, all zeros; and
-#: ``mallopt``'s number of that threshold (glibc ``malloc.h: M_MMAP_THRESHOLD``).
+#: Bytes from which the C library maps new zero pages for each block, and ``mallopt``'s parameter for that threshold
+#: (glibc ``malloc.h: M_MMAP_THRESHOLD``).
 FRESH = 1 << 16
 _M_MMAP_THRESHOLD = -3
 
@@ -34,7 +33,7 @@ def _all_gather_copy_in(
     return output.narrow(0, numel * rank, numel), output
 
 
-#: FSDP2's own operations (``_fsdp_collectives.py``): those that copy into what is given, or make a view of it.
+#: FSDP2's operations (``_fsdp_collectives.py``) that copy into an argument or return a view of it.
 _COPIES: dict[str, Callable[..., Any]] = {
     "all_gather_copy_in": _all_gather_copy_in, "split_with_sizes_copy": lambda *a, **k: None,
     "chunk_cat": lambda *a, **k: None,
@@ -42,13 +41,13 @@ _COPIES: dict[str, Callable[..., Any]] = {
 
 
 class Uncomputed(TorchDispatchMode):
-    """Within it operations on large floating tensors give tensors of the right shape, whatever is in them.
+    """Operations on large floating tensors return tensors of the right shape with arbitrary values.
 
-    ``topk`` of large scores gives every index as often as any other, as a router that is balanced does.
+    ``topk`` of large scores returns every index equally often, as a balanced router does.
     """
 
     def __enter__(self) -> Any:
-        with suppress(OSError, AttributeError):  # Elsewhere large tensors hold whatever was there before.
+        with suppress(OSError, AttributeError):  # Without it large tensors hold arbitrary values.
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, FRESH)
         return super().__enter__()
 
@@ -77,18 +76,18 @@ class Uncomputed(TorchDispatchMode):
 
 
 def _large(given: Any) -> bool:
-    """Whether floating numbers on the CPU, and many, are read, written or made."""
+    """Whether an argument is a large floating tensor on the CPU."""
     leaves = list(tree_iter(given))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     if any(isinstance(x, torch.device) and x.type != "cpu" for x in leaves):
         return False
     if any(x.device.type != "cpu" or isinstance(x, FakeTensor) for x in tensors):
-        return False  # DTensors ask for shapes on other devices.
+        return False  # DTensor computes shapes on other devices.
     return any(x.numel() > LARGE and x.is_floating_point() for x in tensors)
 
 
 def _shape(x: Any) -> Any:
-    """A tensor of the meta device in its place."""
+    """The same with tensors and devices replaced by those of the meta device."""
     if isinstance(x, torch.device):
         return torch.device("meta")
     if not isinstance(x, torch.Tensor):
@@ -97,7 +96,7 @@ def _shape(x: Any) -> Any:
 
 
 def _made(x: Any) -> Any:
-    """A tensor of zeros on the CPU in its place, whose pages are not there before they are written to."""
+    """The same with tensors replaced by zeros on the CPU; pages of large ones are not mapped until they are written."""
     if not isinstance(x, torch.Tensor):
         return x
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
@@ -105,7 +104,7 @@ def _made(x: Any) -> Any:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], positions: list[int]) -> Any:
-    """What the operation returns of its arguments, on which it has done nothing."""
+    """The arguments that an in-place operation returns, unchanged."""
     names = [a.name for a in func._schema.arguments]
     given = [args[i] if i < len(args) else kwargs.get(names[i]) for i in positions]
     returned = func._schema.returns

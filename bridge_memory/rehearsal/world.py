@@ -1,7 +1,7 @@
-"""A world of the job's full size on one machine: torch's fake process group, megatron-core's parallel state.
+"""A world of the job's full size in one process: torch's fake process group, megatron-core's parallel state.
 
-Groups know their sizes and ranks; communication does nothing. Everything is torn down on the way out, so that
-one process can visit many ranks of many layouts, one after the other.
+Groups have their sizes and ranks; communication does nothing. Everything is torn down afterwards, so that one process
+can be many ranks of many layouts, one after the other.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from bridge_memory.spec import ParallelSpec, SpecError
 from bridge_memory.spec.layout_string import parse_layout_string
 from bridge_memory.spec.ranks import stage_of_rank
 
-#: As in pyproject.toml; the token dispatchers of older ones are built otherwise.
+#: As in pyproject.toml; older releases have other token dispatchers.
 OLDEST_RELEASE = (0, 13)
-#: The newest release that the estimate was held to, tensor by tensor.
+#: The newest release that the estimate was tested against, tensor by tensor.
 NEWEST_RELEASE = (0, 19)
 
 
@@ -36,7 +36,7 @@ class RehearsalUnavailable(SpecError):
     """
 
 
-#: How megatron-core and torch come, since no index has this package.
+#: How to install megatron-core and torch; this package is in no index.
 INSTALL = "pip install '.[megatron]' in the folder of bridge-memory"
 
 
@@ -45,20 +45,20 @@ class NotBuildable(RehearsalUnavailable):
 
 
 class StackRefusal(NotBuildable):
-    """megatron-core or Transformer Engine refuses the run, or fails on it, where the estimate did not refuse it."""
+    """megatron-core or Transformer Engine refuses the run, or fails, although the estimate accepts it."""
 
 
-#: Packages of the real stack, and what they raise on purpose or when sizes do not go together.
+#: Packages whose refusals are StackRefusal, and the errors that they raise on purpose or where sizes do not fit.
 _STACK = {"megatron": "megatron-core", "transformer_engine": "Transformer Engine"}
 _REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError)
 
 
 @contextmanager
 def refusals_named() -> Iterator[None]:
-    """Raise StackRefusal, in one line, for what megatron-core or Transformer Engine itself raises in this block.
+    """Raise StackRefusal, in one line, for an error of megatron-core or Transformer Engine in this block.
 
-    A package that one of them looks for and does not find is a RehearsalUnavailable. An error that comes out of other
-    code, or is of another kind (a KeyError, say), passes: it may be the rehearsal's.
+    A package that either imports and does not find raises RehearsalUnavailable. Errors of other code and of other kinds
+    (a KeyError, say) propagate: they may be defects of the rehearsal.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def refusals_named() -> Iterator[None]:
         raise
     except (*_REFUSALS, ImportError) as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        # What torch, and the modes of the rehearsal that pass on to it, raise is the fault of who called torch.
+        # An error inside torch, or in a mode of the rehearsal that calls torch, belongs to torch's caller.
         frame = next((f for f in reversed(frames) if not _passes_on(f)), frames[-1])
         module = str(frame.f_globals.get("__name__"))
         package = _STACK.get(module.partition(".")[0])
@@ -86,7 +86,7 @@ def _passes_on(frame: FrameType) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep warnings and log lines below ERROR away: on import megatron-core speaks of every package it misses."""
+    """Suppress warnings and log lines below ERROR: on import megatron-core logs every missing package."""
     level = logging.root.manager.disable
     logging.disable(max(level, logging.WARNING))
     try:
@@ -108,7 +108,7 @@ def require_megatron() -> None:
             f"rehearse runs the real megatron-core, and {missing.name or missing} is not installed; "
             f"install it: {INSTALL}"
         ) from None
-    except (RuntimeError, OSError, AssertionError) as error:  # as of a Transformer Engine without its compiled half
+    except (RuntimeError, OSError, AssertionError) as error:  # such as a Transformer Engine without its compiled half
         why = first_line(error)
         if "transformer-engine" in why or "transformer_engine" in why:
             why = (
@@ -127,24 +127,26 @@ def require_megatron() -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line; its kind where it says nothing."""
+    """The first line of an error's message; the error's type where it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def installed_release() -> tuple[int, int] | None:
-    """(major, minor) of the megatron-core that is imported here; None where it says something else."""
+    """(major, minor) of the imported megatron-core; None where its version has another form."""
     from megatron.core import __version__
 
     return release_in(__version__)
 
 
 def newer_release() -> str:
-    """In words, that the megatron-core here is newer than ``NEWEST_RELEASE``; else empty."""
+    """A warning where the installed megatron-core is newer than ``NEWEST_RELEASE``; empty otherwise."""
     here = installed_release()
     if here is None or here <= NEWEST_RELEASE:
         return ""
     newest = release_words(NEWEST_RELEASE)
-    return f"megatron-core {release_words(here)} is newer than {newest}, the newest that the estimate was held to"
+    return (
+        f"megatron-core {release_words(here)} is newer than {newest}, the newest that the estimate was tested against"
+    )
 
 
 @contextmanager
@@ -180,8 +182,8 @@ def fake_world(parallel: ParallelSpec, rank: int) -> Iterator[None]:
 
 
 def virtual_stages(parallel: ParallelSpec) -> int | None:
-    """As megatron-core takes it: chunks a stage, which a layout string brings by itself (``transformer_config.py:
-    __post_init__``); None for one."""
+    """``virtual_pipeline_model_parallel_size`` for megatron-core: chunks per stage, None for one. A layout string sets
+    it (``transformer_config.py: __post_init__``)."""
     chunks = parallel.vpp
     if parallel.pipeline_model_parallel_layout is not None:
         chunks = len(parse_layout_string(parallel.pipeline_model_parallel_layout)) // parallel.pp
@@ -189,11 +191,11 @@ def virtual_stages(parallel: ParallelSpec) -> int | None:
 
 
 def _forget_carried_over(parallel_state: object) -> None:
-    """What ``destroy_model_parallel`` of 0.13 to 0.19 leaves behind and the next world must not see."""
+    """Reset the state that ``destroy_model_parallel`` does not reset (0.13 to 0.19)."""
     for name in ("_global_process_group_list", "_EMBEDDING_GLOBAL_RANKS", "_PIPELINE_GLOBAL_RANKS"):
         if hasattr(parallel_state, name):
             setattr(parallel_state, name, None)
-    # Losses kept for the log: those of a model with many layers do not fit into the table of one with few.
+    # Losses to log: the table of a model with many layers does not fit one with few.
     moe = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     getattr(moe, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()
     logging_of_0_18 = sys.modules.get("megatron.core.transformer.moe.moe_logging")

@@ -1,6 +1,6 @@
 """What a run reaches of the hardware's rates: the constants of the time model, each with its meaning.
 
-Fitted by ``scripts/fit_speed.py`` on the groups of layouts that ``FITTED_ON`` names.
+Fitted by ``scripts/maintain/fit_speed.py`` on the groups of layouts that ``FITTED_ON`` names.
 """
 
 from __future__ import annotations

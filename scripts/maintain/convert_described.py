@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Make runs of measured records that a source describes in its own words (``config.kind`` "described").
+"""Convert measured records with a description in prose (``config.kind`` "described") to runs.
 
     python scripts/maintain/convert_described.py RUNS.jsonl OUT.jsonl
 
-Each such record is read once, here, and written in a form that ``bridge-memory accuracy`` reads:
+Reads RUNS.jsonl and writes OUT.jsonl, where such a record has a form that ``bridge-memory accuracy`` reads:
 
 * Megatron-LM arguments: a ``megatron_args`` record with the same arguments;
 * a Megatron Bridge recipe with its Hugging Face model and its overrides: a ``run_spec`` record with the exact RunSpec;
-* one MoE layer run forward and backward on its own: a ``not_a_run`` record, which no estimate is held against.
+* one MoE layer run forward and backward on its own: a ``not_a_run`` record, which is not compared.
 
-The words stay in the record as ``config.described`` and the source's figures as ``measured_verbatim``, from which
-``measured`` is filled in bytes; a record that was converted before is converted again from its words. All other lines
-are copied as they are.
+The record keeps the description as ``config.described`` and the source's figures as ``measured_verbatim``; ``measured``
+has them in bytes. A record that was converted before is converted again from its description. Other lines are copied
+unchanged.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from bridge_memory.spec import (  # noqa: E402
 )
 
 MIB = 1 << 20
-#: Release whose rules apply to sources of 2026 that name a commit.
+#: The release assumed for sources of 2026 that name a commit.
 _CORE = (0, 17)
 
 
 class Description:
-    """The words of one record: ``args`` and ``parallel``."""
+    """The description of one record: ``args`` and ``parallel``."""
 
     def __init__(self, words: Mapping[str, Any], gpu: str, world_size: int) -> None:
         self.args: Mapping[str, Any] = words.get("args") or {}
@@ -146,7 +146,7 @@ def recipe_run(d: Description) -> RunSpec:
 
 
 def converted(record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The record in a form that can be read, or None where it is already. Raises SpecError for words unknown here."""
+    """The converted record; None where no conversion is needed. Raises SpecError for an unknown description."""
     config = record["config"]
     if config.get("kind") == "described":
         words = config
@@ -180,7 +180,7 @@ def _config(record: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, An
 
 
 def _measured(verbatim: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-    """The figures of a source in bytes, rank by rank."""
+    """The figures of a source in bytes, per rank."""
     for name, value in verbatim.items():
         if name.startswith("per_rank_MB"):
             # Megatron's report_memory prints MB of 2^20 bytes.

@@ -1,12 +1,11 @@
-"""On one GPU, for the documentation: a live table from a training loop, a report of running out of memory, and a CUDA
-memory snapshot attributed.
+"""Make the documentation's examples on one GPU: a live table, an out-of-memory report, an attributed memory snapshot.
 
     python scripts/maintain/demonstrate_on_gpu.py --output FOLDER        # live.txt, out_of_memory.txt, snapshot.txt
     python scripts/maintain/demonstrate_on_gpu.py --output FOLDER --only live
 
-The loop is ``bridge-memory rehearse --device cuda``'s: megatron-core's own model, DDP, optimizer and schedule, for a
-world of one. Exit code 1 where a part fails, or less than 95 % of the snapshot's bytes are attributed. See
-references/measuring.md.
+Needs a GPU, torch and megatron-core. Writes the three texts to FOLDER. The loop is that of ``bridge-memory rehearse
+--device cuda``: megatron-core's model, DDP, optimizer and schedule, for a world of one. Exit code 1 where a part fails
+or less than 95 % of the snapshot's bytes are attributed. See references/measuring.md.
 """
 
 from __future__ import annotations
@@ -35,17 +34,16 @@ from bridge_memory.spec import RunSpec, SpecError
 
 MODEL = "meta-llama/Llama-3.2-1B"
 STEPS = 3
-#: Of the predicted peak that the process may use where it is to run out of memory.
+#: Fraction of the predicted peak that a process may use which has to run out of memory.
 TOO_LITTLE = 0.85
-#: Of a snapshot's peak that has to be attributed.
+#: Fraction of a snapshot's peak that has to be attributed.
 ATTRIBUTED = 0.95
 
 
 def flags() -> list[str]:
-    """One GPU, as ``estimate`` takes it: with Transformer Engine where it is installed, without the fusions that are
-    missing."""
+    """Arguments of ``estimate`` for one GPU: Transformer Engine where it is installed, without missing fusions."""
     from bridge_memory.rehearsal.gpu import missing_kernels
-    from bridge_memory.rehearsal.patches import has_te
+    from bridge_memory.rehearsal.patches.modules import has_te
 
     te = has_te()
     out = [MODEL, "--num-gpus", "1", "--seq-length", "4096" if te else "2048"]
@@ -55,7 +53,7 @@ def flags() -> list[str]:
 
 
 def run_of(given: list[str]) -> RunSpec:
-    """The run of ``flags()``, with the releases and the GPU of this machine. Raises SpecError."""
+    """The run of ``flags()`` with this machine's releases and GPU. Raises SpecError."""
     from bridge_memory.rehearsal.gpu import run_here
 
     parser = argparse.ArgumentParser()
@@ -64,7 +62,7 @@ def run_of(given: list[str]) -> RunSpec:
 
 
 def trained(run: RunSpec, report: MemoryReport, steps: int = STEPS) -> None:
-    """``steps`` steps in the rehearsal's loop, of which ``report`` is told. torch's peaks are not reset."""
+    """Train ``steps`` steps in the rehearsal's loop with the callback ``report``. torch's peaks are not reset."""
     from bridge_memory.rehearsal.gpu import train
 
     def note(phase: str) -> None:
@@ -78,7 +76,7 @@ def trained(run: RunSpec, report: MemoryReport, steps: int = STEPS) -> None:
 
 
 def live(given: list[str]) -> str:
-    """What MemoryReport prints after the model is built and after each step."""
+    """The output of MemoryReport after building the model and after each step."""
     said: list[str] = []
     run = run_of(given)
     trained(run, MemoryReport(None, run=run, every=1, emit=said.append))
@@ -86,7 +84,7 @@ def live(given: list[str]) -> str:
 
 
 def out_of_memory(given: list[str]) -> str:
-    """What MemoryReport prints where the process may use less than the predicted peak."""
+    """The output of MemoryReport when the process runs out of memory."""
     import torch
 
     run = run_of(given)
@@ -102,7 +100,7 @@ def out_of_memory(given: list[str]) -> str:
 
 
 def snapshot(given: list[str]) -> str:
-    """What ``compare`` says of a snapshot of two steps. Raises SpecError below ATTRIBUTED."""
+    """The output of ``compare`` for a snapshot of two steps. Raises SpecError below ATTRIBUTED."""
     from bridge_memory.rehearsal.gpu import train
 
     with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +115,7 @@ def snapshot(given: list[str]) -> str:
 
 
 def compared(path: str, given: list[str], *more: str) -> str:
-    """What ``bridge-memory compare`` prints."""
+    """The output of ``bridge-memory compare``."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         bridge_memory(["compare", path, *given, *more])
     return out.getvalue()
@@ -128,9 +126,9 @@ PARTS: dict[str, Callable[[list[str]], str]] = {"live": live, "out_of_memory": o
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", metavar="FOLDER", help="where the texts go")
-    parser.add_argument("--only", choices=tuple(PARTS), help="this part alone")
-    parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="for one part")
+    parser.add_argument("--output", metavar="FOLDER", help="the folder to write to")
+    parser.add_argument("--only", choices=tuple(PARTS), help="only this part")
+    parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="limit per part (300)")
     for hidden in ("--one", "--to"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -148,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def demonstrated(folder: str, parts: list[str], timeout: float) -> int:
-    """Each part in a process of its own. Returns 1 where one failed."""
+    """Run each part in a separate process. Returns 1 where one failed."""
     import torch
 
     if not torch.cuda.is_available():

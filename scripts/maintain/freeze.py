@@ -1,14 +1,14 @@
-"""Do two checkouts predict the same? Random runs of every engine, measured runs, step times and searches, to the byte.
+"""Compare the predictions of two checkouts to the byte: random runs of every engine, measured runs, times, searches.
 
     python scripts/maintain/freeze.py draw cases.jsonl --cases 300 --seed 1
     PYTHONPATH=OLD python scripts/maintain/freeze.py take cases.jsonl old.jsonl
     PYTHONPATH=NEW python scripts/maintain/freeze.py take cases.jsonl new.jsonl
     python scripts/maintain/freeze.py diff old.jsonl new.jsonl
 
-``draw`` writes runs as fields, of which most can be estimated. ``take`` writes, for each, the bytes of every stage: its
-peak, its phases and its components without their names, and apart from these a digest of everything that is text.
-``diff`` compares the numbers, counts the texts that changed, and exits with 1 where a number did. What it imports
-exists in every checkout that is worth comparing: the public names, the fields of a RunSpec and the command line.
+``draw`` writes random runs, of which most can be estimated. ``take`` writes the bytes of every stage of each (peak,
+phases, components without names), and separately a digest of all texts. ``diff`` compares the numbers, counts changed
+texts, and exits with 1 where a number changed. The script imports only the public names, the fields of a RunSpec and
+the command line, which every checkout has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODELS = (
 ENGINES = (
     "megatron_ddp", "megatron_fsdp", "megatron_deepspeed", "single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3",
 )  # fmt: skip
-#: Groups of a RunSpec from which fields are drawn, beside the sizes.
+#: Groups of a RunSpec from which fields are drawn, in addition to the sizes.
 GROUPS = ("batch", "precision", "optimizer", "data_parallel", "peft", "recompute", "implementation")
 OF_ENGINE = {
     "ddp": ("ddp", "transformers"), "fsdp1": ("fsdp", "transformers"), "fsdp2": ("fsdp", "transformers"),
@@ -166,7 +166,7 @@ def taken(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(value: Any) -> Any:
-    """Numbers alone of nested JSON, in their order, whatever the keys."""
+    """The numbers of nested JSON in their order, without keys."""
     if isinstance(value, dict):
         return [found for v in value.values() if (found := numbers_of(v)) not in ([], None)]
     if isinstance(value, list):
@@ -190,7 +190,7 @@ def corpus_rows(root: Path) -> list[dict[str, Any]]:
 
 
 def command_rows() -> list[dict[str, Any]]:
-    """What the commands answer, numbers alone."""
+    """The numbers in the output of the commands."""
     main = import_module("bridge_memory.cli").main
     rows = []
     for line in SEARCHES:
@@ -247,7 +247,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("draw")
     command.add_argument("cases")
-    command.add_argument("--cases", dest="number", type=int, default=300, help="of every engine")
+    command.add_argument("--cases", dest="number", type=int, default=300, help="runs per engine (300)")
     command.add_argument("--seed", type=int, default=1)
     command = commands.add_parser("take")
     command.add_argument("cases")
@@ -256,7 +256,7 @@ def main() -> int:
     command = commands.add_parser("diff")
     command.add_argument("old")
     command.add_argument("new")
-    command.add_argument("--cases", help="to print the runs that differ")
+    command.add_argument("--cases", help="print the runs that differ")
     command.add_argument("--shown", type=int, default=10)
     args = parser.parse_args()
     if args.command == "draw":

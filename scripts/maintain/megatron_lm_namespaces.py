@@ -1,13 +1,13 @@
-"""What Megatron-LM itself makes of command lines, for the tests: ``parse_args`` and ``validate_args`` of a release.
+"""Record what Megatron-LM makes of command lines, for the tests: ``parse_args`` and ``validate_args`` of a release.
 
     pip download --no-deps megatron-core==0.19.2 && unzip megatron_core-0.19.2-*.whl -d megatron-core-0.19.2
     PYTHONPATH=megatron-core-0.19.2 \\
         python scripts/maintain/megatron_lm_namespaces.py tests/data/megatron_lm_arguments.json
 
-Wheels from 0.17 on hold ``megatron/training/arguments.py``. No GPU: what asks for one is answered as on an H100, and
-Triton is stood in for where it is not installed. Written: the parser's defaults, what it can switch off, the fields of
-the configs that it fills, and of each command line the namespace where it differs from the defaults. Values are JSON's,
-or the text that Megatron-LM would print. ``--parser`` leaves the command lines out.
+Needs a wheel from 0.17 on, which holds ``megatron/training/arguments.py``; no GPU: queries are answered as on an H100,
+and placeholders replace Triton where it is not installed. Writes the parser's defaults, the options that it can switch
+off, the fields of the configs that it fills, and of each command line the values that differ from the defaults, as JSON
+or as Megatron-LM prints them. ``--parser`` omits the command lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bridge_memory.rehearsal.imports import missing, stand_ins, supply_typing_override
+from bridge_memory.rehearsal.imports import missing, placeholder_packages, supply_typing_override
 
 LLAMA = (
     "--hidden-size 4096 --ffn-hidden-size 14336 --num-layers 32 --num-attention-heads 32 --group-query-attention "
@@ -147,7 +147,7 @@ RUNS: dict[str, tuple[str, int]] = {
 
 
 def _prepare() -> None:
-    """This interpreter as Megatron-LM expects one: Python 3.12's names, an H100, one process."""
+    """Make this process look as Megatron-LM expects: Python 3.12's names, an H100, one rank."""
     warnings.simplefilter("ignore")
     os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", RANK="1")  # rank 0 would print
     supply_typing_override()
@@ -174,7 +174,7 @@ def _namespace(arguments: Any, line: str, ranks: int) -> dict[str, Any]:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-    # What building the tokenizer leaves there (``megatron/training/global_vars.py``).
+    # Set when the tokenizer is built (``megatron/training/global_vars.py``).
     args.padded_vocab_size = calculate_padded_vocab_size(
         args.vocab_size or 50257, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, False
     )
@@ -207,10 +207,10 @@ def _parser(arguments: Any) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--parser", action="store_true", help="the parser alone, no command lines")
+    parser.add_argument("--parser", action="store_true", help="only the parser, no command lines")
     given = parser.parse_args()
     _prepare()
-    with stand_ins(*missing("triton")):
+    with placeholder_packages(*missing("triton")):
         from megatron.training import arguments
 
     document = _parser(arguments)

@@ -1,16 +1,16 @@
-"""Where the layouts that NVIDIA chose for its performance recipes stand among those that the search finds.
+"""Rank the layouts of NVIDIA's performance recipes among those that the search finds.
 
     python scripts/maintain/nvidia_layouts.py [--only llama3_70b ...] [--precision bf16 ...] [--list] [--fit]
                                      [--published RUNS.jsonl]
 
-Of every pretraining recipe of the installed Megatron Bridge's ``perf_recipes``: whether its layout is predicted to fit
-its card, and how many of the layouts that fit are predicted to be faster, as a share of all that fit. All settings but
-the layout are the recipe's; the space is the grid of ``bridge-memory search``. Runs on a CPU, as
-``scripts/bridge_recipes.py`` does. Recipes of one layout (equal model, GPU, batch and precision) are one row.
+Needs Megatron Bridge with ``perf_recipes``; runs on a CPU, as ``scripts/bridge_recipes.py``. Prints, for each
+pretraining recipe, whether its layout is predicted to fit its card, and the share of fitting layouts that are predicted
+to be faster. All other settings are the recipe's; the space is the grid of ``bridge-memory search``. Recipes with equal
+model, GPU, batch, precision and layout are one row.
 
-A recipe is no run: some were derived from others (half of the GPUs) and stand in no table of what was measured.
-``--published`` takes a corpus of throughput with the rows of Bridge's performance tables, and counts those recipes
-apart whose layout a table lists with its speed. ``--fit`` leaves the search out.
+Not every recipe was measured: some are derived from others (half of the GPUs) and are in no performance table.
+``--published`` takes a corpus of throughput with the rows of Bridge's performance tables, and counts recipes whose
+layout is in a table separately. ``--fit`` omits the search.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from bridge_memory.speed.hardware import HARDWARE
 from bridge_memory.speed.megatron.step_time import not_timed, step_time
 from bridge_memory.verdict import margin_bytes
 
-#: Targets of the project: of all rows, those that fit; of those that fit and have a time, those in the first tenth.
+#: Targets: the share of rows that fit; of rows that fit and have a time, the share in the fastest tenth.
 FIT, FIRST_TENTH = 0.95, 0.70
 NAME = re.compile(r"(?P<model>.+)_pretrain_(?P<gpus>\d+)gpu_(?P<gpu>[a-z]+\d+)_(?P<precision>[a-z0-9]+)_config$")
 
 
 class Placed(NamedTuple):
-    """One recipe's layout among those found."""
+    """The rank of one recipe's layout among those found."""
 
     name: str
     words: str
-    #: Peak over what the card holds less its margin.
+    #: Peak over capacity less margin.
     filled: float
     #: Of the layouts that fit, how many there are, and how many of them are predicted faster; none: not ranked.
     fitting: int = 0
@@ -77,7 +77,7 @@ def recipes_of(package: Any) -> Iterator[tuple[str, str, int]]:
 
 
 def words(run: RunSpec) -> str:
-    """A layout in short."""
+    """A layout in a few words."""
     p, r = run.parallel, run.recompute
     sizes = (("tp", p.tp), ("pp", p.pp), ("vpp", p.vpp), ("cp", p.cp), ("ep", p.ep))
     again = ",".join(r.modules) if r.granularity == "selective" else r.granularity or ""
@@ -86,12 +86,12 @@ def words(run: RunSpec) -> str:
     return " ".join([*parts, f"recompute:{again}"] if again else parts)
 
 
-#: What the tables call precisions, and what recipes do.
+#: Precision in the tables -> precision in recipe names.
 PRECISIONS = {"BF16": "bf16", "FP8": "fp8cs", "FP8-CS": "fp8cs", "MXFP8": "fp8mx", "FP8-MX": "fp8mx", "NVFP4": "nvfp4"}
 
 
 def plain(name: str) -> str:
-    """A model's name by its letters and digits."""
+    """The letters and digits of a model's name."""
     return "".join(c for c in name.lower() if c.isalnum())
 
 
@@ -110,13 +110,13 @@ def published(path: Path) -> set[tuple[str, ...]]:
 
 
 def fills(run: RunSpec, gpu: str) -> float:
-    """The highest peak with its margin, over what the card holds."""
+    """The highest peak with its margin, over the card's capacity."""
     peak = max(s.peak_bytes for s in peaks(run))
     return (peak + margin_bytes(peak, run.parallel.world_size)) / find_gpu(gpu).capacity_bytes
 
 
 def placed(name: str, run: RunSpec, gpu: str) -> Placed:
-    """The layout of ``run`` among those of its space."""
+    """The rank of ``run``'s layout in its space."""
     card, hardware = find_gpu(gpu), HARDWARE[gpu]
     world = run.parallel.world_size
     assert world is not None
@@ -148,8 +148,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="recipes whose name starts with one of these")
     parser.add_argument("--precision", nargs="*", help="recipes whose name ends with one of these: bf16, fp8cs, fp8mx")
-    parser.add_argument("--list", action="store_true", help="name the recipes and end")
-    parser.add_argument("--fit", action="store_true", help="whether each fits, and no rank")
+    parser.add_argument("--list", action="store_true", help="only list the recipes")
+    parser.add_argument("--fit", action="store_true", help="only whether each fits, without ranks")
     parser.add_argument("--published", type=Path, metavar="RUNS.jsonl", help="rows of Bridge's performance tables")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,9 +1,9 @@
-"""Write the arrows of the room table in references/architecture.md from the imports that the package has.
+"""Rewrite the imports in the room table of references/architecture.md from the package's imports.
 
     python scripts/maintain/room_table.py
 
-The page's order and descriptions stay as far as they can: a room moves behind what it imports, and a new room comes
-with an empty description, which is for its author to write.
+Needs pytest, which the test of the table imports. Order and descriptions of the page stay as far as possible: a room
+moves behind the rooms that it imports, and a new room gets an empty description, which its author writes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _ROW = re.compile(r"\| `(\w+)` \| (.*?) \| (?:`.*)?\s*\|$")
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    """Rewrite the table. Returns 0."""
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args()
     lines = held.PAGE.read_text().split("\n")
     rows = {m[1]: (number, m[2]) for number, line in enumerate(lines) if (m := _ROW.match(line)) and "/" not in m[1]}
     below: dict[str, set[str]] = {rooms.room_of(module): set() for module in held.SOURCES}

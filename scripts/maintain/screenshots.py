@@ -1,10 +1,11 @@
-"""Make the pictures of the documents: references/report.png and page.png (the one-file report, and the page of
-``bridge-memory serve``), and each in the dark and on a phone beside it.
+"""Make the screenshots of the documents: references/report.png (the report file) and page.png (``bridge-memory
+serve``).
 
     python scripts/maintain/screenshots.py [--folder references] [--chromium PATH] [--all]
 
 Needs playwright and a Chromium (Debian: ``apt-get install chromium``; or ``playwright install chromium``). Without
-``--all`` only what the documents show is written. Look at what was made.
+``--all`` only the pictures in the documents are written, with it also those in dark mode and on a phone. Look at the
+result.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-from with_browser import browser, missing  # noqa: E402
+from with_browser import browser, missing  # type: ignore[import-not-found]  # noqa: E402
 
 from bridge_memory.cli import main as bridge_memory  # noqa: E402
 from bridge_memory.web.server import Server  # noqa: E402
@@ -31,7 +32,7 @@ COMMAND = (
     "--num-layers-in-first-pipeline-stage", "11", "--num-layers-in-last-pipeline-stage", "11",
     "--global-batch-size", "256", "--gpu", "H100",
 )  # fmt: skip
-#: The same on the page.
+#: The same run as the page's state.
 STATE = (
     "#model=Qwen/Qwen3-235B-A22B&gpu=H100&num-gpus=256&tp=4&pp=8&ep=8&num-layers-in-first-pipeline-stage=11"
     "&num-layers-in-last-pipeline-stage=11&global-batch-size=256"
@@ -41,9 +42,9 @@ class Picture(NamedTuple):
     width: int
     height: int
     scheme: str = "light"
-    #: In the documents.
+    #: Whether a document shows it.
     shown: bool = False
-    #: Of the page of ``serve``, not of the report.
+    #: Whether it is of the page of ``serve``, not of the report.
     served: bool = False
 
 
@@ -56,11 +57,11 @@ PICTURES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the pictures. Returns 1 where a page said something in its console."""
+    """Write the pictures. Returns 1 where a page logged to its console."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "references")
-    parser.add_argument("--chromium", help="which one (default: that on the path)")
-    parser.add_argument("--all", action="store_true", help="also those that no document shows")
+    parser.add_argument("--chromium", help="path of the browser (default: the one on PATH)")
+    parser.add_argument("--all", action="store_true", help="also pictures that no document shows")
     args = parser.parse_args(argv)
     if missing() and not args.chromium:
         print(missing(), file=sys.stderr)

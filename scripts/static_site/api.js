@@ -1,5 +1,5 @@
-// The server's answers without a server: the same questions go to Python in a worker of this browser. This file takes the
-// place of the page's api.js, which is server_api.js beside it (scripts/build_static_site.py).
+// The page's API without a server: requests go to Python in a worker of this browser. This file replaces the page's api.js,
+// which becomes server_api.js (scripts/build_static_site.py).
 import { Gone, Latest, Refusal } from "./server_api.js";
 
 export { Gone, Latest, Refusal };
@@ -39,7 +39,7 @@ class Backend {
 const main = new Backend();
 const jobs = new Map();
 
-/** A search runs in a Python of its own, so that it can be ended and answers go on meanwhile. */
+/** A search runs in a separate Python worker, so that it can be stopped and other requests are answered meanwhile. */
 function search(body) {
   const id = crypto.randomUUID(), backend = new Backend(), started = performance.now();
   const job = { id, state: "running", progress: {}, result: null, refused: null };
@@ -51,17 +51,17 @@ function search(body) {
     })
     .finally(() => { job.took = (performance.now() - started) / 1000; backend.end(); });
   jobs.set(id, { job, backend, started });
-  return told(id);
+  return stateOf(id);
 }
 
-const told = (id) => {
+const stateOf = (id) => {
   const { job, started } = jobs.get(id);
   return { ...job, seconds: Math.round(10 * (job.took ?? (performance.now() - started) / 1000)) / 10 };
 };
 
 export async function get(path) {
   const job = path.match(/^\/api\/search\/([^/]+)$/);
-  return job ? told(job[1]) : main.ask(path);
+  return job ? stateOf(job[1]) : main.ask(path);
 }
 
 export async function post(path, body) {
@@ -71,7 +71,7 @@ export async function post(path, body) {
   const { job, backend } = jobs.get(cancelled[1]);
   if (job.state === "running") job.state = "cancelled";
   backend.end();
-  return told(cancelled[1]);
+  return stateOf(cancelled[1]);
 }
 
 export async function postFile(path, head, file) {

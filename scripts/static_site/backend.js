@@ -47,9 +47,9 @@ const ready = (async () => {
   python.unpackArchive(files, "zip", { extractDir: "/bridge_memory" });
   const answer = python.runPython(START);
   return (path, body, file) => {
-    const told = answer(path, JSON.stringify(body), file && python.toPy(new Uint8Array(file)), (progress) => postMessage({ progress: JSON.parse(progress) }));
-    const [status, text] = told.toJs();
-    told.destroy();
+    const reply = answer(path, JSON.stringify(body), file && python.toPy(new Uint8Array(file)), (progress) => postMessage({ progress: JSON.parse(progress) }));
+    const [status, text] = reply.toJs();
+    reply.destroy();
     return { status, document: JSON.parse(text) };
   };
 })();

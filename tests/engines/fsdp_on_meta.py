@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 
-from bridge_memory.rehearsal.model import TORCH_DTYPES, build_chunks
-from bridge_memory.rehearsal.patches import META, _Done, replaced
-from bridge_memory.rehearsal.run import _backward, _sent, on_rank
+from bridge_memory.rehearsal.megatron_config import TORCH_DTYPES
+from bridge_memory.rehearsal.model import build_chunks
+from bridge_memory.rehearsal.passes import end_of_pass, run_backward
+from bridge_memory.rehearsal.patches.collectives import Done
+from bridge_memory.rehearsal.patches.replace import META, replaced
+from bridge_memory.rehearsal.rank import on_rank
 from bridge_memory.rehearsal.tracker import Tracker, _Storage
 from bridge_memory.spec import DataParallelSpec, RunSpec
 
@@ -70,13 +73,13 @@ def _no_gpu_for_fsdp() -> Iterator[None]:
 
     @contextmanager
     def coalesced(*_: object, **__: object) -> Iterator[Any]:
-        yield _Done()
+        yield Done()
 
     with ExitStack() as stack:
         stack.enter_context(replaced(torch.cuda, "empty_cache", lambda: None))
         stack.enter_context(replaced(torch.cuda, "current_device", lambda: 0))
         for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
-            stack.enter_context(replaced(torch.distributed, name, lambda *a, **k: _Done()))
+            stack.enter_context(replaced(torch.distributed, name, lambda *a, **k: Done()))
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core.distributed") and "fsdp" in name:
                 stack.enter_context(replaced(module, "_GLOBAL_MEMORY_BUFFER", None))
@@ -171,11 +174,11 @@ def fsdp_passes(run: RunSpec, rank: int = 0) -> FsdpPasses:
                 loss = torch.sum(losses.view(-1).float() * mask.view(-1))
                 del losses
                 forward = tracker.peak()
-                edge, gradient = _sent(loss)
+                edge, gradient = end_of_pass(loss)
                 del loss
                 tracker.in_backward = True
                 tracker.reset_peak()
-                _backward(edge, gradient)
+                run_backward(edge, gradient)
                 del edge
                 backward = tracker.peak()
                 tracker.in_backward = False

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
 from bridge_memory.inventory.layer import layer_block  # noqa: E402
 from bridge_memory.rehearsal import compiled  # noqa: E402
-from bridge_memory.rehearsal.patches import META, _as_a_kernel  # noqa: E402
-from bridge_memory.rehearsal.run import _backward, _Enter, _Leave  # noqa: E402
+from bridge_memory.rehearsal.passes import Enter, Leave, run_backward  # noqa: E402
+from bridge_memory.rehearsal.patches.fusion import as_a_kernel  # noqa: E402
+from bridge_memory.rehearsal.patches.replace import META  # noqa: E402
 from bridge_memory.rehearsal.tracker import Tracker  # noqa: E402
 from bridge_memory.rehearsal.world import installed_release, quiet  # noqa: E402
 from bridge_memory.spec import (  # noqa: E402
@@ -83,7 +84,7 @@ def norm(x: Any) -> Any:
 
 
 def kernel(function: Any, *args: Any) -> Any:
-    return compiled.call(function, args, {}, _as_a_kernel)
+    return compiled.call(function, args, {}, as_a_kernel)
 
 
 def rms(q: Any) -> Any:
@@ -271,10 +272,10 @@ def passes(c: int) -> tuple[Any, list[Any], Any, Any]:
             globals()["weight"] = made
             try:
                 tracker.reset_peak()
-                streams = _Enter.apply(anchor, (S, 1, N * H), BF16)
+                streams = Enter.apply(anchor, (S, 1, N * H), BF16)
                 out = around(streams, lambda one: attention(spec, one))
                 del streams
-                end = _Leave.apply(out)
+                end = Leave.apply(out)
                 del out
                 forward = tracker.peak()
                 saved = tracker.saved()
@@ -282,7 +283,7 @@ def passes(c: int) -> tuple[Any, list[Any], Any, Any]:
                 del end
                 tracker.in_backward = True
                 tracker.reset_peak()
-                _backward(edge, torch.empty(()))
+                run_backward(edge, torch.empty(()))
                 backward = tracker.peak()
             finally:
                 globals()["weight"] = weight_of

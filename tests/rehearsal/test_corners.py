@@ -13,9 +13,10 @@ from parameters_of import stage_parameters
 
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.presets import list_presets
-from bridge_memory.rehearsal import patches
 from bridge_memory.rehearsal.model import NotBuildable, build_chunks
-from bridge_memory.rehearsal.run import on_rank, rehearse
+from bridge_memory.rehearsal.patches.replace import replaced
+from bridge_memory.rehearsal.rank import on_rank
+from bridge_memory.rehearsal.run import rehearse
 from bridge_memory.rehearsal.summary import ComparedQuantity, Quantity, rows
 from bridge_memory.rehearsal.world import installed_release
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RecomputeSpec, RunSpec
@@ -155,5 +156,5 @@ def test_recomputed_norms_give_their_inputs_gradients(stage: int) -> None:
 
 def test_what_a_release_has_not_is_not_replaced() -> None:
     """Where a whole module is missing, what would be in it is None."""
-    with patches.replaced(None, "tracker", {}), patches.replaced(pytest, "no_such_name", 1):
+    with replaced(None, "tracker", {}), replaced(pytest, "no_such_name", 1):
         assert not hasattr(pytest, "no_such_name")

@@ -25,6 +25,8 @@ from bridge_memory.accuracy.records import load_runs
 from bridge_memory.cli import main
 from bridge_memory.estimation import estimate
 from bridge_memory.rehearsal import gpu, patches
+from bridge_memory.rehearsal.patches.device import tensors_call_themselves_cuda
+from bridge_memory.rehearsal.patches.replace import replaced
 from bridge_memory.rehearsal.run import rehearse
 from bridge_memory.rehearsal.summary import rows
 from bridge_memory.rehearsal.tracker import Tracker
@@ -83,14 +85,14 @@ def a_gpu_made_of_host_memory(run: RunSpec) -> Iterator[None]:
             ("mem_get_info", lambda: (2**40 - tracker.live_bytes, 2**40)),
             ("reset_peak_memory_stats", tracker.reset_peak),
         ):
-            stack.enter_context(patches.replaced(torch.cuda, name, value))
+            stack.enter_context(replaced(torch.cuda, name, value))
         for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
             # Adam asks a CUDA build of PyTorch for its stream.
-            stack.enter_context(patches.replaced(torch.optim.Optimizer, name, lambda self: None))
+            stack.enter_context(replaced(torch.optim.Optimizer, name, lambda self: None))
         helped = patches.running(*routing, device="cpu")
-        stack.enter_context(patches.replaced(gpu, "_helped", lambda run: helped))
-        stack.enter_context(patches.replaced(gpu, "missing_kernels", lambda: {}))
-        stack.enter_context(patches.tensors_call_themselves_cuda())
+        stack.enter_context(replaced(gpu, "_helped", lambda run: helped))
+        stack.enter_context(replaced(gpu, "missing_kernels", lambda: {}))
+        stack.enter_context(tensors_call_themselves_cuda())
         stack.enter_context(tracker.watching(torch.nn.Module()))
         yield
 
@@ -100,7 +102,7 @@ def measure(run: RunSpec, stage: int = 0, steps: int = 2) -> gpu.Measured:
         return gpu.rehearse_on_gpu(run, stage, steps=steps)
 
 
-def stand_ins(run: RunSpec, stage: int) -> int:
+def dummy_gradients(run: RunSpec, stage: int) -> int:
     """Stand-in weight gradients in bf16, one a shape: of qkv, proj, both halves of fc1, fc2, the output layer."""
     t, e = run.parallel.tp, run.parallel.etp
     shapes = {(128 // t, 64), (64, 64 // t)}
@@ -120,7 +122,7 @@ def persistent(run: RunSpec, stage: int) -> int:
     buffer of the local attention in bf16 (``DotProductAttention``'s "mpu" buffer); stand-in gradients.
     """
     heads = HEADS // run.parallel.tp
-    return SEQ * (3 * 8 + 4) + 4 * SEQ * 16 + 2 * heads * SEQ * SEQ + stand_ins(run, stage)
+    return SEQ * (3 * 8 + 4) + 4 * SEQ * 16 + 2 * heads * SEQ * SEQ + dummy_gradients(run, stage)
 
 
 CASES = {

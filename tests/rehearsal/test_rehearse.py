@@ -180,7 +180,7 @@ def test_a_newer_megatron_core_is_named(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(world, "NEWEST_RELEASE", (0, 1))
     command = [*COMMAND, "--transformer-impl", "local"]
     assert main(command) == 0
-    assert "is newer than 0.1, the newest that the estimate was held to" in capsys.readouterr().out
+    assert "is newer than 0.1, the newest that the estimate was tested against" in capsys.readouterr().out
 
     def breaks(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no such thing\nand more")
@@ -222,7 +222,7 @@ def test_a_layer_is_built_from_the_architecture_that_is_given() -> None:
     """fc1's output and the activation are twice as wide: 6 bytes a token and inner unit more."""
     from dataclasses import replace as changed
 
-    from bridge_memory.rehearsal.model import transformer_config
+    from bridge_memory.rehearsal.megatron_config import transformer_config
     from bridge_memory.rehearsal.run import rehearse_layer
 
     run = RunSpec(model=resolve_model("meta-llama/Llama-3.2-1B"), implementation=LOCAL)
@@ -290,8 +290,9 @@ def test_what_is_transformer_engines_alone_is_refused_without_it(
 ) -> None:  # fmt: skip
     """The local modules, which then stand in, would compute in bf16 on both sides and say nothing."""
     from bridge_memory.rehearsal import te_kernels
+    from bridge_memory.rehearsal.te_kernels import loading
 
-    monkeypatch.setattr(te_kernels, "loaded", lambda: False)
+    monkeypatch.setattr(loading, "loaded", lambda: False)
     monkeypatch.setattr(te_kernels, "leave", lambda: None)
     monkeypatch.setitem(sys.modules, te_kernels.PACKAGE, None)
     if release is not None:
@@ -330,7 +331,7 @@ def test_an_architecture_from_elsewhere_is_what_is_built() -> None:
     """A config with twice the inner width gives the layers that width, whatever the spec says."""
     from dataclasses import replace as changed
 
-    from bridge_memory.rehearsal.model import transformer_config
+    from bridge_memory.rehearsal.megatron_config import transformer_config
 
     run = RunSpec(model=resolve_model("meta-llama/Llama-3.2-1B"), implementation=LOCAL)
     wide = changed(transformer_config(run), ffn_hidden_size=16384)

@@ -18,7 +18,8 @@ from chunk_comparison import COMPONENTS, compare_chunk
 
 from bridge_memory.inventory.stack import stage_inventories
 from bridge_memory.rehearsal.model import NotBuildable
-from bridge_memory.rehearsal.run import PassRecord, rehearse
+from bridge_memory.rehearsal.results import PassRecord
+from bridge_memory.rehearsal.run import rehearse
 from bridge_memory.rehearsal.summary import rows
 from bridge_memory.spec import (
     AttentionSpec,

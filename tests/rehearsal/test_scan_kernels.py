@@ -14,7 +14,8 @@ import torch
 
 from bridge_memory.cli import main
 from bridge_memory.rehearsal import scan_kernels
-from bridge_memory.rehearsal.run import PassRecord, _Enter, _Leave, _passes
+from bridge_memory.rehearsal.passes import Enter, Leave, measured_passes
+from bridge_memory.rehearsal.results import PassRecord
 from bridge_memory.rehearsal.tracker import Tracker
 
 B16, F32 = 2, 4
@@ -32,12 +33,12 @@ def passes(function: Any, static: list[Any], *shapes: tuple[int, ...]) -> PassRe
         tracker.ignore(anchor)
 
         def forward() -> Any:
-            made = [_Enter.apply(anchor, shape, torch.bfloat16) for shape in shapes]
+            made = [Enter.apply(anchor, shape, torch.bfloat16) for shape in shapes]
             out = function(*made)
             del made
-            return _Leave.apply(out)
+            return Leave.apply(out)
 
-        return _passes(tracker, forward)
+        return measured_passes(tracker, forward)
 
 
 def test_the_mamba_scan_keeps_its_input_and_its_output_before_the_gate() -> None:

@@ -1,7 +1,7 @@
 """One layer under Transformer Engine: the inventory's tape against the real code, tensor by tensor, peaks included.
 
 megatron-core's TE layer specs and Transformer Engine's autograd functions run for real on meta tensors; only the
-kernels are replaced (``rehearsal/te_kernels.py``).
+kernels are replaced (``rehearsal/te_kernels``).
 """
 
 from __future__ import annotations

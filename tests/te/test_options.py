@@ -11,7 +11,7 @@ import torch
 
 from bridge_memory.cli import main
 from bridge_memory.estimation import estimate
-from bridge_memory.rehearsal.patches import dealt, spread
+from bridge_memory.rehearsal.patches.routing import dealt, spread
 from bridge_memory.rehearsal.run import rehearse
 from bridge_memory.spec import ParallelSpec, RunSpec
 

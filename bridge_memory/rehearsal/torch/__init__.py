@@ -1,1 +1,1 @@
-"""DDP, FSDP and ZeRO themselves, run without data."""
+"""Run torch's DDP and FSDP and DeepSpeed's ZeRO themselves, without data."""

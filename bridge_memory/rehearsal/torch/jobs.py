@@ -1,5 +1,7 @@
-"""Real engines around a real model, as a RunSpec says: transformers' model under torch's DDP, FSDP1 and FSDP2, or
-DeepSpeed's ZeRO. For the rehearsal, which counts storages in host memory, and for measuring on a GPU."""
+"""A transformers model under the engine of a RunSpec: torch's DDP, FSDP1 and FSDP2, or DeepSpeed's ZeRO.
+
+Used by the rehearsal, which counts storages in host memory, and by measurements on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ def of_deepspeed(run: RunSpec) -> bool:
 
 @contextmanager
 def world(run: RunSpec, rank: int = 0, *, device: str = "cpu") -> Iterator[None]:
-    """A process group of the job's size that does nothing; for DDP a real one of this process alone. Raises
-    RehearsalUnavailable where there is one already."""
+    """A fake process group of the job's size; for DDP a real one of this process only. Raises RehearsalUnavailable
+    where the process has a process group already."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -47,12 +49,12 @@ def world(run: RunSpec, rank: int = 0, *, device: str = "cpu") -> Iterator[None]
 
 
 def job_of(run: RunSpec, model: Any, *, device: str = "cpu") -> _Torch | _DeepSpeed:
-    """``model`` under the engine of ``run``, inside of its ``world``."""
+    """``model`` under the engine of ``run``. Call inside ``world``."""
     return _DeepSpeed(run, model) if of_deepspeed(run) else _Torch(run, model, device)
 
 
 def optimizer_of(run: RunSpec, model: Any) -> Any:
-    """torch's own over what trains, as ``OptimizerSpec`` says; with a learning rate that changes nothing."""
+    """torch's optimizer of ``OptimizerSpec`` over the trained parameters; its learning rate is negligible."""
     import torch
 
     o = run.optimizer
@@ -64,7 +66,7 @@ def optimizer_of(run: RunSpec, model: Any) -> Any:
 
 
 class _Torch:
-    """DDP, FSDP1 and FSDP2 of torch, and a model by itself."""
+    """torch's DDP, FSDP1 or FSDP2, or the model without an engine."""
 
     def __init__(self, run: RunSpec, model: Any, device: str) -> None:
         self.run, self.device = run, device
@@ -92,7 +94,7 @@ class _Torch:
         return kind(**{name: DTYPES[dtype] for name, dtype in named.items() if dtype})
 
     def _layers(self, model: Any) -> list[Any]:
-        """Decoder layers, which the Trainer's and accelerate's policy wraps."""
+        """Decoder layers, which the wrap policy of Trainer and accelerate wraps."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -166,7 +168,7 @@ class _Torch:
         loss.backward()
 
     def go_on(self) -> None:
-        """Nothing is to be done between microbatches."""
+        """Between microbatches: nothing to do."""
 
     def step(self) -> None:
         self.optimizer.step()
@@ -175,7 +177,7 @@ class _Torch:
         self.optimizer.zero_grad()
 
     def save(self) -> None:
-        """The full state dict, as accelerate asks for it (``utils/fsdp_utils.py: save_fsdp_model``)."""
+        """Gather the full state dict as accelerate does (``utils/fsdp_utils.py: save_fsdp_model``)."""
         engine = self.run.data_parallel.engine
         if engine == "fsdp2":
             from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -192,7 +194,7 @@ class _Torch:
 
 
 def _trains_alone(module: Any) -> bool:
-    """A linear of an adapter."""
+    """Whether this is a trained module without children: a linear of an adapter."""
     weight = getattr(module, "weight", None)
     return weight is not None and weight.requires_grad and not any(True for _ in module.children())
 
@@ -203,10 +205,10 @@ class _DeepSpeed:
     def __init__(self, run: RunSpec, model: Any) -> None:
         deepspeed = import_module("deepspeed")
 
-        # Its collectives in shared memory are compiled where they are asked for.
+        # Collectives in shared memory would be compiled on first use.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
         here = deepspeed.accelerator.get_accelerator()
-        if here.device_name() == "cpu":  # Nothing large is computed.
+        if here.device_name() == "cpu":  # large tensors are not computed
             here.is_fp16_supported = lambda: True
         self.run = run
         self.engine, *_ = deepspeed.initialize(
@@ -227,17 +229,18 @@ class _DeepSpeed:
         self.engine.backward(loss)
 
     def go_on(self) -> None:
-        """Its step counts microbatches, and is one with the last (``engine.py: is_gradient_accumulation_boundary``)."""
+        """Between microbatches: DeepSpeed counts them by ``step`` (``engine.py:
+        is_gradient_accumulation_boundary``)."""
         self.engine.step()
 
     def step(self) -> None:
         self.engine.step()
 
     def zero_grad(self) -> None:
-        """DeepSpeed's step has done it."""
+        """Nothing: DeepSpeed's ``step`` includes it."""
 
     def save(self) -> None:
-        """``save_16bit_model``, less the writing."""
+        """``save_16bit_model`` without writing the file."""
         if self.run.deepspeed.stage3_gather_16bit_weights_on_model_save:
             self.engine._zero3_consolidated_16bit_state_dict()
         else:
@@ -245,7 +248,7 @@ class _DeepSpeed:
 
 
 def deepspeed_config(run: RunSpec) -> dict[str, Any]:
-    """DeepSpeed's JSON of a run."""
+    """The DeepSpeed configuration (JSON) of a run."""
     z, engine = run.deepspeed, run.data_parallel.engine
     zero: dict[str, Any] = {
         "stage": int(engine[-1]), "reduce_bucket_size": z.reduce_bucket_size,

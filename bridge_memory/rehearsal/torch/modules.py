@@ -1,5 +1,6 @@
-"""What transformers runs on a GPU and neither the CPU nor the meta device does: functions that keep and make what
-CUDA's kernels do take their place, and compute nothing.
+"""transformers models as on a GPU: replacements for operations that run otherwise on the CPU and the meta device.
+
+The replacements save and allocate the same tensors as CUDA's kernels, and compute nothing.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 
 try:
     from transformers import masking_utils
-except ImportError:  # before 4.53 each class makes its masks
+except ImportError:  # before 4.53 each class builds its masks
     masking_utils = None
 
-#: ``from_config(dtype=)``, which was torch_dtype before.
+#: Whether ``from_config`` takes ``dtype``, which was ``torch_dtype`` before.
 TAKES_DTYPE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
 META = "meta"
-#: Classes whose model looks into the mask of the batch -> their function that does.
+#: Class of a model that reads values of the attention mask -> its method that does.
 MASK_OF = {"Qwen3NextModel": "_update_linear_attn_mask", "NemotronHModel": "_update_mamba_mask"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class FlashAttention(torch.autograd.Function):
-    """What torch's CUDA kernels keep and make: ``flash_attn/flash_api.cpp: mha_fwd, mha_bwd``; with a bias the
-    memory-efficient ``mem_eff_attention``."""
+    """Tensors that torch's CUDA kernels save and allocate: ``flash_attn/flash_api.cpp: mha_fwd, mha_bwd``; with a bias
+    those of the memory-efficient ``mem_eff_attention``."""
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
@@ -69,7 +70,7 @@ def scaled_dot_product_attention(
 
 
 class Conv1d(torch.autograd.Function):
-    """CUDA's takes a contiguous copy of its input, forward and backward (``aten/src/ATen/native/Convolution.cpp:
+    """CUDA's convolution makes its input contiguous, forward and backward (``aten/src/ATen/native/Convolution.cpp:
     _convolution, convolution_backward``)."""
 
     @staticmethod
@@ -106,7 +107,7 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
 
 
 class Autocast(torch.autocast):
-    """The rotary embedding switches autocast off for its device, of which the meta device has none."""
+    """torch.autocast, with the CPU's in place of the meta device's, which the rotary embedding would disable."""
 
     off = 0
 
@@ -123,7 +124,7 @@ class Autocast(torch.autocast):
 
 
 class Routed:
-    """Every expert has its even share of tokens, whose places are on the meta device."""
+    """Balanced routing: every expert has ``rows`` tokens, whose indices are on the meta device."""
 
     def __init__(self, experts: int, rows: int) -> None:
         self.experts, self.rows = experts, rows
@@ -137,7 +138,7 @@ class Routed:
         return torch.empty(self.rows, args[0].dim(), dtype=torch.int64, device=args[0].device).unbind(1)
 
     def sum(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Tokens of each expert, where they are counted (``DeepseekV2MoE.moe``)."""
+        """``Tensor.sum``; for a count of tokens per expert the even share (``DeepseekV2MoE.moe``)."""
         total = SUM(x, *args, **kwargs)
         counted = x.dtype == torch.int64 and x.dim() == 2 and x.shape[1] == self.experts
         return torch.full((self.experts,), self.rows) if counted else total
@@ -148,8 +149,10 @@ SUM = torch.Tensor.sum
 
 
 class AutocastOnMeta(TorchFunctionMode):
-    """CUDA's autocast (``aten/src/ATen/autocast_mode.cpp``), of which the meta device has none: products in ``dtype``,
-    with copies of weights cached until its end; what must be precise in fp32."""
+    """CUDA's autocast (``aten/src/ATen/autocast_mode.cpp``) for the meta device, which has none.
+
+    Matrix products in ``dtype``, with casts of weights cached until its end; precision-sensitive operations in fp32.
+    """
 
     LOWER = (
         F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.addmm,
@@ -195,7 +198,7 @@ class AutocastOnMeta(TorchFunctionMode):
 
 
 def in_autocast(forward: Any, dtype: torch.dtype) -> Any:
-    """A layer that runs again in backward does so in an autocast of its own (``torch/utils/checkpoint.py``)."""
+    """``forward`` under autocast: recomputation in backward enters a new one (``torch/utils/checkpoint.py``)."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with nullcontext() if AutocastOnMeta.active else AutocastOnMeta(dtype):
@@ -205,16 +208,18 @@ def in_autocast(forward: Any, dtype: torch.dtype) -> Any:
 
 
 def _models_with_linear_masks() -> Iterator[Any]:
-    """Classes whose model looks into the mask of the batch."""
+    """The classes of ``MASK_OF`` that the installed transformers has."""
     for kind, name in (("qwen3_next", "Qwen3NextModel"), ("nemotron_h", "NemotronHModel")):
         try:
             yield getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), name)
-        except ImportError:  # its release has none
+        except ImportError:  # not in this release
             continue
 
 
 @contextmanager
 def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterator[None]:
+    """Run models as on CUDA inside this block. ``routed``: balanced routing; ``padded``: the attention mask has
+    zeros."""
     def skipped(padding_mask: Any, query: int, keys: int, offset: int = 0, local: int | None = None, *a: Any) -> bool:
         return not padded and (local is None or keys < local)
 
@@ -247,10 +252,10 @@ def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterato
 def build(
     config: dict[str, Any], *, attention: str = "sdpa", dtype: torch.dtype = torch.bfloat16, device: str = META
 ) -> Any:
-    """The model of a parsed config.json, in training mode."""
+    """The model of a parsed config.json, in training mode, in ``dtype`` on ``device``."""
     given = dict(config)
     cfg = AutoConfig.for_model(given.pop("model_type"), **given)
-    chosen = None if attention == "sdpa" else attention  # where the class has it; else eager
+    chosen = None if attention == "sdpa" else attention  # sdpa where the class supports it, else eager
     with torch.device(device):
         word = "dtype" if TAKES_DTYPE else "torch_dtype"
         model = AutoModelForCausalLM.from_config(cfg, attn_implementation=chosen, **{word: dtype})

@@ -1,8 +1,7 @@
-"""What torch's caching allocator would reserve for the tensors that a real engine makes, in the order in which it makes
-them and on its streams.
+"""What torch's caching allocator would reserve for the allocations of a real engine, in their order and on its streams.
 
-The CPU has no streams, but torch's engines ask for them there as on a GPU (``torch/cpu/__init__.py: Stream``), and
-make tensors inside of them. Every allocator (``workspaces.caching_allocator``) follows as the engine runs.
+The CPU has no streams, but torch's engines use its stream API as on a GPU (``torch/cpu/__init__.py: Stream``) and
+allocate inside of streams. Simulated allocators (``workspaces.caching_allocator``) follow while the engine runs.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from bridge_memory.rehearsal.tracker import Tracker
 from bridge_memory.spec import RunSpec
 from bridge_memory.workspaces.caching_allocator import CachingAllocator, Reserved, reserved_by
 
-#: Engines of which every tensor is made on a stream that is known here, and no block waits for another stream.
+#: Engines that allocate on known streams only, and whose blocks wait for no other stream (no record_stream).
 FOLLOWED = ("single", "ddp", "fsdp2")
 _WHY_NOT = {
     "fsdp1": "reserved memory is not replayed: FSDP1's record_stream keeps blocks until other streams are done, which "
@@ -30,15 +29,18 @@ _OF_FSDP2 = {
 
 
 def why_not(run: RunSpec) -> str | None:
-    """Why an engine's tensors cannot be followed, in one line; None where they can."""
+    """Why an engine's allocations cannot be replayed, in one line; None where they can."""
     engine = run.data_parallel.engine
     return None if engine in FOLLOWED else _WHY_NOT.get(engine, _STREAMS_UNSEEN)
 
 
 @dataclass
 class Follower:
-    """Two allocators that follow a tracker from now on. What is there already is allocated first, oldest first: the
-    engine's shards, as a model has them that was made on the meta device and is given memory once it is sharded."""
+    """Two allocators, without and with expandable segments, that replay a tracker's allocations from now on.
+
+    Storages that exist already are allocated first, the oldest first: the shards of a model that was built on the meta
+    device and gets its memory once it is sharded.
+    """
 
     tracker: Tracker
 
@@ -53,11 +55,11 @@ class Follower:
         for allocator in (self._plain, self._expandable):
             if nbytes is not None:
                 allocator.allocate(serial, nbytes, stream)
-            elif allocator.holds(serial):  # one without bytes has no block
+            elif allocator.holds(serial):  # a storage of size zero has no block
                 allocator.free(serial)
 
     def done(self, model: Any) -> Reserved:
-        """``model``: what the engine made of it. The allocators follow no longer."""
+        """Stop following; what was reserved. ``model``: the model that the engine wraps, for its streams."""
         self.tracker.heard = None
         names = _stream_names(model)
         return reserved_by(self._plain, self._expandable, lambda stream: names.get(stream, "another stream"))
@@ -80,7 +82,7 @@ def _stream_names(model: Any) -> dict[Hashable, str]:
 
 
 def lines(found: Reserved, segments: int | None, expandable: int | None) -> Sequence[str]:
-    """As people read them, beside the two that the estimate's own storages give where those can be followed."""
+    """Lines of text, with the predictions ``segments`` and ``expandable`` where the estimate has them, in bytes."""
     table = [Line("reserved, replayed", segments, found.segments),
              Line("with expandable_segments", expandable, found.expandable)]
     return ["", *(str(line) for line in table),
@@ -88,7 +90,7 @@ def lines(found: Reserved, segments: int | None, expandable: int | None) -> Sequ
 
 
 class Line(NamedTuple):
-    """One figure: of the estimate's storages, and of the real engine's."""
+    """One row: predicted by replaying the estimate's storages, found by replaying the real engine's."""
 
     name: str
     predicted: int | None

@@ -1,9 +1,8 @@
-"""The real engine of a run on one process: transformers' model under torch's DDP and FSDP or DeepSpeed's ZeRO, three
-steps, every storage of one rank counted as torch's allocator would round it.
+"""Rehearse an engine outside of megatron-core: three steps of a transformers model under torch's DDP or FSDP or
+DeepSpeed's ZeRO in one process, with every storage of one rank counted in units of torch's allocator.
 
-A fake process group of the full size stands for the other ranks: its collectives do nothing (DDP's reducer asks for a
-real group, of one). Nothing large is computed (``uncomputed``), so that memory and time of this machine hold a model of
-any size.
+A fake process group of the full size replaces the other ranks; its collectives do nothing. DDP's reducer needs a real
+group, of one rank. Large tensors are not computed (``uncomputed``), so that a model of any size fits this machine.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _STEPS = 3
 
 
 def require(run: RunSpec) -> None:
-    """Raise RehearsalUnavailable, in one line, where a package of the engine is missing; SpecError where a run's option
-    needs a GPU."""
+    """Raise RehearsalUnavailable, in one line, where a package of the engine is missing, and SpecError where an option
+    of the run needs a GPU."""
     engine = run.data_parallel.engine
     needed = ["torch", "transformers", *(["deepspeed"] if of_deepspeed(run) else [])]
     needed += ["peft"] if run.peft.freezes else []
@@ -68,7 +67,7 @@ def require(run: RunSpec) -> None:
 
 
 def with_layers(config: Mapping[str, Any], number: int | None) -> dict[str, Any]:
-    """A config.json's first so many layers; lists with an entry a layer are cut too. Raises SpecError."""
+    """A config.json with its first ``number`` layers; lists with an entry per layer are cut too. Raises SpecError."""
     out = dict(config)
     if number is None:
         return out
@@ -86,19 +85,18 @@ def with_layers(config: Mapping[str, Any], number: int | None) -> dict[str, Any]
 
 
 class Rehearsed(NamedTuple):
-    """The most bytes of one rank in each phase, and what torch's allocator reserves for them where the engine's streams
-    are known."""
+    """The peak of one rank in each phase, in bytes, and what torch's allocator reserves, where the engine's streams are
+    known."""
 
     phases: dict[Phase, int]
     reserved: Reserved | None = None
 
 
 def rehearse_engine(run: RunSpec, config: Mapping[str, Any], *, rank: int | None = None) -> Rehearsed:
-    """Three steps of ``run``, whose model ``config`` (a config.json) is.
+    """Rehearse three steps of ``run``, whose model is ``config`` (a config.json).
 
-    ``rank``: the fullest if not said.
-
-    Raises SpecError, or RehearsalUnavailable where something is missing here.
+    ``rank``: the one with the most bytes by default. Raises SpecError, or RehearsalUnavailable where a package is
+    missing.
     """
     require(run)
     engine = run.data_parallel.engine
@@ -180,8 +178,8 @@ def _rehearsed(run: RunSpec, config: Mapping[str, Any], rank: int) -> Rehearsed:
 
 @contextmanager
 def _flat_to_host(tracker: Tracker) -> Iterator[None]:
-    """FSDP1's flat parameter while it is in host memory, where each tensor of it is cloned: nowhere, as all that is in
-    host memory is here (``FlatParamHandle.to_cpu``; ``_state_dict_utils.py: _full_post_state_dict_hook``)."""
+    """Do not count FSDP1's flat parameter while it is offloaded to host memory, nor the clones of its tensors there
+    (``FlatParamHandle.to_cpu``; ``_state_dict_utils.py: _full_post_state_dict_hook``)."""
     import torch
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
@@ -200,7 +198,7 @@ def _flat_to_host(tracker: Tracker) -> Iterator[None]:
 
 @contextmanager
 def _to_host() -> Iterator[None]:
-    """What is copied to host memory is nowhere here, where everything is in it."""
+    """Do not count copies to host memory: they go to the meta device, since the CPU is the GPU here."""
     import torch
     from torch.distributed.tensor import DTensor
 

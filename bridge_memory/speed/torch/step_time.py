@@ -3,7 +3,7 @@ data-parallel ranks and is not hidden by them, the optimizer's step, and what cr
 
 Passes take what ``work`` counts over the rates of ``constants``, which were fitted on Megatron's runs; what an
 engine sends and when is read off its source, named at each function. Nothing here was fitted on a run of these engines;
-``scripts/speeds_torch.py`` says how far measured ones are off.
+``scripts/maintain/speeds_torch.py`` says how far measured ones are off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A browser, and a server of the page, for what looks at pages: their tests, pictures and benchmark.
+"""A browser and a server of the page, for the tests, the screenshots and the benchmark of pages.
 
 Needs playwright and a Chromium (Debian: ``apt-get install chromium``); importing this needs neither.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-#: Chromium reaches for nothing.
+#: Chromium without network access of its own.
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
          "--disable-background-networking", "--disable-component-update")  # fmt: skip
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -25,7 +25,7 @@ AXE = os.environ.get("AXE_CORE", "")
 
 
 def missing() -> str:
-    """What there is to install, "" where nothing is missing."""
+    """The package that is missing and how to install it; "" where nothing is missing."""
     if find_spec("playwright") is None:
         return "playwright is missing: pip install playwright"
     return "" if CHROMIUM else "a Chromium is missing: apt-get install chromium"
@@ -45,7 +45,7 @@ def browser(executable: str | None = None) -> Iterator[Any]:
 
 
 def start_server(port: int = 0) -> tuple[subprocess.Popen[str], str]:
-    """``bridge-memory serve`` in a process of its own, and its address."""
+    """Start ``bridge-memory serve``: the process and its address."""
     process = subprocess.Popen(
         [sys.executable, "-m", "bridge_memory", "serve", "--port", str(port), "--json"], stdout=subprocess.PIPE,
         text=True,
@@ -56,7 +56,7 @@ def start_server(port: int = 0) -> tuple[subprocess.Popen[str], str]:
 
 @contextlib.contextmanager
 def server(port: int = 0) -> Iterator[str]:
-    """The address of a server that ends with the ``with``."""
+    """The address of a server that runs inside this block."""
     process, url = start_server(port)
     try:
         yield url
@@ -66,8 +66,8 @@ def server(port: int = 0) -> Iterator[str]:
 
 
 def settled(page: Any, seconds: float = 20.0) -> None:
-    """Wait until the page of ``serve`` shows the answer to what it asked last. Its policy lets nothing be evaluated
-    inside of it."""
+    """Wait until the page of ``serve`` shows the answer to its last request. The page's policy forbids
+    ``wait_for_function``, which evaluates code inside of the page."""
     until = time.monotonic() + seconds
     state: dict[str, str] = {}
     while time.monotonic() < until:
@@ -79,7 +79,7 @@ def settled(page: Any, seconds: float = 20.0) -> None:
 
 
 def serious(page: Any) -> list[Any]:
-    """What axe-core finds on a page that is serious or worse: its name, how bad, and where."""
+    """Serious and critical findings of axe-core on a page: (rule, impact, elements)."""
     with open(AXE, encoding="utf-8") as file:
         page.evaluate(file.read() + "; 0")
     found = page.evaluate(

@@ -1,12 +1,13 @@
-"""Fit the constants of the time model to measured throughput, and say how the result ranks groups that it has not seen.
+"""Fit the constants of the step-time model to measured throughput.
 
-    python scripts/fit_speed.py RUNS.jsonl [--fit GROUP ...] [--rounds N]
+    python scripts/maintain/fit_speed.py RUNS.jsonl [--fit GROUP ...] [--rounds N]
 
-RUNS.jsonl holds measured throughput, one JSON object a line (``bridge_memory.accuracy.throughput`` reads it). Fitted is
-on the groups that ``speed/constants.py: FITTED_ON`` names, or on those given; ``bridge_memory.accuracy.speed_fit`` says
-what is minimised. ``bridge-memory accuracy RUNS.jsonl --folds K`` leaves each group out once.
+Needs RUNS.jsonl: measured throughput, one JSON object per line (``bridge_memory.accuracy.throughput``).
+Prints a table of all groups and the constants in the form of ``speed/constants.py``; copy them there by hand.
 
-It prints a table of all groups and the constants as they stand in ``speed/constants.py``; write them there by hand.
+The fit uses the groups of ``speed/constants.py: FITTED_ON``, or those of ``--fit``;
+``bridge_memory.accuracy.speed_fit`` defines the objective. ``bridge-memory accuracy RUNS.jsonl --folds K``
+cross-validates by group.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bridge_memory.accuracy.speed_fit import Fit, scores
 from bridge_memory.accuracy.throughput import MeasuredRun, read_throughput
@@ -27,9 +28,9 @@ from bridge_memory.speed.constants import DEFAULT, FITTED_ON
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("--fit", nargs="+", metavar="GROUP", default=list(FITTED_ON))
-    parser.add_argument("--rounds", type=int, default=10, help="0: show how the constants as they are rank")
+    parser.add_argument("runs", type=Path, metavar="RUNS.jsonl", help="measured throughput")
+    parser.add_argument("--fit", nargs="+", metavar="GROUP", default=list(FITTED_ON), help="fit to these groups")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of the fit (10); 0: rank with today's constants")
     args = parser.parse_args()
     rows = [r for r in read_throughput(args.runs) if isinstance(r, MeasuredRun) and r.seconds is not None]
     constants = DEFAULT

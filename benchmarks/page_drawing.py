@@ -1,10 +1,11 @@
-"""How long the page of ``bridge-memory serve`` takes to show an answer, from a key to the drawn page.
+"""Time from a key press to the drawn answer on the page of ``bridge-memory serve``, in a browser.
 
-    python scripts/benchmark_page.py [--rounds 3]
+    python benchmarks/page_drawing.py [--rounds 3]
 
-Prints the median over eleven changes of the sequence length, for several models, beside the aim of 100 ms, and the
-processor time that a change takes of the server and of the page (with what the page asks for afterwards), which a busy
-machine lengthens less. Needs playwright and a Chromium (Debian: ``apt-get install chromium``).
+Needs playwright and a Chromium (Debian: ``apt-get install chromium``). Prints, for several models, the median over
+eleven changes of the sequence length against the goal of 100 ms, and the processor time of server and page per change,
+with the requests that follow the answer; other work on the machine affects it less. ``page_answers.py`` times the
+server alone.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import argparse
 import os
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from with_browser import browser, missing, settled, start_server
 
-AIM = 0.1
+GOAL = 0.1
 RUNS = {
     "Llama-3.1-8B on 8 GPUs": "#model=meta-llama/Llama-3.1-8B&gpu=H100&num-gpus=8&tp=2",
     "Qwen3-235B on 256 GPUs": "#model=Qwen/Qwen3-235B-A22B&gpu=H100&num-gpus=256&tp=4&pp=8&ep=8"
@@ -25,9 +29,9 @@ RUNS = {
     "DeepSeek-V3 on 128 GPUs": "#model=deepseek-ai/DeepSeek-V3&gpu=H200&num-gpus=128&tp=4&pp=4&ep=8"
     "&num-layers-in-last-pipeline-stage=16",
 }
-#: Changes of a round.
+#: Changes per round.
 CHANGED = 11
-#: Seconds of each change, from the key to the page that shows the answer.
+#: Returns the seconds of each change, from the key press to the page that shows the answer.
 CHANGES = """async () => {
     const field = document.getElementById("f-seq-length"), took = [];
     for (let length = 2048; length < 2048 + 11 * 256; length += 256) {
@@ -44,7 +48,7 @@ CHANGES = """async () => {
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Seconds of processor time that the server has used (Linux); None elsewhere."""
+    """Processor time of the server in seconds (Linux); None elsewhere."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii") as file:
             words = file.read().rpartition(")")[2].split()
@@ -54,7 +58,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def page_seconds(system: Any) -> float:
-    """Seconds of processor time that the processes of pages have used: scripts, layout, drawing."""
+    """Processor time of the renderer processes in seconds: scripts, layout, drawing."""
     processes = system.send("SystemInfo.getProcessInfo")["processInfo"]
     return float(sum(one["cpuTime"] for one in processes if one["type"] == "renderer"))
 
@@ -66,7 +70,7 @@ def medians(page: Any, rounds: int) -> list[float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of eleven changes (3)")
     args = parser.parse_args()
     if missing():
         print(f"error: {missing()}", file=sys.stderr)
@@ -75,20 +79,20 @@ def main() -> int:
     try:
         with browser() as one:
             system = one.new_browser_cdp_session()
-            print(f"{'':<28}{'first round':>14}{'best round':>14}{'of the aim':>14}{'CPU a change':>16}")
+            print(f"{'':<28}{'first round':>14}{'best round':>14}{'/ goal':>14}{'CPU per change':>16}")
             for name, state in RUNS.items():
                 page = one.new_page()
                 page.goto(url + state)
                 settled(page)
                 before, drawn = cpu_seconds(process.pid), page_seconds(system)
                 found = medians(page, args.rounds)
-                page.wait_for_timeout(500)  # what is asked after the last answer
+                page.wait_for_timeout(500)  # requests that follow the last answer
                 busy = None if before is None else (cpu_seconds(process.pid) or before) - before
                 each = CHANGED * args.rounds / 1000
                 spent = "?" if busy is None else f"{busy / each:.0f}"
                 shown = f"{spent} + {(page_seconds(system) - drawn) / each:.0f} ms"
                 best = min(found)
-                print(f"{name:<28}{found[0] * 1000:>11.0f} ms{best * 1000:>11.0f} ms{best / AIM:>14.2f}{shown:>16}")
+                print(f"{name:<28}{found[0] * 1000:>11.0f} ms{best * 1000:>11.0f} ms{best / GOAL:>14.2f}{shown:>16}")
                 page.close()
     finally:
         process.terminate()

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Predicted over measured step times of engines outside of megatron-core, by source.
+"""Ratios of predicted to measured step times of engines outside of megatron-core, by source and GPU.
 
-    python scripts/speeds_torch.py tests/data/engines/speeds.jsonl
+    python scripts/maintain/speeds_torch.py tests/data/engines/speeds.jsonl [--all]
+
+Needs a corpus of measured speeds. Prints a table and writes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bridge_memory.accuracy.corpus import read_corpus
 from bridge_memory.accuracy.ranking import spearman
@@ -22,8 +24,8 @@ from bridge_memory.speed.torch.step_time import step_time
 def main(argv: list[str] | None = None) -> int:
     """Print the table. Returns 0."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--all", action="store_true", help="every row")
+    parser.add_argument("rows", type=Path, metavar="SPEEDS.jsonl", help="measured speeds")
+    parser.add_argument("--all", action="store_true", help="print every row too")
     args = parser.parse_args(argv)
     read = [speed_of(row.data) for row in read_corpus(args.rows)]
     kinds: dict[str, list[tuple[Speed, float]]] = {}
@@ -53,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _rate(row: Speed, seconds: float) -> float:
-    """Operations of the model's products a second and GPU, but for a factor."""
+    """Operations of the model's matrix products per second and GPU, up to a constant factor."""
     run = row.run
     tokens = (run.batch.global_batch_size or 0) * run.batch.seq_length
     return tokens / seconds / run.parallel.world_size * run.model.hidden_size**2 * run.model.num_layers

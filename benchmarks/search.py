@@ -1,10 +1,12 @@
-"""How long a search takes, beside the same layouts one by one: ``python scripts/benchmark_search.py [CASE ...]``.
+"""Time of a search, compared with the same layouts one by one.
 
-Each case runs in processes of its own. ``whole`` is what a user waits for: imports, the model, the search and the best
-20 explained by ``estimate``, from nothing and with what blocks cost kept in a folder (``--cache``). ``batched`` is the
-search alone, the second time in its process, and ``one_by_one`` ``peaks`` with ``step_time`` of layouts that are drawn
-from the same space, one after the other. CPU seconds, which other work on the machine moves least, and in brackets wall
-time. Every drawn layout is also looked up in what the arrays gave: both must be equal to the byte and to the last bit.
+    python benchmarks/search.py [CASE ...]
+
+Needs numpy. Prints CPU seconds, which other work on the machine affects least, with wall time in brackets. Each case
+runs in separate processes: ``whole`` is a command from start to end (imports, the model, the search and ``estimate`` of
+the best 20), cold and with a folder of block costs (``--cache``); ``batched`` the search alone, the second in its
+process; ``one_by_one`` ``peaks`` and ``step_time`` of layouts drawn from the same space. Peaks and times of every drawn
+layout must be bitwise equal in both.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 class Case(NamedTuple):
-    """A model on so many GPUs, and what stays."""
+    """A model on ``gpus`` GPUs, and the axes that are not searched."""
 
     model: str
     gpus: int
@@ -32,7 +37,7 @@ class Case(NamedTuple):
     fixed: tuple[str, ...] = ()
     #: Axis -> smallest and largest size.
     ranges: Mapping[str, tuple[int, int]] = {}
-    #: CPU seconds that a whole search may take, from nothing and with costs kept.
+    #: Goals in CPU seconds of a whole search: cold, and with cached block costs.
     goals: tuple[float, float] | None = None
 
 
@@ -45,12 +50,12 @@ CASES = {
     "235B": Case("Qwen/Qwen3-235B-A22B", 256, 1024, 4096),
     "Nemotron-H": Case("nvidia/Nemotron-H-56B-Base-8K", 64, 512, 8192),
 }
-#: Layouts that are evaluated one by one.
+#: Layouts evaluated one by one.
 ONE_BY_ONE = 300
 
 
 def batched(case: Case) -> dict[str, Any]:
-    """The search as arrays, and what it gave for some layouts."""
+    """The search over batched layouts, and its peaks and times of some of them."""
     from bridge_memory.plan.found import Refused
     from bridge_memory.plan.megatron.many import Sheet, fitting
     from bridge_memory.plan.megatron.search import search
@@ -82,7 +87,7 @@ def batched(case: Case) -> dict[str, Any]:
 
 
 def whole(case: Case, cache: str | None) -> dict[str, Any]:
-    """What the process takes, imports included, to search and to explain the best 20 rows."""
+    """CPU and wall seconds of this process, imports included, to search and to estimate the best 20 rows."""
     start = time.perf_counter() - time.process_time()
     from bridge_memory.plan.megatron.search import search
     from bridge_memory.spec.gpus import find_gpu
@@ -109,7 +114,7 @@ def _estimated(row: Any) -> None:
 
 
 def one_by_one(case: Case, drawn: list[Any]) -> dict[str, Any]:
-    """The same numbers of single runs."""
+    """The same peaks and times by single runs."""
     from bridge_memory import peaks
     from bridge_memory.speed.hardware import hardware_of
     from bridge_memory.speed.megatron.step_time import step_time
@@ -165,7 +170,7 @@ def main() -> None:
             print(json.dumps(whole(case, given) if args.work == "whole" else one_by_one(case, given)))
         return
     columns = (
-        "layouts", "fit", "cold s", "kept s", "again s", "us/layout", "MiB", "one by one us", "ratio", "unequal",
+        "layouts", "fit", "cold s", "cached s", "warm s", "us/layout", "MiB", "one by one us", "ratio", "unequal",
     )  # fmt: skip
     print(f"{'case':<12}" + "".join(f"{c:>14}" for c in columns))
     for name in args.cases or CASES:
@@ -183,7 +188,7 @@ def main() -> None:
         )  # fmt: skip
         said = "".join(
             f"   goal {what} {goal:g} s: {'met' if of['cpu'] <= goal else 'not met'}"
-            for what, goal, of in zip(("cold", "kept"), CASES[name].goals or (), (cold, kept), strict=False)
+            for what, goal, of in zip(("cold", "cached"), CASES[name].goals or (), (cold, kept), strict=False)
         )
         print(f"{name:<12}" + "".join(f"{c:>14}" for c in cells) + said, flush=True)
 
