@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -91,6 +92,12 @@ def test_a_script_says_what_it_does(script: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("usage: ") and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_says_how_it_is_called(script: Path) -> None:
+    words = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+    assert f"python {script.relative_to(ROOT).as_posix()}" in words
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
