@@ -229,7 +229,7 @@ def test_every_format_says_the_same(capsys: pytest.CaptureFixture[str], monkeypa
     cells = [line.split("|") for line in shown["md"].splitlines()[2:]]
     gib = [f"{r['peak_bytes'] / 2**30:.2f}" for r in best]
     assert [c[10].strip() for c in cells] == gib and all(n in shown["text"] for n in gib)
-    assert "Fastest layouts" in shown["text"] and "layouts looked at" in shown["text"]
+    assert "Fastest layouts" in shown["text"] and "layouts evaluated" in shown["text"]
     held = re.search(r'id="charts">(.*?)</script>', shown["html"])
     assert held
     front = [(r["step_seconds"], r["peak_bytes"] / 2**30) for r in json.loads(shown["json"])["front"]]

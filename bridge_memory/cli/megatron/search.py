@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
         }  # fmt: skip
         base, experts = space.base, space.base.model.has_experts
         times = (
-            "step s is predicted, for ranking: work over rates fitted on measured runs; compute, exposed comm (all "
-            "communication that nothing hides), bubble and recompute time are its parts", *calibration.values(),
+            "step s is predicted, for ranking: work over rates fitted on measured runs; its parts are compute, exposed "
+            "comm (communication not overlapped), bubble and recompute time", *calibration.values(),
         )
         last = ("how layouts with different EP compare is not tested: no group of measured runs varies EP",)
         return print_found(
