@@ -112,7 +112,7 @@ def search(
     if global_batch_size is None and given is not None:
         global_batch_size = given.batch.global_batch_size
     if global_batch_size is None:
-        raise SpecError("global_batch_size is missing; configurations are compared at one number of sequences a step")
+        raise SpecError("global_batch_size is missing; configurations are compared at the same sequences per step")
     BatchSpec(global_batch_size=global_batch_size)  # refuses what is no number of sequences
     if jobs is not None and (type(jobs) is not int or not 1 <= jobs <= MOST_JOBS):
         raise SpecError(f"jobs ({show(jobs)}) is not a number of processes; give 1 to {MOST_JOBS}")

@@ -23,7 +23,7 @@ from bridge_memory.spec.errors import LONGEST_LINE, FileError, bounded
 COMMANDS = {
     "estimate": ("bridge_memory.cli.estimate", "peak memory of every pipeline stage, and whether it fits a GPU"),
     "quick": ("bridge_memory.cli.quick", "an estimate from the number of parameters alone"),
-    "calculate": ("bridge_memory.cli.calculate", "the same from the JSON of a GPU memory calculator"),
+    "calculate": ("bridge_memory.cli.calculate", "an estimate from the JSON of a GPU memory calculator"),
     "validate": ("bridge_memory.cli.validate", "all errors of a configuration file, with a fix for each"),
     "search": ("bridge_memory.cli.search", "layouts that fit a GPU, the fastest first"),
     "whatif": ("bridge_memory.cli.whatif", "what each single change of an option frees, and its cost in step time"),

@@ -108,7 +108,7 @@ def _space(
     if given["parallel.world_size"] < 1:
         raise SpecError(f"--num-gpus ({given['parallel.world_size']}) is no number of GPUs; give 1 or more")
     if "batch.global_batch_size" not in given:
-        raise SpecError("--global-batch-size is missing; layouts are compared at one number of sequences a step")
+        raise SpecError("--global-batch-size is missing; layouts are compared at the same sequences per step")
     fixed = {axis for axis, fields in AXES.items() if vars(args).keys() & set(fields)}
     if args.vary is not None:
         asked = [name for name in args.vary.replace(",", " ").split() if name]
