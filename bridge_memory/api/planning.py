@@ -79,7 +79,7 @@ def search(
         jobs: Processes. None: 1, or with ``backend`` all that it has.
         backend: A backend of joblib: "loky", "dask", "dask=ADDRESS" or "ray".
         cache: A folder that keeps the cost of blocks for later searches. For megatron-core's engines.
-        progress: Called with the number of configurations looked at, and of those that fit.
+        progress: Called with the number of configurations evaluated, and of those that fit.
 
     Returns:
         ``rows`` hold ``run``, ``peak`` and ``headroom`` in bytes, and ``time.seconds`` of a step. ``front()`` holds the

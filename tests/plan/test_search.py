@@ -339,7 +339,7 @@ def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: py
         with monkeypatch.context() as patch:
             patch.setattr(where, name, interrupted)
             assert main([*SMALL, *whole]) == 0
-        assert "stopped before the end" in capsys.readouterr().out
+        assert "stopped early" in capsys.readouterr().out
 
 
 def test_what_is_not_in_the_numbers_is_said(capsys: pytest.CaptureFixture[str]) -> None:
