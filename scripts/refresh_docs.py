@@ -34,7 +34,7 @@ from bridge_memory.cli import main as bridge_memory  # noqa: E402
 GIB = 2**30
 _CONSOLE = re.compile(r"(```console\n)(.*?)(```)", re.S)
 #: A command may go on in the next line after a backslash.
-_COMMAND = re.compile(r"\$ (bridge-memory|python scripts/\w+\.py)((?:[^\n\\]|\\\n|\\.)*)\n")
+_COMMAND = re.compile(r"\$ (bridge-memory|python scripts/[\w/]+\.py)((?:[^\n\\]|\\\n|\\.)*)\n")
 _PYTHON = re.compile(r"(```python\n([^`]*)```\n\n```text\n)(.*?)(```)", re.S)
 _TABLE = re.compile(r"(<!-- estimate (.*?) -->\n\|[^\n]*\n\|[-|: ]*\n)((?:\|[^\n]*\n)+)", re.S)
 

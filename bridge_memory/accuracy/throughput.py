@@ -121,7 +121,7 @@ def measured(row: Mapping[str, Any]) -> MeasuredRun | Unread:
         return Unread(number, group, f"malformed ({type(error).__name__})")
     out = row.get("status") == "OOM"
     if seconds is None and not out:
-        return Unread(number, group, "neither a step time nor tokens a second nor, of a dense model, FLOPS are stated")
+        return Unread(number, group, "no step time, no tokens per second and, of a dense model, no FLOPS are stated")
     own = not any(name in str(row.get("framework")) for name in ("AA-Scaling", "DeepSpeed"))
     source, seconds = str(row.get("source")), None if out else seconds
     return MeasuredRun(number, group, source, run, hardware, kernels, seconds, out, own)

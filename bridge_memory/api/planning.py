@@ -79,7 +79,7 @@ def search(
         jobs: Processes. None: 1, or with ``backend`` all that it has.
         backend: A backend of joblib: "loky", "dask", "dask=ADDRESS" or "ray".
         cache: A folder that keeps the cost of blocks for later searches. For megatron-core's engines.
-        progress: Called with the number of configurations looked at, and of those that fit.
+        progress: Called with the number of configurations evaluated, and of those that fit.
 
     Returns:
         ``rows`` hold ``run``, ``peak`` and ``headroom`` in bytes, and ``time.seconds`` of a step. ``front()`` holds the
@@ -112,7 +112,7 @@ def search(
     if global_batch_size is None and given is not None:
         global_batch_size = given.batch.global_batch_size
     if global_batch_size is None:
-        raise SpecError("global_batch_size is missing; configurations are compared at one number of sequences a step")
+        raise SpecError("global_batch_size is missing; configurations are compared at the same sequences per step")
     BatchSpec(global_batch_size=global_batch_size)  # refuses what is no number of sequences
     if jobs is not None and (type(jobs) is not int or not 1 <= jobs <= MOST_JOBS):
         raise SpecError(f"jobs ({show(jobs)}) is not a number of processes; give 1 to {MOST_JOBS}")

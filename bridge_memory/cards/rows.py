@@ -25,7 +25,7 @@ _CHIP = "bf16 fp32 memory multiprocessors"
 _EIGHT = "bf16 fp8 fp32 memory multiprocessors"
 _FOUR = "bf16 fp8 fp4 fp32 memory multiprocessors"
 
-_ETHERNET = "assumed: 100 Gbit/s a GPU, the maker's systems do not say"
+_ETHERNET = "assumed: 100 Gbit/s per GPU, the maker's systems do not say"
 #: Cards without NVLink, or without their optional NVLink bridge, in servers of eight.
 _PCIE4 = {
     "link host_link": "PCIe 4, sixteen lanes, without an NVLink bridge", "domain": "assumed: servers of eight",
@@ -67,7 +67,7 @@ _GRACE_BLACKWELL = {
 }  # fmt: skip
 _MI300 = {
     "domain": "AMD Instinct platform of eight", "host_link": "PCIe 5, sixteen lanes",
-    "network": "assumed: an adapter of 400 Gbit/s a GPU, the data sheet does not say",
+    "network": "assumed: an adapter of 400 Gbit/s per GPU, the data sheet does not say",
     "host_memory": "assumed: two EPYC 9004, DDR5-4800 of both over eight GPUs",
 }  # fmt: skip
 
@@ -268,7 +268,7 @@ _CARDS = (
         aliases=("GB200 186GB", "GB200 192GB"), common=True,
         sources=_sheet(
             f"{_FOUR} link domain", "NVIDIA GB200 NVL72 data sheet, a 72nd of it", _TORCH, _GRACE_BLACKWELL,
-            {"network": "NVIDIA GB200 NVL72: 400 Gbit/s a GPU"},
+            {"network": "NVIDIA GB200 NVL72: 400 Gbit/s per GPU"},
         ),
     ),
     Gpu(
@@ -279,7 +279,7 @@ _CARDS = (
         ),
         aliases=("B300 288GB",), common=True,
         sources=_sheet(f"{_FOUR} link domain", "NVIDIA HGX B300 data sheet, an eighth of it", _TORCH, {
-            "network": "NVIDIA HGX B300 data sheet, 800 Gbit/s a GPU",
+            "network": "NVIDIA HGX B300 data sheet, 800 Gbit/s per GPU",
             "host_link": "assumed: PCIe 5 of the processors of DGX B300",
             "host_memory": "assumed: as in a DGX B200, DDR5-5600 of both processors over eight GPUs",
         }),
@@ -293,7 +293,7 @@ _CARDS = (
         aliases=("GB300 288GB",),
         sources=_sheet(
             f"{_FOUR} link domain", "NVIDIA GB300 NVL72 data sheet, a 72nd of it", _SMI, _GRACE_BLACKWELL,
-            {"network": "NVIDIA GB300 NVL72: 800 Gbit/s a GPU"},
+            {"network": "NVIDIA GB300 NVL72: 800 Gbit/s per GPU"},
         ),
     ),
     Gpu(

@@ -218,7 +218,7 @@ def _of_transformers(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
         # Liger's fused loss makes logits there that it does not in training (``skip_logits``).
         passes = None if spec.liger_kernel or needs.passes is None else needs.passes
         yield Unmodelled(
-            f"eval_strategy: evaluation, of {batch} sequences a GPU where training has {of_training}", Effect.UP,
+            f"eval_strategy: evaluation, of {batch} sequences per GPU where training has {of_training}", Effect.UP,
             order="activations of one layer and the logits, of that batch", outside=True,
             most=None if passes is None else -(-passes * (batch - of_training) // of_training),
         )

@@ -21,21 +21,21 @@ from bridge_memory.spec.errors import LONGEST_LINE, FileError, bounded
 
 #: Command -> (module, what it does). A new command is one line here and its module.
 COMMANDS = {
-    "estimate": ("bridge_memory.cli.estimate", "memory of every pipeline stage of a training run"),
-    "quick": ("bridge_memory.cli.quick", "from parameters in billions to a table, in one line of input"),
-    "calculate": ("bridge_memory.cli.calculate", "a run described in a GPU memory calculator's JSON"),
-    "validate": ("bridge_memory.cli.validate", "everything that is wrong with a configuration file"),
+    "estimate": ("bridge_memory.cli.estimate", "peak memory of every pipeline stage, and whether it fits a GPU"),
+    "quick": ("bridge_memory.cli.quick", "an estimate from the number of parameters alone"),
+    "calculate": ("bridge_memory.cli.calculate", "an estimate from the JSON of a GPU memory calculator"),
+    "validate": ("bridge_memory.cli.validate", "all errors of a configuration file, with a fix for each"),
     "search": ("bridge_memory.cli.search", "layouts that fit a GPU, the fastest first"),
-    "whatif": ("bridge_memory.cli.whatif", "what changing one option frees, and what it costs"),
-    "balance": ("bridge_memory.cli.balance", "the split of the layers over stages with the lowest peak"),
+    "whatif": ("bridge_memory.cli.whatif", "what each single change of an option frees, and its cost in step time"),
+    "balance": ("bridge_memory.cli.balance", "the split of layers over pipeline stages with the lowest peak"),
     "models": ("bridge_memory.cli.models", "the embedded models and their parameters"),
-    "accuracy": ("bridge_memory.cli.accuracy", "predicted memory or speed beside measured runs"),
-    "compare": ("bridge_memory.cli.compare", "a run's logs or snapshots against its prediction"),
-    "rehearse": ("bridge_memory.cli.rehearse", "run the real megatron-core for one rank, on one GPU or on none"),
+    "accuracy": ("bridge_memory.cli.accuracy", "predicted memory or speed compared with measured runs"),
+    "compare": ("bridge_memory.cli.compare", "a run's logs or memory snapshots compared with its estimate"),
+    "rehearse": ("bridge_memory.cli.rehearse", "the real megatron-core, run for one rank with or without a GPU"),
     "gpus": ("bridge_memory.cli.gpus", "the known GPUs and their usable memory"),
-    "serve": ("bridge_memory.cli.serve", "a web page for all of this, on this machine"),
-    "mcp": ("bridge_memory.cli.mcp", "the same answers for coding assistants: a Model Context Protocol server"),
-    "completion": ("bridge_memory.cli.completion", "a script by which bash, zsh or fish completes commands and flags"),
+    "serve": ("bridge_memory.cli.serve", "a web page for all of this, served on this machine"),
+    "mcp": ("bridge_memory.cli.mcp", "a Model Context Protocol server, for coding assistants"),
+    "completion": ("bridge_memory.cli.completion", "a completion script for bash, zsh or fish"),
 }
 
 #: Commands that take the flags of a run (``run_flags.add_run_arguments``).
@@ -58,8 +58,37 @@ bridge-memory says how much GPU memory a training run takes, before it is launch
 `bridge-memory --help` lists the commands, `bridge-memory models` the models that it knows."""
 
 
+#: Command -> the arguments of a typical question, for its usage.
+_TYPICAL = {
+    "estimate": "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --gpu H100",
+    "search": "Qwen/Qwen3-8B --num-gpus 8 --global-batch-size 64 --gpu H100",
+    "whatif": "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --gpu H100",
+    "balance": "Qwen/Qwen3-32B --num-gpus 16 --tp 4 --pp 4 --gpu H100",
+    "compare": "train.log Qwen/Qwen3-8B --num-gpus 8 --tp 2",
+    "rehearse": "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --pp 2 --stage 0",
+}
+#: Lines of a usage that lists every flag; where it takes more, it lists none.
+_USAGE_LINES = 5
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse with one-line errors. Abbreviations are off: a flag means what it says."""
+
+    def format_usage(self) -> str:
+        full = super().format_usage()
+        if full.count("\n") <= _USAGE_LINES:
+            return full
+        named = [str(a.metavar) if a.required else f"[{a.metavar}]" for a in self._actions if not a.option_strings]
+        needed = [f"{a.option_strings[0]} {a.metavar}" for a in self._actions if a.option_strings and a.required]
+        words = " ".join([self.prog, *named, *needed, "[flags]"])
+        typical = _TYPICAL.get(self.prog.split()[-1], "")
+        return f"usage: {words}\n" + f"e.g.:  {self.prog} {typical}\n" * bool(typical)
+
+    def format_help(self) -> str:
+        """What the command does before its usage; argparse has them the other way round."""
+        body = super().format_help().removeprefix(super().format_usage()).lstrip("\n")
+        what, _, flags = body.partition("\n\n")
+        return f"{what}\n\n{self.format_usage()}\n{flags}"
 
     def error(self, message: str) -> NoReturn:
         raise SpecError(message)
@@ -92,7 +121,8 @@ def _usage() -> str:
     lines = [
         "usage: bridge-memory COMMAND ...",
         "",
-        "How much GPU memory a Megatron training run takes, on which stage, because of which tensors.",
+        "How much GPU memory a training run takes, on which pipeline stage, because of which tensors:",
+        "Megatron, PyTorch DDP and FSDP, DeepSpeed ZeRO.",
         "",
         *(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()),
         "",

@@ -28,7 +28,7 @@ SCHEMA = "bridge-memory/accuracy/1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("runs", metavar="RUNS.jsonl", nargs="?", help="measured runs, one JSON record a line")
+    parser.add_argument("runs", metavar="RUNS.jsonl", nargs="?", help="measured runs, one JSON record per line")
     add_output_arguments(
         parser, f"of speed by the schema {SCHEMA}, of memory by {validate.SCHEMA} or {torch_scores.SCHEMA}",
         beside=True,

@@ -118,7 +118,7 @@ def _answer(found: dict[str, Balanced], base: RunSpec, gpu: Gpu) -> Words:
     lines = [f"Lowest peak: {_how(lowest)}", words]
     if fastest is not None:
         words, fits = fit(fastest)
-        time = f"{max(fastest.seconds):.3f} s a microbatch on its slowest stage"
+        time = f"{max(fastest.seconds):.3f} s per microbatch on its slowest stage"
         lines = [f"Fastest split: {_how(fastest)}; {time}", words, *lines]
     return Words("", tuple(lines), "good" if fits else "bad")
 
@@ -134,19 +134,20 @@ def _print(found: dict[str, Balanced], base: RunSpec, gpu: Gpu) -> None:
             (title, f"{b.peak / GIB:.2f}", str(b.peaks.index(b.peak)), f"{min(b.peaks) / GIB:.2f}", time, _how(b))
         )
     columns = (
-        Column("split", words=True), Column("peak GiB"), Column("stage"), Column("lowest GiB"), Column("slowest s"),
+        Column("split", words=True), Column("peak GiB"), Column("stage"), Column("least GiB"), Column("slowest s"),
         Column("split as", words=True),
     )  # fmt: skip
     p = base.parallel
     title = f"{base.model.num_layers} layers of {base.model.name} over {p.pp} stages"
-    title += f" of {p.vpp} chunks" if p.vpp > 1 else ""
+    title += f" of {p.vpp} virtual stages" if p.vpp > 1 else ""
     notes = (
-        "peak GiB: of the stage beside it, the fullest; lowest GiB: the peak of the emptiest stage; slowest s: one "
-        "microbatch, forward and backward, on the slowest stage by the time model",
+        "peak GiB, stage: the highest peak and its stage; least GiB: the lowest peak of a stage; slowest s: predicted "
+        "time of forward and backward of one microbatch on the slowest stage",
     )
     blocks: list[Any] = [_answer(found, base, gpu), Grid(title, columns, tuple(rows), None, notes)]
     layers = {title: ", ".join(map(str, b.layers)) for title, b in found.items()}
-    blocks.append(Bullets("Layers of every chunk", tuple(f"{title}: {text}" for title, text in layers.items())))
+    heading = "Layers of each virtual stage" if p.vpp > 1 else "Layers of each stage"
+    blocks.append(Bullets(heading, tuple(f"{title}: {text}" for title, text in layers.items())))
     print_blocks(blocks)
 
 

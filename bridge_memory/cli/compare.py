@@ -26,19 +26,19 @@ EXIT_BEYOND = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "measured", metavar="MEASURED",
-        help="our JSON lines, a Megatron-LM or Megatron Bridge log, or a torch.cuda memory snapshot (.pickle)",
+        help="a log of Megatron-LM or Megatron Bridge, MemoryReport's journal, or torch's memory snapshot (.pickle)",
     )  # fmt: skip
     add_run_arguments(parser)
     add_output_arguments(parser, f"by the schema {SCHEMA}", own=("html",))
     output = parser.add_argument_group("comparison")
     output.add_argument("--tolerance", type=float, metavar="PERCENT",
-                        help="exit code 1 where a stage's peak is off by more than this share of what was measured")
+                        help="exit code 1 if a peak is off by more than this percentage of the measured one")
     output.add_argument("--snapshot-stage", type=int, default=0, metavar="N",
-                        help="pipeline stage of the rank that a snapshot is of (default: 0)")
+                        help="pipeline stage of the snapshot's rank (default: 0)")
     output.add_argument("--snapshot-device", "--device", type=int, metavar="N",
-                        help="device of a snapshot (default: the fullest)")
+                        help="device in the snapshot (default: the one with most memory)")
     output.add_argument("--use-tp-pp-dp-mapping", action="store_true",
-                        help="ranks of the log run through pipeline stages before data parallel replicas")
+                        help="ranks of the log are ordered TP, PP, DP (Megatron-LM's flag of this name)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,20 +121,23 @@ def _table(rows: Sequence[StageResidual], beyond: list[int], tolerance: float | 
         (
             str(r.stage), _gib(r.predicted_static), _gib(r.allocated), _gib(r.static_residual, "+"),
             _gib(r.predicted_peak), _gib(r.max_allocated), _gib(r.residual, "+"),
-            "-" if r.error is None else f"{-100 * r.error:+.1f} %",
+            "-" if r.error is None else f"{-100 * r.error:+.1f}",
             "-" if r.worst_rank is None else str(r.worst_rank), _gib(r.spread) if r.ranks > 1 else "-",
         )
         for r in rows
     )  # fmt: skip
-    heads = ("stage", "static", "allocated", "+/-", "peak", "max alloc.", "+/-", "", "rank", "spread")
-    notes = ["static, peak: predicted; allocated, max alloc.: measured; +/-: measured less predicted"]
+    heads = ("stage", "static", "allocated", "diff", "peak", "max alloc.", "diff", "diff %", "rank", "spread")
+    notes = [
+        "static, peak: predicted; allocated, max alloc.: measured on the rank with the highest peak; diff: measured - "
+        "predicted, in % of measured; spread: of max alloc. over the stage's ranks"
+    ]
     unmeasured = [str(r.stage) for r in rows if not r.ranks]
     if unmeasured:
         notes.append(f"no figures of stages {', '.join(unmeasured)}")
     if beyond:
         notes.append(f"beyond {tolerance:g} %: stage {', '.join(map(str, beyond))}")
     columns = tuple(Column(h) for h in heads)
-    return Grid("predicted and measured, GiB", columns, cells, notes=tuple(notes))
+    return Grid("Predicted and measured, GiB", columns, cells, notes=tuple(notes))
 
 
 # ---- snapshots ----

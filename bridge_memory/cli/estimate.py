@@ -35,19 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("-v", "--verbose", action="count", default=0,
                         help="every table, with --stage N also each parameter and saved tensor of that stage; -vv: of "
                              "all stages")
-    output.add_argument("--brief", action="store_true", help="print the answer alone, in one line")
+    output.add_argument("--brief", action="store_true", help="print only the verdict, in one line")
     output.add_argument("--reserved", action="store_true",
-                        help="also what torch's allocator reserves, by a replay of every tensor of some steps (engines "
+                        help="also reserved memory: some steps replayed in torch's allocator (engines "
                              "fsdp2 and single)")
     output.add_argument("--require-fit", action="store_true",
-                        help=f"exit code {EXIT_DOES_NOT_FIT} unless it fits every --gpu; a tight fit is one")
+                        help=f"exit code {EXIT_DOES_NOT_FIT} unless it fits every --gpu (tight counts as fitting)")
     output.add_argument("--unit", default="GiB", metavar="UNIT",
                         help="GiB (default), MiB, GB, MB or bytes, in any case; --format json is in bytes")
     output.add_argument("--stage", type=int, metavar="N", help="show only this pipeline stage")
     output.add_argument("--gpu", action="append", default=[], metavar="NAME",
-                        help="GPUs to compare with (H100,B200, or repeated; `bridge-memory gpus` lists them)")
+                        help="GPUs to judge: H100,B200, or the flag repeated (default: the common ones)")
     output.add_argument("--calibration", metavar="FILE",
-                        help="a calibration.json of the live report: residuals of this very run are added and shown")
+                        help="MemoryReport's calibration.json: add and show the residuals measured for this run")
 
 
 def _check_release(text: str | None) -> None:

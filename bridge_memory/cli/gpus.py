@@ -32,6 +32,6 @@ def run(args: argparse.Namespace) -> int:
         for g in GPUS.values()
     )
     columns = (Column("GPU", words=True), Column("usable GiB"), Column("capability"), Column("card", words=True))
-    note = "usable: total_memory as torch reports it; a run can take less of it by the margin that its estimate states"
+    note = "usable: total_memory as torch reports it; an estimate subtracts its margin from this"
     print_blocks([Grid("Known GPUs (names for --gpu)", columns, rows, None, (note,))])
     return 0

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_output_arguments(parser, f"its tools, by the schema {SCHEMA}, and no server")
     group = parser.add_argument_group("server")
-    group.add_argument("--check", action="store_true", help="name the tools, and end")
+    group.add_argument("--check", action="store_true", help="list the tools and exit")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -53,7 +53,7 @@ def add_output_arguments(
     else:
         group.add_argument("--json", action="store_true", help="the same as --format json")
     group.add_argument("--output", metavar="FILE",
-                       help=f"write to FILE, which must not exist; its suffix ({_suffixes(formats)}) is the format")
+                       help=f"write to FILE, a new one; its suffix ({_suffixes(formats)}) is the format")
     group.add_argument("--force", action="store_true", help="let --output replace a file")
     return group
 

@@ -14,7 +14,7 @@ EVERY = 0.1
 
 
 class Progress:
-    """Called with how many were looked at and how many fit; gone when it ends, so that the answer follows.
+    """Called with how many were evaluated and how many fit; gone when it ends, so that the answer follows.
 
     Drawn when it is called and by no thread: a search may fork processes meanwhile.
     """

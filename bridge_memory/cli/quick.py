@@ -28,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help='parameters in billions (7, 0.5), "7B", "350M", or a preset')
     group = parser.add_argument_group("run")
     group.add_argument("--gpus", type=integer, metavar="N", default=1, help="GPUs of the job (1)")
-    group.add_argument("--gpu-mem", type=number, metavar="GB", default=80, help="memory of each (80)")
+    group.add_argument("--gpu-mem", type=number, metavar="GB", default=80, help="memory per GPU (80)")
     group.add_argument("--engine", metavar="ENGINE", default="pytorch_ddp",
                        help="pytorch_ddp (default), deepspeed, fsdp, megatron_lm or megatron_deepspeed")
     group.add_argument("--zero-stage", type=integer, metavar="0..3", help="DeepSpeed's stage (2)")
-    group.add_argument("--batch-size", type=integer, metavar="N", default=1, help="sequences a GPU (1)")
-    group.add_argument("--seq-length", type=integer, metavar="N", default=2048, help="tokens a sequence (2048)")
+    group.add_argument("--batch-size", type=integer, metavar="N", default=1, help="sequences per GPU (1)")
+    group.add_argument("--seq-length", type=integer, metavar="N", default=2048, help="tokens per sequence (2048)")
     group.add_argument("--dtype", metavar="DTYPE", default="bf16", help="bf16 (default), fp16 or fp32")
     group.add_argument("--optimizer", metavar="NAME", default="adamw", help="adamw (default), adam, sgd or adamw_8bit")
     group.add_argument("--activation-checkpointing", type=integer, metavar="0..4", default=0,

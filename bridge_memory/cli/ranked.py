@@ -128,7 +128,7 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
     title = f"Fastest {style.noun}s of {shown.base.model.name} on {shown.num_gpus} x {gpu.name}"
     drawn.append(_grid(title, best, style, kept, tuple(notes)))
     if len(front) > 1:
-        title = f"Less memory for time: no other {style.noun} is both faster and smaller"
+        title = f"Memory against step time (Pareto front): no other {style.noun} is both faster and smaller"
         drawn.append(_grid(title, front, style, kept))
     return drawn
 
@@ -139,7 +139,7 @@ def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace) -> Words:
 
     gpu, style = shown.gpu, shown.style
     stage = row.stage if row.run.parallel.pp > 1 else None
-    time = f"{row.time.seconds:#.3g} s a step, {tokens_per_second_per_gpu(row):,.0f} tokens/s/GPU"
+    time = f"{row.time.seconds:#.3g} s per step, {tokens_per_second_per_gpu(row):,.0f} tokens/s/GPU"
     return Words("", (
         f"Fastest {style.noun}: {style.words(row)}; {time}",
         fit_words(gpu, row.peak, row.headroom + int(args.headroom * GIB), stage),
@@ -165,8 +165,8 @@ def tokens_per_second_per_gpu(row: Row[Any]) -> float:
 def _looked_at(found: Found, style: Style, gpu: Gpu) -> str:
     states = f" ({found.without_activations:,} of them by weights, gradients and optimizer states alone)"
     return (
-        f"{found.looked_at:,} {style.noun}s looked at, {len(found.rows):,} fit {gpu.name}, {found.too_large:,} do not"
-        + states * (found.without_activations > 0) + "; stopped before the end" * found.stopped
+        f"{found.looked_at:,} {style.noun}s evaluated: {len(found.rows):,} fit {gpu.name}, {found.too_large:,} do not"
+        + states * (found.without_activations > 0) + "; stopped early" * found.stopped
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def _chart(found: Found, style: Style, gpu: Gpu) -> Chart:
     others = [row for row in found.best(CHARTED) if row not in front]
     series: list[dict[str, Any]] = [
         {"name": "others that fit", "tone": "some", "line": "", "points": points(others)},
-        {"name": "no other is both faster and smaller", "tone": "predicted", "line": "steps", "dots": True,
+        {"name": "Pareto front", "tone": "predicted", "line": "steps", "dots": True,
          "points": points(front)},
     ]  # fmt: skip
     axes = {"x": {"title": "step by the time model", "unit": "s"}, "y": {"title": f"peak on {gpu.name}", "unit": "GiB"}}

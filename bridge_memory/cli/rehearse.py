@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="a rank of this pipeline stage: the first; with --cp the last of its ring (default 0)")
     where.add_argument("--rank", type=int, metavar="R", help="this global rank")
     group.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
-                       help="cpu: on meta tensors, nothing is allocated; cuda: for real on one GPU")
+                       help="cpu: on meta tensors, without allocating; cuda: for real on one GPU")
     group.add_argument("--gpu", metavar="NAME",
                        help="rehearse for this GPU's generation (cpu; default Hopper, Blackwell for mxfp8)")
     group.add_argument("--steps", type=int, default=2, metavar="N", help="training steps with --device cuda")

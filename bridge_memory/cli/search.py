@@ -24,29 +24,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.type, action.metavar = _size, "N|A..B"
         elif action.dest == "data_parallel.engine" and action.nargs != 0:
             action.type, action.choices, action.metavar = _engines, None, f"{action.metavar}|any|A,B"
-            action.help = f"{action.help}; some of those outside of megatron-core are searched together"
+            action.help = f"{action.help}; any: every one outside of megatron-core"
     add_output_arguments(parser, f"by the schema {megatron.SCHEMA} or {torch.SCHEMA}", own=("csv", "md"))
     group = parser.add_argument_group("search")
     group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
     group.add_argument("--vary", metavar="A,B",
-                       help="vary only these: tp, pp, vpp, cp, ep, etp, mbs, split, recompute; under engines outside "
-                            "of megatron-core: engine, mbs, checkpointing, reshard, shard, accumulation, overlap, and "
-                            "offload, attention, liger, which stay unless they are named (all: every one)")
+                       help="vary only these axes: tp, pp, vpp, cp, ep, etp, mbs, split, recompute; of other engines "
+                            "engine, mbs, checkpointing, reshard, shard, accumulation, overlap and, only if named, "
+                            "offload, attention, liger (all: every axis)")
     group.add_argument("--mixed-precision", choices=("bf16", "fp16"),
-                       help="dtypes of every engine outside of megatron-core as accelerate's mixed_precision sets them")
+                       help="dtypes as accelerate's mixed_precision sets them (engines outside of megatron-core)")
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
-                       help="GiB that must be free on the GPU beside the margin (default: 0)")
+                       help="GiB to keep free in addition to the margin (default: 0)")
     group.add_argument("--exhaustive", action="store_true", help="every layout that divides, not only the usual ones")
-    group.add_argument("--jobs", type=int, metavar="N", help="processes (default: 1; with --backend all it has)")
+    group.add_argument("--jobs", type=int, metavar="N", help="worker processes (default: 1, with --backend all)")
     group.add_argument("--backend", metavar="NAME",
-                       help="of joblib: loky, dask, dask=ADDRESS or ray, which --jobs processes are of")
+                       help="joblib backend that runs --jobs: loky, dask, dask=ADDRESS or ray")
     group.add_argument("--cache", metavar="DIR",
-                       help="folder that keeps what blocks cost, for later searches of the same sizes")
+                       help="cache folder, for later searches of the same model")
     group.add_argument("--measured-step-time", action="append", default=[], metavar="LAYOUT=SECONDS",
-                       help="a measured step, such as tp2,pp8,mbs1=58.2, which the time model is scaled to; may be "
+                       help="calibrate the time model with a measured step, such as tp2,pp8,mbs1=58.2; may be "
                             "repeated")
     group.add_argument("--top", type=int, default=20, metavar="N", help="layouts to show (default: 20)")
-    group.add_argument("--emit", choices=tuple(FORMATS), help="print one row in this form instead, to run it")
+    group.add_argument("--emit", choices=tuple(FORMATS), help="print one row in this form, ready to run")
     group.add_argument("--row", type=int, default=1, metavar="N", help="the row that --emit prints (default: 1)")
 
 

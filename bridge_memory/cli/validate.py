@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("file", nargs="?", metavar="FILE", help="the configuration")
     parser.add_argument("--kind", choices=tuple(KINDS), metavar="|".join(KINDS),
-                        help="what it is, where the file does not show it")
+                        help="kind of file (default: recognized by its content)")
     parser.add_argument("--num-gpus", "--world-size", type=integer, metavar="N", dest="num_gpus",
-                        help="GPUs of the job, for what must agree with them")
+                        help="GPUs of the job, to check sizes against")
     add_output_arguments(parser, f"by the schema {SCHEMA}")
 
 

@@ -97,9 +97,9 @@ def _print(
             words = f"{_words(target, args, run)}: peak {peak} GiB, frees {frees} GiB, step time {time}"
         blocks.append(Bullets(f"At most {args.target_gib:g} GiB on every stage", (words,)))
     notes = [
-        "frees GiB: how much lower the highest peak of all stages is in the estimate of the changed run",
-        "step time: change of the time a sequence takes, by the time model (references/search.md); ? where the model "
-        "does not know the option",
+        "frees GiB: how much lower the highest peak of all stages becomes",
+        "step time: change of the predicted time per sequence (references/search.md); ?: the time model does not know "
+        "the option",
     ]
     if run.data_parallel.engine in TIMED:
         notes.append(NOT_FITTED)

@@ -56,9 +56,9 @@ class Run(BaseModel):
     cp: int | None = Field(None, description="context-parallel size")
     ep: int | None = Field(None, description="expert-parallel size")
     etp: int | None = Field(None, description="tensor-parallel size inside experts (default: tp)")
-    seq_length: int | None = Field(None, description="tokens a sequence (default: 4096)")
+    seq_length: int | None = Field(None, description="tokens per sequence (default: 4096)")
     micro_batch_size: int | None = None
-    global_batch_size: int | None = Field(None, description="sequences a step, over the whole job")
+    global_batch_size: int | None = Field(None, description="sequences per step, over the whole job")
     num_layers: int | None = Field(None, description="decoder layers in place of the model's own number")
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None

@@ -49,7 +49,7 @@ def short_blocks(
     shown = result.stages if stage is None else (explained,)
     of = f" of stage {explained.stage}" if len(result.stages) > 1 else ""
     moment = f"{phase_words(explained)}: {explained.peak_operation}".removesuffix(": ")
-    largest = components_grid(explained, unit, LARGEST, f"Largest components{of} at the peak, in {moment}")
+    largest = components_grid(explained, unit, LARGEST, f"Largest components{of} at the peak ({moment})")
     wanted = ["model", "parallelism", "batch", "precision", "recompute", "releases", "host memory"]
     if result.run.data_parallel.engine != DataParallelSpec().engine or result.run.peft.freezes:
         wanted.append("optimizer")
@@ -59,7 +59,7 @@ def short_blocks(
     assumed = len(dict.fromkeys(result.assumptions))
     number = len(result.unmodelled)
     left_out = f"{number} feature{'s' * (number != 1)} not modelled" if number else ALL_MODELLED
-    words = f"{assumed} assumption{'s' * (assumed != 1)}; {left_out}"
+    words = f"{left_out}; {assumed} assumption{'s' * (assumed != 1)}"
     blocks.append(Words("", (f"{words}{f'; {more}' if more else ''}",)))
     return blocks
 
@@ -94,7 +94,7 @@ def _stages(result: Estimate, stages: Sequence[StageEstimate], fits: Sequence[Fi
     used = [role for role in Role if any(group[0].bytes_of(role) for group in shown)]
     letters = [f"{LETTERS[role]} {_TITLES.get(role, role)}" for role in used]
     if limit is not None and card is not None:
-        letters.append(f"| {card.gpu}, {format_bytes(limit, unit)}")
+        letters.append(f"| capacity of {card.gpu}")
     notes.append(", ".join(letters))
     emphasis = next((i for i, group in enumerate(shown) if worst in group), None) if len(result.stages) > 1 else None
     return Grid(f"Memory of one rank, {unit}", columns, rows, emphasis, tuple(notes))

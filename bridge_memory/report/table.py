@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bridge_memory.verdict import Fit
 
 #: Where the list of unmodelled features is empty.
-ALL_MODELLED = "no option in use is left out of the count"
+ALL_MODELLED = "every option in use is modelled"
 #: Components of the peak stage that are listed; the rest is summed in one line.
 LARGEST = 10
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from bridge_memory.arguments.flags import FLAGS
 from bridge_memory.cli import COMMANDS, main
 from bridge_memory.cli.suggest import MEANT_VALUES, suggestion
 
@@ -195,6 +197,21 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], comma
     assert main([command, "--help"]) == 0
     out, err = capsys.readouterr()
     assert f"bridge-memory {command}" in out and err == ""
+    what, usage, *groups = out.split("\n\n")
+    assert " ".join(what.split()).lower() == f"{COMMANDS[command][1]}.".lower()
+    assert usage.startswith("usage: ") and usage.count("\n") < 5
+    assert any(group.startswith("options:") for group in groups)
+
+
+@pytest.mark.parametrize("command", ("estimate", "search", "whatif", "balance"))
+def test_a_short_usage_gives_a_command_that_runs(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """It lists no flags; all of them stand in the groups below it."""
+    assert main([command, "--help"]) == 0
+    _, usage, groups = capsys.readouterr().out.split("\n\n", 2)
+    typical = usage.splitlines()[1].split("bridge-memory ")[1]
+    assert main(shlex.split(typical)) == 0
+    listed = set(groups.replace(",", " ").split())
+    assert all(spelling in listed for flag in FLAGS for spelling in flag.names.split())
 
 
 def test_a_reader_that_leaves_ends_it_quietly() -> None:

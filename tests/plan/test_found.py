@@ -77,7 +77,7 @@ def test_the_answer_comes_first_and_adds_up(command: list[str], capsys: pytest.C
     best = json.loads(capsys.readouterr().out)["best"][0]
     assert main(command) == 0
     answer = " ".join(capsys.readouterr().out.partition("\n\n")[0].split())
-    assert answer.startswith("Fastest ") and f"{best['step_seconds']:#.3g} s a step" in answer
+    assert answer.startswith("Fastest ") and f"{best['step_seconds']:#.3g} s per step" in answer
     rate = 64 * 2048 / best["step_seconds"] / 8
     assert f"{rate:,.0f} tokens/s/GPU" in answer
     words = answer.partition("FITS H100: peak ")[2].replace(",", "").split()

@@ -229,7 +229,7 @@ def test_every_format_says_the_same(capsys: pytest.CaptureFixture[str], monkeypa
     cells = [line.split("|") for line in shown["md"].splitlines()[2:]]
     gib = [f"{r['peak_bytes'] / 2**30:.2f}" for r in best]
     assert [c[10].strip() for c in cells] == gib and all(n in shown["text"] for n in gib)
-    assert "Fastest layouts" in shown["text"] and "layouts looked at" in shown["text"]
+    assert "Fastest layouts" in shown["text"] and "layouts evaluated" in shown["text"]
     held = re.search(r'id="charts">(.*?)</script>', shown["html"])
     assert held
     front = [(r["step_seconds"], r["peak_bytes"] / 2**30) for r in json.loads(shown["json"])["front"]]
@@ -339,7 +339,7 @@ def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: py
         with monkeypatch.context() as patch:
             patch.setattr(where, name, interrupted)
             assert main([*SMALL, *whole]) == 0
-        assert "stopped before the end" in capsys.readouterr().out
+        assert "stopped early" in capsys.readouterr().out
 
 
 def test_what_is_not_in_the_numbers_is_said(capsys: pytest.CaptureFixture[str]) -> None:

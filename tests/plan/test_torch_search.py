@@ -207,7 +207,7 @@ def test_every_format_says_the_same(capsys: pytest.CaptureFixture[str], monkeypa
         r["peak_bytes"] for r in document["best"]
     ]
     assert all(n in shown["md"] and n in shown["text"] and n in shown["html"] for n in gib)
-    assert "fitted on Megatron's runs" in shown["text"] and "configurations looked at" in shown["text"]
+    assert "fitted on Megatron's runs" in shown["text"] and "configurations evaluated" in shown["text"]
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((Path(bridge_memory.__file__).parent / "report" / "torch_search.schema.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(document)
@@ -228,7 +228,7 @@ def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     monkeypatch.setattr(module, "peaks", interrupted)
     assert main([*SMALL, "--engine", "zero3"]) == 0
-    assert "5 configurations looked at" in (shown := capsys.readouterr().out) and "stopped before the end" in shown
+    assert "5 configurations evaluated" in (shown := capsys.readouterr().out) and "stopped early" in shown
 
 
 def test_processes_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:

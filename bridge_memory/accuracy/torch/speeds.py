@@ -79,7 +79,7 @@ def speed_of(row: Mapping[str, Any]) -> Speed | Unread:
             raise SpecError(f"no figures of the GPU {row.get('gpu')}")
         rate = row.get("tokens_per_s_per_gpu")
         if not rate:
-            raise SpecError("tokens a second are not stated")
+            raise SpecError("tokens per second are not stated")
         kind, run = _run(row)
     except SpecError as error:
         return Unread(row.get("id", 0), str(error))
@@ -143,7 +143,7 @@ def _torchtitan(row: Mapping[str, Any]) -> tuple[str, RunSpec]:
             "No AC": {}, "Full AC": {"gradient_checkpointing": True},
             "Selective per layer AC": {"selective_ac_option": "2"},
         }  # fmt: skip
-        # Its micro batch is not stated; tokens a second hardly depend on it.
+        # Its micro batch is not stated; tokens per second hardly depend on it.
         return "torchao, FSDP2, eager", _of_torch({**row, "mbs": row.get("mbs") or 1}, "fsdp2", **modes[recompute])
     if technique not in ("FSDP", "FSDP 8, CP 1"):
         raise SpecError("torch.compile, float8, TP, CP or PP: no time is modelled for it, or not stated")

@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
         }  # fmt: skip
         base, experts = space.base, space.base.model.has_experts
         times = (
-            "step s is predicted, for ranking: work over rates fitted on measured runs; compute, exposed comm (all "
-            "communication that nothing hides), bubble and recompute time are its parts", *calibration.values(),
+            "step s is predicted, for ranking: work over rates fitted on measured runs; its parts are compute, exposed "
+            "comm (communication not overlapped), bubble and recompute time", *calibration.values(),
         )
         last = ("how layouts with different EP compare is not tested: no group of measured runs varies EP",)
         return print_found(
@@ -108,7 +108,7 @@ def _space(
     if given["parallel.world_size"] < 1:
         raise SpecError(f"--num-gpus ({given['parallel.world_size']}) is no number of GPUs; give 1 or more")
     if "batch.global_batch_size" not in given:
-        raise SpecError("--global-batch-size is missing; layouts are compared at one number of sequences a step")
+        raise SpecError("--global-batch-size is missing; layouts are compared at the same sequences per step")
     fixed = {axis for axis, fields in AXES.items() if vars(args).keys() & set(fields)}
     if args.vary is not None:
         asked = [name for name in args.vary.replace(",", " ").split() if name]

@@ -103,7 +103,7 @@ def _space(
     if not hasattr(args, _GPUS):
         raise SpecError("--num-gpus is missing; say on how many GPUs the model has to train")
     if not hasattr(args, _BATCH):
-        raise SpecError("--global-batch-size is missing; configurations are compared at one number of sequences a step")
+        raise SpecError("--global-batch-size is missing; configurations are compared at the same sequences per step")
     ranges = [name for name, value in vars(args).items() if isinstance(value, tuple) and name.startswith("parallel.")]
     if ranges:
         raise SpecError(

@@ -59,7 +59,7 @@ def search(
     """Look at every layout of ``space``. Raises SpecError where the space is empty or no time is known.
 
     ``capacity``: bytes of the GPU; ``margin``: of a peak, what the GPU must hold beyond it, never less of a higher
-    one; ``progress`` is called with how many were looked at and how many fit; ``batched``: whether layouts are
+    one; ``progress`` is called with how many were evaluated and how many fit; ``batched``: whether layouts are
     evaluated as arrays (None: where they can be); ``jobs``: processes, of this machine or of ``backend``, a name that
     joblib knows (-1: all there are); ``cache``: a folder that keeps what blocks cost for later searches.
     KeyboardInterrupt ends the search with what was found so far.

@@ -69,7 +69,7 @@ def _check_fp8_tokens(run: RunSpec) -> None:
         ranks = " and sequence parallelism" * gathers
         raise SpecError(
             f"seq_length ({b.seq_length}) x micro_batch_size ({b.micro_batch_size}) over context_parallel_size "
-            f"({p.context_parallel_size}){ranks} leaves {rows} tokens a rank; {run.precision.format_words[:3]} "
+            f"({p.context_parallel_size}){ranks} leaves {rows} tokens per rank; {run.precision.format_words[:3]} "
             f"({recipe}) needs a multiple of {multiple}; use a seq_length such as "
             f"{next_multiple(b.seq_length, multiple * sizes)}"
         )

@@ -111,7 +111,7 @@ export class Search {
     const front = found.front ?? [];
     fill($("search"), head,
       h("p", { class: "hint" }, `${on}, ${count(found.global_batch_size)} sequences per step${found.global_batch_size_given ? "" : " (assumed; set a global batch to change it)"}: `
-        + `${count(found.looked_at)} layouts evaluated, ${count(found.fit)} fit${found.stopped ? "; stopped before the end" : ""}.`
+        + `${count(found.looked_at)} layouts evaluated, ${count(found.fit)} fit${found.stopped ? "; stopped early" : ""}.`
         + (found.ties > 1 ? ` The first ${found.ties} are tied: their predicted times differ by less than the error of the time model.` : "")),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Layouts that fit" }, h("table", {},
         h("thead", {}, h("tr", {}, h("td", {}), ...columns.map(([t, , text]) => h("th", { scope: "col", class: text ? "" : "number" }, t)))),
