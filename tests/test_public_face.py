@@ -87,6 +87,17 @@ def test_a_star_import_needs_nothing_else() -> None:
     assert done.stdout == f"{said}pip install transformers\n"
 
 
+def test_a_rehearsal_without_torch_is_refused() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from bridge_memory.cli import main\n"
+        "sys.exit(main(['rehearse', 'Llama-3.2-1B', '--engine', 'single', '--num-gpus', '1']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = "rehearse --engine single runs the real torch, which is not installed; install it: pip install torch"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"bridge-memory: error: {said}\n")
+
+
 def test_what_an_estimate_does_not_need_is_imported_when_it_is_asked_for() -> None:
     code = (
         "import sys, bridge_memory\n"

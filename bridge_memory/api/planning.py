@@ -16,7 +16,7 @@ from bridge_memory.spec.errors import show
 from bridge_memory.spec.fields import MOST_GPUS
 from bridge_memory.spec.gpus import check_computes, find_gpu, gpu_assumptions
 from bridge_memory.spec.layout import layout
-from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, MEGATRON_ENGINES
+from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, WITH_MEGATRON_LAYOUTS
 from bridge_memory.spec.run import GROUPS
 from bridge_memory.verdict import largest_peak, margin_bytes
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from bridge_memory.speed.constants import Constants
     from bridge_memory.speed.hardware import Hardware
 
-#: Engines whose layouts are megatron-core's.
-_LAYOUTS_OF_MEGATRON = (*MEGATRON_ENGINES, "megatron_deepspeed")
 MOST_JOBS = 256
 #: A measured step so many times longer or shorter than predicted is a mistake and no measurement.
 _MOST = 10.0
@@ -125,7 +123,7 @@ def search(
         "capacity": card.capacity_bytes - headroom_bytes, "margin": partial(margin_bytes, world_size=num_gpus),
         "progress": progress, "backend": backend, "jobs": jobs or (1 if backend is None else -1),
     }  # fmt: skip
-    if len(words) == 1 and words[0] in _LAYOUTS_OF_MEGATRON:
+    if len(words) == 1 and words[0] in WITH_MEGATRON_LAYOUTS:
         if mixed_precision is not None:
             raise SpecError(
                 f"mixed_precision ({show(mixed_precision)}) is for PyTorch's and DeepSpeed's engines; drop it, or set "

@@ -80,8 +80,6 @@ def run(args: argparse.Namespace) -> int:
 def _engine(args: argparse.Namespace) -> int:
     """torch's or DeepSpeed's own engine under transformers' model, phase by phase."""
     from bridge_memory.readers.resolve import parse_config, resolve_config
-    from bridge_memory.rehearsal.torch.reserved import lines as reserved_lines
-    from bridge_memory.rehearsal.torch.reserved import why_not
     from bridge_memory.rehearsal.torch.run import rehearse_engine, require, with_layers
     from bridge_memory.rehearsal.torch.summary import lines, rows
     from bridge_memory.reserved import replayed
@@ -96,6 +94,9 @@ def _engine(args: argparse.Namespace) -> int:
     # What the CPU has not: the workspaces of CUDA's libraries.
     spec = spec.with_(implementation=replace(spec.implementation, cublas_workspace_bytes=0))
     require(spec)
+    from bridge_memory.rehearsal.torch.reserved import lines as reserved_lines
+    from bridge_memory.rehearsal.torch.reserved import why_not
+
     if args.custom_config is not None:
         config = parse_config(args.custom_config, "custom config")
     else:

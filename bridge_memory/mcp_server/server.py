@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from functools import wraps
-from typing import Annotated, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
 from mcp.server.mcpserver import MCPServer
 from mcp.types import CallToolResult, TextContent
@@ -32,10 +32,10 @@ tensors take the memory of a stage; `whatif` what one change frees and costs; `s
 one GPU; people read GiB (2**30 bytes). A verdict is "fits", "tight", "does not fit" or "unknown": say which, and list
 what is not modelled. An error names the field and the fix: change that argument and ask again."""
 
-Engine = Literal[
-    "megatron_ddp", "megatron_fsdp", "single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "megatron_deepspeed"
-]
-assert Engine.__args__ == tuple(ENGINES)  # type: ignore[attr-defined]
+if TYPE_CHECKING:
+    Engine = str
+else:  # the names, for the schema of the tools' arguments
+    Engine = Literal[tuple(ENGINES)]
 
 
 class Run(BaseModel):

@@ -37,8 +37,10 @@ ENGINES = {
 ENGINE_OF_FRAMEWORK = {"megatron": "megatron_ddp"}
 #: The engines of megatron-core.
 MEGATRON_ENGINES = ("megatron_ddp", "megatron_fsdp")
+#: Engines whose layouts are megatron-core's: tensors and layers are divided over ranks.
+WITH_MEGATRON_LAYOUTS = (*MEGATRON_ENGINES, "megatron_deepspeed")
 #: Engines that train Hugging Face models: ``transformer_impl`` is transformers by default.
-WITH_TRANSFORMERS = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
+WITH_TRANSFORMERS = tuple(engine for engine in ENGINES if engine not in WITH_MEGATRON_LAYOUTS)
 
 
 def layers_by_default(engine: str | None) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -224,6 +224,9 @@ FAMILIES: dict[str, Family] = {
         norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True, local_rotary=True, both_masks=True,
         liger=_LIGER, liger_norm_in_place=False, since=(4, 57),
     ),
+    "flex_olmo": Family(
+        norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True, normalized_router=False, since=(4, 57)
+    ),
     "glm": Family(fused_gate_up=True, rotary="interleaved"),
     "glm4": Family(
         fused_gate_up=True, rotary="interleaved",

@@ -11,7 +11,7 @@ from bridge_memory.cli import main
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec.layout import layout
-from bridge_memory.spec.parts import ENGINES, OptimizerSpec
+from bridge_memory.spec.parts import ENGINES, WITH_MEGATRON_LAYOUTS, OptimizerSpec
 from bridge_memory.tapes.context import context_of
 from bridge_memory.verdict import fits
 
@@ -19,7 +19,7 @@ from bridge_memory.verdict import fits
 def run_under(name: str) -> RunSpec:
     """Stages of 7 and of 9 layers on three ranks each, which divide no size: buckets have padding. Engines without
     pipelines: all layers on three ranks, or on the one that there is."""
-    if name not in ("megatron_ddp", "megatron_fsdp", "megatron_deepspeed"):
+    if name not in WITH_MEGATRON_LAYOUTS:
         parallel = ParallelSpec(world_size=1 if name == "single" else 3)
         return RunSpec(
             model="meta-llama/Llama-3.2-1B", parallel=parallel, data_parallel=DataParallelSpec(engine=name),

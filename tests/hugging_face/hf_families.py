@@ -83,6 +83,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo": {"model_type": "olmo", **TINY},
     "olmo2": {"model_type": "olmo2", **TINY},
     "olmo3": {"model_type": "olmo3", **TINY, "sliding_window": 4096, "num_hidden_layers": 4},
+    "flex_olmo": {"model_type": "flex_olmo", **TINY, "num_experts": 7, "num_experts_per_tok": 5,
+                  "intermediate_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "glm": {"model_type": "glm", **TINY, "head_dim": 32, "pad_token_id": 0, "attention_bias": True},
     "glm4": {"model_type": "glm4", **TINY, "head_dim": 32, "pad_token_id": 0, "attention_bias": True},
 }

@@ -34,6 +34,7 @@ from bridge_memory.plan.found import Found
 from bridge_memory.plan.torch.search import search
 from bridge_memory.plan.torch.space import AXES, ON_DEMAND, Space, engines_of
 from bridge_memory.spec.gpus import find_gpu
+from bridge_memory.spec.parts import ENGINES
 from bridge_memory.spec.run import GROUPS
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.torch.step_time import TIMED, step_time
@@ -131,6 +132,14 @@ def test_what_words_mean() -> None:
     assert engines_of(["any"], 8) == ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
     assert "ddp" not in engines_of(["any"], 1) and "single" in engines_of(["any"], 1)
     assert engines_of(["zero", "zero2", "fsdp2"], 8) == ("zero1", "zero2", "zero3", "fsdp2")
+
+
+def test_an_engine_without_a_step_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new engine is estimated before its time is known; a search has nothing to rank it by."""
+    monkeypatch.setitem(ENGINES, "new", "a new engine")
+    for words in (["new"], ["fsdp2", "new"]):
+        with pytest.raises(SpecError, match=r"^engine \(new\) has no step time to rank by; use single, ddp"):
+            engines_of(words, 8)
 
 
 # ---- the command ----

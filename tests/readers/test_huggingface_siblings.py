@@ -75,6 +75,7 @@ SIBLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", GROUPED),
     "olmo3": ("olmo3", GROUPED),
     "olmoe": ("olmoe", {k: v for k, v in EXPERTS.items() if k != "moe_intermediate_size"}),
+    "flex_olmo": ("flex_olmo", {k: v for k, v in EXPERTS.items() if k != "moe_intermediate_size"}),
     "exaone4": ("exaone4", GROUPED),
     "glm": ("glm", GROUPED | {"head_dim": 16}),
     "glm4": ("glm4", GROUPED | {"head_dim": 16, "attention_bias": True}),

@@ -22,7 +22,7 @@ from bridge_memory.plan.found import Found, Row
 from bridge_memory.plan.torch.mixed import mixed_precision_fields
 from bridge_memory.plan.torch.space import AXES, ON_DEMAND, Space, changed_fields, engines_of, is_of
 from bridge_memory.spec import RunSpec, SpecError, show
-from bridge_memory.spec.parts import MEGATRON_ENGINES
+from bridge_memory.spec.parts import WITH_MEGATRON_LAYOUTS
 from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED, StepTime, not_timed, step_time
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def asked_engines(args: argparse.Namespace) -> tuple[str, ...] | None:
     given = getattr(args, _ENGINE, None)
     if given is not None:
         words = given if isinstance(given, tuple) else (given,)
-        return None if len(words) == 1 and words[0] in (*MEGATRON_ENGINES, "megatron_deepspeed") else words
+        return None if len(words) == 1 and words[0] in WITH_MEGATRON_LAYOUTS else words
     if args.vary is not None and "engine" in args.vary.replace(",", " ").split():
         return ("any",)
     files = named(args)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.plan.found import Refused
 from bridge_memory.spec import RunSpec, SpecError
-from bridge_memory.spec.parts import ENGINE_OPTIONS, ENGINES
+from bridge_memory.spec.parts import ENGINE_OPTIONS, ENGINES, WITH_MEGATRON_LAYOUTS
 from bridge_memory.spec.transformers import family_of, usable_attention
 from bridge_memory.speed.torch.step_time import TIMED
 
@@ -81,11 +81,13 @@ def engines_of(words: Sequence[str], num_gpus: int) -> tuple[str, ...]:
     for word in words:
         if word not in ENGINES and word not in SEVERAL:
             raise SpecError(f"engine ({word}) is unknown; use {', '.join((*TIMED, *SEVERAL))}")
-        if word in ENGINES and word not in TIMED and len(words) > 1:
+        if word in WITH_MEGATRON_LAYOUTS and len(words) > 1:
             raise SpecError(
                 f"engine ({word}) does not stand beside others: its layouts are those of megatron-core; search it by "
                 "itself"
             )
+        if word in ENGINES and word not in TIMED:
+            raise SpecError(f"engine ({word}) has no step time to rank by; use {', '.join((*TIMED, *SEVERAL))}")
         idle = "ddp" if num_gpus == 1 else "single"
         found += [engine for engine in SEVERAL.get(word, (word,)) if word != "any" or engine != idle]
     return tuple(dict.fromkeys(found))

@@ -27,6 +27,7 @@ ACTIVATIONS = {
 }
 
 NO_BRIDGE = "Megatron Bridge 0.6.2 has no bridge for this model: read as megatron-core's modules would build it"
+NORM_AFTER = "the norms of the blocks' outputs are counted as the same two norms before the blocks"
 
 
 class Family(NamedTuple):

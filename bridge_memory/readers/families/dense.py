@@ -6,6 +6,7 @@ from typing import Any
 
 from bridge_memory.readers.families.common import (
     NO_BRIDGE,
+    NORM_AFTER,
     Family,
     attention,
     attentions,
@@ -17,7 +18,6 @@ from bridge_memory.readers.families.common import (
 from bridge_memory.readers.fields import Fields
 from bridge_memory.spec import LayerSpec, ModelSpec
 
-_NORM_AFTER = "the norms of the blocks' outputs are counted as the same two norms before the blocks"
 _SOFTCAPPED = (
     "attn_logit_softcapping is taken to be inside the attention kernel; Megatron Bridge's own attention of Gemma 2 "
     "keeps the scores of every head"
@@ -60,9 +60,9 @@ DENSE: dict[str, Family] = {
         normalization="LayerNorm",
         assumptions=("OLMo's layer norms have no weights; counted as Megatron's, which have 2h each",),
     ),
-    "olmo2": Family(qk_layernorm="full", assumptions=(_NORM_AFTER,)),
-    "olmo3": Family(qk_layernorm="full", window="all", assumptions=(_NORM_AFTER,)),
-    "exaone4": Family(**_NO_BIAS, qk_layernorm="head", window="all", assumptions=(_NORM_AFTER,)),
+    "olmo2": Family(qk_layernorm="full", assumptions=(NORM_AFTER,)),
+    "olmo3": Family(qk_layernorm="full", window="all", assumptions=(NORM_AFTER,)),
+    "exaone4": Family(**_NO_BIAS, qk_layernorm="head", window="all", assumptions=(NORM_AFTER,)),
     "glm": Family(output_bias="never", rotary_factor=0.5, head_dim=128),
     "glm4": Family(output_bias="never", rotary_factor=0.5, head_dim=128, post_layernorms=True),
     "glm4v_text": Family(

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from bridge_memory.readers.families.common import (
+    NO_BRIDGE,
+    NORM_AFTER,
     Family,
     activation,
     attention,
@@ -24,6 +26,7 @@ MOE: dict[str, Family] = {
     "qwen2_moe": Family(bias_keys=("qkv_bias",), qkv_bias=True, output_bias="never", window="qwen"),
     "qwen3_moe": Family(qk_layernorm="head", window="qwen"),
     "olmoe": Family(qk_layernorm="full"),
+    "flex_olmo": Family(qk_layernorm="full", assumptions=(NORM_AFTER, NO_BRIDGE)),
     "glm4_moe": Family(output_bias="never", rotary_factor=0.5),
     "dots1": Family(qk_layernorm="head", window="qwen"),
     "minimax_m2": Family(
@@ -145,7 +148,7 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
         f.ignore("scoring_func")
         return block, first_dense(f, n)
     # From here on intermediate_size is the expert's width.
-    experts, topk = expert_count(f, "num_local_experts" if kind != "olmoe" else "num_experts")
+    experts, topk = expert_count(f, "num_experts" if kind in ("olmoe", "flex_olmo") else "num_local_experts")
     block = MoESpec(
         num_experts=experts,
         topk=topk,
