@@ -58,6 +58,8 @@ COMMANDS = {
     f"{FULL}",
     "in fp8": f"{DEEPSEEK} --num-layers 4 --tp 4 --ep 8 --pp 2 --fp8 hybrid {FULL}",
     "of the product with it": f"{QWEN} --ep 8 {CAPACITY}",
+    "ranks beyond the query groups, nothing rotated": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 --num-layers 12 "
+    "--seq-length 1024 --tp 4",
 }
 
 

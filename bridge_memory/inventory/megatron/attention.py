@@ -48,9 +48,10 @@ def record_attention(
         qkv, region = _input_projection(r, spec, x, qkv_width, normed)
     if spec.num_query_groups < ctx.tp:
         # q, k and v are views of the whole gathered tensor, which the gather also concatenates from its parts
-        # (``SelfAttention.get_query_key_value_tensors``, ``mappings.py: _gather_along_last_dim``).
+        # (``SelfAttention.get_query_key_value_tensors``, ``mappings.py: _gather_along_last_dim``); its gradient is
+        # concatenated to be scattered (``_reduce_scatter_along_last_dim``).
         gathered = qkv_width * ctx.tp * ctx.tokens * ctx.act
-        qkv = tape.make("gathered qkv", qkv, gathered, workspace=gathered)
+        qkv = tape.make("gathered qkv", qkv, gathered, workspace=gathered, backward_workspace=gathered)
 
     query, key, value, gate = qkv, qkv, qkv, qkv
     if not ctx.te or gate_heads or scaled_key:
@@ -100,7 +101,8 @@ def record_attention(
         out = core_attention(
             r, tuple(dict.fromkeys((query, key, value))), heads=a,
             q_width=q_width, kv_width=kv_width, v_width=v_width, out_width=out_width,
-            grouped=a != g, sink=spec.learnable_softmax_sink, window=spec.window_size is not None,
+            grouped=a != g, interleaved=a == g and spec.num_query_groups >= ctx.tp,
+            sink=spec.learnable_softmax_sink, window=spec.window_size is not None,
         )
     if spec.attention_output_gate:
         # sigmoid(gate.float()) * out, one compiled kernel: keeps its inputs.
@@ -188,10 +190,13 @@ def core_attention(
     v_width: int,
     out_width: int,
     grouped: bool,
+    interleaved: bool = True,
     sink: bool = False,
     window: bool = False,
 ) -> Tensor:
-    """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads.
+    """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads. ``interleaved``: q, k and v
+    that come as one tensor lie head by head, a layout that cuDNN's attention takes as it is (sbh3d); of any other it
+    makes contiguous copies (TE ``dot_product_attention/utils.py: get_qkv_layout``).
 
     Flash and cuDNN fused attention keep q, k, v, the output and an fp32 log-sum-exp a head and token; their
     backward needs an fp32 accumulator of dq and an fp32 row sum. FlashAttention works on [b, s, a, d]: with more than
@@ -219,7 +224,7 @@ def core_attention(
             v_width, out_bytes = kv_width, ctx.tokens * q_width * ctx.act
         q_bytes, kv_bytes = (ctx.tokens * w * ctx.act for w in (q_width, kv_width + v_width))
         transposed = kernel == "flash" and ctx.batch > 1 and not turned
-        if transposed or (len(qkv) == 1 and (ctx.cp > 1 or kernel == "flash")):
+        if transposed or (len(qkv) == 1 and (ctx.cp > 1 or kernel == "flash" or not interleaved)):
             qkv = _contiguous(r, qkv, q_bytes, kv_bytes)
         if ctx.cp > 1:
             out = _context_parallel(
