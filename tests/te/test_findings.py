@@ -58,6 +58,8 @@ COMMANDS = {
     f"{FULL}",
     "in fp8": f"{DEEPSEEK} --num-layers 4 --tp 4 --ep 8 --pp 2 --fp8 hybrid {FULL}",
     "of the product with it": f"{QWEN} --ep 8 {CAPACITY}",
+    "recomputed keys and values beside those of the ring": f"{DEEPSEEK} --num-layers 2 --mtp-num-layers 0 --pp 2 --cp 2 "
+    "--num-gpus 4 --recompute-granularity selective --recompute-modules mla_up_proj --stage 0",
     "ranks beyond the query groups, nothing rotated": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 --num-layers 12 "
     "--seq-length 1024 --tp 4",
 }

@@ -191,12 +191,15 @@ def core_attention(
     out_width: int,
     grouped: bool,
     interleaved: bool = True,
+    recomputed: bool = False,
     sink: bool = False,
     window: bool = False,
 ) -> Tensor:
     """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads. ``interleaved``: q, k and v
     that come as one tensor lie head by head, a layout that cuDNN's attention takes as it is (sbh3d); of any other it
-    makes contiguous copies (TE ``dot_product_attention/utils.py: get_qkv_layout``).
+    makes contiguous copies (TE ``dot_product_attention/utils.py: get_qkv_layout``). ``recomputed``: q, k and v are
+    discarded after it and made again before its backward, and stay until what makes them has run backward, whether or
+    not attention saves them (``random.py: CheckpointWithoutOutput._recompute``).
 
     Flash and cuDNN fused attention keep q, k, v, the output and an fp32 log-sum-exp a head and token; their
     backward needs an fp32 accumulator of dq and an fp32 row sum. FlashAttention works on [b, s, a, d]: with more than
@@ -229,7 +232,7 @@ def core_attention(
         if ctx.cp > 1:
             out = _context_parallel(
                 r, qkv, rows=rows, q_width=q_width, kv_bytes=kv_bytes, out_bytes=out_bytes, kernel=kernel,
-                turned=turned,
+                turned=turned, recomputed=recomputed,
             )
         else:
             lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False, item=4)
@@ -475,7 +478,7 @@ def _contiguous(r: Recorder, qkv: tuple[Tensor, ...], q_bytes: int, kv_bytes: in
 
 def _context_parallel(
     r: Recorder, qkv: tuple[Tensor, ...], *, rows: int, q_width: int, kv_bytes: int, out_bytes: int,
-    kernel: str, turned: bool,
+    kernel: str, turned: bool, recomputed: bool,
 ) -> Tensor:  # fmt: skip
     """Flash or fused attention over a sequence divided by c ranks (TE ``context_parallel.py``); ``kv_bytes`` of both;
     ``turned``: they are [b, s, a, d], and the gradient that comes is copied into that order for cuDNN.
@@ -504,6 +507,7 @@ def _context_parallel(
         exchanged = q_bytes + kv_bytes + kv_bytes // 2
         whole = tape.make(
             "q, k, v of whole sequences", (query, *keys_values), q_bytes + kv_bytes, workspace=exchanged,
+            saves=(query, *keys_values) if recomputed else (),
             backward_workspace=exchanged + q_bytes + kv_bytes + 2 * out_bytes,
         )
         out = tape.make(
@@ -550,8 +554,8 @@ def _context_parallel(
     around += copies
     turned_back = out_bytes if turned and kernel == "fused" else 0
     out = tape.make(
-        "core_attention output", (query, kv), out_bytes, saves=(query, kv, lse), save_output=True, also=(lse,),
-        workspace=around,
+        "core_attention output", (query, kv), out_bytes,
+        saves=(query, kv, lse, *(keys_values if recomputed else ())), save_output=True, also=(lse,), workspace=around,
         backward_workspace=accumulate + 4 * kv_bytes + q_bytes + turned_back + (4 * rows if ctx.packed else 0),
     )
     tape.keep_alive(*keys_values)
