@@ -54,12 +54,16 @@ def record_attention(
         qkv = tape.make("gathered qkv", qkv, gathered, workspace=gathered, backward_workspace=gathered)
 
     query, key, value, gate = qkv, qkv, qkv, qkv
-    if not ctx.te or gate_heads or scaled_key:
+    rotated = spec.rotary and ctx.rotary
+    # Nothing changes q, k and v on the way to Transformer Engine's attention, which takes slices of one tensor as they
+    # are where they lie head by head (sbh3d), and makes contiguous copies of any others (``get_qkv_layout``).
+    sliced = ctx.te and not rotated and not spec.qk_layernorm and (a != g or spec.num_query_groups < ctx.tp)
+    if not ctx.te or gate_heads or scaled_key or sliced:
         parts = [("query", q_bytes), ("gate", q_bytes)][: 1 + bool(gate_heads)]
         query, *gates, key, value = tape.views("split qkv", qkv, *parts, ("key", key_bytes), ("value", value_bytes))
         gate = gates[0] if gates else qkv
     separate, raw_key = False, key
-    if (not ctx.te or (not spec.qk_layernorm and spec.rotary and ctx.rotary)) and 1 < g < a:
+    if (not ctx.te or not spec.qk_layernorm) and 1 < g < a:
         # The reshape of a grouped query to [s, b, a, d] is a copy.
         query = tape.make("query", query, q_bytes)
     if spec.qk_layernorm:
@@ -85,7 +89,7 @@ def record_attention(
     if gate_heads and 1 < g < a:  # else a view, with which the whole of q, k and v is kept
         gate = tape.make("gate", gate, q_bytes)
     before_rope = (query, key, value, gate) if QKV_OUTPUT_HELD(ctx.impl) else (gate,)
-    if spec.rotary and ctx.rotary:
+    if rotated:
         query = _rope(r, "query rope", query, q_bytes, d)
         key = _rope(r, "key rope", key, key_bytes, d)
         separate = True
@@ -98,11 +102,14 @@ def record_attention(
             # q and k are tensors of their own by now; TE makes v contiguous rather than keep the mixed tensor
             # alive (``utils.py: get_qkv_layout``); the local code, and a checkpoint, keep the view.
             value = tape.make("value", value, value_bytes)
+        elif sliced and not separate and not sequences_first(r):
+            if g == 1:
+                query = tape.make("query", query, q_bytes)
+            key, value = tape.make("key", key, key_bytes), tape.make("value", value, value_bytes)
         out = core_attention(
             r, tuple(dict.fromkeys((query, key, value))), heads=a,
             q_width=q_width, kv_width=kv_width, v_width=v_width, out_width=out_width,
-            grouped=a != g, interleaved=a == g and spec.num_query_groups >= ctx.tp,
-            sink=spec.learnable_softmax_sink, window=spec.window_size is not None,
+            grouped=a != g, sink=spec.learnable_softmax_sink, window=spec.window_size is not None,
         )
     if spec.attention_output_gate:
         # sigmoid(gate.float()) * out, one compiled kernel: keeps its inputs.
@@ -190,16 +197,13 @@ def core_attention(
     v_width: int,
     out_width: int,
     grouped: bool,
-    interleaved: bool = True,
     recomputed: bool = False,
     sink: bool = False,
     window: bool = False,
 ) -> Tensor:
-    """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads. ``interleaved``: q, k and v
-    that come as one tensor lie head by head, a layout that cuDNN's attention takes as it is (sbh3d); of any other it
-    makes contiguous copies (TE ``dot_product_attention/utils.py: get_qkv_layout``). ``recomputed``: q, k and v are
-    discarded after it and made again before its backward, and stay until what makes them has run backward, whether or
-    not attention saves them (``random.py: CheckpointWithoutOutput._recompute``).
+    """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads. ``recomputed``: q, k
+    and v are discarded after it and made again before its backward, and stay until what makes them has run backward,
+    whether or not attention saves them (``random.py: CheckpointWithoutOutput._recompute``).
 
     Flash and cuDNN fused attention keep q, k, v, the output and an fp32 log-sum-exp a head and token; their
     backward needs an fp32 accumulator of dq and an fp32 row sum. FlashAttention works on [b, s, a, d]: with more than
@@ -227,7 +231,7 @@ def core_attention(
             v_width, out_bytes = kv_width, ctx.tokens * q_width * ctx.act
         q_bytes, kv_bytes = (ctx.tokens * w * ctx.act for w in (q_width, kv_width + v_width))
         transposed = kernel == "flash" and ctx.batch > 1 and not turned
-        if transposed or (len(qkv) == 1 and (ctx.cp > 1 or kernel == "flash" or not interleaved)):
+        if transposed or (len(qkv) == 1 and (ctx.cp > 1 or kernel == "flash")):
             qkv = _contiguous(r, qkv, q_bytes, kv_bytes)
         if ctx.cp > 1:
             out = _context_parallel(
