@@ -104,7 +104,7 @@ def test_ranks_beyond_the_query_groups_hold_everyones_qkv_for_a_moment() -> None
 
 def test_cudnn_copies_what_does_not_lie_head_by_head() -> None:
     """Nemotron-3-Nano rotates nothing and has 2 query groups: on 4 ranks q (8 heads of 128) and one k and v are slices
-    of everyone's qkv, of which TE get_qkv_layout makes contiguous copies. The gathered tensor (32 + 2 x 2 heads) goes."""
+    of everyone's qkv, of which TE get_qkv_layout makes contiguous copies. The gathered one (32 + 2 x 2 heads) goes."""
     run = RunSpec(
         model=resolve_model("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
         parallel=ParallelSpec(world_size=4, tensor_model_parallel_size=4), batch=BatchSpec(seq_length=2048),
