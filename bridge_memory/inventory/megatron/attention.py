@@ -265,6 +265,13 @@ def core_attention(
         parts = [("query", q_width), ("key", kv_width), ("value", v_width)]
         qkv = tape.views("split qkv", qkv[0], *((name, ctx.tokens * width * ctx.act) for name, width in parts))
     variables = qkv if ctx.te else ()  # of DotProductAttention.forward
+    rows_apart = ctx.te and ctx.packed
+    if rows_apart:  # each sequence a row of its own (``ConvertTHDtoBSHD``)
+        widths = (("query", q_width), ("key", kv_width), ("value", v_width))
+        qkv = tuple(
+            tape.make(f"{name} by sequences", x, ctx.tokens * width * ctx.act)
+            for x, (name, width) in zip(qkv, widths, strict=True)
+        )
     if turned:  # back again, by a reshape of a view; keys and values that are repeated are copied by that
         again = qkv[:1] if grouped else qkv
         qkv = (*(tape.make(f"{x.name} [s, b]", x, x.bytes) for x in again), *qkv[len(again) :])
@@ -288,6 +295,9 @@ def core_attention(
         probs = tape.make("attention probabilities", scores, scores_bytes, save_output=True, alias=not own)
     else:
         probs = _softmax(r, scores, scores_elements, rows if sink else 0, made, window=window)
+    if rows_apart:  # rows of padding are zeros (``UnfusedDotProductAttention._forward``)
+        assert made is not None
+        probs = tape.make("attention probabilities without padding", probs, scores_bytes, saves=(made,))
     if ctx.attention_dropout:
         kept = tape.tensor("attention dropout mask", scores_elements, grad=False, item=1)
         probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(kept,), also=(kept,))
@@ -300,7 +310,7 @@ def core_attention(
     context = tape.make(
         "attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]), backward_workspace=copied
     )
-    out = tape.make("core_attention output", context, out_bytes, alias=True)
+    out = tape.make("core_attention output", context, out_bytes, alias=not rows_apart)
     tape.keep_alive(scores, probs, context, *qkv, *variables, *([made] if made else []))
     if turned:
         out = tape.make("core_attention output [s, b]", out, out_bytes, alias=True)
