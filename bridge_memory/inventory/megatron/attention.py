@@ -381,7 +381,7 @@ def _softmax(r: Recorder, scores: Tensor, elements: int, sinks: int, made: Tenso
     if wide:
         x = tape.make("attention scores fp32", x, 4 * elements)
     masked, view = x, not wide and not (sinks and ctx.te)
-    causal = not (window or sinks)
+    causal = not (window or sinks or (ctx.te and ctx.packed))
     mask = _te_mask(r, made, causal=causal) if made else _causal_mask(r, window=window)
     x = _fill(r, x, mask, view)
     if sinks and not ctx.te:
@@ -405,7 +405,7 @@ def _full_mask(r: Recorder) -> Tensor:
 
 def _te_mask(r: Recorder, made: Tensor, *, causal: bool) -> Tensor:
     """The mask that ``masked_fill_`` keeps: ``made``, joined with the causal one that all layers share unless it is of
-    another kind, as those of windows and sinks are (TE ``softmax.py: forward_torch_softmax``)."""
+    another kind, as those of windows, sinks and packed sequences are (TE ``softmax.py: forward_torch_softmax``)."""
     if not causal:
         return made
     r.keep(Scratch.CAUSAL_MASK, made.bytes)
