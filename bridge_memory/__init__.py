@@ -1,14 +1,16 @@
-"""bridge-memory: where every byte of GPU memory of a Megatron training run goes.
+"""How much GPU memory a training run takes, on which pipeline stage, because of which tensors.
 
-    run = RunSpec(model="deepseek-ai/DeepSeek-V3", parallel=ParallelSpec(world_size=2048, ...))
-    peaks(run)                         bytes at the peak of every stage, for searches
-    explain(run, stage=0)              the components of one stage
-    estimate(run)                      all of it: stages with components, parameters, assumptions, gaps
-    fits(estimate(run), [find_gpu("H100")])
+    >>> from bridge_memory import ParallelSpec, RunSpec, estimate, fits
+    >>> run = RunSpec(model="Qwen/Qwen3-8B", parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=2))
+    >>> result = estimate(run)
+    >>> [fit.fits for fit in fits(result, ["H100"])]
+    [True]
 
-A run may come from elsewhere: ``run_from_megatron_args``, ``run_from_config_container``; its model too:
-``resolve_model``, ``model_from_hf_config``, ``model_from_transformer_config``. ``SpecError``, a ValueError of one line,
-names what cannot be estimated.
+Before a run: ``estimate``, ``peaks``, ``explain``, ``fits``. To plan one: ``search``, ``whatif``, ``balance``. During
+it: ``MemoryReport`` and ``MemoryReportCallback``. After it: ``compare``. ``rehearse`` runs the real training stack
+without a GPU. ``SpecError``, a ValueError of one line, says what cannot be estimated and what to give instead.
+
+Sizes are bytes, as integers. references/api.md lists every name.
 """
 
 from __future__ import annotations
@@ -19,46 +21,109 @@ from bridge_memory.components import Component
 from bridge_memory.estimation import Estimate, StageEstimate, StagePeak, clear_caches, estimate, explain, peaks
 from bridge_memory.readers import list_presets, model_from_hf_config, resolve_model
 from bridge_memory.spec import (
+    AttentionSpec,
     BatchSpec,
+    CompressedAttentionSpec,
     DataParallelSpec,
+    DDPOptions,
+    DeepSpeedOptions,
+    EncoderSpec,
+    FSDPOptions,
+    GatedDeltaNetSpec,
     ImplementationSpec,
+    IndexerSpec,
+    LayerSpec,
+    MambaSpec,
+    MLASpec,
+    MLPSpec,
     ModelSpec,
+    MoESpec,
     OptimizerSpec,
     ParallelSpec,
     PeftSpec,
     PrecisionSpec,
     RecomputeSpec,
     RunSpec,
+    SideBySideSpec,
+    SparseSpec,
     SpecError,
 )
+from bridge_memory.spec.transformers import TransformersSpec
 
 if TYPE_CHECKING:
+    from bridge_memory.api.comparing import Comparison, compare
+    from bridge_memory.api.planning import balance, search, whatif
+    from bridge_memory.api.rehearsing import RehearsalResult, RehearsalRow, rehearse
+    from bridge_memory.cards.gpu import Gpu
+    from bridge_memory.comparison.residuals import StageResidual
     from bridge_memory.live import MemoryReport, install, uninstall
+    from bridge_memory.live.hugging_face import MemoryReportCallback
+    from bridge_memory.live.runs import run_of_accelerator, run_of_deepspeed, run_of_torchtitan, run_of_trainer
+    from bridge_memory.plan.changes import Change, Effect, WhatIf
+    from bridge_memory.plan.found import Found, Row
+    from bridge_memory.plan.megatron.balance import Balanced
     from bridge_memory.readers.config_container import run_from_config_container
+    from bridge_memory.readers.engines.run import run_from_files
     from bridge_memory.readers.megatron_args import run_from_megatron_args
     from bridge_memory.readers.transformer_config import model_from_transformer_config
-    from bridge_memory.report.gpus import find_gpu, fits
+    from bridge_memory.rehearsal.world import RehearsalUnavailable
+    from bridge_memory.spec.gpus import find_gpu
+    from bridge_memory.verdict import Fit, Verdict, fits
 
-__version__ = "0.1.0"
+#: The one place of the release: pyproject.toml reads it here.
+__version__ = "0.2.0"
 
 __all__ = [
+    "AttentionSpec",
+    "Balanced",
     "BatchSpec",
+    "Change",
+    "Comparison",
     "Component",
+    "CompressedAttentionSpec",
+    "DDPOptions",
     "DataParallelSpec",
+    "DeepSpeedOptions",
+    "Effect",
+    "EncoderSpec",
     "Estimate",
+    "FSDPOptions",
+    "Fit",
+    "Found",
+    "GatedDeltaNetSpec",
+    "Gpu",
     "ImplementationSpec",
+    "IndexerSpec",
+    "LayerSpec",
+    "MLASpec",
+    "MLPSpec",
+    "MambaSpec",
     "MemoryReport",
+    "MemoryReportCallback",
+    "MoESpec",
     "ModelSpec",
     "OptimizerSpec",
     "ParallelSpec",
     "PeftSpec",
     "PrecisionSpec",
     "RecomputeSpec",
+    "RehearsalResult",
+    "RehearsalRow",
+    "RehearsalUnavailable",
+    "Row",
     "RunSpec",
+    "SideBySideSpec",
+    "SparseSpec",
     "SpecError",
     "StageEstimate",
     "StagePeak",
+    "StageResidual",
+    "TransformersSpec",
+    "Verdict",
+    "WhatIf",
+    "balance",
     "clear_caches",
+    "compare",
     "estimate",
     "explain",
     "find_gpu",
@@ -68,32 +133,58 @@ __all__ = [
     "model_from_hf_config",
     "model_from_transformer_config",
     "peaks",
+    "rehearse",
     "resolve_model",
     "run_from_config_container",
+    "run_from_files",
     "run_from_megatron_args",
+    "run_of_accelerator",
+    "run_of_deepspeed",
+    "run_of_torchtitan",
+    "run_of_trainer",
+    "search",
     "uninstall",
+    "whatif",
 ]
 
 
 #: What an estimate does not need, and the module that has it: imported when it is asked for.
 _ELSEWHERE = {
-    "MemoryReport": "bridge_memory.live",
-    "find_gpu": "bridge_memory.report.gpus",
-    "fits": "bridge_memory.report.gpus",
-    "install": "bridge_memory.live",
-    "model_from_transformer_config": "bridge_memory.readers.transformer_config",
-    "run_from_config_container": "bridge_memory.readers.config_container",
-    "run_from_megatron_args": "bridge_memory.readers.megatron_args",
-    "uninstall": "bridge_memory.live",
-}
+    name: module
+    for module, names in {
+        "bridge_memory.api.comparing": ("Comparison", "compare"),
+        "bridge_memory.api.planning": ("balance", "search", "whatif"),
+        "bridge_memory.api.rehearsing": ("RehearsalResult", "RehearsalRow", "rehearse"),
+        "bridge_memory.comparison.residuals": ("StageResidual",),
+        "bridge_memory.live": ("MemoryReport", "install", "uninstall"),
+        "bridge_memory.live.hugging_face": ("MemoryReportCallback",),
+        "bridge_memory.live.runs": (
+            "run_of_accelerator", "run_of_deepspeed", "run_of_torchtitan", "run_of_trainer",
+        ),
+        "bridge_memory.plan.changes": ("Change", "Effect", "WhatIf"),
+        "bridge_memory.plan.found": ("Found", "Row"),
+        "bridge_memory.plan.megatron.balance": ("Balanced",),
+        "bridge_memory.readers.config_container": ("run_from_config_container",),
+        "bridge_memory.readers.engines.run": ("run_from_files",),
+        "bridge_memory.readers.megatron_args": ("run_from_megatron_args",),
+        "bridge_memory.readers.transformer_config": ("model_from_transformer_config",),
+        "bridge_memory.rehearsal.world": ("RehearsalUnavailable",),
+        "bridge_memory.cards.gpu": ("Gpu",),
+        "bridge_memory.spec.gpus": ("find_gpu",),
+        "bridge_memory.verdict": ("Fit", "Verdict", "fits"),
+    }.items()
+    for name in names
+}  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _ELSEWHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # With it a type checker would take every name for one that is there.
 
-    return getattr(import_module(_ELSEWHERE[name]), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _ELSEWHERE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(_ELSEWHERE[name]), name)
 
 
 def __dir__() -> list[str]:

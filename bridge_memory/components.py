@@ -1,6 +1,6 @@
-"""Component: one named part of a rank's memory. The common coin of engines, workspaces and estimates.
+"""Component: one named part of a rank's memory, as engines, workspaces and estimates exchange it.
 
-What code decides by is in enums; the name is for people.
+Code decides by the enums; names are for people.
 """
 
 from __future__ import annotations
@@ -8,24 +8,28 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+#: Bytes of a GiB.
+GIB = 1 << 30
 #: Bytes: smallest block of torch's caching allocator (``c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize``).
 ALLOCATION_UNIT = 512
 
 
 def allocated(nbytes: int) -> int:
-    """What torch's allocator counts for a tensor of its own: whole blocks (``CUDACachingAllocator: round_size``)."""
+    """Bytes that torch's allocator counts for a separate tensor: whole blocks (``CUDACachingAllocator: round_size``).
+    """
     return -(-nbytes // ALLOCATION_UNIT) * ALLOCATION_UNIT
 
 
 class _Word(str, Enum):
-    """An enum whose members are their words, in JSON and in print."""
+    """An enum whose members print as their values, as in JSON."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
 class Provenance(_Word):
-    """How bytes came about (design: "Two methods, never mixed up")."""
+    """How bytes are known: counted from the config (exact), a formula of a known implementation, a constant fitted on
+    measured runs, or an assumption (balanced routing)."""
 
     EXACT = "exact"
     FORMULA = "formula"
@@ -65,17 +69,17 @@ MOMENTS = (State.EXP_AVG, State.EXP_AVG_SQ, State.MOMENTUM)
 
 
 class Lifetime(_Word):
-    """From when to when it is allocated."""
+    """When it is allocated and freed."""
 
-    #: From the building of the model, or its wrapping in DDP, to the end.
+    #: From the construction of the model, or its wrapping in DDP, to the end of training.
     MODEL = "model"
-    #: From the first forward or backward pass that needs it to the end.
+    #: From the first forward or backward pass that needs it to the end of training.
     FIRST_PASS = "first pass"
-    #: From the first optimizer step to the end.
+    #: From the first optimizer step to the end of training.
     FIRST_STEP = "first step"
     #: From the backward pass that makes it to the end of the optimizer's step.
     BACKWARD = "backward"
-    #: From the end of a step to somewhere in the next.
+    #: From the end of a step to some point in the next.
     BETWEEN_STEPS = "between steps"
     #: From a forward pass to its backward pass.
     RETAINED = "retained"
@@ -84,7 +88,7 @@ class Lifetime(_Word):
 
 
 class Part(_Word):
-    """Where in the model or the machine: the module a person would look for."""
+    """The part of the model or of the machine that it belongs to."""
 
     NONE = ""
     EMBEDDING = "embedding"
@@ -112,26 +116,46 @@ class Part(_Word):
     PIPELINE = "pipeline sends and receives"
     BATCH = "batch"
     DATA_PARALLEL = "data parallelism"
-    RUNNING = "in passing"
+    RUNNING = "temporaries"
     CALIBRATION = "calibration"
 
 
 class Component(NamedTuple):
     """One named part of a stage's memory at its peak.
 
-    ``bytes`` on one rank; ``shard`` names the groups that divide it, as in "tp x dp x cp" ("" where every rank holds
-    it whole); ``routed``: its size depends on how evenly routers spread tokens; ``experts``: of routed experts;
+    ``bytes`` on one rank; ``shard``: the groups of ranks over which it is sharded, as in "tp x dp x cp" ("":
+    replicated); ``routed``: its size depends on how evenly routers distribute tokens; ``experts``: of routed experts;
     ``adapters``: of the adapters of parameter-efficient fine-tuning.
+
+    Example:
+        >>> from bridge_memory import ParallelSpec, RunSpec, explain
+        >>> run = RunSpec(
+        ...     model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=2)
+        ... )
+        >>> moments = next(part for part in explain(run, 0).components if part.name == "exp_avg")
+        >>> str(moments.role), moments.shard, str(moments.provenance)
+        ('optimizer', 'tp x dp', 'exact')
     """
 
     name: str
+    #: On one rank.
     bytes: int
+    #: What it is in training: weights, gradients, optimizer, buffers, activation or transient.
     role: Role
+    #: How its bytes were found: exact (counted from the config), formula (of a known implementation), measured (a
+    #: constant fitted on named runs) or assumed.
     provenance: Provenance
+    #: The groups of ranks that divide it, as in "tp x dp x cp"; "" where every rank holds it whole.
     shard: str = ""
+    #: From when to when it is allocated.
     lifetime: Lifetime = Lifetime.MODEL
+    #: The module, or the part of the machine, that it belongs to.
     part: Part = Part.NONE
+    #: Which copy of the parameters it is, of model state.
     state: State = State.NONE
+    #: Whether its size depends on how evenly routers spread tokens.
     routed: bool = False
+    #: Whether it is of routed experts.
     experts: bool = False
+    #: Whether it is of the adapters of parameter-efficient fine-tuning.
     adapters: bool = False

@@ -1,7 +1,7 @@
 """RunSpec -> Estimate: every stage's bytes, by component, with provenance.
 
-``peaks(run)`` gives the numbers of every stage, ``explain(run, stage)`` the components of one, and ``estimate(run)``,
-made of both, is the whole product in one call.
+``peaks(run)`` gives totals of every stage, ``explain(run, stage)`` the components of one stage, and ``estimate(run)``
+both for all stages.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from bridge_memory.caveats.ignored import ignored
 from bridge_memory.caveats.unmodelled import Needs, unmodelled_features
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.by_name import engine_of
-from bridge_memory.engines.engine import BeginsOtherwise, Engine, Phase, StageState
+from bridge_memory.engines.engine import Engine, HasFirstStep, Phase, StageState
 from bridge_memory.inventory.counts import model_parameters
-from bridge_memory.inventory.deferred import of_earlier_microbatches
+from bridge_memory.inventory.deferred import deferred_bytes
 from bridge_memory.inventory.layer_links import ignores_full_recompute, offloaded_layers
 from bridge_memory.inventory.stack import (
     Unit,
+    chunk_before_its_backward,
     chunk_inventory,
     chunk_units,
     stage_inventories,
-    straight_into_backward,
 )
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StagePeak
-from bridge_memory.schedule.events import Apart, ChunkCost, PeakMoment
+from bridge_memory.schedule.events import ChunkCost, OverlapCost, PeakMoment
 from bridge_memory.schedule.peak import dynamic_peak, peak_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
@@ -56,13 +56,65 @@ __all__ = [
 
 
 def peaks(run: RunSpec) -> tuple[StagePeak, ...]:
-    """Static memory and peak of every pipeline stage: ``estimate`` without its explanations. Raises SpecError."""
+    """Return static memory and peak of every pipeline stage: ``estimate`` without its explanations.
+
+    A layout that was never asked for costs some 100 microseconds once its blocks are known.
+
+    Args:
+        run: The run.
+
+    Returns:
+        One ``StagePeak`` a pipeline stage, in bytes.
+
+    Raises:
+        SpecError: The layers do not go onto the stages.
+
+    Example:
+        >>> from bridge_memory import ParallelSpec, RunSpec, peaks
+        >>> run = RunSpec(
+        ...     model="meta-llama/Llama-3.1-70B",
+        ...     parallel=ParallelSpec(world_size=64, tensor_model_parallel_size=8, pipeline_model_parallel_size=2),
+        ... )
+        >>> [stage.stage for stage in peaks(run)]
+        [0, 1]
+        >>> recomputed = run.with_fields(
+        ...     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        ... )
+        >>> max(stage.peak_bytes for stage in peaks(recomputed)) < max(stage.peak_bytes for stage in peaks(run))
+        True
+    """
     stages = _Stages(run)
     return tuple([stages.peak(rank, held) for rank, held in enumerate(stages)])
 
 
 def estimate(run: RunSpec) -> Estimate:
-    """Estimate every pipeline stage of ``run`` with the inventory method. Raises SpecError."""
+    """Estimate the GPU memory of every pipeline stage of a run, component by component.
+
+    Every parameter is counted with its shape, sharding and dtype. So is every tensor that the implementation saves for
+    backward, and every temporary that can make the peak.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The stages with their components, and what was assumed and what is not modelled. Bytes on one GPU.
+
+    Raises:
+        SpecError: The layers do not go onto the stages.
+
+    Example:
+        >>> from bridge_memory import ParallelSpec, RunSpec, estimate
+        >>> run = RunSpec(
+        ...     model="Qwen/Qwen3-8B",
+        ...     parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=2),
+        ... )
+        >>> result = estimate(run)
+        >>> result.parameters
+        8190735360
+        >>> stage = result.peak_stage
+        >>> stage.peak_bytes == sum(component.bytes for component in stage.components)
+        True
+    """
     stages = _Stages(run)
     ctx, plan = stages.ctx, stages.plan
     parameters, mtp = model_parameters(run.model)
@@ -86,10 +138,25 @@ def estimate(run: RunSpec) -> Estimate:
 
 
 def explain(run: RunSpec, stage: int, *, rank: int | None = None) -> StageEstimate:
-    """Components of one pipeline stage, as in ``estimate(run).stages[stage]``, without the others. Raises SpecError.
+    """Return the components of one pipeline stage: ``estimate(run).stages[stage]`` without the other stages.
 
-    ``rank``: a global rank of that stage. Ranks of a stage differ where whole parameters are dealt out
-    (``use_layer_wise_distributed_optimizer``); without it the one with most optimizer state is shown.
+    Args:
+        run: The run.
+        stage: The pipeline stage, from 0.
+        rank: A global rank of that stage. Ranks of a stage differ where the optimizer deals out whole parameters
+            (``use_layer_wise_distributed_optimizer``). None: the one with most optimizer state.
+
+    Returns:
+        The stage, in bytes on one GPU.
+
+    Raises:
+        SpecError: There is no such stage, or the rank is of another.
+
+    Example:
+        >>> from bridge_memory import RunSpec, explain
+        >>> stage = explain(RunSpec(model="meta-llama/Llama-3.2-1B"), 0)
+        >>> {part.name: part.bytes for part in stage.components}["weights"]  # 1,235,814,400 parameters of 2 bytes
+        2471628800
     """
     stages = _Stages(run, rank)
     _checked(stages, stage)
@@ -100,7 +167,7 @@ def explain(run: RunSpec, stage: int, *, rank: int | None = None) -> StageEstima
 
 
 def model_state(run: RunSpec) -> tuple[int, ...]:
-    """Bytes of weights, gradients and optimizer state on every stage: no peak is lower. Raises SpecError."""
+    """Bytes of weights, gradients and optimizer state on every stage: a lower bound of its peak. Raises SpecError."""
     model, ctx, engine = run.model, context_of(run), engine_of(run)
     stages = layout(model, run.parallel).shapes(model)
     known = {
@@ -111,9 +178,10 @@ def model_state(run: RunSpec) -> tuple[int, ...]:
 
 
 def stage_peaks(run: RunSpec) -> Callable[[int, StageShape], StagePeak]:
-    """What a pipeline stage of ``run`` would take if it held other layers: (its rank, what it holds) -> its peak.
+    """A function (pipeline rank, chunks of the stage) -> StagePeak: what a stage of ``run`` would take with other
+    layers.
 
-    Raises SpecError where the run has no layout of its own.
+    Raises SpecError if the run itself has no valid layout.
     """
     stages = _Stages(run)
 
@@ -124,30 +192,30 @@ def stage_peaks(run: RunSpec) -> Callable[[int, StageShape], StagePeak]:
 
 
 class StageParts(NamedTuple):
-    """What a stage is made of, in bytes, for those who follow a training step in time."""
+    """The parts of a stage in bytes, for a timeline of a training step."""
 
-    #: Of each virtual stage: its decoder layers, what it keeps link by link, and what it costs the schedule.
+    #: For each virtual stage: its decoder layers, its links, and its costs for the schedule.
     layers: tuple[tuple[int, ...], ...]
     inventories: tuple[ChunkInventory, ...]
     costs: tuple[ChunkCost, ...]
-    #: There from the first to the last operation of a step.
+    #: Alive from the first to the last operation of a step.
     persistent: tuple[Component, ...]
-    #: There from the optimizer's step to the first forward pass.
+    #: Alive from the optimizer's step to the first forward pass.
     between_steps: tuple[Component, ...]
-    #: There during forward and backward passes: the batch, and parameters gathered for all of them.
+    #: Alive during forward and backward passes: the batch, and parameters gathered for all passes.
     batch: int
     gathered: int
-    #: What waits for weight gradients of the output layer, as the last microbatch finds it.
+    #: Kept for deferred weight gradients of the output layer, during the last microbatch.
     deferred: int
-    #: Made for the optimizer's step alone.
+    #: Allocated only for the optimizer's step.
     in_step: int
-    #: One hidden state as it travels between stages.
+    #: One hidden state that is sent between stages.
     hidden_state: int
-    #: The highest moment of forward and backward passes.
+    #: The peak of forward and backward passes.
     moment: PeakMoment
 
     def alive_at_peak(self) -> Iterator[tuple[int, Links, int]]:
-        """(virtual stage, links of which all that they keep is there, of so many microbatches) at that moment."""
+        """(virtual stage, links whose retained tensors are all alive, number of microbatches) at ``moment``."""
         one = _running(self.moment, self.inventories)
         for number, (chunk, alive) in enumerate(zip(self.inventories, self.moment.alive, strict=True)):
             runs = one is not None and number == self.moment.chunk
@@ -158,15 +226,15 @@ class StageParts(NamedTuple):
 
 
 def _running(moment: PeakMoment, inventories: Sequence[ChunkInventory]) -> AtPeak | None:
-    """What is there of the microbatch whose pass is the highest moment; None where two chunks trade places layer by
-    layer, each as if it were whole."""
+    """What is alive of the microbatch that runs at the peak; None in phase "overlapped", where each of the two chunks
+    is counted as a whole."""
     if moment.phase == "overlapped":
         return None
     return inventories[moment.chunk].at_peak(backward=moment.phase == "backward")
 
 
 def stage_parts(run: RunSpec, stage: int) -> StageParts:
-    """The parts of one pipeline stage, of which ``peaks`` takes the highest moment. Raises SpecError."""
+    """The parts of one pipeline stage, whose peak ``peaks`` reports. Raises SpecError."""
     stages = _Stages(run)
     held = stages[_checked(stages, stage)]
     return StageParts(
@@ -177,14 +245,14 @@ def stage_parts(run: RunSpec, stage: int) -> StageParts:
 
 
 def stage_phases(run: RunSpec, stage: int) -> dict[Phase, int]:
-    """The most bytes of one pipeline stage in each phase of training that is modelled. Raises SpecError."""
+    """Peak bytes of one pipeline stage in each phase of training that is modelled. Raises SpecError."""
     stages = _Stages(run)
     return _phases(stages, _checked(stages, stage))
 
 
 def _phases(stages: _Stages, rank: int) -> dict[Phase, int]:
-    """Forward and backward of the first step are without optimizer states, which its end makes. Where chunks trade
-    places layer by layer both passes are the same. In the order of training."""
+    """Peaks by phase, in the order of training. The first step's passes are without optimizer states, which its end
+    allocates. In overlapped schedules forward and backward have the same peak."""
     held = stages[rank]
     state = held.state
     forward, backward = _passes(stages, rank)
@@ -198,12 +266,12 @@ def _phases(stages: _Stages, rank: int) -> dict[Phase, int]:
     found |= {Phase.FORWARD: forward, Phase.BACKWARD: backward}
     found[Phase.STEP] = held.static_bytes + held.between_bytes + state.in_step
     if state.saving is not None:
-        found[Phase.SAVING] = held.static_bytes - state.gone_between_steps + held.between_bytes + state.saving
+        found[Phase.SAVING] = held.static_bytes - state.freed_between_steps + held.between_bytes + state.saving
     return found
 
 
 def _passes(stages: _Stages, rank: int) -> tuple[int, int]:
-    """The most bytes of a stage in its forward and in its backward passes."""
+    """(peak bytes of a stage in forward passes, in backward passes)."""
     held = stages[rank]
     forward, backward = (held.in_passes(stages.moment(rank, held, phase).bytes) for phase in ("forward", "backward"))
     return held.static_bytes + forward, held.static_bytes + backward
@@ -217,40 +285,52 @@ def _checked(stages: _Stages, stage: int) -> int:
 
 
 def clear_caches() -> None:
-    """Let go of everything that estimates of this process share."""
+    """Free what the estimates of this process share: traces of blocks and their costs.
+
+    Results stay as they are. Only long-running servers need this.
+
+    Example:
+        >>> from bridge_memory import RunSpec, clear_caches, peaks
+        >>> run = RunSpec(model="meta-llama/Llama-3.2-1B")
+        >>> before = peaks(run)
+        >>> clear_caches()
+        >>> peaks(run) == before
+        True
+    """
     TRACE_CACHE.clear()
 
 
 class _Held(NamedTuple):
-    """What a stage holds whatever its place in the pipeline; stages of one shape share it."""
+    """What a stage holds, which does not depend on its position in the pipeline; stages of equal shape share it."""
 
     state: StageState
-    #: Beside the model state, to the end of training.
+    #: Buffers that persist until the end of training; model state is not among them.
     persistent: tuple[Component, ...]
-    #: From the end of a step to somewhere in the next.
+    #: Alive from the end of a step to some point in the next.
     between_steps: tuple[Component, ...]
     batch: int
     inventories: tuple[ChunkInventory, ...]
     costs: tuple[ChunkCost, ...]
     static_bytes: int
     between_bytes: int
-    #: Of ``static_bytes``: gradients that the backward pass makes anew.
+    #: Of ``static_bytes``: gradients that every backward pass allocates.
     fresh: int = 0
-    #: What waits for the weight gradients of the output layer, of earlier microbatches.
+    #: Kept for deferred weight gradients of the output layer, of earlier microbatches.
     deferred: int = 0
 
     def in_passes(self, moment: int) -> int:
-        """Beyond ``static_bytes`` where the chunks need ``moment``."""
+        """Bytes beyond ``static_bytes`` when the chunks need ``moment`` bytes."""
         return moment - self.fresh + self.batch + self.deferred + self.state.in_passes
 
     def beyond_static(self, moment: int) -> int:
-        """The most beyond ``static_bytes``: in the optimizer's step, or where the chunks need most, ``moment``."""
+        """The most bytes beyond ``static_bytes``: in the optimizer's step, or in passes whose chunks need ``moment``.
+        """
         most: int = largest(self.in_passes(moment), self.between_bytes + self.state.in_step)
         return most
 
 
 class _Chunk:
-    """What chunks of one shape hold; ``inventory`` of one with others after it, once it is asked for."""
+    """What chunks of one shape hold. ``inventory``: of a chunk after whose forward others run; made on first use."""
 
     __slots__ = ("facts", "inventory")
 
@@ -259,8 +339,8 @@ class _Chunk:
         self.inventory: ChunkInventory | None = None
 
 
-class StageHolds:
-    """What stages of one run hold, by their shapes, or those of many runs at once (``run`` and ``ctx`` have arrays)."""
+class StageContents:
+    """What stages hold, by their shapes; of one run, or of many at once (then ``run`` and ``ctx`` have arrays)."""
 
     def __init__(self, run: RunSpec, ctx: BlockContext, engine: Engine) -> None:
         self.run = run
@@ -270,8 +350,8 @@ class StageHolds:
         self._units: dict[ChunkShape, list[Unit]] = {}
         self._of_shapes: dict[StageShape, _Held] = {}
 
-    def let_go(self, few: int) -> None:
-        """Of all shapes so far, but for chunks where there are no more than ``few``."""
+    def evict(self, few: int) -> None:
+        """Drops cached stages, and chunks if there are more than ``few``."""
         if len(self._chunks) > few:
             self._chunks.clear()
         self._units.clear()
@@ -285,7 +365,7 @@ class StageHolds:
         return held
 
     def state(self, shapes: StageShape) -> StageState:
-        """What the engine keeps and moves there."""
+        """The engine's state on such a stage."""
         return self.engine.stage([self._units_of(shape) for shape in shapes])
 
     def _units_of(self, shape: ChunkShape) -> list[Unit]:
@@ -299,10 +379,10 @@ class StageHolds:
         chunks = [self._chunk(shape) for shape in shapes]
         state = self.state(shapes)
         inventories = self._inventories(chunks, shapes, state.concurrent)
-        residue = sum([inventory.residue for inventory in inventories])
+        carried_over = sum([inventory.carried_over for inventory in inventories])
         persistent, between = by_lifetime(
             (
-                *persistent_buffers(run, [chunk.facts for chunk in chunks], ctx, residue),
+                *persistent_buffers(run, [chunk.facts for chunk in chunks], ctx, carried_over),
                 *teacher_buffers(run, shapes),
                 *state.buffers(),
             )
@@ -317,18 +397,18 @@ class StageHolds:
     def _deferred(self, shapes: StageShape) -> int:
         if not (self.ctx.impl.defer_embedding_wgrad_compute and any(shape.output for shape in shapes)):
             return 0
-        nbytes: int = of_earlier_microbatches(self.run.model, self.run.num_microbatches, self.ctx)
+        nbytes: int = deferred_bytes(self.run.model, self.run.num_microbatches, self.ctx)
         return nbytes
 
     def _costs(self, inventories: Sequence[ChunkInventory], chunks: Sequence[_Chunk]) -> list[ChunkCost]:
         costs = stage_costs(inventories)
         if not self.run.implementation.overlap_moe_expert_parallel_comm:
             return costs
-        apart = [
-            Apart(*inventory.apart(), held_by_nodes(chunk.facts.experts, self.ctx))
+        overlap = [
+            OverlapCost(*inventory.by_layer(), held_by_nodes(chunk.facts.experts, self.ctx))
             for inventory, chunk in zip(inventories, chunks, strict=True)
         ]
-        return [cost._replace(apart=each) for cost, each in zip(costs, apart, strict=True)]
+        return [cost._replace(overlap=each) for cost, each in zip(costs, overlap, strict=True)]
 
     def _chunk(self, shape: ChunkShape) -> _Chunk:
         found = self._chunks.get(shape)
@@ -339,12 +419,12 @@ class StageHolds:
     def _inventories(
         self, chunks: Sequence[_Chunk], shapes: StageShape, concurrent: Sequence[EngineBytes]
     ) -> tuple[ChunkInventory, ...]:
-        """As ``stage_inventories``; what nothing of the stage changes is shared by all chunks of one shape."""
+        """As ``stage_inventories``; inventories that do not depend on the stage are shared by chunks of equal shape."""
         model, ctx = self.run.model, self.ctx
         if concurrent:
             return tuple(stage_inventories(model, shapes, ctx, concurrent))
         found = [self._inventory(chunk, shape) for chunk, shape in zip(chunks, shapes, strict=True)]
-        last = straight_into_backward(shapes)
+        last = chunk_before_its_backward(shapes)
         if last >= 0 and found[last].offloads:
             found[last] = chunk_inventory(model, shapes[last], ctx, backward_next=True)
         return tuple(found)
@@ -355,11 +435,11 @@ class StageHolds:
         return chunk.inventory
 
 
-class _Stages(StageHolds):
+class _Stages(StageContents):
     """Every stage of one run."""
 
     def __init__(self, run: RunSpec, rank: int | None = None, engine: Engine | None = None) -> None:
-        """``engine``: in place of the one that ``run`` names."""
+        """``engine``: replaces the one that ``run`` names."""
         if type(run) is not RunSpec:
             inside = f"model={show(run)}" if isinstance(run, str) else "model=..."
             raise SpecError(f"run ({show(run)}) is not a RunSpec; give RunSpec({inside}, parallel=ParallelSpec(...))")
@@ -367,7 +447,7 @@ class _Stages(StageHolds):
         self.plan = layout(run.model, run.parallel)
         self._explained: dict[int, tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]] = {}
         self._microbatches = run.num_microbatches
-        #: Of ``dynamic_peak`` and ``peak_bytes``, the same for every stage.
+        #: Arguments of ``dynamic_peak`` and ``peak_bytes`` that are the same for every stage.
         self._of_schedule: dict[str, Any] = {
             "group_size": run.parallel.microbatch_group_size_per_vp_stage, "hidden_bytes": self.ctx.hidden_bytes,
             "overlap_moe_expert_parallel_comm": run.implementation.overlap_moe_expert_parallel_comm,
@@ -376,8 +456,8 @@ class _Stages(StageHolds):
         self._stages = [self.held(shapes) for shapes in self.plan.shapes(run.model)]
 
     def of_first_step(self) -> _Stages:
-        """The same stages in the passes of the first step, which some engines begin otherwise."""
-        return _Stages(self.run, engine=self.engine.first_step()) if isinstance(self.engine, BeginsOtherwise) else self
+        """The same stages in the first step, which differs with some engines."""
+        return _Stages(self.run, engine=self.engine.first_step()) if isinstance(self.engine, HasFirstStep) else self
 
     def __iter__(self) -> Iterator[_Held]:
         return iter(self._stages)
@@ -386,7 +466,7 @@ class _Stages(StageHolds):
         return self._stages[rank]
 
     def explained(self, held: _Held) -> tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]:
-        """(static components of the stages that hold this, what each of their chunks retains by part)."""
+        """(static components of stages that hold ``held``, retained bytes of each of their chunks by part)."""
         found = self._explained.get(id(held))
         if found is None:
             found = self._explained[id(held)] = (
@@ -396,20 +476,20 @@ class _Stages(StageHolds):
         return found
 
     def moment(self, rank: int, held: _Held, phase: str | None = None) -> PeakMoment:
-        """The highest moment of a stage; ``phase``: of its forward or backward passes."""
+        """The peak of a stage's passes; ``phase``: only of forward or of backward passes."""
         return dynamic_peak(
             self.run.parallel.pp, rank, self._microbatches, held.costs, phase=phase, **self._of_schedule
         )
 
     def peak(self, rank: int, held: _Held) -> StagePeak:
-        """Of the stage of this rank, if it held this."""
+        """Static memory and peak of the stage of pipeline rank ``rank`` if it holds ``held``."""
         moment = peak_bytes(self.run.parallel.pp, rank, self._microbatches, held.costs, **self._of_schedule)
         static = held.static_bytes
         return StagePeak(rank, static + held.between_bytes, static + held.beyond_static(moment))
 
 
 def by_lifetime(buffers: Iterable[Component]) -> tuple[list[Component], list[Component]]:
-    """Those that stay to the end of training, and those that are there from one step to somewhere in the next."""
+    """(buffers that persist until the end of training, buffers that are alive only between steps)."""
     persistent: list[Component] = []
     between: list[Component] = []
     for b in buffers:
@@ -418,12 +498,14 @@ def by_lifetime(buffers: Iterable[Component]) -> tuple[list[Component], list[Com
 
 
 def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
-    """The chunks of a stage for the schedule. What the others leave behind in backward is counted beside a running
-    chunk, whether or not they have run forward since: an upper bound where there are virtual stages."""
-    residue = sum([i.residue for i in inventories])
+    """The chunks of a stage for the schedule. Bytes that other chunks carry over from backward are added to a running
+    chunk, whether or not those have run forward since: an upper bound with virtual stages."""
+    carried = sum([i.carried_over for i in inventories])
     distinct = {id(i): i for i in inventories}
     costs = {
-        key: ChunkCost(i.retained, i.forward_peak + residue - i.residue, i.backward_peak + residue - i.residue)
+        key: ChunkCost(
+            i.retained, i.forward_peak + carried - i.carried_over, i.backward_peak + carried - i.carried_over
+        )
         for key, i in distinct.items()
     }
     return [costs[id(i)] for i in inventories]
@@ -437,14 +519,14 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
     running = held.inventories[moment.chunk]
     phase = moment.phase
     operation = running.forward_operation if phase == "forward" else running.backward_operation
-    # The optimizer's step makes and leaves more than forward and backward ever need.
+    # The peak is in the optimizer's step if that needs more than forward and backward.
     in_step = held.beyond_static(moment.bytes) > held.in_passes(moment.bytes)
     if in_step:
         components += carried_over
         carried_over, phase, operation = (), OPTIMIZER_STEP, "main gradients in fp32"
         if held.state.in_step:
             operation = held.state.step_name
-            components.append(_transient(f"in passing: {operation}", held.state.in_step, Part.RUNNING))
+            components.append(_transient(f"temporaries: {operation}", held.state.in_step, Part.RUNNING))
     else:
         one = _running(moment, held.inventories)
         retained: dict[tuple[Part, Provenance], int] = one.parts() if one else {}
@@ -465,20 +547,20 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         if held.batch:
             components.append(_transient("batch: tokens, labels, masks", held.batch, Part.BATCH))
         if held.deferred:
-            name = "output layer's inputs and gradients of logits that wait for its weight gradients"
+            name = "inputs and logit gradients of deferred output-layer weight gradients"
             components.append(_transient(name, held.deferred, Part.LOSS))
         if held.state.gathered:
             name = f"parameters gathered by {stages.run.data_parallel.engine_title}"
             components.append(_transient(name, held.state.gathered, Part.DATA_PARALLEL))
-        made, gone = (one.gradients, one.gone) if one else (0, 0)
+        made, freed = (one.gradients, one.freed) if one else (0, 0)
         if held.state.accumulated:
-            name = "whole gradients of earlier microbatches"
-            components.append(_transient(name, held.state.accumulated - gone, Part.DATA_PARALLEL))
+            name = "unsharded gradients of earlier microbatches"
+            components.append(_transient(name, held.state.accumulated - freed, Part.DATA_PARALLEL))
         if held.fresh:
-            components, waiting = _as_far_as_made(components, made)
+            components, waiting = _made_so_far(components, made)
             carried_over = (*carried_over, *waiting)
-        transient = moment.bytes - moment.hidden_bytes - sum(retained.values()) - made + gone
-        components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
+        transient = moment.bytes - moment.hidden_bytes - sum(retained.values()) - made + freed
+        components.append(_transient(f"temporaries: {operation}", transient, Part.RUNNING))
     return StageEstimate(
         stage=rank,
         layers=tuple(i for chunk in stages.plan.stages[rank] for i in chunk.layers),
@@ -493,20 +575,20 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
     )
 
 
-def _as_far_as_made(components: list[Component], made: int) -> tuple[list[Component], list[Component]]:
-    """(``components`` with ``made`` bytes of the gradients that backward makes, the rest of these gradients)."""
-    there: list[Component] = []
-    rest: list[Component] = []
+def _made_so_far(components: list[Component], made: int) -> tuple[list[Component], list[Component]]:
+    """(``components`` with the gradients that backward has made so far, ``made`` bytes; the gradients not yet made)."""
+    alive: list[Component] = []
+    later: list[Component] = []
     for c in components:
         if c.lifetime is Lifetime.BACKWARD:
             now = min(c.bytes, made)
             made -= now
             if now < c.bytes:
-                rest.append(c._replace(name=f"{c.name} that are not made yet", bytes=c.bytes - now))
+                later.append(c._replace(name=f"{c.name} (not yet allocated)", bytes=c.bytes - now))
             c = c._replace(bytes=now)
         if c.bytes or c.lifetime is not Lifetime.BACKWARD:
-            there.append(c)
-    return there, rest
+            alive.append(c)
+    return alive, later
 
 
 def _transient(name: str, nbytes: int, part: Part) -> Component:

@@ -1,7 +1,7 @@
-"""How far predictions of measured runs were off, by the kind of run: what stands behind an answer.
+"""Accuracy: relative errors of predicted peaks of measured runs, by kind of run.
 
 The table (``evidence.json``) is written by ``bridge-memory accuracy RUNS.jsonl --evidence FILE``; the kind of a run is
-worked out here for those who write the table and those who read it.
+computed here for writing and for reading the table.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from bridge_memory.files import parse_json, read_text
 from bridge_memory.spec import DataParallelSpec, MambaSpec, MoESpec, RunSpec
 from bridge_memory.spec.layout import layout
 
-SCHEMA = "bridge-memory/evidence/1"
+SCHEMA = "bridge-memory/evidence/2"
 PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "evidence.json")
-#: Of so many errors the 90th percentile says something; of fewer the largest is told.
+#: From so many errors on the 90th percentile is reported; of fewer the largest.
 ENOUGH = 10
 _IMPLEMENTATIONS = {"transformer_engine": "TE", "local": "megatron-core's local layers"}
 
 
 class Kind(NamedTuple):
-    """What is alike in runs whose predictions speak for each other, in words."""
+    """What runs have in common whose predictions are about equally accurate, in words."""
 
     generation: str
     implementation: str
@@ -56,12 +56,12 @@ def kind_of(run: RunSpec, gpu_arch: str | None = None) -> Kind:
 
 
 class Evidence(NamedTuple):
-    """Measured runs of one kind. ``errors``: absolute relative errors of their peaks, the smallest first; ``toys`` of
-    them are of models of a functional test's size."""
+    """Measured runs of one kind. ``errors``: absolute relative errors of their peaks, smallest first; ``small_models``:
+    how many of them are small test models, the size of a functional test's."""
 
     kind: Kind
     errors: tuple[float, ...]
-    toys: int = 0
+    small_models: int = 0
 
     @property
     def band(self) -> float | None:
@@ -76,32 +76,38 @@ class Evidence(NamedTuple):
         return self.errors[low] + (self.errors[low + 1] - self.errors[low]) * (place - low)
 
     def __str__(self) -> str:
+        """"accuracy: within 1.8% on all 9 measured runs (Hopper, TE, MoE, 1F1B; all small test models)"."""
         if self.band is None:
-            return f"no measured run like this one ({self.kind}) stands behind it"
-        number, within = len(self.errors), f"within {max(0.001, self.band):.1%}"
+            return f"accuracy: not measured for {self.kind}"
+        number = len(self.errors)
+        which = "90% of " if number >= ENOUGH else "all " if number > 1 else ""
+        small = self.small_models
         if number == 1:
-            said = f"the prediction of the one measured run like this one ({self.kind}) was {within}"
+            about = "; a small test model" if small else ""
+        elif small == number:
+            about = "; all small test models"
         else:
-            share = " (90% of them)" if number >= ENOUGH else ""
-            said = f"predictions of {number} measured runs like this one ({self.kind}) were {within}{share}"
-        if self.toys == number:
-            return f"{said}; {'it was of a toy model' if number == 1 else 'all were of toy models'}"
-        return said + (f"; {self.toys} of them were of toy models" if self.toys else "")
+            about = f"; {small} small test model{'s' * (small > 1)}" if small else ""
+        return (
+            f"accuracy: within {max(0.001, self.band):.1%} on {which}{number} measured run{'s' * (number > 1)} "
+            f"({self.kind}{about})"
+        )
 
 
 def evidence_of(run: RunSpec, gpu_arch: str | None = None) -> Evidence:
-    """What was measured of runs of the kind of ``run``: without toys where there are enough without."""
+    """Measured errors of runs of the kind of ``run``. Small test models count only where there are fewer than
+    ``ENOUGH`` others."""
     kind = kind_of(run, gpu_arch)
     row = _table().get(kind)
     if row is None:
         return Evidence(kind, ())
-    runs, toys = row
-    if len(runs) >= ENOUGH or not toys:
+    runs, small_models = row
+    if len(runs) >= ENOUGH or not small_models:
         return Evidence(kind, runs)
-    return Evidence(kind, tuple(sorted((*runs, *toys))), len(toys))
+    return Evidence(kind, tuple(sorted((*runs, *small_models))), len(small_models))
 
 
 @lru_cache(maxsize=1)
 def _table() -> Mapping[Kind, tuple[tuple[float, ...], tuple[float, ...]]]:
     data: dict[str, Any] = parse_json(read_text(PATH, "reinstall the package"))
-    return {Kind(*row["kind"]): (tuple(row["errors"]), tuple(row["toys"])) for row in data["kinds"]}
+    return {Kind(*row["kind"]): (tuple(row["errors"]), tuple(row["small_models"])) for row in data["kinds"]}

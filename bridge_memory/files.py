@@ -1,4 +1,4 @@
-"""Files: read within a bound, written whole or not at all."""
+"""Files: read up to a limit of bytes, written atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.errors import bounded
 
-#: Bytes of a text that is read here: far more than any config, calibration or script has.
+#: Default limit in bytes of a file that is read: far more than any config, calibration or script has.
 MOST = 16 << 20
 _CHUNK = 1 << 20
 
@@ -21,8 +21,8 @@ _CHUNK = 1 << 20
 def read_bytes(
     path: str | os.PathLike[str], give: str, most: int = MOST, *, most_after: Callable[[bytes], int] | None = None
 ) -> bytes:
-    """A file or a pipe, read once from its start. ``most``: bytes; ``most_after``: how many where the first 16 say what
-    it is. Raises SpecError, with ``give`` ("give a log"), where it cannot be read or holds more."""
+    """A file or a pipe, read once from its start. ``most``: limit in bytes; ``most_after``: a function that returns the
+    limit from the first 16 bytes. Raises SpecError, with ``give`` ("give a log"), if it cannot be read or is larger."""
     name = bounded(os.fspath(path), 120)
     parts: list[bytes] = []
     left = most
@@ -45,7 +45,7 @@ def read_bytes(
 def read_text(
     path: str | os.PathLike[str], give: str, most: int = MOST, *, errors: str = "strict"
 ) -> str:
-    """``read_bytes`` as text: UTF-8, line ends as Python's own files give them. Raises SpecError."""
+    """``read_bytes`` as UTF-8 text with universal newlines. Raises SpecError."""
     try:
         return text_of(read_bytes(path, give, most), errors)
     except UnicodeDecodeError:
@@ -53,12 +53,12 @@ def read_text(
 
 
 def text_of(data: bytes, errors: str = "strict") -> str:
-    """Raises UnicodeDecodeError."""
+    """Bytes as UTF-8 text with universal newlines. Raises UnicodeDecodeError."""
     return data.decode("utf-8", errors).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """``json.loads``; ValueError also for what is nested too deeply for it."""
+    """``json.loads``; raises ValueError also for JSON that is nested too deeply for Python."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -66,9 +66,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def write_whole(path: str | os.PathLike[str], text: str | bytes, *, replace: bool = True) -> None:
-    """Write ``text`` as UTF-8 through a temporary file beside ``path``, so that nobody ever reads half of it and a kill
-    leaves the old file or the new one. An existing file keeps its mode; FileExistsError for one without ``replace``.
-    Raises OSError, also for what is no regular file."""
+    """Write ``text`` as UTF-8 atomically: through a temporary file in the same folder, so that readers see, and a kill
+    leaves, the old file or the new one. An existing file keeps its mode; without ``replace`` it raises FileExistsError.
+    Raises OSError, also if ``path`` is not a regular file."""
     target = os.path.realpath(path)
     temporary = None
     mode = _mode(target)
@@ -90,25 +90,25 @@ def write_whole(path: str | os.PathLike[str], text: str | bytes, *, replace: boo
 
 
 def _mode(target: str) -> int:
-    """The mode that open() would give the file; an existing one keeps its own. Raises OSError for a device."""
+    """The mode that open() would give a new file, or that of an existing one. Raises OSError for a device."""
     try:
         mode = os.stat(target).st_mode
     except FileNotFoundError:
         mask = os.umask(0)
         os.umask(mask)
         return 0o666 & ~mask
-    if not stat.S_ISREG(mode):  # a device would be gone
+    if not stat.S_ISREG(mode):  # os.replace would replace the device by a file
         raise OSError(errno.EINVAL, "not a regular file")
     return stat.S_IMODE(mode)
 
 
 def _place(temporary: str, target: str) -> None:
-    """Rename without replacing: a link fails where the name is taken; then the temporary name goes."""
+    """Rename without replacing: a hard link fails if the name is taken; then the temporary name is removed."""
     try:
         os.link(temporary, target)
     except FileExistsError:
         raise
-    except OSError:  # A file system without links (some network mounts).
+    except OSError:  # a file system without hard links (some network mounts)
         if os.path.exists(target):
             raise FileExistsError from None
         os.rename(temporary, target)

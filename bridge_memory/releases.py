@@ -1,14 +1,14 @@
 """Every rule that depends on a release of megatron-core, Transformer Engine or PyTorch.
 
-A rule is named for what a release does, with the function in which it does it, and is asked of whoever says which
-releases run (an ``ImplementationSpec``)::
+A rule is named after what a release does, cites the function that does it, and is called with an object that has the
+releases of the run (an ``ImplementationSpec``)::
 
     QKV_OUTPUT_HELD = since(core=(0, 15))
     if QKV_OUTPUT_HELD(impl): ...
 
-One policy for releases that are not known: an unset Transformer Engine or PyTorch counts as the one that recent
-measured runs had, and a megatron-core outside the known range as its nearer end (every rule changes inside of it, so
-comparing does that). Imports nothing.
+Releases that are not known: an unset Transformer Engine or PyTorch counts as the release of recent measured runs, and a
+megatron-core outside the known range as the nearer end of that range (every rule changes within it, so comparing does
+that). Imports nothing.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ Release = tuple[int, int]
 
 #: megatron-core releases whose rules are known: read in the sources of 0.12 to 0.19, measured from 0.9 to 0.20.
 RELEASES = ((0, 9), (0, 20))
-#: Where nobody says which megatron-core runs.
+#: megatron-core if unset.
 DEFAULT_MEGATRON_CORE = (0, 16)
-#: Where nobody says which Transformer Engine runs: that of most measured runs of megatron-core 0.20, which pin a
-#: revision that calls itself 2.17.1 (``accuracy/runs.py``).
+#: Transformer Engine if unset: that of most measured runs of megatron-core 0.20, which pin a revision with version
+#: 2.17.1 (``accuracy/runs.py``).
 DEFAULT_TRANSFORMER_ENGINE = (2, 17)
-#: Where nobody says which Megatron Bridge reads a container.
+#: Megatron Bridge if unset, for reading a ConfigContainer.
 DEFAULT_MEGATRON_BRIDGE = (0, 6)
-#: Where nobody says which PyTorch runs: the newest that a measured run names.
+#: PyTorch if unset: the newest that a measured run names.
 DEFAULT_TORCH = (2, 10)
+#: Engines and layers outside of Megatron: the release in whose sources their rules were read. No rule of theirs depends
+#: on the release, so there is no option for it.
+ENGINE_RELEASES = {"DeepSpeed": (0, 19), "torchtitan": (0, 2), "torchtune": (0, 6)}
 
-#: Numbers of a release, then what marks a candidate or a build: "0.15.0rc8", "2.9.0a0+145a3a7", "2.13.0+cpu".
+#: Numbers of a release, then suffixes of a candidate or a build: "0.15.0rc8", "2.9.0a0+145a3a7", "2.13.0+cpu".
 _RELEASE = re.compile(
     r"v?(\d{1,4})\.(\d{1,4})(?:\.\d+)*(?:[.\-_]?(?:a|b|rc|dev|post)\d*)*(?:\+[\w.\-]*)?", re.ASCII | re.IGNORECASE
 )
 
 
 class Releases(Protocol):
-    """Who knows what runs; None where that is not known."""
+    """An object with the releases of a run; None: not known."""
 
     @property
     def megatron_core(self) -> Release: ...
@@ -48,7 +51,7 @@ class Releases(Protocol):
 
 
 class Running(NamedTuple):
-    """What runs, for a reader that has no ImplementationSpec yet."""
+    """The releases of a run, for a reader that has no ImplementationSpec yet."""
 
     megatron_core: Release = DEFAULT_MEGATRON_CORE
     transformer_engine: Release | None = None
@@ -56,7 +59,7 @@ class Running(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """True from the named releases on; None where a package does not matter."""
+    """True from these releases on; None: the package does not matter."""
 
     core: Release | None = None
     te: Release | None = None
@@ -84,7 +87,7 @@ class Rule(NamedTuple):
 
 
 class TransformersReleases(Protocol):
-    """Who knows which transformers runs a model."""
+    """An object with the release of transformers."""
 
     @property
     def transformers_version(self) -> Release: ...
@@ -103,7 +106,7 @@ class TransformersRule(NamedTuple):
 
 
 def since(*, core: Release | None = None, te: Release | None = None, torch: Release | None = None) -> Rule:
-    """A rule that holds from these releases on, all of them where more than one is named."""
+    """A rule that holds from these releases on; if several are given, all must be reached."""
     return Rule(core, te, torch)
 
 
@@ -116,7 +119,7 @@ def parse_release(text: str, field: str = "megatron_core") -> Release:
 
 
 def release_in(text: object) -> Release | None:
-    """The release that a package says of itself, such as ``torch.__version__``; None where it says none."""
+    """The release in a package's version string, such as ``torch.__version__``; None if there is none."""
     try:
         return parse_release(str(text))
     except ValueError:
@@ -129,7 +132,7 @@ def release_words(release: Release) -> str:
 
 
 def nearest_known(release: Release) -> Release:
-    """``release`` itself where its rules are known, else the end of the known range that is nearer."""
+    """``release`` if its rules are known, else the nearer end of the known range."""
     return min(max(release, RELEASES[0]), RELEASES[1])
 
 
@@ -138,29 +141,29 @@ def known_releases() -> str:
     return " to ".join(map(release_words, RELEASES))
 
 
-# ---- megatron-core: what a run may ask for ----
+# ---- megatron-core: supported options ----
 # TC = ``transformer/transformer_config.py: TransformerConfig.__post_init__``.
 
-#: Layers are split by a string: ``transformer/pipeline_parallel_layer_layout.py``.
+#: Layers can be split by a string: ``transformer/pipeline_parallel_layer_layout.py``.
 LAYOUT_STRINGS = since(core=(0, 13))
 #: ``TransformerConfig.cuda_graph_impl`` takes "full_iteration" (before, it was a scope of "local").
 GRAPH_OF_THE_ITERATION = since(core=(0, 18))
 #: MTP in such a string; NotImplementedError before (``PipelineParallelLayerLayout.validate_layer_layout``).
 LAYOUT_STRINGS_WITH_MTP = since(core=(0, 14))
-#: MTP there before the last stage (the same function).
+#: MTP in such a string before the last stage (the same function).
 LAYOUT_STRINGS_WITH_MTP_ANYWHERE = since(core=(0, 16))
-#: Hybrid models take the layers of their end stages: ``ssm/mamba_block.py: MambaStack``, which ignored them before
-#: (``_select_layers_for_pipeline_parallel``).
+#: Hybrid models support numbers of layers for the first and last stage: ``ssm/mamba_block.py: MambaStack``, which
+#: ignored them before (``_select_layers_for_pipeline_parallel``).
 HYBRID_END_STAGES = since(core=(0, 16))
-#: Biases of experts are looked at (TC): refused, until the next rule; before, taken with everything.
+#: Biases of experts are checked (TC): refused, until the next rule; before, accepted with every option.
 EXPERT_BIASES_CHECKED = since(core=(0, 13))
-#: Biases of experts are taken, without expert tensor parallelism (TC).
+#: Biases of experts are accepted without expert tensor parallelism (TC).
 EXPERT_BIASES_WITHOUT_ETP = since(core=(0, 15))
 #: Fewer query groups than tensor-parallel ranks, keys and values then replicated (TC).
 QUERY_GROUPS_REPLICATED = since(core=(0, 16))
-#: ``recompute_modules`` knows shared_experts (TC).
+#: ``recompute_modules`` accepts shared_experts (TC).
 SHARED_EXPERTS_RECOMPUTED = since(core=(0, 14))
-#: The delayed recipe of fp8 is refused beside recomputed moe_act and layernorm (TC).
+#: The delayed recipe of fp8 is refused with recomputed moe_act or layernorm (TC).
 DELAYED_FP8_EXCLUDES_RECOMPUTED_PARTS = since(core=(0, 14))
 #: ``overlap_moe_expert_parallel_comm`` (TC).
 EXPERT_COMMUNICATION_OVERLAPS = since(core=(0, 14))
@@ -170,45 +173,44 @@ MUON_SHARDED = since(core=(0, 17))
 #: Megatron-LM lays a layer-wise optimizer's parameters out before DDP does, unless use_layer_wise_param_layout is off
 #: (``megatron/training/training.py: wrap_model_chunks_with_ddp``).
 LAYER_WISE_LAYOUT = since(core=(0, 18))
-#: Groups of the uniform method may be cut short at a chunk's end: in 0.12 to 0.16 they run past its last layer (an
+#: The last group of the uniform method may be shorter at a chunk's end: in 0.12 to 0.16 it runs past the last layer (an
 #: IndexError in ``transformer/transformer_block.py: _checkpointed_forward``).
 UNIFORM_GROUPS_MAY_END_SHORT = since(core=(0, 17))
 
-# ---- megatron-core: what a model is made of ----
+# ---- megatron-core: modules and parameters ----
 
 #: ``add_bias_linear`` gives the router of experts a bias too (``transformer/moe/router.py: Router.__init__``).
 ROUTER_BIAS = since(core=(0, 15))
 
-#: The convolution of a Mamba mixer is two parameters of the mixer, conv1d_weight and conv1d_bias, and no module conv1d
-#: (``ssm/mamba_mixer.py: MambaMixer.__init__``).
+#: The convolution of a Mamba mixer is two parameters of the mixer, conv1d_weight and conv1d_bias, instead of a module
+#: conv1d (``ssm/mamba_mixer.py: MambaMixer.__init__``).
 MAMBA_CONVOLUTION_IS_NO_MODULE = since(core=(0, 19))
-#: A variable of ``ssm/mamba_mixer.py: MambaMixer.forward`` holds zxBCdt [s, b, .] to its end; before, its copy
-#: [b, s, .] takes its name.
+#: A variable of ``ssm/mamba_mixer.py: MambaMixer.forward`` holds zxBCdt [s, b, .] until it returns; before, the copy
+#: [b, s, .] is assigned to the same variable.
 MAMBA_PROJECTION_HELD = since(core=(0, 15))
 
-#: Routed experts are data-parallel over their own ranks also where EP is 1 and only ETP differs from TP
+#: Routed experts are data-parallel over the ranks with the same experts also if EP is 1 and only ETP differs from TP
 #: (``extensions/transformer_engine.py``, ``tensor_parallel/layers.py``: ``use_expert_pgs``; before, ``allreduce`` is
 #: False with ``expert_model_parallel_size > 1`` alone).
 EXPERTS_APART_WITH_ETP = since(core=(0, 19))
 
-# ---- megatron-core: what blocks keep ----
+# ---- megatron-core: what blocks save and hold ----
 
 #: A variable of ``attention.py: Attention.forward`` (``qkv_output``) holds q, k and v as they were before the rotary
 #: embedding.
 QKV_OUTPUT_HELD = since(core=(0, 15))
-#: The local attention takes sliding windows (``transformer/dot_product_attention.py: DotProductAttention.__init__``).
+#: Local attention supports sliding windows (``transformer/dot_product_attention.py: DotProductAttention.__init__``).
 LOCAL_WINDOWS = since(core=(0, 15))
-#: The gate over attention's output is shared out where groups of queries are fewer than ranks (``attention.py:
+#: The gate of attention's output is sharded if there are fewer query groups than ranks (``attention.py:
 #: SelfAttention.get_query_key_value_tensors``); before, it is as wide as the group, and ``_apply_output_gate`` fails.
 GATES_WITH_REPLICATED_GROUPS = since(core=(0, 17))
-#: Transformer Engine's attention is given tokens first, [s, b, a, d]; before, with a fused rotary embedding, copies
-#: with sequences first, whose output linear_proj copies back (``extensions/transformer_engine.py:
-#: TEDotProductAttention.forward``).
+#: Transformer Engine's attention gets [s, b, a, d]; before, with fused rotary embedding, copies in [b, s, a, d], and
+#: the output is copied back (``extensions/transformer_engine.py: TEDotProductAttention.forward``).
 ATTENTION_TOKENS_FIRST = since(core=(0, 14))
-#: The local attention's causal mask is made anew by every layer and not cached (``transformer/utils.py:
+#: Every layer makes local attention's causal mask; before, it is cached (``transformer/utils.py:
 #: get_default_causal_mask``).
 MASK_MADE_BY_EACH_LAYER = since(core=(0, 16))
-#: Transformer Engine's down-projections are whole on every rank (``models/gpt/gpt_layer_specs.py``:
+#: Transformer Engine's down-projections are replicated on every rank (``models/gpt/gpt_layer_specs.py``:
 #: ``backend.linear()``; ``backend.column_parallel_linear()`` before).
 WHOLE_DOWN_PROJECTIONS = since(core=(0, 14))
 #: The norms of the latents are not recomputed with the up-projections (``multi_latent_attention.py:
@@ -217,77 +219,80 @@ NORMS_BEFORE_UP_PROJECTIONS = since(core=(0, 16))
 #: Without a query latent, qk_layernorm norms the hidden states once more in Transformer Engine's linear_q_proj
 #: (``mla_qk_norm_config.py: QKNormConfigResolver``); before, the query has no norm then.
 QUERY_NORM_WITHOUT_LATENT = since(core=(0, 19))
-#: mxfp8's recipe is told of fp8_dot_product_attention (``fp8_utils.py: get_fp8_recipe``); tensorwise's was before.
+#: fp8_dot_product_attention is passed to the recipe of mxfp8 too (``fp8_utils.py: get_fp8_recipe``); before, of delayed
+#: and tensorwise scaling only.
 MXFP8_ATTENTION = since(core=(0, 18), te=(2, 15))
-#: Attention in fp8 keeps one statistic of the softmax (TE ``cpp_extensions/fused_attn.py: fused_attn_fwd``).
+#: Attention in fp8 saves one statistic of the softmax; before, two (TE ``cpp_extensions/fused_attn.py:
+#: fused_attn_fwd``).
 FP8_ATTENTION_KEEPS_ONE_STATISTIC = since(te=(2, 15))
-#: With double buffers, Megatron-FSDP gathers no unit ahead beside what is in no unit (PGB: ``AllGatherPipeline``).
+#: With double buffers, Megatron-FSDP gathers no unit ahead of modules outside of units (PGB: ``AllGatherPipeline``).
 FSDP_ROOT_ALONE = since(core=(0, 19))
-#: Sparse attention is absorbed multi-latent attention with kernels of its own to choose from
+#: Sparse attention is absorbed multi-latent attention with a choice of kernels
 #: (``transformer/experimental_attention_variant/dsa.py, dsa_kernels.py``); before, other operations run it.
 SPARSE_ATTENTION_KERNELS = since(core=(0, 19))
-#: ``multi_latent_attention.py: MultiLatentAttention.forward`` has the latents as variables.
+#: Variables of ``multi_latent_attention.py: MultiLatentAttention.forward`` hold the latents.
 LATENTS_HELD = since(core=(0, 16))
 #: Values of packed sequences are padded to the width of keys (``multi_latent_attention.py:
 #: _prepare_mla_core_attention_value``).
 PACKED_VALUES_PADDED = since(core=(0, 18))
 #: The unfused gated unit adds glu_linear_offset to a copy of its linear half (``mlp.py: MLP.forward``).
 GLU_OFFSET = since(core=(0, 15))
-#: The exchange back and the unpermutation are methods of their own, so that no variable holds what was sent while it
-#: is put in order (``moe_layer.py: MoELayer.combine, postprocess``).
+#: The exchange back and the unpermutation are separate methods, so that no variable holds the sent tokens during the
+#: unpermutation (``moe_layer.py: MoELayer.combine, postprocess``).
 COMBINED_IN_TWO_STEPS = since(core=(0, 16))
-#: fc2 of shared experts that overlap the exchange runs where what was sent is a variable (``token_dispatcher.py:
-#: MoEAlltoAllTokenDispatcher.token_combine``), not in ``combine_postprocess``.
+#: fc2 of shared experts that overlap the exchange runs where a variable holds the sent tokens (``token_dispatcher.py:
+#: MoEAlltoAllTokenDispatcher.token_combine``); before, in ``combine_postprocess``.
 SHARED_EXPERTS_FINISH_WITH_THE_EXCHANGE = since(core=(0, 18))
-#: fc1 of shared experts keeps its input under fp8, but for the delayed recipe (``shared_experts.py:
+#: fc1 of shared experts saves its input, unquantized, under fp8 except with the delayed recipe (``shared_experts.py:
 #: SharedExpertMLP.__init__``, ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``).
 SHARED_INPUT_KEPT = since(core=(0, 14))
 #: A variable of ``experts.py: TEGroupedMLP.forward`` holds fc1's output.
 FC1_OUTPUT_HELD = since(core=(0, 16))
-#: Experts' rows in NVFP4 are multiples of 128 and no longer of 64 (``quantization.py:
+#: Experts' rows in NVFP4 are padded to multiples of 128; before, of 64 (``quantization.py:
 #: get_align_size_for_quantization``).
 FP4_PADDED_TO_128 = since(te=(2, 12))
-#: ``use_transformer_engine_op_fuser`` is of experts too (``experts.py: TEGroupedMLP._fused_forward``).
+#: ``use_transformer_engine_op_fuser`` includes experts (``experts.py: TEGroupedMLP._fused_forward``).
 EXPERTS_FUSED_BY_OPS = since(core=(0, 18))
-#: The unfused permutation sorts the whole routing map, [E, N], by a stable argsort, and keeps the int64 order of all of
-#: it, of which what is chosen is a view; before, masked_select keeps the map and the probabilities by expert
+#: The unfused permutation is a stable argsort of the whole routing map, [E, N]; the selected indices are a view, which
+#: keeps the int64 order of all of it alive. Before, masked_select saves the map and the probabilities by expert
 #: (``moe_utils.py: permute``).
 PERMUTED_BY_ARGSORT = since(core=(0, 17))
-#: The auxiliary loss takes sigmoid scores in fp32 (``moe_utils.py: compute_routing_scores_for_aux_loss``).
+#: The auxiliary loss computes sigmoid scores in fp32 (``moe_utils.py: compute_routing_scores_for_aux_loss``).
 AUXILIARY_SCORES_IN_FP32 = since(core=(0, 17))
-#: Scores of the router stay in fp32 until all is normalized (``moe_utils.py: topk_routing_with_score_function``).
+#: Scores of the router stay in fp32 until they are normalized (``moe_utils.py: topk_routing_with_score_function``).
 ROUTER_SCORES_IN_FP32 = since(core=(0, 18))
-#: The gated delta net convolves tokens first, so that the convolution keeps a view of in_proj's output and no copy,
-#: takes the l2 norm of queries and keys together, and makes g and beta in one kernel (``ssm/gated_delta_net.py``).
+#: The gated delta net convolves [s, b, .], so that the convolution saves a view of in_proj's output instead of a copy;
+#: it norms queries and keys together, and computes g and beta in one kernel (``ssm/gated_delta_net.py``).
 DELTA_NET_TOKENS_FIRST = since(core=(0, 18))
 #: The MoE router multiplies with Transformer Engine's GEMM in both implementations (``moe_utils.py:
 #: RouterGatingLinearFunction``).
 ROUTER_USES_TE_GEMM = since(core=(0, 14))
-#: Beside mxfp8 parameters, which are gathered in the buffer of gradients, others lie in a buffer of their own; before,
-#: that buffer was there and they were not in it (``param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``).
+#: If mxfp8 parameters are gathered in the buffer of gradients, other parameters are views of a separate buffer; before,
+#: that buffer exists but is not used (``param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``).
 OTHERS_MAPPED_BESIDE_MXFP8 = since(core=(0, 17))
-#: Deterministic, the unfused unpermutation adds rows up with ``index_add_``, whose backward keeps what it adds, and the
-#: router's tables are filled with ``index_put_`` (``moe_utils.py: unpermute, topk_routing_with_score_function``; in
-#: 0.15.3 too, but not in most of the 0.15 before it).
+#: In deterministic mode the unfused unpermutation adds rows with ``index_add_``, which saves them for backward, and the
+#: router's tables are filled with ``index_put_`` (``moe_utils.py: unpermute, topk_routing_with_score_function``; also
+#: in 0.15.3, but not in most earlier releases of 0.15).
 ROWS_ADDED_DETERMINISTICALLY = since(core=(0, 16))
-#: ``MoELayer`` knows no alltoall_seq dispatcher any more (``transformer/moe/moe_layer.py``).
+#: ``MoELayer`` has no alltoall_seq dispatcher any more (``transformer/moe/moe_layer.py``).
 SEQUENCE_DISPATCHER_GONE = since(core=(0, 13))
 #: Hybrid models have MTP depths (``models/mamba/mamba_model.py``, later ``models/hybrid/hybrid_model.py``); before, the
-#: option is taken and none is built.
+#: option is accepted but none is built.
 HYBRID_MTP = since(core=(0, 17))
-#: Linears of megatron-core's own use the stand-in gradient of ``DUMMY_WEIGHT_GRADIENTS_KEPT`` too
+#: megatron-core's own linears use the dummy gradient of ``DUMMY_WEIGHT_GRADIENTS_KEPT`` too
 #: (``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``).
 OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS = since(core=(0, 14))
 
-#: Where expert communication overlaps, the nodes of a layer go when it has run backward; before, they hold inputs and
-#: gradients until the chunk is done (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).
-OVERLAPPED_LAYERS_LET_GO = since(core=(0, 16))
+#: With overlapped expert communication, a layer's schedule nodes are freed when it has run backward; before, they hold
+#: inputs and gradients until the chunk is done (``model_chunk_schedule_plan.py:
+#: TransformerModelChunkSchedulePlan.run``).
+OVERLAPPED_LAYERS_FREED = since(core=(0, 16))
 
-# ---- megatron-core: what its training scripts mean ----
+# ---- megatron-core: options of Megatron-LM's training scripts ----
 
-#: Megatron-LM's NullTokenizer takes ``--vocab-size`` as it is; before, its end-of-document token came on top.
+#: Megatron-LM's NullTokenizer uses ``--vocab-size`` unchanged; before, it adds its end-of-document token.
 NULL_TOKENIZER_COUNTS_ALL = since(core=(0, 15))
-#: Megatron-LM's ``--data-parallel-sharding-strategy`` is optim_grads_params unless told otherwise; no_shard before
+#: The default of Megatron-LM's ``--data-parallel-sharding-strategy`` is optim_grads_params; before, no_shard
 #: (``megatron/training/arguments.py`` of 0.17.1 and 0.18.0).
 FSDP_SHARDS_ALL = since(core=(0, 18))
 
@@ -295,126 +300,127 @@ FSDP_SHARDS_ALL = since(core=(0, 18))
 # In ``distributed/fsdp/src/megatron_fsdp``: FSDP = ``megatron_fsdp.py: MegatronFSDP``, PGB =
 # ``param_and_grad_buffer.py``.
 
-#: Buckets end with whole rows of every rank (PGB: ``build_data_parallel_buffer_index``).
+#: Buckets are padded so that every rank has whole rows (PGB: ``build_data_parallel_buffer_index``).
 FSDP_ALIGNS_ROWS = since(core=(0, 14))
-#: A budget of elements is gathered ahead of the unit that runs, half a billion by default; before, a unit and the next
-#: fit it together (PGB: ``AllGatherPipeline.all_gather_params``; FSDP ``_init_fsdp_param_and_grad_buffer``).
+#: A budget of elements is gathered ahead of the running unit, half a billion by default; before, the budget includes
+#: the running unit (PGB: ``AllGatherPipeline.all_gather_params``; FSDP ``_init_fsdp_param_and_grad_buffer``).
 FSDP_PREFETCHES_AHEAD = since(core=(0, 14))
-#: That budget is at least a unit (the same function; a fixed billion waited before).
+#: That budget is at least one unit (the same function); before, a fixed billion elements wait.
 FSDP_PREFETCH_FITS_UNITS = since(core=(0, 16))
-#: Gradients go into their bucket one by one, as they are made; before, when their unit's backward pass is done (FSDP
-#: ``_register_fsdp_hooks``: ``register_post_accumulate_grad_hook``).
+#: Gradients are copied into their bucket one by one, when they are made; before, when their unit's backward is done
+#: (FSDP ``_register_fsdp_hooks``: ``register_post_accumulate_grad_hook``).
 FSDP_REDUCES_EACH_PARAMETER = since(core=(0, 16))
-#: Main parameters and gradients have dtypes of their own, ``megatron_fsdp_main_params_dtype`` and
+#: Main parameters and gradients have configurable dtypes, ``megatron_fsdp_main_params_dtype`` and
 #: ``megatron_fsdp_main_grads_dtype`` (``distributed_data_parallel_config.py``).
 FSDP_MAIN_DTYPES = since(core=(0, 17))
-#: What lies outside of units stays whole between steps (PGB: ``AllGatherPipeline.reset``), and its modules gather no
-#: units ahead after the first backward pass (FSDP ``_root_pre_backward`` marks all modules).
+#: Parameters outside of units stay gathered between steps (PGB: ``AllGatherPipeline.reset``), and their modules gather
+#: no units ahead after the first backward pass (FSDP ``_root_pre_backward`` marks all modules).
 FSDP_KEEPS_ROOT = since(core=(0, 18))
 #: Mamba layers are units (``mcore_fsdp_adapter.py: FullyShardedDataParallel.__init__``).
 MAMBA_LAYERS_ARE_UNITS = since(core=(0, 19))
 
-# ---- megatron-core: what follows the layers, and what runs again ----
+# ---- megatron-core: blocks after the layers, and recomputation ----
 
-#: ``GPTModel._postprocess`` makes the losses of the MTP depths, of the hidden states of all depths joined in one
-#: tensor; before, ``MultiTokenPredictionBlock.forward`` makes each after its depth.
+#: ``GPTModel._postprocess`` computes the losses of the MTP depths from the concatenated hidden states of all depths;
+#: before, ``MultiTokenPredictionBlock.forward`` computes each after its depth.
 MTP_LOSS_OUTSIDE = since(core=(0, 14))
-#: MTP depths are built in fp8 where parameters are gathered in it (``multi_token_prediction.py:
+#: MTP depths have fp8 parameters if parameters are gathered in fp8 (``multi_token_prediction.py:
 #: MultiTokenPredictionBlock._build_layers``); before, their weights are in the parameters' dtype and have copies.
 MTP_BUILT_IN_FP8 = since(core=(0, 15))
-#: The losses of MTP depths have a function of their own; before, a variable of ``GPTModel._postprocess`` keeps a
-#: depth's logits while the main loss is made.
+#: The losses of MTP depths are computed in a separate function; before, a variable of ``GPTModel._postprocess`` holds a
+#: depth's logits during the main loss.
 MTP_LOGITS_FREED = since(core=(0, 17))
-#: MTP takes packed sequences (``multi_token_prediction.py: MultiTokenPredictionLayer.forward``).
+#: MTP supports packed sequences (``multi_token_prediction.py: MultiTokenPredictionLayer.forward``).
 MTP_TAKES_PACKED_SEQUENCES = since(core=(0, 16))
 #: A model with MTP has its final norm on the stage of its last decoder layer (``transformer_block.py:
 #: has_final_layernorm_in_this_stage``).
 FINAL_NORM_AFTER_LAST_LAYER = since(core=(0, 16))
 #: MTP depths are recomputed (``multi_token_prediction.py: MultiTokenPredictionLayer._checkpointed_forward``).
 MTP_DEPTHS_RECOMPUTED = since(core=(0, 14))
-#: The checkpoint of a depth in fp8 differentiates its inputs (``multi_token_prediction.py: _checkpointed_forward``);
-#: before, they are keyword arguments of Transformer Engine's, which differentiates positional ones alone (TE
-#: ``distributed.py: _CheckpointFunction``): the depth runs without gradients and never backward.
+#: The checkpoint of a depth in fp8 has gradients for its inputs (``multi_token_prediction.py: _checkpointed_forward``).
+#: Before, they are keyword arguments of Transformer Engine's checkpoint, which only differentiates positional ones (TE
+#: ``distributed.py: _CheckpointFunction``): the depth runs without gradients and has no backward.
 MTP_CHECKPOINT_DIFFERENTIATES = since(core=(0, 18))
-#: The layer of a depth is called mtp_model_layer; transformer_layer before (``multi_token_prediction.py:
+#: The layer of a depth is named mtp_model_layer; before, transformer_layer (``multi_token_prediction.py:
 #: MultiTokenPredictionLayer.__init__``).
 MTP_MODEL_LAYER = since(core=(0, 17))
-#: Hybrid models know full recomputation (``models/hybrid/hybrid_block.py: HybridStack.forward``); before,
-#: ``ssm/mamba_block.py: MambaStack.forward`` runs layers one by one whatever is asked (selective recomputation works
-#: inside them).
+#: Hybrid models support full recomputation (``models/hybrid/hybrid_block.py: HybridStack.forward``); before,
+#: ``ssm/mamba_block.py: MambaStack.forward`` runs layers one by one in any case (selective recomputation works inside
+#: them).
 HYBRID_LAYERS_RECOMPUTED = since(core=(0, 18))
 
 #: The flex dispatcher overlaps shared experts too (``transformer_config.py: TransformerConfig.__post_init__``).
 FLEX_OVERLAPS_SHARED_EXPERTS = since(core=(0, 18))
 
-#: What a discarded output is recomputed into is the output's storage too; before, it is copied into it, and both stay
+#: A discarded output is recomputed into its old storage; before, it is copied into that, and both storages stay
 #: (``tensor_parallel/random.py: CheckpointWithoutOutput._recompute``).
 RECOMPUTED_IN_PLACE = since(core=(0, 17))
 
-#: Gated delta nets run with context parallelism, which exchanges tokens for heads (TC; ``ssm/gated_delta_net.py``).
+#: Gated delta nets support context parallelism by exchanging tokens for heads (TC; ``ssm/gated_delta_net.py``).
 DELTA_NETS_EXCHANGE_HEADS = since(core=(0, 18))
 
 
-# ---- Megatron Bridge, whose release no run carries: what it fills into a container ----
+# ---- Megatron Bridge (its release is not part of a run): defaults that it sets in a ConfigContainer ----
 
-#: An unset expert_tensor_parallel_size is 1 where experts are divided; megatron-core's TP before
+#: An unset expert_tensor_parallel_size is 1 with expert parallelism; before, TP as in megatron-core
 #: (``models/transformer_config.py: _set_moe_expert_tensor_parallel_default``).
 BRIDGE_EXPERTS_OUTSIDE_TP = (0, 6)
-#: overlap_param_gather of DDP and of the optimizer are one (``training/config.py:
+#: overlap_param_gather of DDP and of the optimizer are kept equal (``training/config.py:
 #: _validate_and_sync_distributed_optimizer_settings``).
 BRIDGE_SYNCS_PARAM_GATHER = (0, 5)
 
 # ---- Transformer Engine ----
 
-#: Grouped experts are Transformer Engine's (``TEGroupedMLP``) and not the legacy ``GroupedMLP`` (megatron-core
+#: Grouped experts are Transformer Engine's (``TEGroupedMLP``) instead of the legacy ``GroupedMLP`` (megatron-core
 #: ``extensions/transformer_engine.py: TEColumnParallelGroupedLinear``).
 TE_GROUPED_GEMM = since(te=(1, 9))
-#: One stand-in for a fused weight gradient is kept per shape (``module/base.py: get_dummy_wgrad``); before, each
-#: backward makes a new one.
+#: One dummy weight gradient per shape is kept (``module/base.py: get_dummy_wgrad``); before, each backward makes a new
+#: one.
 DUMMY_WEIGHT_GRADIENTS_KEPT = since(te=(2, 3))
-#: Before FlashAttention 2 values are padded to the width of keys, which it takes then (``dot_product_attention.py:
+#: Values are padded to the width of keys for FlashAttention 2, which then supports them (``dot_product_attention.py:
 #: _pad_qkv_head_dim``, ``utils.py: get_attention_backend``: fa2_padded_head_dim).
 FLASH_PADS_VALUES = since(te=(2, 17))
-#: linear_proj keeps attention's output and no fp8 copy of it, but for the delayed recipe (megatron-core
+#: linear_proj saves attention's output instead of an fp8 copy, except with the delayed recipe (megatron-core
 #: ``attention.py: Attention.__init__``).
 PROJ_KEEPS_ORIGINAL = since(core=(0, 14), te=(2, 6))
-#: a2a and all_gather take heads of unequal widths, as in multi-latent attention (``context_parallel.py:
-#: attn_forward_func_with_cp``; 2.11 refuses, 2.20 takes them).
+#: a2a and all_gather support heads of unequal widths, as in multi-latent attention (``context_parallel.py:
+#: attn_forward_func_with_cp``; 2.11 refuses them, 2.20 supports them).
 UNEQUAL_HEADS_EXCHANGED = since(te=(2, 12))
-#: all_gather keeps its output and not those of its two steps beside it (``context_parallel.py:
+#: all_gather saves its output only; before, also those of its two steps (``context_parallel.py:
 #: AttnFuncWithCPAndKVAllGather``).
 STEPS_OF_ALL_GATHER_DROPPED = since(te=(2, 15))
-#: all_gather's forward makes an output of zeros, which packed sequences add to, beside the one that it fills (same).
+#: all_gather's forward makes a second output, of zeros, to which packed sequences add (the same function).
 ALL_GATHER_MAKES_TWO_OUTPUTS = since(te=(2, 18))
-#: The fused cross entropy writes its gradient into an fp32 tensor of its own, which is kept; before, over the logits
+#: The fused cross entropy writes its gradient into a new fp32 tensor, which is saved; before, over the logits
 #: (``triton/cross_entropy.py: cross_entropy_forward``).
 LOSS_GRADIENT_IN_FP32 = since(te=(2, 18))
-#: It keeps a copy of the logits, with two fp32 statistics a token, over which backward writes the gradient (the same
-#: function; megatron-core does not ask for ``overwrite_input``).
+#: The fused cross entropy saves a copy of the logits, over which backward writes the gradient, and two fp32 statistics
+#: per token (the same function; megatron-core does not set ``overwrite_input``).
 LOSS_KEEPS_A_COPY = since(te=(2, 19))
-#: Backward of the unfused attention's softmax makes a gradient and does not write over the incoming one: an operator
-#: that changes no argument (``dot_product_attention/softmax.py``).
+#: Backward of unfused attention's softmax makes a new gradient, as a functional operator; before, it writes over the
+#: output's gradient (``dot_product_attention/softmax.py``).
 SOFTMAX_MAKES_A_GRADIENT = since(te=(2, 19))
-#: Moments that are both in bf16 are updated as they are; before, and for any other narrow state, a step has fp32 copies
+#: If both moments are bf16 they are updated in place; before, and for any other narrow state, a step makes fp32 copies
 #: (``optimizers/fused_adam.py: FusedAdam.fuse_unscale``, step).
 BF16_MOMENTS_UPDATED_IN_PLACE = since(te=(2, 13))
-#: p2p adds each step's output to the sum as it goes round the ring, so that two steps' outputs and few buffers of keys
-#: and values are there; before, those of all steps until the end (``context_parallel.py: AttnFuncWithCPAndKVP2P``).
-RING_SUMS_AS_IT_GOES = since(te=(2, 20))
-#: Its containers carry a FlashAttention (2.4.1) with a deterministic backward (``dot_product_attention/utils.py:
+#: p2p adds each step's output to the sum at once, so that the outputs of two steps and few buffers of keys and values
+#: are alive; before, those of all steps until the end (``context_parallel.py: AttnFuncWithCPAndKVP2P``).
+RING_SUMS_EACH_STEP = since(te=(2, 20))
+#: NVIDIA's containers include a FlashAttention (2.4.1) with a deterministic backward (``dot_product_attention/utils.py:
 #: get_attention_backend``).
 FLASH_IS_DETERMINISTIC = since(te=(1, 6))
 
 # ---- PyTorch ----
 
-#: cuBLAS workspaces are of torch's own allocator (``aten/src/ATen/cuda/CublasHandlePool.cpp``, pull request 86645: no
-#: library of the wheel of 1.13 has ``clearCublasWorkspaces``, that of 2.0 has); before, cuBLAS made its own beside it.
+#: cuBLAS workspaces are in torch's allocator (``aten/src/ATen/cuda/CublasHandlePool.cpp``, pull request 86645: no
+#: library of the wheel of 1.13 has ``clearCublasWorkspaces``, that of 2.0 has); before, cuBLAS allocates its workspaces
+#: itself.
 CUBLAS_WORKSPACES_ALLOCATED = since(torch=(2, 0))
 #: cuBLAS workspaces on Blackwell are as large as on Hopper (``aten/src/ATen/cuda/CublasHandlePool.cpp:
-#: parseChosenWorkspaceSize``, and so compiled in the wheels: compute capability 9 alone in 2.11; 9, 10 and 12 in 2.12).
+#: parseChosenWorkspaceSize``; in the wheels: compute capability 9 only in 2.11; 9, 10 and 12 in 2.12).
 LARGE_CUBLAS_WORKSPACE_ON_BLACKWELL = since(torch=(2, 12))
 #: cuBLAS workspaces are freed after each product (the same file: ``getCurrentCUDABlasHandleWithWorkspace``), unless
-#: TORCH_CUBLAS_WORKSPACE_CACHE asks to keep them; before, they stay for good.
+#: TORCH_CUBLAS_WORKSPACE_CACHE is set; before, they persist.
 CUBLAS_WORKSPACES_FREED = since(torch=(2, 15))
 
 # ---- transformers ----
@@ -423,25 +429,28 @@ CUBLAS_WORKSPACES_FREED = since(torch=(2, 15))
 OLMO_IN_FP32 = TransformersRule((4, 52))
 #: ``masking_utils.py`` makes the masks of most classes; before, each class does.
 SHARED_MASKS = TransformersRule((4, 53))
-#: ``models/gpt2/modeling_gpt2.py: GPT2Model.forward`` has its masks from there too.
+#: ``models/gpt2/modeling_gpt2.py: GPT2Model.forward`` uses these masks too.
 SHARED_MASKS_OF_GPT2 = TransformersRule((4, 54))
 #: ``integrations/sdpa_attention.py: sdpa_attention_forward`` no longer copies what is not contiguous.
 SDPA_TAKES_VIEWS = TransformersRule((4, 56))
-#: ``GptOssExperts.forward`` takes an expert's weights by a number, of which they are views; before, by a tensor of one,
-#: which copies them.
+#: ``GptOssExperts.forward`` indexes an expert's weights by an int, which is a view; before, by a tensor, which copies
+#: them.
 EXPERTS_BY_NUMBER = TransformersRule((4, 56))
 #: ``use_gqa_in_sdpa``: keys and values are no longer repeated for every query head.
 SDPA_SHARES_KEYS = TransformersRule((4, 54))
-#: A batch without a mask may be packed, of which positions tell (``masking_utils.py: find_packed_sequence_indices``).
+#: A batch without a mask is treated as possibly packed, which position ids show (``masking_utils.py:
+#: find_packed_sequence_indices``).
 UNMASKED_MAY_BE_PACKED = TransformersRule((4, 54))
-#: Whether it is packed is looked at (the same function).
-PACKING_IS_LOOKED_AT = TransformersRule((5, 0))
-#: Experts' weights are one parameter of three dimensions each, for grouped products (``integrations/moe.py``).
+#: Whether it is packed is checked from the position ids (the same function).
+PACKING_IS_CHECKED = TransformersRule((5, 0))
+#: The weights of all experts are one three-dimensional parameter per projection, for grouped products
+#: (``integrations/moe.py``).
 EXPERTS_IN_ONE_PARAMETER = TransformersRule((5, 0))
-#: Checkpoints are not reentrant unless told (``modeling_utils.py: PreTrainedModel.gradient_checkpointing_enable``).
+#: Checkpoints are non-reentrant by default (``modeling_utils.py: PreTrainedModel.gradient_checkpointing_enable``).
 CHECKPOINTS_NOT_REENTRANT = TransformersRule((5, 0))
-#: Gemma scales embeddings in a module of its own; OLMo 3 rotates in the dtype of its queries.
+#: Gemma scales embeddings in a separate module; OLMo 3 rotates in the dtype of its queries.
 FAMILIES_OF_5 = TransformersRule((5, 0))
-#: Liger's releases from 0.8 on want transformers 5, and sum the output layer's gradient without an fp32 product
-#: (``ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward``); those beside transformers 4 make one.
+#: Liger's releases from 0.8 on require transformers 5, and accumulate the output layer's gradient without an fp32
+#: product (``ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward``); releases for transformers 4 make
+#: one.
 LIGER_ACCUMULATES_IN_PLACE = TransformersRule((5, 0))

@@ -1,30 +1,29 @@
-"""What torch's caching allocator reserves for a run: every storage that the estimate counts, in the order in which they
-come and go and on the stream on which they are made, replayed through the allocator.
+"""What torch's caching allocator reserves for a run: every storage that the estimate counts is allocated and freed in
+order, on its stream, in a model of the allocator.
 
-Reserved memory is what ``torch.cuda.max_memory_reserved`` gives: the most that the allocator has asked of the device.
-It is more than the most that was allocated, for two reasons that only the order shows. A stream's memory is no other's:
-FSDP2 gathers parameters on one stream and reduces gradients on another. And what comes into the place of something
-larger leaves a rest: optimizer states are made at the end of the first step, where activations were.
+Reserved memory is what ``torch.cuda.max_memory_reserved`` reports: the most that the allocator has requested from the
+device. It exceeds the most that is allocated for two reasons, which depend on the order. Streams do not share memory:
+FSDP2 gathers parameters on one stream and reduces gradients on another. And a block that is reused for something
+smaller leaves a remainder: optimizer states are allocated at the end of the first step, where activations were.
 
-FSDP2's own storages, stream by stream (torch 2.13 ``distributed/fsdp/_fully_shard/``):
+FSDP2's own storages by stream (torch 2.13 ``distributed/fsdp/_fully_shard/``):
 
 * all-gather: a unit's shards cast to ``param_dtype`` and the flat output (``_fsdp_collectives.py:
   foreach_all_gather``).
-* compute: its parameters whole (``foreach_all_gather_copy_out``), its whole gradients, the flat input of their
+* compute: its unsharded parameters (``foreach_all_gather_copy_out``), its unsharded gradients, the flat input of their
   reduction (``foreach_reduce``).
 * reduce-scatter: the reduction's output, cast to the parameters' dtype, of which gradients are views until the next
   step.
 
-Every step is as the first; what it reserves settles after the second, when optimizer states are where they stay.
+All steps are alike; reserved memory settles after the second, when optimizer states have their final place.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from math import prod
-from typing import NamedTuple
 
 from bridge_memory.components import Role
 from bridge_memory.engines.fsdp2 import FSDP2, Group
@@ -41,11 +40,11 @@ from bridge_memory.tapes.allocation_trace import Passes, Storages, tape_of
 from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
 from bridge_memory.tapes.parameters import Use
-from bridge_memory.workspaces.caching_allocator import CachingAllocator
+from bridge_memory.workspaces.caching_allocator import CachingAllocator, Reserved, reserved_by
 
-#: Training steps that are followed: nothing new is reserved after the second but by chance.
+#: Training steps that are replayed; after the second, more memory is reserved only by chance.
 STEPS = 4
-#: Options of transformers' modules that the tapes of blocks show, or that are looked at here; any other is refused.
+#: Options of transformers' modules that tapes of blocks or this module support; a run with any other is refused.
 _FOLLOWED = frozenset({
     "attn_implementation", "attention_mask", "sdpa_kernel", "gradient_checkpointing", "checkpoint_submodules",
     "use_reentrant", "liger_kernel", "selective_ac_option", "torch_compile", "compile_loss", "num_output_chunks",
@@ -54,25 +53,8 @@ _FOLLOWED = frozenset({
 COMPUTE, ALL_GATHER, REDUCE_SCATTER = "compute", "all-gather", "reduce-scatter"
 
 
-class Reserved(NamedTuple):
-    """Bytes that the allocator reserves at most, as it is and with ``expandable_segments:True``, by stream."""
-
-    segments: int
-    expandable: int
-    segments_of: tuple[tuple[str, int], ...]
-    expandable_of: tuple[tuple[str, int], ...]
-    #: The most that is allocated in the same replay.
-    allocated: int
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "segments": self.segments, "expandable_segments": self.expandable, "streams": dict(self.segments_of),
-            "streams_expandable_segments": dict(self.expandable_of), "allocated": self.allocated,
-        }  # fmt: skip
-
-
 def why_not(run: RunSpec) -> str | None:
-    """Why a run is not replayed, in one line; None where it is."""
+    """Why a run cannot be replayed, in one line; None if it can."""
     t, f = run.transformers, run.fsdp
     engine = run.data_parallel.engine
     if engine not in ("fsdp2", "single"):
@@ -100,19 +82,12 @@ def why_not(run: RunSpec) -> str | None:
 
 
 def replayed(run: RunSpec) -> Reserved:
-    """The whole model on one rank, the one with the longest shards. Raises SpecError for what the estimate refuses;
-    ``why_not`` says what this does not follow."""
+    """Replays the whole model on the rank with the largest shards. Raises SpecError for what the estimate refuses;
+    ``why_not`` says what cannot be replayed."""
     assert why_not(run) is None, why_not(run)
     plain, expandable = CachingAllocator(), CachingAllocator(expandable_segments=True)
     _Job(run, (plain, expandable)).train()
-    return Reserved(
-        plain.peak_reserved, expandable.peak_reserved, _sorted(plain.by_stream()), _sorted(expandable.by_stream()),
-        plain.peak_allocated,
-    )
-
-
-def _sorted(of_streams: dict[Hashable, int]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(((str(name), n) for name, n in of_streams.items()), key=lambda item: -item[1]))
+    return reserved_by(plain, expandable)
 
 
 class _Job:
@@ -122,12 +97,12 @@ class _Job:
         self.run = run
         self.allocators = allocators
         self.stream = COMPUTE
-        self.storages = Storages(self._told)
+        self.storages = Storages(self._report)
         ctx = context_of(run)
         shape = layout(run.model, run.parallel).shapes(run.model)[0][0]
         self.model: Model = model_of(run, chunk_units(run.model, shape, ctx))
         self.blocks = self._blocks()
-        #: Masks of scores that all layers share; checkpoints hold them to the end of backward.
+        #: Bytes of the attention masks that all layers share; checkpoints hold them until the end of backward.
         self.masks = mask_bytes(run.model, ctx)
         t = run.transformers
         self.holds_masks = t.gradient_checkpointing or t.selective_ac_option is not None
@@ -142,14 +117,14 @@ class _Job:
         self.modules: dict[int, list[Module]] = {}
         for module in self.model.modules:
             self.modules.setdefault(module.place, []).append(module)
-        #: Whole parameters and gradients of every group, gradients that the step waits for; by the group's places.
+        #: By the group's places: gathered parameters, and gradients made so far; and gradients that wait for the step.
         self.whole: dict[tuple[int, ...], list[int]] = {}
         self.made: dict[tuple[int, ...], list[int]] = {}
         self.waiting: list[int] = []
         self.gathered: tuple[tuple[int, ...], int] | None = None
         self.reducing: int | None = None
 
-    def _told(self, number: int, nbytes: int | None) -> None:
+    def _report(self, number: int, nbytes: int | None) -> None:
         for allocator in self.allocators:
             if nbytes is None:
                 allocator.free(number)
@@ -165,7 +140,7 @@ class _Job:
     # ---- the model ----
 
     def _blocks(self) -> list[Passes]:
-        """Of every place."""
+        """The passes of the block at every place."""
         run, t = self.run, self.run.transformers
         model = run.model
         ctx = context_of(run)
@@ -174,7 +149,7 @@ class _Job:
 
         def passes(key: object, block: Callable[..., object], *, again: bool = False) -> Passes:
             if key not in known:
-                known[key] = Passes(tape_of(ctx, block), self.storages, again=again, keeps=keeps)
+                known[key] = Passes(tape_of(ctx, block), self.storages, recompute=again, keeps=keeps)
             return known[key]
 
         out = [passes(Label.EMBEDDING, lambda c: embedding_block(model, c))]
@@ -188,7 +163,7 @@ class _Job:
     # ---- training ----
 
     def train(self) -> None:
-        """From the shards on, which a model on the meta device gets once it is sharded."""
+        """Training from the allocation of shards on: the model is constructed on the meta device and then sharded."""
         for module in self.model.modules:
             for p, times in module.parameters():
                 for _ in range(times):
@@ -259,24 +234,25 @@ class _Job:
             self.storages.drop(masks)
 
     def _keep_gradients(self, place: int, given: list[int]) -> None:
-        """Those that the block told of (by its tape, one a matrix), and those of its other parameters."""
+        """Keep the gradients that the block's tape reported (one for each matrix), and allocate those of its other
+        parameters."""
         group = self.at.get(place)
         made = self.made.setdefault(group.places, []) if group is not None else self.waiting
         made += given
         if place == 0 and self.run.model.share_embeddings_and_output_weights:
-            # Added to what the output layer gave, in a third (``inventory/shared_weights.py``).
+            # Added to the output layer's gradient, in a third tensor (``inventory/shared_weights.py``).
             dense = max(made, key=self.storages.size)
             own = self._make(self.storages.size(dense))
             made[made.index(dense)] = self._make(self.storages.size(dense))
             self.storages.drop_all((dense, own))
             return
-        told = Counter(map(self.storages.size, given))
+        reported = Counter(map(self.storages.size, given))
         for module in self.modules.get(place, ()):
             for p, times in module.trained_parameters():
                 for _ in range(times):
                     nbytes = p.numel * self.gradient_width
-                    if told[nbytes]:
-                        told[nbytes] -= 1
+                    if reported[nbytes]:
+                        reported[nbytes] -= 1
                     else:
                         made.append(self._make(nbytes))
 
@@ -284,10 +260,10 @@ class _Job:
 
     def _reshards(self, group: Group) -> bool:
         assert self.engine is not None
-        return self.engine._resharded(group)
+        return self.engine.reshards(group)
 
     def _gather(self, group: Group) -> int:
-        """The flat output of a unit's all-gather."""
+        """The storage of the flat output of a unit's all-gather."""
         cast = self._make(group.cast, ALL_GATHER)
         output = self._make(group.output, ALL_GATHER)
         self.storages.drop(cast)
@@ -307,7 +283,7 @@ class _Job:
         return last
 
     def _enter(self, group: Group, last: int | None) -> int:
-        """Forward: the output before goes with the copy-out of this one's, at its end."""
+        """Gather a unit in forward; the previous flat output is freed after this unit's copy-out."""
         output = self._gather(group)
         self._copy_out(group)
         if last is not None:
@@ -315,7 +291,7 @@ class _Job:
         return output
 
     def _enter_backward(self, group: Group) -> None:
-        """Its output was gathered ahead but for the first; then that of the unit before it is."""
+        """Gather a unit in backward, unless it was gathered ahead; then gather the unit before it ahead."""
         ahead = self.gathered
         output = ahead[1] if ahead is not None and ahead[0] == group.places else self._gather(group)
         self._copy_out(group)
@@ -327,8 +303,8 @@ class _Job:
             self.gathered = units[number - 1].places, self._gather(units[number - 1])
 
     def _reduce(self, group: Group) -> None:
-        """``FSDPParamGroup.post_backward``: parameters go, then the input of the last reduction, then gradients once
-        they are copied into this one's."""
+        """``FSDPParamGroup.post_backward``: frees parameters, then the input of the last reduction, then gradients once
+        they are copied into the input of this one."""
         self.storages.drop_all(self.whole.pop(group.places, ()))
         if self.reducing is not None:
             self.storages.drop(self.reducing)

@@ -1,4 +1,4 @@
-"""Estimate: the answer, per pipeline stage, in numbers and by component."""
+"""Estimate: memory per pipeline stage, in totals and by component."""
 
 from __future__ import annotations
 
@@ -6,74 +6,86 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from bridge_memory.components import STATIC_ROLES, Component, Role
+from bridge_memory.components import GIB, STATIC_ROLES, Component, Role
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.parts import ENGINE_OPTIONS
 from bridge_memory.spec.unmodelled import Bounds, Unmodelled, as_feature, bounds
 
-#: Of ``Estimate.to_dict``.
+#: Schema of ``Estimate.to_dict``.
 SCHEMA = "bridge-memory/estimate/3"
-GIB = 1 << 30
-#: The phase in which a stage's peak lies when forward and backward need less than the optimizer.
+#: The phase of a stage's peak if the optimizer's step needs more than forward and backward.
 OPTIMIZER_STEP = "optimizer step"
 
 
 @dataclass(frozen=True, slots=True)
 class StageEstimate:
-    """One physical pipeline rank. Totals are sums over ``components``, nothing else."""
+    """One pipeline stage, as one of its GPUs holds it. Bytes; a total is the sum of the components that it names.
+
+    Example:
+        >>> from bridge_memory import RunSpec, explain
+        >>> stage = explain(RunSpec(model="meta-llama/Llama-3.2-1B"), 0)
+        >>> stage.weights_bytes == 2 * stage.parameters
+        True
+        >>> stage.static_bytes < stage.peak_bytes
+        True
+    """
 
     stage: int
-    #: 0-based decoder layers held by this stage, over all its virtual chunks, in chunk order.
+    #: 0-based decoder layers of this stage, over all its virtual stages, in their order.
     layers: tuple[int, ...]
-    #: Parameters in one rank's shard (elements).
+    #: Parameters of one rank (elements).
     parameters: int
-    #: Of each virtual stage, the microbatches whose activations are held at the peak.
+    #: For each virtual stage, the number of microbatches whose activations are alive at the peak.
     in_flight: tuple[int, ...]
     components: tuple[Component, ...]
     #: "forward", "backward", "loss", "optimizer step", with the operation that makes the peak.
     peak_phase: str
     peak_operation: str = ""
-    #: What lives from the end of one step to the start of the next, and so not at the peak (unless that is
-    #: where the peak is: then they are among the components).
+    #: Alive from the end of one step to the start of the next, and so not at the peak. If the peak is there, they are
+    #: among ``components`` instead.
     carried_over: tuple[Component, ...] = ()
-    #: What a rank keeps in host memory for its engine: (name, bytes).
+    #: Host memory of a rank: (name, bytes).
     host: tuple[tuple[str, int], ...] = ()
-    #: The most in each phase of training that is modelled, from making the engine to saving: (its name, bytes).
+    #: Peak of each phase of training that is modelled, from constructing the engine to saving: (name, bytes).
     phases: tuple[tuple[str, int], ...] = ()
 
     @property
     def host_bytes(self) -> int:
-        """In host memory, which is no part of any other total."""
+        """Bytes in host memory, which no other total includes."""
         return sum(nbytes for _, nbytes in self.host)
 
     @property
     def in_flight_microbatches(self) -> int:
-        """Those of the virtual stage that holds most."""
+        """Microbatches in flight on the virtual stage that has most."""
         return max(self.in_flight)
 
     def bytes_of(self, *roles: Role | str) -> int:
+        """Bytes of the components with one of these roles."""
         return sum(c.bytes for c in self.components if c.role in roles)
 
     @property
     def weights_bytes(self) -> int:
+        """Parameters."""
         return self.bytes_of(Role.WEIGHTS)
 
     @property
     def gradients_bytes(self) -> int:
+        """Gradients and their buffers."""
         return self.bytes_of(Role.GRADIENTS)
 
     @property
     def optimizer_bytes(self) -> int:
+        """Main parameters and moments."""
         return self.bytes_of(Role.OPTIMIZER)
 
     @property
     def buffers_bytes(self) -> int:
-        """Lasting buffers: workspaces, RoPE tables, expert-bias buffers."""
+        """Persistent buffers: workspaces, RoPE tables, expert-bias buffers."""
         return self.bytes_of(Role.BUFFERS)
 
     @property
     def static_bytes(self) -> int:
-        """What torch reports as allocated after an optimizer step."""
+        """What ``torch.cuda.memory_allocated`` reports after an optimizer step."""
         return self.bytes_of(*STATIC_ROLES) + sum(c.bytes for c in self.carried_over)
 
     @property
@@ -83,44 +95,59 @@ class StageEstimate:
 
     @property
     def transient_bytes(self) -> int:
+        """Temporaries of the operation at the peak."""
         return self.bytes_of(Role.TRANSIENT)
 
     @property
     def peak_bytes(self) -> int:
-        """What torch reports as max allocated, from the second step on."""
+        """What ``torch.cuda.max_memory_allocated`` reports, from the second step on."""
         return sum(c.bytes for c in self.components)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The answer, per pipeline stage."""
+    """Memory of every pipeline stage of a run. ``str()`` of it is one line a stage, in GiB.
+
+    Example:
+        >>> from bridge_memory import RunSpec, estimate
+        >>> result = estimate(RunSpec(model="meta-llama/Llama-3.2-1B"))
+        >>> result.peak_stage.stage, len(result.stages)
+        (0, 1)
+        >>> result.to_dict()["peak"]["bytes"] == result.peak_stage.peak_bytes
+        True
+    """
 
     run: RunSpec
+    #: One for each pipeline stage, in order.
     stages: tuple[StageEstimate, ...]
-    #: Parameters of the whole model, tied weights once, MTP apart.
+    #: Parameters of the whole model (elements), tied weights once, MTP separately.
     parameters: int
+    #: Parameters of its MTP layers.
     mtp_parameters: int
+    #: What was assumed, a sentence each.
     assumptions: tuple[str, ...]
+    #: What changes memory and is not modelled, a sentence each.
     not_modelled: tuple[str, ...]
 
     @property
     def peak_stage(self) -> StageEstimate:
+        """The stage with the highest peak."""
         return max(self.stages, key=lambda s: s.peak_bytes)
 
     @property
     def unmodelled(self) -> tuple[Unmodelled, ...]:
-        """What is not modelled, each sentence once, with how it can move the peak."""
+        """Features that are not modelled, each once, with how they can change the peak."""
         return tuple(map(as_feature, dict.fromkeys(self.not_modelled)))
 
     @property
     def peak_bounds(self) -> Bounds:
-        """Bytes between which the highest peak lies once everything that is not modelled has moved it."""
+        """Bounds in bytes of the highest peak, given the effects of everything that is not modelled."""
         return bounds(self.peak_stage.peak_bytes, self.not_modelled)
 
     def to_dict(self, *, stage: int | None = None) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers, ready for ``json.dumps`` (schema ``SCHEMA``, but for what it fits).
+        """Plain dicts, lists, strings and numbers, ready for ``json.dumps`` (schema ``SCHEMA``, without its verdict).
 
-        ``stage`` leaves only that one among ``stages``; the peak is that of the whole run.
+        ``stage``: include only this one in ``stages``; the peak is still that of the whole run.
         """
         model, worst = self.run.model, self.peak_stage
         return {
@@ -150,7 +177,7 @@ class Estimate:
         }
 
     def __str__(self) -> str:
-        """One line a stage."""
+        """A summary with one line per stage."""
         worst = self.peak_stage
         lines = [f"{self.run.model.name}: peak {worst.peak_bytes / GIB:.2f} GiB on stage {worst.stage}"]
         if len(self.stages) > 1:
@@ -165,7 +192,17 @@ class Estimate:
 
 
 class StagePeak(NamedTuple):
-    """One physical pipeline rank in numbers, bytes on one of its GPUs."""
+    """One pipeline stage in numbers: bytes on one of its GPUs.
+
+    ``static_bytes`` is what is allocated between steps; ``peak_bytes`` what ``torch.cuda.max_memory_allocated`` reports
+    from the second step on.
+
+    Example:
+        >>> from bridge_memory import RunSpec, peaks
+        >>> (stage,) = peaks(RunSpec(model="meta-llama/Llama-3.2-1B"))
+        >>> stage.stage, stage.static_bytes < stage.peak_bytes
+        (0, True)
+    """
 
     stage: int
     static_bytes: int
@@ -179,7 +216,7 @@ def _plain(group: Any) -> dict[str, Any]:
 
 
 def _parallelism(run: RunSpec) -> dict[str, Any]:
-    """Megatron's sizes, with what follows from them filled in."""
+    """Megatron's parallel sizes, with derived ones filled in."""
     p = run.parallel
     return {
         **_plain(p),

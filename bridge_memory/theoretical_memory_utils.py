@@ -215,18 +215,22 @@ def theoretical_memory_line(config: Any, num_microbatches: int | None = None) ->
 
 
 def verdict(config: Any, num_microbatches: int | None = None, *, gpus: Sequence[str] = ()) -> str:
-    """Whether the run fits ``gpus`` (names; none: the common ones) by the inventory, in one line: the peak, or between
-    what it lies, then each card. "unknown" where what is not modelled decides it, by name; "" for a
-    MegatronMIMOProvider. Raises SpecError for what cannot be estimated, and for a card that is not known."""
+    """Whether the run fits ``gpus`` (names; none: the common ones) by the inventory, in one line.
+
+    UNKNOWN where unmodelled features, which are named, can decide; "" for a MegatronMIMOProvider. Raises SpecError for
+    a run that cannot be estimated and for an unknown GPU.
+    """
     from bridge_memory.estimation import estimate
     from bridge_memory.readers.config_container import run_from_config_container
     from bridge_memory.report.answer import answer_of, peak_words
-    from bridge_memory.report.gpus import fits
+    from bridge_memory.verdict import fits
 
     if is_mimo(config):
         return ""
     result = estimate(run_from_config_container(config, num_microbatches=num_microbatches))
-    return f"verdict: {peak_words(result)}; {answer_of(result, fits(result, gpus)).words}"
+    on_gpus = fits(result, gpus)
+    words = answer_of(result, on_gpus).words
+    return f"verdict: {words}" if len(on_gpus) == 1 else f"verdict: {peak_words(result)}; {words}"
 
 
 def _line(estimate: TrainingMemoryEstimate) -> str:

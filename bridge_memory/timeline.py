@@ -1,8 +1,8 @@
-"""A pipeline stage over one training step: what is alive at every operation that can be told apart.
+"""A pipeline stage over one training step: what is alive at every operation that the estimate distinguishes.
 
-Passes come in the order of the schedule (``schedule.events.walk``), and inside a pass the links of its chunk one after
-the other (``inventory.chain.follow``). The highest of all points is the peak that ``estimate`` gives, to the byte. The
-order is real; how long anything takes is not known here.
+Passes are in the order of the schedule (``schedule.events.walk``), and within a pass the links of its chunk in their
+order (``tapes.chain.peaks_by_link``). The highest of all points is the peak that ``estimate`` gives, to the byte. The
+order is real; durations are not modelled.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from bridge_memory.result import OPTIMIZER_STEP
 from bridge_memory.schedule.events import ChunkCost, overlapped, schedule_table, walk
 from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.spec import RunSpec
-from bridge_memory.tapes.chain import ChunkInventory, Label, follow
+from bridge_memory.tapes.chain import ChunkInventory, Label, peaks_by_link
 
-#: (microbatch, chunk) passes in one direction up to which a step is followed whole.
+#: Up to so many (microbatch, chunk) passes in one direction all microbatches of a step are followed.
 MOST_PASSES = 128
 
 
 class Step(NamedTuple):
-    """One link of a chunk (a layer, the embedding, the loss) while it runs, in bytes of one microbatch.
+    """One link of a chunk (a layer, the embedding, the loss), in bytes of one microbatch.
 
-    ``keeps``: saved for backward by it; ``before``: by the links before it. ``forward`` and ``backward``: all that is
-    alive in the chunk at its own peaks, which is made by the operations of these names.
+    ``keeps``: saved for backward by it; ``before``: by the links before it. ``forward`` and ``backward``: everything
+    alive in the chunk at the link's peaks, which are at ``forward_operation`` and ``backward_operation``.
     """
 
     label: Label
-    #: Decoder layers that it is.
+    #: Numbers of its decoder layers.
     layers: tuple[int, ...]
     before: int
     keeps: int
@@ -43,24 +43,24 @@ class Step(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One virtual stage: its links, what one microbatch keeps in all of them, and what earlier backward passes of the
-    others left behind beside it."""
+    """One virtual stage: its links, the bytes that one microbatch saves in all of them, and the bytes that other
+    virtual stages carry over from earlier backward passes."""
 
     steps: tuple[Step, ...]
     saved: int
-    beside: int
+    carried_over: int
 
 
 class Pass(NamedTuple):
-    """One pass: ``phase`` as ``schedule.events.Moment`` has it. Under "overlapped" ``chunk`` and ``microbatch`` run
-    backward while the other two run forward, and ``peak`` is the most that the two have, in bytes."""
+    """One pass; ``phase`` as in ``schedule.events.Moment``. In phase "overlapped" ``microbatch`` of ``chunk`` runs
+    backward while ``forward_microbatch`` of ``forward_chunk`` runs forward; ``peak``: the most bytes of both."""
 
     phase: str
     microbatch: int
     chunk: int
-    #: Hidden states that the schedule holds meanwhile.
+    #: Number of hidden states that the schedule holds during the pass.
     hidden: int
-    #: Microbatches of each chunk whose saved tensors are there, those that run included.
+    #: Number of microbatches of each chunk whose saved tensors are alive, the running ones included.
     alive: tuple[int, ...]
     forward_microbatch: int = -1
     forward_chunk: int = -1
@@ -68,49 +68,50 @@ class Pass(NamedTuple):
 
 
 class Point(NamedTuple):
-    """What is alive at one moment, in bytes; ``pass_number`` -1 is before the first pass, the number of passes after
-    the last; ``step`` is the link that runs, -1 between links."""
+    """What is alive at one moment, in bytes. ``pass_number``: -1 before the first pass, the number of passes after the
+    last. ``step``: the running link, -1 between links."""
 
     pass_number: int
     step: int
-    #: Saved for backward: by finished passes, and by the links of this one up to here.
+    #: Saved for backward: by finished passes, and by the links of this pass so far.
     activations: int
     #: Hidden states that the schedule holds.
     pipeline: int
-    #: What is there until the link, or the optimizer's step, is done, the batch among it.
-    passing: int
-    #: What the last step leaves until the first forward pass.
+    #: Temporaries of the running link or of the optimizer's step, and the batch.
+    transient: int
+    #: Carried over from the last step until the first forward pass.
     carried_over: int
     total: int
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One stage over one step. ``points`` are worked out anew from what is kept here."""
+    """One stage over one step; ``points`` computes what is alive. Sizes are bytes."""
 
     stage: int
-    #: Bytes of weights, gradients, optimizer state and buffers, which are there all the time.
+    #: By role: weights, gradients, optimizer state and buffers, which are alive throughout.
     persistent: dict[Role, int]
     carried_over: int
     #: The batch, and parameters gathered for all passes.
     always: int
-    #: Made for the optimizer's step.
+    #: Allocated for the optimizer's step.
     in_step: int
+    #: One hidden state.
     hidden_state: int
-    #: Microbatches of the step, and those that are followed: what is left out is like the rounds before it.
+    #: Microbatches of the step, and how many of them are followed: the others repeat the rounds before them.
     microbatches: int
     followed: int
     chunks: tuple[Chunk, ...]
     passes: tuple[Pass, ...]
 
     def points(self) -> Iterator[Point]:
-        """From the start of the step to its end."""
+        """All points from the start of the step to its end."""
         floor = sum(self.persistent.values())
         saved = [chunk.saved for chunk in self.chunks]
         yield Point(-1, -1, 0, 0, 0, self.carried_over, floor + self.carried_over)
 
-        def point(number: int, step: int, kept: int, held: int, passing: int) -> Point:
-            return Point(number, step, kept, held, passing, 0, floor + kept + held + passing)
+        def point(number: int, step: int, kept: int, held: int, transient: int) -> Point:
+            return Point(number, step, kept, held, transient, 0, floor + kept + held + transient)
 
         for number, one in enumerate(self.passes):
             held = one.hidden * self.hidden_state
@@ -121,30 +122,31 @@ class Timeline:
                 counted = alive - min(saved[one.chunk], saved[one.forward_chunk])
                 yield point(number, 0, counted, held, alive - both + one.peak - counted + self.always)
                 continue
-            others, beside = alive - chunk.saved, chunk.beside + self.always
+            others, more = alive - chunk.saved, chunk.carried_over + self.always
             backward = one.phase == "backward"
             if backward:
-                yield point(number, -1, alive, held, beside)
+                yield point(number, -1, alive, held, more)
             order = range(len(chunk.steps))
             for i in reversed(order) if backward else order:
                 step = chunk.steps[i]
                 kept = step.before + step.keeps
                 high = step.backward if backward else step.forward
-                yield point(number, i, others + kept, held, high - kept + beside)
+                yield point(number, i, others + kept, held, high - kept + more)
             if not backward:
-                yield point(number, -1, alive, held, beside)
+                yield point(number, -1, alive, held, more)
         end = len(self.passes)
         yield Point(end, -1, 0, 0, 0, 0, floor)
         yield Point(end, 0, 0, 0, self.in_step, self.carried_over, floor + self.carried_over + self.in_step)
 
     def peak(self) -> Point:
-        """The highest point, the first of equals. At the start of the step is what the optimizer's step has too."""
+        """The highest point, the first of equals. The start of the step is skipped: the optimizer's step has the same
+        and more."""
         points = self.points()
         next(points)
         return max(points, key=lambda point: point.total)
 
     def operation(self, point: Point) -> str:
-        """What makes it, for people."""
+        """The operation at a point, for people."""
         if point.pass_number < 0:
             return "start of the step"
         if point.pass_number == len(self.passes):
@@ -179,8 +181,8 @@ def step_timeline(run: RunSpec, stage: int) -> Timeline:
 
 
 def _followed(run: RunSpec, v: int, total: int) -> int:
-    """So many microbatches show all that ``total`` do, as ``schedule.peak.dynamic_peak`` has it: every round between
-    warm-up and cool-down is like the last."""
+    """The number of microbatches to follow, which have the same moments as ``total`` (``few_microbatches``): every
+    round between warm-up and cool-down is like the last."""
     if total * v <= MOST_PASSES:
         return total
     pp = run.parallel.pp
@@ -188,9 +190,9 @@ def _followed(run: RunSpec, v: int, total: int) -> int:
 
 
 def _chunks(parts: StageParts) -> Iterator[Chunk]:
-    residue = sum(inventory.residue for inventory in parts.inventories)
+    carried_over = sum(inventory.carried_over for inventory in parts.inventories)
     for layers, inventory in zip(parts.layers, parts.inventories, strict=True):
-        yield Chunk(tuple(_steps(inventory, layers)), inventory.retained, residue - inventory.residue)
+        yield Chunk(tuple(_steps(inventory, layers)), inventory.retained, carried_over - inventory.carried_over)
 
 
 _OF_LAYERS = (Label.LAYER, Label.RECOMPUTED, Label.OFFLOADED)
@@ -199,7 +201,7 @@ _OF_LAYERS = (Label.LAYER, Label.RECOMPUTED, Label.OFFLOADED)
 def _steps(inventory: ChunkInventory, layers: tuple[int, ...]) -> Iterator[Step]:
     at = 0
     names: dict[int, tuple[str, str]] = {}
-    for link, before, forward, backward in follow(inventory):
+    for link, before, forward, backward in peaks_by_link(inventory):
         number = link.layers if link.label in _OF_LAYERS else 0
         if id(link) not in names:
             names[id(link)] = link.forward_name(), link.backward_name()

@@ -1,7 +1,7 @@
 """How long a search takes, beside the same layouts one by one: ``python scripts/benchmark_search.py [CASE ...]``.
 
 Each case runs in processes of its own. ``whole`` is what a user waits for: imports, the model, the search and the best
-20 explained by ``estimate``, from nothing and with what blocks cost kept in a folder (``--cache``). ``together`` is the
+20 explained by ``estimate``, from nothing and with what blocks cost kept in a folder (``--cache``). ``batched`` is the
 search alone, the second time in its process, and ``one_by_one`` ``peaks`` with ``step_time`` of layouts that are drawn
 from the same space, one after the other. CPU seconds, which other work on the machine moves least, and in brackets wall
 time. Every drawn layout is also looked up in what the arrays gave: both must be equal to the byte and to the last bit.
@@ -49,21 +49,22 @@ CASES = {
 ONE_BY_ONE = 300
 
 
-def together(case: Case) -> dict[str, Any]:
+def batched(case: Case) -> dict[str, Any]:
     """The search as arrays, and what it gave for some layouts."""
+    from bridge_memory.plan.found import Refused
     from bridge_memory.plan.megatron.many import Sheet, fitting
     from bridge_memory.plan.megatron.search import search
-    from bridge_memory.plan.megatron.space import Refused
-    from bridge_memory.report.gpus import find_gpu, margin_bytes
+    from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.constants import DEFAULT
     from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.verdict import margin_bytes
 
     space, hardware = _space(case), hardware_of(case.gpu)
     card = find_gpu(case.gpu).capacity_bytes
 
     def looked() -> tuple[float, Any]:
         start = time.process_time()
-        found = search(space, hardware, capacity=card, margin=lambda peak: margin_bytes(peak, case.gpus), together=True)
+        found = search(space, hardware, capacity=card, margin=lambda peak: margin_bytes(peak, case.gpus), batched=True)
         return time.process_time() - start, found
 
     looked()
@@ -84,8 +85,9 @@ def whole(case: Case, cache: str | None) -> dict[str, Any]:
     """What the process takes, imports included, to search and to explain the best 20 rows."""
     start = time.perf_counter() - time.process_time()
     from bridge_memory.plan.megatron.search import search
-    from bridge_memory.report.gpus import find_gpu, margin_bytes
+    from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.verdict import margin_bytes
 
     found = search(
         _space(case), hardware_of(case.gpu), capacity=find_gpu(case.gpu).capacity_bytes,
@@ -143,21 +145,22 @@ def _changed(spec: Any, base: Any) -> dict[str, Any]:
 def _in_a_process(what: str, case: str, given: Any = None) -> dict[str, Any]:
     command = [sys.executable, __file__, "--work", what, case]
     done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
-    parser.add_argument("--work", choices=("whole", "together", "one_by_one"), help=argparse.SUPPRESS)
+    parser.add_argument("--work", choices=("whole", "batched", "one_by_one"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     unknown = [name for name in args.cases if name not in CASES]
     if unknown:
         parser.error(f"{unknown[0]} is none of {', '.join(CASES)}")
     if args.work:
         case, given = CASES[args.cases[0]], json.load(sys.stdin)
-        if args.work == "together":
-            print(json.dumps(together(case)))
+        if args.work == "batched":
+            print(json.dumps(batched(case)))
         else:
             print(json.dumps(whole(case, given) if args.work == "whole" else one_by_one(case, given)))
         return
@@ -170,7 +173,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             _in_a_process("whole", name, folder)
             kept = _in_a_process("whole", name, folder)
-        ours = _in_a_process("together", name)
+        ours = _in_a_process("batched", name)
         theirs = _in_a_process("one_by_one", name, ours["drawn"])
         each, single = cold["cpu"] / ours["looked_at"] * 1e6, theirs["seconds"] / ONE_BY_ONE * 1e6
         cells = (

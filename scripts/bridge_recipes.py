@@ -1,4 +1,5 @@
-"""Estimate every recipe of the installed Megatron Bridge (pretrain, sft, peft) and write references/bridge_recipes.md.
+"""Estimate every recipe of the installed Megatron Bridge (pretrain, sft, peft) and write
+references/generated/bridge_recipes.md.
 
     python scripts/bridge_recipes.py [--write | --check] [--only llama3_8b ...]
 
@@ -30,7 +31,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = ROOT / "bridge_memory" / "readers" / "presets"
-TABLE = ROOT / "references" / "bridge_recipes.md"
+TABLE = ROOT / "references" / "generated" / "bridge_recipes.md"
 GIB = 1 << 30
 #: How the estimate's remarks begin that name something that is not modelled.
 MISSING = "not modelled: "

@@ -54,10 +54,11 @@ from bridge_memory.files import write_whole  # noqa: E402
 from bridge_memory.readers import resolve_model  # noqa: E402
 from bridge_memory.readers.presets import list_presets  # noqa: E402
 from bridge_memory.rehearsal.refusals import refuse_what_is_ignored  # noqa: E402
+from bridge_memory.rehearsal.runnable import on_meta, take_transformer_engine  # noqa: E402
 from bridge_memory.rehearsal.world import RehearsalUnavailable  # noqa: E402
-from bridge_memory.report.gpus import find_gpu  # noqa: E402
 from bridge_memory.spec import ModelSpec, SpecError  # noqa: E402
 from bridge_memory.spec.fields import rules_of  # noqa: E402
+from bridge_memory.spec.gpus import find_gpu  # noqa: E402
 from bridge_memory.spec.parts import OPTIMIZERS  # noqa: E402
 
 #: Of saved bytes and peaks; state must be exact.
@@ -335,11 +336,11 @@ def judge(case: Case) -> dict[str, Any]:
 
     try:
         with quiet():
-            why_not = command.take_transformer_engine()
+            why_not = take_transformer_engine()
             require_megatron()
             try:
                 args = parse(case)
-                spec = command.on_meta(command.described(args), why_not, [])
+                spec = on_meta(command.described(args), why_not, [])
             except RehearsalUnavailable as error:
                 return {"outcome": NOT_REHEARSED, "why": str(error)}
             except SpecError as error:
@@ -376,7 +377,7 @@ def _without_validation(case: Case, why_not: str) -> str:
     try:
         with _nothing_validated():
             args = parse(case)
-            rehearse(command.on_meta(command.described(args), why_not, []), args.stage)
+            rehearse(on_meta(command.described(args), why_not, []), args.stage)
     except StackRefusal:
         return BOTH_REFUSE
     except Exception:  # What was refused need not make sense to anything behind the refusal.

@@ -12,11 +12,14 @@ It prints a table of all groups and the constants as they stand in ``speed/const
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from bridge_memory.accuracy.speed_fit import Fit, scores
-from bridge_memory.accuracy.throughput import Measured, read_throughput
+from bridge_memory.accuracy.throughput import MeasuredRun, read_throughput
 from bridge_memory.cli.accuracy import groups
 from bridge_memory.report.printing import print_blocks
 from bridge_memory.speed.constants import DEFAULT, FITTED_ON
@@ -28,7 +31,7 @@ def main() -> None:
     parser.add_argument("--fit", nargs="+", metavar="GROUP", default=list(FITTED_ON))
     parser.add_argument("--rounds", type=int, default=10, help="0: show how the constants as they are rank")
     args = parser.parse_args()
-    rows = [r for r in read_throughput(args.runs) if isinstance(r, Measured) and r.seconds is not None]
+    rows = [r for r in read_throughput(args.runs) if isinstance(r, MeasuredRun) and r.seconds is not None]
     constants = DEFAULT
     if args.rounds:
         constants = Fit([r for r in rows if r.group in args.fit]).best(args.rounds, partial(print, flush=True))

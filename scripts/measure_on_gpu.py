@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from bridge_memory.estimation import estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.rehearsal.measuring import add_measuring_arguments, in_its_own_process, margins, snapshot_arguments
@@ -271,10 +273,10 @@ def write_predictions(te: bool, path: str) -> None:
 
 
 def _built(wanted: list[Configuration], te: bool) -> list[Any]:
-    from bridge_memory.rehearsal.model import NotBuildable, build_chunks, parameter_shapes
+    from bridge_memory.rehearsal.model import build_chunks, parameter_shapes
     from bridge_memory.rehearsal.patches import building
     from bridge_memory.rehearsal.te_shapes import parameter_shapes_with_te
-    from bridge_memory.rehearsal.world import fake_world
+    from bridge_memory.rehearsal.world import NotBuildable, fake_world
     from bridge_memory.spec.ranks import rank_of_stage
 
     if te:
@@ -321,11 +323,11 @@ class Line:
 
 def line_of(name: str, record: dict[str, Any]) -> Line:
     """Predict a record as ``bridge-memory accuracy`` does."""
-    from bridge_memory.accuracy.corpus import Row
+    from bridge_memory.accuracy.corpus import RecordLine
     from bridge_memory.accuracy.predictions import predict
     from bridge_memory.accuracy.records import read_record
 
-    (outcome,) = predict(read_record(Row(name, record)))
+    (outcome,) = predict(read_record(RecordLine(name, record)))
     if outcome.status != "ok":
         raise SpecError(f"{name}: {outcome.reason}")
     predicted = (outcome.predicted_allocated_bytes or 0, outcome.predicted_max_allocated_bytes or 0)

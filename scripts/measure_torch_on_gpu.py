@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from bridge_memory.estimation import estimate, peaks
 from bridge_memory.files import write_whole
 from bridge_memory.readers.resolve import resolve_config

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Rewrite the outputs in the documents from the commands that stand beside them.
 
-Three kinds of places are known in README.md and references/*.md:
+Three kinds of places are known in README.md and below references/:
 
-* a ```console block of one ``$ bridge-memory ...`` line: everything after that line is its output;
+* a ```console block of one ``$ bridge-memory ...`` or ``$ python scripts/...`` line: everything after that line is its
+  output (a block that begins otherwise is an error: nobody would notice when it is out of date);
 * a ```python block directly followed by a ```text block: that is what it prints;
 * a table after ``<!-- estimate ARGS -->``: each row's first cell holds further flags in backticks (or a dash), and the
   cells after it become static GiB and peak GiB of the first and of the last stage, the peak stage and its GiB.
@@ -19,6 +20,7 @@ import io
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,7 +30,9 @@ sys.path.insert(0, str(ROOT))
 from bridge_memory.cli import main as bridge_memory  # noqa: E402
 
 GIB = 2**30
-_CONSOLE = re.compile(r"(```console\n\$ bridge-memory ([^\n]*)\n)(.*?)(```)", re.S)
+_CONSOLE = re.compile(r"(```console\n)(.*?)(```)", re.S)
+#: A command may go on in the next line after a backslash.
+_COMMAND = re.compile(r"\$ (bridge-memory|python scripts/\w+\.py)((?:[^\n\\]|\\\n|\\.)*)\n")
 _PYTHON = re.compile(r"(```python\n([^`]*)```\n\n```text\n)(.*?)(```)", re.S)
 _TABLE = re.compile(r"(<!-- estimate (.*?) -->\n\|[^\n]*\n\|[-|: ]*\n)((?:\|[^\n]*\n)+)", re.S)
 
@@ -42,6 +46,22 @@ def run(arguments: list[str]) -> str:
     if code:
         raise SystemExit(f"bridge-memory {shlex.join(arguments)}: {err.getvalue().strip()}")
     return out.getvalue()
+
+
+def console(block: str) -> str:
+    """A console block, its output made anew."""
+    command = _COMMAND.match(block)
+    if command is None:
+        said = f"a console block begins with {block[:60]!r}"
+        raise SystemExit(f"{said}; begin it with `$ bridge-memory` or `$ python scripts/`")
+    arguments = shlex.split(command[2].replace("\\\n", " "))
+    if command[1] == "bridge-memory":
+        return command[0] + run(arguments)
+    done = subprocess.run(
+        [sys.executable, command[1].partition(" ")[2], *arguments],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return command[0] + done.stdout
 
 
 def printed(program: str) -> str:
@@ -66,7 +86,7 @@ def _row(common: list[str], row: str) -> str:
 
 def refreshed(text: str) -> str:
     """``text`` with every output made anew."""
-    text = _CONSOLE.sub(lambda m: m[1] + run(shlex.split(m[2])) + m[4], text)
+    text = _CONSOLE.sub(lambda m: m[1] + console(m[2]) + m[3], text)
     text = _PYTHON.sub(lambda m: m[1] + printed(m[2]) + m[4], text)
 
     def table(match: re.Match[str]) -> str:
@@ -82,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a document is out of date")
     args = parser.parse_args(argv)
     stale = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "references").glob("*.md"))):
+    for path in (ROOT / "README.md", *sorted((ROOT / "references").rglob("*.md"))):
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         after = refreshed(before)
         if after != before:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bridge_memory.accuracy.corpus import read_corpus
 from bridge_memory.accuracy.ranking import spearman
 from bridge_memory.accuracy.torch.speeds import Speed, Unread, speed_of
-from bridge_memory.speed.torch.step_time import engine_time
+from bridge_memory.speed.torch.step_time import step_time
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     for row in read:
         if isinstance(row, Speed):
             key = f"{row.kind}, {row.hardware.name}"
-            kinds.setdefault(key, []).append((row, engine_time(row.run, row.hardware).seconds))
+            kinds.setdefault(key, []).append((row, step_time(row.run, row.hardware).seconds))
     print("rows  median   10th   90th  Spearman of tokens/s x parameters  source and GPU")
     for kind, rows in kinds.items():
         ratios = sorted(predicted / row.seconds for row, predicted in rows)

@@ -121,9 +121,11 @@ def container(model: Any) -> Any:
 
 
 def answer(name: str) -> dict[str, Any]:
+    from parameters_of import stage_parameters
+
     import bridge_memory.rehearsal.run as rehearsal
     from bridge_memory.inventory.layer import layer_block
-    from bridge_memory.inventory.stack import chunk_inventory, stage_parameters
+    from bridge_memory.inventory.stack import chunk_inventory
     from bridge_memory.readers.config_container import run_from_config_container
     from bridge_memory.rehearsal import patches
     from bridge_memory.rehearsal.compare import over_experts, unmatched

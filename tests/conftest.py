@@ -1,15 +1,51 @@
-"""Fixtures of every test, and what every test's name must be."""
+"""Fixtures of every test, what every test's name must be, and which tests an earlier run of the check has done."""
 
 import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from in_browser import browser
 
 __all__ = ["browser"]
 
+#: Folders and files of tests of code that looks at what is installed: they run again where torch is.
+LOOKS_AT_PACKAGES = {"live", "rehearsal", "te", "test_cold_start.py", "test_public_face.py"}
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("one run after another, as in .ci/run")
+    group.addoption("--passed", type=Path, metavar="FILE", help="add the names of tests that pass to FILE")
+    group.addoption("--covered", type=Path, metavar="FILE", help="leave out tests whose names are in FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--passed")
+    if path is not None and not hasattr(config, "workerinput"):  # with pytest-xdist: once, where reports come together
+        config.pluginmanager.register(_Passed(path.absolute()))
+
+
+class _Passed:
+    """Writes down which tests passed. Where torch is missing, only those that do not look at what is installed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._everywhere = path, find_spec("torch") is not None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        counts = self._everywhere or not LOOKS_AT_PACKAGES & set(Path(file).parts)
+        if report.when == "call" and report.passed and counts:
+            with self._path.open("a", encoding="utf-8") as out:
+                out.write(f"{report.nodeid}\n")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """An address in a name differs between the processes of pytest-xdist, which then refuses to run any test."""
     moving = [item.nodeid for item in items if re.search(r" at 0x[0-9a-f]+", item.nodeid)]
     if moving:
         raise pytest.UsageError(f"a test's name holds an object's address; give its parameters ids: {moving[0]}")
+    path = config.getoption("--covered")
+    if path is not None and path.exists():
+        covered = set(path.read_text(encoding="utf-8").splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in covered])
+        items[:] = [item for item in items if item.nodeid not in covered]

@@ -2,95 +2,56 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator, Mapping
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+import rooms
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "bridge_memory"
 PAGE = ROOT / "references" / "architecture.md"
 
-
-class Import(NamedTuple):
-    """``module`` imports ``imported``, both with dots and without the package's name."""
-
-    module: str
-    imported: str
-    #: Read by type checkers only.
-    for_types: bool
+#: Modules that import modules of this package by their names in strings, and why. What they name counts as imported.
+BY_STRING = {
+    "__init__": "public names that an estimate does not need are imported when they are asked for",
+    "cli": "one module a command, imported when that command is given",
+    "engines.by_name": "the module of the one engine that a run names",
+}
+#: A subject a module: lines of one in spec/rules.
+MOST_LINES_OF_RULES = 250
 
 
 def rooms_of_the_page() -> dict[str, tuple[str, ...]]:
     """Room -> rooms it may import, from the page's table, in its order."""
-    rooms = {}
+    found = {}
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) == 3 and (room := re.fullmatch(r"`(\w+)`", cells[0])):
-            assert room[1] not in rooms, f"{room[1]} stands twice in the table"
-            rooms[room[1]] = tuple(re.findall(r"`(\w+)`", cells[2]))
-    return rooms
-
-
-def modules() -> dict[str, Path]:
-    return {
-        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in PACKAGE.rglob("*.py")
-    }
-
-
-def room_of(module: str) -> str:
-    return module.partition(".")[0]
-
-
-def imports() -> Iterator[Import]:
-    """Every import of one module of the package by another, inside of functions too."""
-    known = modules()
-    for module, path in known.items():
-        tree = ast.parse(path.read_text())
-        for_types = {id(inner) for node in ast.walk(tree) if _asks_for_types(node) for inner in ast.walk(node)}
-        for node in ast.walk(tree):
-            for name in _imported(node, known):
-                yield Import(module, name, id(node) in for_types)
-
-
-def _asks_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-
-
-def _imported(node: ast.AST, known: Mapping[str, Path]) -> Iterator[str]:
-    if isinstance(node, ast.ImportFrom):
-        assert not node.level, "imports are absolute"
-        package, _, module = (node.module or "").partition(".")
-        if package != PACKAGE.name:
-            return
-        names = {f"{module}.{alias.name}".lstrip(".") for alias in node.names}
-        yield from names & set(known)  # Modules by name; else what is imported is inside ``module``.
-        if module and names - set(known):
-            yield module
-        assert module or names <= {*known, "__version__"}, f"{names}: ask the room that has it"
-    elif isinstance(node, ast.Import):
-        yield from (a.name.partition(".")[2] for a in node.names if a.name.startswith(f"{PACKAGE.name}."))
+            assert room[1] not in found, f"{room[1]} stands twice in the table"
+            found[room[1]] = tuple(re.findall(r"`(\w+)`", cells[2]))
+    return found
 
 
 ROOMS = rooms_of_the_page()
-IMPORTS = tuple(imports())
+SOURCES = rooms.sources_of(PACKAGE)
+STATEMENTS = tuple(rooms.imports(SOURCES))
+IMPORTS = (*STATEMENTS, *(i for module in BY_STRING for i in rooms.imports_by_string(module, SOURCES)))
 
 
 def test_the_page_draws_every_room_and_no_other() -> None:
-    assert set(ROOMS) == {room_of(module) for module in modules()}
+    assert set(ROOMS) == {rooms.room_of(module) for module in SOURCES}
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_what_the_page_says(room: str) -> None:
     """No more; and no less, so that the page shows what is, and an arrow that is gone is not drawn."""
-    arrows = {(room_of(i.imported), i.module) for i in IMPORTS if room_of(i.module) == room != room_of(i.imported)}
-    assert {(there, by) for there, by in arrows if there not in ROOMS[room]} == set()
-    assert set(ROOMS[room]) == {there for there, _ in arrows}
+    arrows = {
+        (rooms.room_of(i.imported), i.module) for i in IMPORTS
+        if rooms.room_of(i.module) == room != rooms.room_of(i.imported)
+    }  # fmt: skip
+    assert {(imported, by) for imported, by in arrows if imported not in ROOMS[room]} == set()
+    assert set(ROOMS[room]) == {imported for imported, _ in arrows}
 
 
 def test_data_goes_forward_only() -> None:
@@ -101,24 +62,121 @@ def test_data_goes_forward_only() -> None:
         above.add(room)
 
 
-#: A tape asks ``alive`` for its cost.
-CIRCLES = {"inventory"}
-
-
-@pytest.mark.parametrize("room", [room for room in ROOMS if room not in CIRCLES and (PACKAGE / room).is_dir()])
+@pytest.mark.parametrize("room", ROOMS)
 def test_no_circle_inside_a_room(room: str) -> None:
-    """Whichever module is imported first, and whichever function is called first."""
-    graph: dict[str, set[str]] = {}
-    for i in IMPORTS:
-        if room_of(i.module) == room_of(i.imported) == room and not i.for_types:
-            graph.setdefault(i.module, set()).add(i.imported)
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as circle:
-        pytest.fail(" -> ".join(circle.args[1]))
+    """Whichever module is imported first, and whichever function is called first. The table of commands is no import
+    of them: the one that writes shell completions reads that table."""
+    assert rooms.circle_of_modules(STATEMENTS, room) is None
+
+
+def test_no_circle_of_rooms() -> None:
+    assert rooms.circle_of_rooms(IMPORTS) is None
+
+
+def test_modules_are_imported_by_statements() -> None:
+    found = {module: list(rooms.names_of_modules(module, source)) for module, source in SOURCES.items()}
+    assert [one for module, names in found.items() if module not in BY_STRING for one in names] == []
+    assert [module for module in BY_STRING if not found[module]] == [], "needs its exemption no more"
+
+
+def test_private_names_stay_in_their_room() -> None:
+    assert [found for module in SOURCES for found in rooms.private_names(module, SOURCES[module])] == []
+
+
+def test_a_module_of_rules_holds_one_subject() -> None:
+    lines = {module: source.count("\n") for module, source in SOURCES.items() if module.startswith("spec.rules")}
+    assert len(lines) > 10
+    assert {module: n for module, n in lines.items() if n > MOST_LINES_OF_RULES} == {}
 
 
 def test_no_two_files_of_tests_have_one_name() -> None:
     """pytest imports them by that name alone: of two the second is an error, in environments where both are run."""
     names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+# ---- the checks themselves: what each must not let pass ----
+
+
+@pytest.mark.parametrize("source", [
+    'import importlib\nimportlib.import_module("bridge_memory.plan.whatif")',
+    'from importlib import import_module as get\nname = "bridge_memory.plan"\nget(name)',
+    '__import__("bridge_memory")',
+    'from importlib import import_module\nimport_module(".whatif", "bridge_memory")',
+    'from importlib import import_module\nimport_module(f"bridge_memory.{room}")',
+    'from importlib import import_module\nimport_module(f"{__package__}.{name}")',
+    'from importlib import import_module\nimport_module("." + name, __package__)',
+    'from importlib import import_module\nimport_module(__name__ + ".whatif")',
+    'import bridge_memory.spec as spec\nNAME = spec.__package__',
+    'LAZY = {"whatif": "bridge_memory.plan.whatif"}',
+    'LAZY = {"whatif": ("bridge_memory" + ".plan", 1)}',
+    'def f():\n    import sys\n    return sys.modules["bridge_memory.plan"]',
+])  # fmt: skip
+def test_a_module_named_by_a_string_is_found(source: str) -> None:
+    assert list(rooms.names_of_modules("spec.run", source))
+
+
+@pytest.mark.parametrize("source", [
+    '"""Names ``bridge_memory.plan`` in words."""',
+    'def f():\n    """bridge_memory.plan is above."""',
+    'from importlib import import_module\nimport_module("megatron.core")',
+    'from importlib import import_module\nimport_module(f"transformers.models.{kind}")',
+    'if __name__ == "__main__":\n    main()',
+    'raise AttributeError(f"module {__name__!r} has no attribute")',
+    'VERSIONS = {"bridge_memory": "0.2.0"}',
+])  # fmt: skip
+def test_what_is_no_import_by_string_is_not(source: str) -> None:
+    assert list(rooms.names_of_modules("spec.run", source)) == []
+
+
+def test_what_strings_name_counts_as_imported() -> None:
+    sources = {"cli": 'COMMANDS = {"serve": ("bridge_memory.web.serve", "a page")}', "web.serve": ""}
+    assert list(rooms.imports_by_string("cli", sources)) == [rooms.Import("cli", "web.serve")]
+
+
+@pytest.mark.parametrize("source", [
+    "from bridge_memory.tapes.alive import _passes",
+    "def f():\n    from bridge_memory.tapes.alive import cost_of, _passes as passes",
+    "from bridge_memory.tapes import alive\nalive._passes()",
+    "from bridge_memory.tapes import alive as a\nx = [a._passes(y) for y in z]",
+    "import bridge_memory.tapes.alive\nbridge_memory.tapes.alive._passes()",
+    "import bridge_memory.tapes.alive as alive\nalive._passes = None",
+    "from bridge_memory.tapes import alive\ngetattr(alive, '_passes')",
+    "from bridge_memory.tapes.alive import BlockCost\nBlockCost._of(1)",
+    "from bridge_memory.tapes._alive import cost_of",
+])  # fmt: skip
+def test_a_private_name_of_another_room_is_found(source: str) -> None:
+    assert list(rooms.private_names("engines.fsdp2", source))
+
+
+@pytest.mark.parametrize("source", [
+    "from bridge_memory.engines.ddp import _bucket",
+    "from bridge_memory.engines import ddp\nddp._bucket()",
+    "from bridge_memory.tapes.alive import Moment\nMoment._fields",
+    "from bridge_memory.tapes.alive import cost_of as _cost\n_cost(1)",
+    "from bridge_memory import __version__",
+    "from torch._dynamo import _x\nself._x = 1",
+])  # fmt: skip
+def test_a_private_name_of_the_same_room_is_fine(source: str) -> None:
+    assert list(rooms.private_names("engines.fsdp2", source)) == []
+
+
+IN_A_ROOM = {"tapes.a": "from bridge_memory.tapes.b import x", "tapes.b": "def f():\n    import bridge_memory.tapes.a"}
+FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from bridge_memory.tapes.a import y"
+
+
+def test_a_circle_inside_a_room_is_found() -> None:
+    assert rooms.circle_of_modules(rooms.imports(IN_A_ROOM), "tapes") in (
+        "tapes.a -> tapes.b -> tapes.a", "tapes.b -> tapes.a -> tapes.b"
+    )  # fmt: skip
+    assert rooms.circle_of_modules(rooms.imports({**IN_A_ROOM, "tapes.b": FOR_TYPES}), "tapes") is None
+
+
+def test_a_circle_of_rooms_is_found_though_its_modules_make_none() -> None:
+    sources = {
+        "a.one": "from bridge_memory.b.one import x", "b.one": "",
+        "b.two": "from bridge_memory.a.two import y", "a.two": "",
+    }  # fmt: skip
+    found = tuple(rooms.imports(sources))
+    assert rooms.circle_of_rooms(found) in ("a -> b -> a", "b -> a -> b")
+    assert rooms.circle((i.module, i.imported) for i in found) is None

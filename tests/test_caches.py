@@ -45,32 +45,32 @@ def test_threads_get_what_one_alone_gets() -> None:
         sys.setswitchinterval(before)
 
 
-def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the bound everything is let go, runs at work keep what they hold, and answers stay what they are."""
+def test_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the bound the cache is emptied, runs in progress keep their traces, and estimates do not change."""
     expected = [peaks(run) for run in RUNS]
     clear_caches()
     monkeypatch.setattr(context, "MOST_TRACES", 5)
     for run, stages in zip(RUNS, expected, strict=True):
         assert peaks(run) == stages
-        assert context.TRACE_CACHE.recorded <= 5
+        assert context.TRACE_CACHE.traced <= 5
 
 
-def test_what_is_kept_is_let_go_on_demand() -> None:
-    assert context.TRACE_CACHE.recorded == 0
+def test_clear_caches_empties_the_cache() -> None:
+    assert context.TRACE_CACHE.traced == 0
     estimate(RUNS[0])
-    assert context.TRACE_CACHE.recorded > 0
+    assert context.TRACE_CACHE.traced > 0
     clear_caches()
-    assert context.TRACE_CACHE.recorded == 0
+    assert context.TRACE_CACHE.traced == 0
 
 
-def test_equal_layouts_record_nothing_new() -> None:
-    """A longer sequence, another pipeline, another data-parallel size: the sizes differ, the recordings do not."""
+def test_equal_layouts_trace_nothing_new() -> None:
+    """A longer sequence, another pipeline, another data-parallel size: the sizes differ, the traces do not."""
     estimate(RUNS[0])
-    before = context.TRACE_CACHE.recorded
+    before = context.TRACE_CACHE.traced
     for parallel, seq in (
         (ParallelSpec(world_size=64), 512), (ParallelSpec(world_size=8, pipeline_model_parallel_size=4), 8192),
         (ParallelSpec(world_size=4, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=4), 1024),
     ):  # fmt: skip
         estimate(RunSpec(model=resolve_model(MODELS[0]), parallel=parallel, batch=BatchSpec(seq_length=seq)))
     # The last of several stages owns a copy of the tied embedding: its output layer is another block.
-    assert context.TRACE_CACHE.recorded <= before + 1
+    assert context.TRACE_CACHE.traced <= before + 1

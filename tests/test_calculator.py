@@ -22,7 +22,9 @@ from bridge_memory.calculator import (
 from bridge_memory.calculator.form import parameter_count
 from bridge_memory.calculator.shapes import PUBLISHED, model_of, nearest
 from bridge_memory.cli import main
-from bridge_memory.report.gpus import GIB, margin_bytes
+from bridge_memory.verdict import margin_bytes
+
+GIB = 1 << 30
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.json"))
 LLAMA2_7B = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bridge_memory import ParallelSpec, RunSpec, estimate
-from bridge_memory.report.gpus import fits, margin_words
+from bridge_memory.verdict import fits, margin_words
 from bridge_memory.workspaces.driver import deepep_bytes, driver_buffers, driver_bytes, hybridep_bytes
 
 MIB = 1 << 20
@@ -75,7 +75,7 @@ def test_they_are_in_the_margin_and_in_no_peak() -> None:
     fragmentation = int(a.peak_bytes * 0.073) - int(b.peak_bytes * 0.073)
     assert a.margin_bytes - b.margin_bytes == more + fragmentation
     assert a.headroom_bytes == a.capacity_bytes - a.peak_bytes - a.margin_bytes
-    assert "HybridEP" in margin_words(with_buffers.run)
+    assert "HybridEP" in margin_words(with_buffers.run, str)
     assert any(line.startswith("HybridEP's buffers") for line in with_buffers.assumptions)
     assert not [feature for feature in with_buffers.unmodelled if "flex" in feature]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,29 +26,31 @@ BLOCKS = (
 NEITHER: dict[str, str] = {}
 
 
-def read_in(*patterns: str) -> set[str]:
+@cache
+def read_in(*patterns: str) -> frozenset[str]:
     found: set[str] = set()
     for pattern in patterns:
         paths = list(PACKAGE.glob(pattern))
         assert paths, pattern
         for path in paths:
             found |= _attributes(ast.parse(path.read_text()))
-    return found
+    return frozenset(found)
 
 
 def _attributes(tree: ast.AST) -> set[str]:
     return {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
 
 
-def with_properties(names: set[str]) -> set[str]:
+@cache
+def with_properties(names: frozenset[str]) -> frozenset[str]:
     """``names``, and what the properties and methods among them read of the spec themselves."""
     reads: dict[str, set[str]] = {}
     for path in PACKAGE.glob("spec/*.py"):
         for owner in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)):
             for method in (n for n in owner.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")):
                 reads.setdefault(method.name, set()).update(_attributes(method))
-    known = set(names)
-    while more := set().union(*(reads[name] for name in known & reads.keys())) - known:
+    known = names
+    while more := frozenset().union(*(reads[name] for name in known & reads.keys())) - known:
         known |= more
     return known
 

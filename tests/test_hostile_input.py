@@ -21,7 +21,7 @@ from bridge_memory import calibration, files
 from bridge_memory.calibration import journal
 from bridge_memory.calibration.records import ReportRecord, RunRecord, StageRecord
 from bridge_memory.cli import main
-from bridge_memory.comparison.logs import arguments_in, parse_memory_lines
+from bridge_memory.comparison.logs import arguments_in, latest_of_each_rank
 from bridge_memory.comparison.snapshot import at_peak, attribute
 from bridge_memory.readers import model_from_hf_config
 from bridge_memory.readers.megatron_args import run_from_megatron_args
@@ -280,16 +280,16 @@ LINE = "[Rank 0] (after 2 iterations) memory (MB) | allocated: 100.0 | max alloc
 )
 def test_no_line_of_a_log_takes_long(line: str) -> None:
     """The line after it is read as ever."""
-    found = parse_memory_lines([line, LINE])
+    found = [one for text in (line, LINE) for one in latest_of_each_rank([text])]
     assert (found[-1].rank, found[-1].allocated, found[-1].max_allocated) == (0, 100 << 20, 200 << 20)
     for rank in found:
         assert all(f is None or 0 <= f < 1 << 60 for f in (rank.allocated, rank.max_allocated))
 
 
 def test_a_launchers_prefix_and_a_rank_before_it_are_read_as_before() -> None:
-    (found,) = parse_memory_lines(["0: 12:00 [default0]:[Rank 3] (after 7 iterations) memory (MB) | allocated: 1.5"])
+    (found,) = latest_of_each_rank(["0: 12:00 [default0]:[Rank 3] (after 7 iterations) memory (MB) | allocated: 1.5"])
     assert (found.rank, found.iteration, found.allocated) == (3, 7, 3 << 19)
-    assert parse_memory_lines(["memory (MB) | allocated: 1.5 [Rank 3]"]) == []
+    assert latest_of_each_rank(["memory (MB) | allocated: 1.5 [Rank 3]"]) == []
 
 
 @pytest.mark.parametrize(

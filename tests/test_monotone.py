@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from parameters_of import stage_parameters
 from spec_groups import groups_of
 
 from bridge_memory.estimation import Estimate, estimate, stage_parts
-from bridge_memory.inventory.stack import stage_parameters
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     AttentionSpec,

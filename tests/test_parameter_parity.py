@@ -16,7 +16,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from bridge_memory.inventory.stack import stage_parameters
+from parameters_of import stage_parameters
+
 from bridge_memory.readers import resolve_model
 from bridge_memory.rehearsal.model import build_chunks, parameter_shapes
 from bridge_memory.rehearsal.patches import building

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import subprocess
 import sys
 from importlib.resources import files
@@ -20,15 +22,81 @@ def test_every_name_is_there_and_is_listed() -> None:
         assert name in dir(bridge_memory)
 
 
+@pytest.mark.parametrize("name", bridge_memory.__all__)
+def test_no_name_is_that_of_a_module(name: str) -> None:
+    """``import bridge_memory.estimate`` fails, whatever was imported before, and the name stays what it is."""
+    public = getattr(bridge_memory, name)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"bridge_memory.{name}")
+    assert getattr(bridge_memory, name) is public
+
+
+def test_every_name_is_what_it_was_after_every_module_is_imported() -> None:
+    """A module that is imported becomes an attribute of the package: none may take the place of a name."""
+    rooms = {path.stem for path in Path(bridge_memory.__file__).parent.iterdir()} - {"__init__", "__main__", "py"}
+    assert not rooms & set(bridge_memory.__all__)
+
+
+STRICT = """
+from pathlib import Path
+from typing_extensions import assert_type
+
+import bridge_memory
+from bridge_memory import Comparison, Effect, Estimate, RunSpec, StagePeak, compare, estimate, peaks, search, whatif
+
+run = RunSpec(model="meta-llama/Llama-3.2-1B")
+assert_type(estimate(run), Estimate)
+assert_type(peaks(run), tuple[StagePeak, ...])
+assert_type(whatif(run, gpu="H100").singles, list[Effect])
+assert_type(compare(run, Path("train.log")), Comparison)
+row = search(run, gpu="H100", num_gpus=8, global_batch_size=64).rows[0]
+assert_type(row.peak, int)
+assert_type(row.run, RunSpec)
+callback = bridge_memory.MemoryReportCallback()
+"""
+
+
+def test_a_type_checker_sees_every_name(tmp_path: Path) -> None:
+    """``mypy --strict`` over a user's program, with the package as it is installed (py.typed)."""
+    pytest.importorskip("mypy")
+    program = tmp_path / "program.py"
+    every = "\n".join(f"bridge_memory.{name}" for name in bridge_memory.__all__)
+    program.write_text(f"{STRICT}\n{every}\n")
+    root = Path(bridge_memory.__file__).parents[1]
+    options = ("--strict", "--follow-imports=silent", "--python-version=3.10", "--config-file=")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "--cache-dir", str(tmp_path), str(program)],
+        capture_output=True, text=True, cwd=root,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    program.write_text(f"{STRICT}\nbridge_memory.searched\npeaks(5)\n")
+    wrong = subprocess.run(done.args, capture_output=True, text=True, cwd=root)
+    assert 'has no attribute "searched"' in wrong.stdout and '"peaks" has incompatible type "int"' in wrong.stdout
+
+
+def test_a_star_import_needs_nothing_else() -> None:
+    """All names, in a fresh interpreter; without transformers the Trainer's callback says in one line what it needs."""
+    code = (
+        "import sys; sys.modules['transformers'] = sys.modules['torch'] = None\n"
+        "from bridge_memory import *\n"
+        "try: MemoryReportCallback()\n"
+        "except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = "MemoryReportCallback is for the Trainer of transformers, which is not installed; install it: "
+    assert done.stdout == f"{said}pip install transformers\n"
+
+
 def test_what_an_estimate_does_not_need_is_imported_when_it_is_asked_for() -> None:
     code = (
         "import sys, bridge_memory\n"
         "loaded = lambda: {m.removeprefix('bridge_memory.') for m in sys.modules if m.startswith('bridge_memory.')}\n"
         "before = loaded()\n"
-        "assert not any(m.startswith(('report', 'live', 'cli', 'calibration')) for m in before), before\n"
+        "rooms = ('report', 'live', 'cli', 'calibration', 'api', 'plan', 'comparison', 'rehearsal', 'speed')\n"
+        "assert not any(m.startswith(rooms) for m in before), before\n"
         "assert not before & {'readers.megatron_args', 'readers.config_container', 'readers.transformer_config'}\n"
         "bridge_memory.run_from_megatron_args, bridge_memory.fits\n"
-        "assert {'readers.megatron_args', 'report.gpus'} <= loaded()\n"
+        "assert {'readers.megatron_args', 'verdict'} <= loaded()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

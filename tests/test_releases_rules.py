@@ -143,7 +143,8 @@ def test_flags_reach_the_run_and_the_report(capsys: pytest.CaptureFixture[str]) 
     report = " ".join(capsys.readouterr().out.split())
     assert "megatron-core 0.15, Transformer Engine 2.5, torch 2.8" in report
     assert main(RUN) == 0
-    assert "Transformer Engine" not in (plain := " ".join(capsys.readouterr().out.split())) and ", torch" not in plain
+    plain = " ".join(capsys.readouterr().out.split())
+    assert "megatron-core 0.16, Transformer Engine 2.17 (assumed), torch 2.10 (assumed)" in plain
 
 
 @pytest.mark.parametrize("flag", ["--megatron-core", "--transformer-engine", "--torch"])

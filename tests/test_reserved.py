@@ -1,5 +1,5 @@
 """Reserved memory: the estimate's storages one by one, replayed through torch's allocator. Held to the real engines in
-``tests/rehearse/test_torch_run.py``."""
+``tests/rehearsal/test_torch_run.py``."""
 
 from __future__ import annotations
 
@@ -107,18 +107,18 @@ def _chain() -> Tape:
     return tape
 
 
-def _told(again: bool, keeps: bool) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """What comes (+) and goes (-), in MiB, forward and backward."""
+def _allocation_trace(again: bool, keeps: bool) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Allocations (+) and frees (-) in MiB, forward and backward."""
     sizes: dict[int, int] = {}
     events: list[tuple[str, int]] = []
 
-    def told(number: int, nbytes: int | None) -> None:
+    def report(number: int, nbytes: int | None) -> None:
         if nbytes is not None:
             sizes[number] = nbytes // MIB
         events.append(("+" if nbytes is not None else "-", sizes[number]))
 
-    storages = Storages(told)
-    block = Passes(_chain(), storages, again=again, keeps=keeps)
+    storages = Storages(report)
+    block = Passes(_chain(), storages, recompute=again, keeps=keeps)
     x = storages.make(4 * MIB)
     out, back = block.forward(x)
     storages.drop(x)
@@ -132,7 +132,7 @@ def _told(again: bool, keeps: bool) -> tuple[list[tuple[str, int]], list[tuple[s
 
 
 def test_a_block_keeps_what_its_operations_save() -> None:
-    forward, backward = _told(again=False, keeps=False)
+    forward, backward = _allocation_trace(again=False, keeps=False)
     assert forward == [("+", 4), ("+", 8), ("+", 2), ("-", 8)]  # x and z stay
     # The gradient of z, of y beside it; z goes, then its gradient; that of x, scratch; x, the gradient of y, of x.
     assert backward == [
@@ -141,13 +141,13 @@ def test_a_block_keeps_what_its_operations_save() -> None:
 
 
 def test_a_block_that_runs_again_keeps_its_input() -> None:
-    forward, backward = _told(again=True, keeps=False)
+    forward, backward = _allocation_trace(again=True, keeps=False)
     assert forward == [("+", 4), ("+", 8), ("+", 2), ("-", 8), ("-", 2)]
     assert backward[:4] == [("+", 2), ("+", 8), ("+", 2), ("-", 8)]
 
 
 def test_what_a_checkpoint_keeps_is_not_made_again() -> None:
-    forward, backward = _told(again=True, keeps=True)
+    forward, backward = _allocation_trace(again=True, keeps=True)
     assert forward == [("+", 4), ("+", 8), ("+", 2), ("-", 8)]
     assert backward[:3] == [("+", 2), ("+", 8), ("-", 8)]
 

@@ -8,17 +8,9 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+from schedule_walk import in_flight, schedule_events, walked_peak
 
-from bridge_memory.schedule.events import (
-    Apart,
-    ChunkCost,
-    in_flight,
-    num_warmup,
-    schedule_events,
-    schedule_table,
-    walk,
-    walked_peak,
-)
+from bridge_memory.schedule.events import ChunkCost, OverlapCost, num_warmup, schedule_table, walk
 from bridge_memory.schedule.peak import dynamic_peak, few_microbatches, peak_bytes, peak_moments
 
 # --------------------------------------------------------------------------------------------------
@@ -257,16 +249,18 @@ def test_without_a_pipeline_one_microbatch_is_alive():
 
 
 def test_overlapped_losses_do_not_meet():
-    """Without a pipeline, forward of one microbatch beside backward of the one before. The loss (saved 40 of 100) runs
-    backward before any layer goes forward, and forward after the last layer went backward.
+    """Without a pipeline, forward of one microbatch overlaps backward of the one before. The loss (saved 40 of 100)
+    runs backward before any layer runs forward, and forward after the last layer has run backward.
 
-    The loss backward (150) beside the next embedding (2): 152. Layers: 100 - 40 saved by either, 7 and 9 in passing.
-    The loss forward (145) beside the embedding of before. Where layers are let go when the chunk is done they are
-    there too, 50 of them.
+    The loss backward (150) with the next embedding (2): 152. Layers: 100 - 40 saved by either, 7 and 9 of temporaries.
+    The loss forward (145) with the embedding of the one before. If layers are freed only when the chunk is done, their
+    50 bytes are alive too.
     """
     kept = {"saved": 100, "forward_peak": 145, "backward_peak": 150}
-    for apart, highest in ((Apart(2, 40, 7, 9), 152), (Apart(2, 40, 90, 9), 159), (Apart(2, 40, 7, 9, 50), 197)):
-        both = dynamic_peak(1, 0, 64, [ChunkCost(**kept, apart=apart)], overlap_moe_expert_parallel_comm=True)
+    for overlap, highest in (
+        (OverlapCost(2, 40, 7, 9), 152), (OverlapCost(2, 40, 90, 9), 159), (OverlapCost(2, 40, 7, 9, 50), 197),
+    ):
+        both = dynamic_peak(1, 0, 64, [ChunkCost(**kept, overlap=overlap)], overlap_moe_expert_parallel_comm=True)
         assert (both.phase, both.alive, both.bytes) == ("overlapped", (1,), highest)
 
 

@@ -13,29 +13,30 @@ from bridge_memory.components import Role
 from bridge_memory.estimation import estimate, peaks
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec, SpecError
-from bridge_memory.tapes.chain import Label, Link, compose, follow
+from bridge_memory.tapes.chain import Label, Link, compose, peaks_by_link
 from bridge_memory.timeline import step_timeline
 
 sys.path.insert(0, str(Path(__file__).parent / "report"))
 from report_runs import NAMES, result
 
 
-def _link(retained: int, forward: int, backward: int, held: int, residue: int) -> Link:
+def _link(retained: int, forward: int, backward: int, held: int, carried: int) -> Link:
     return Link(
-        Label.LAYER, retained, forward, backward, held, str, str, residue=residue, residue_gradient=residue // 2
+        Label.LAYER, retained, forward, backward, held, str, str, carried_over=carried,
+        carried_over_gradient=carried // 2,
     )
 
 
 @pytest.mark.parametrize("output", [0, 5])
 def test_links_one_by_one_are_never_higher_than_the_chunk(output: int) -> None:
-    """Three kinds in rows: what follow tells of every link has the chunk's peaks as its highest."""
+    """Three kinds in rows: the highest of all links' peaks are the chunk's."""
     links = [(_link(10, 30, 40, 42, 0), 3), (_link(4, 50, 20, 21, 6), 4), (_link(0, 9, 12, 14, 0), 2)]
     chunk = compose(links, output)
-    passing = list(follow(chunk))
-    assert len(passing) == 9
-    assert [one.before for one in passing] == [0, 10, 20, 30, 34, 38, 42, 46, 46]
-    assert max(one.forward for one in passing) == chunk.forward_peak
-    assert max(one.backward for one in passing) == chunk.backward_peak
+    by_link = list(peaks_by_link(chunk))
+    assert len(by_link) == 9
+    assert [one.before for one in by_link] == [0, 10, 20, 30, 34, 38, 42, 46, 46]
+    assert max(one.forward for one in by_link) == chunk.forward_peak
+    assert max(one.backward for one in by_link) == chunk.backward_peak
 
 
 @pytest.mark.parametrize("name", NAMES)

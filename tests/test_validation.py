@@ -96,7 +96,7 @@ REFUSED = [
     ("moe", {"world_size": 4, "tensor_model_parallel_size": 4, "expert_model_parallel_size": 4},
      r"expert_tensor_parallel_size \(4\) x expert_model_parallel_size \(4\)"),
     ("dense", EP2, r"expert_model_parallel_size \(2\) needs a model with experts; set it to 1"),
-    ("moe", {"world_size": 3, "expert_model_parallel_size": 3}, r"num_moe_experts \(64\).*; use 2 or 1"),
+    ("moe", {"world_size": 3, "expert_model_parallel_size": 3}, r"num_moe_experts \(64\).*; use 4 or 2 or 1"),
     ("moe", {"moe_router_fusion": True, "moe_router_dtype": "fp64"}, "moe_router_fusion .* fp64.*; use fp32"),
     ("dense", {"sequence_parallel": True}, "sequence_parallel .*tensor_model_parallel_size.*; drop it"),
     ("dense", {"sequence_parallel": "no"}, "sequence_parallel .* give True, False or None"),
@@ -118,7 +118,7 @@ REFUSED = [
      r"packed_sequences \(True\) with mtp_num_layers \(1\) needs megatron-core 0.16 or later, not 0.15"),
     ("mamba", {**PP2, "num_layers_in_last_pipeline_stage": 8, "megatron_core": (0, 15)}, "ignored for hybrid"),
     # The model over ranks; sizes that no number of GPUs makes right are blamed before the number of GPUs
-    ("dense", {"world_size": 8, "tensor_model_parallel_size": 3}, r"^num_attention_heads .*_size \(3\); use 2 or 1"),
+    ("dense", {"world_size": 8, "tensor_model_parallel_size": 3}, r"^num_attention_heads .*_size \(3\); use 4 or 2"),
     ("moe", {"world_size": 8, "expert_model_parallel_size": 65}, r"^num_moe_experts \(64\) .*; use 64 or 32"),
     ("dense", {"world_size": 8, "context_parallel_size": 4096}, r"^context_parallel_size \(4096\) .*; use .* 2048"),
     ("dense", {"world_size": 64, "tensor_model_parallel_size": 64}, r"num_attention_heads \(32\).*; use 32 or 16 or 8"),
@@ -139,7 +139,7 @@ REFUSED = [
     ("mla", {**CP2, "transformer_impl": "local"}, "context_parallel_size .* local; set transformer_impl to transf"),
     # Batch and schedule
     ("dense", {**CP2, "seq_length": 4098}, r"seq_length \(4098\).*; use a multiple of 4, such as 4100"),
-    ("dense", {"world_size": 7, "context_parallel_size": 7}, r"seq_length .*, or context_parallel_size 4 or 2 or 1"),
+    ("dense", {"world_size": 7, "context_parallel_size": 7}, r"seq_length .*, or context_parallel_size 8 or 4 or 2"),
     ("dense", {"seq_length": 2**28}, "seq_length .* absurdly large"),
     ("dense", {"micro_batch_size": 10**9}, "micro_batch_size .* absurdly large"),
     ("dense", {"global_batch_size": 10**12}, "global_batch_size .* absurdly large"),

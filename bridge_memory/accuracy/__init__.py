@@ -1,1 +1,1 @@
-"""Estimates beside measured runs: errors, by family and feature, and fitted constants chosen again without a family."""
+"""Errors of estimates of measured runs by family and feature, and constants refitted with a family left out."""

@@ -1,4 +1,4 @@
-"""A corpus of measured runs as text: one JSON object a line, of memory or of speed."""
+"""A corpus of measured runs, of memory or of speed: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 from bridge_memory.files import parse_json, read_text
 from bridge_memory.spec import SpecError
 
-#: What records of speed have, and records of memory have not.
+#: Fields of records of speed that records of memory do not have.
 _OF_SPEED = frozenset({"layout_group", "tokens_per_s_per_gpu", "step_time_s", "mbs", "gbs"})
 
 
-class Row(NamedTuple):
-    """One line. ``where`` names it in a refusal."""
+class RecordLine(NamedTuple):
+    """One line of the corpus. ``where``: its name in refusals."""
 
     where: str
     data: Mapping[str, Any]
 
 
-def read_corpus(path: str | Path) -> list[Row]:
-    """Every line that is not empty. Raises SpecError, naming the line, for one that is no JSON object."""
+def read_corpus(path: str | Path) -> list[RecordLine]:
+    """Every non-empty line. Raises SpecError, naming the line, for one that is not a JSON object."""
     rows = []
     for number, line in enumerate(read_text(path, "give a file with one JSON record a line").splitlines(), 1):
         if not line.strip():
@@ -33,10 +33,10 @@ def read_corpus(path: str | Path) -> list[Row]:
             raise SpecError(f"{where} is not JSON; give one record a line") from None
         if not isinstance(data, dict):
             raise SpecError(f"{where} is not a JSON object; give one record a line")
-        rows.append(Row(where, data))
+        rows.append(RecordLine(where, data))
     return rows
 
 
-def is_of_speed(rows: Sequence[Row]) -> bool:
+def is_of_speed(rows: Sequence[RecordLine]) -> bool:
     """Whether the first record is one of speed."""
     return bool(rows) and "config" not in rows[0].data and len(_OF_SPEED & rows[0].data.keys()) > 1

@@ -1,8 +1,8 @@
-"""Errors of predictions, summed up: per record and per family, by tier or by any other grouping.
+"""Errors of predictions: per record and per family, by tier or another grouping.
 
 A record's error is the mean over its ranks of the absolute relative error; a family's is the mean of its
-records. Bias is the signed mean: positive where the estimate is too high. Records of what is not a training run
-count nowhere.
+records. Bias is the signed mean: positive where the estimate is too high. Records that are not training runs are
+excluded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from bridge_memory.accuracy.predictions import Outcome
 
-#: The two numbers that are compared, and how an outcome gives its signed relative error.
+#: The two compared figures -> the signed relative error of an outcome.
 METRICS: dict[str, Callable[[Outcome], float | None]] = {
     "allocated": lambda o: o.allocated_error,
     "max_allocated": lambda o: o.max_allocated_error,
@@ -125,5 +125,5 @@ def _names(o: Outcome, grouping: str) -> tuple[str, ...]:
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[GroupAccuracy]:
-    """A row a tier and one overall."""
+    """A row per tier and one overall."""
     return [*by_group(outcomes, "tier"), accuracy("all", outcomes)]

@@ -17,7 +17,8 @@ _DIGITS = 5
 
 
 def evidence_table(records: Sequence[Record], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The document: of every kind the errors of runs and of toys, a run's error being the mean over its ranks."""
+    """The document: of every kind the errors of runs and of small test models, a run's error being the mean over its
+    ranks."""
     by_record: dict[str, list[Outcome]] = defaultdict(list)
     for o in outcomes:
         by_record[o.id].append(o)
@@ -27,12 +28,12 @@ def evidence_table(records: Sequence[Record], outcomes: Sequence[Outcome]) -> di
         errors = [abs(e) for o in rows if (e := o.max_allocated_error) is not None]
         if not errors or any(o.status != "ok" for o in rows):
             continue
-        runs, toys = kinds.setdefault(kind_of(run_of(record)), ([], []))
-        (toys if rows[0].scale == SCALES[2] else runs).append(round(sum(errors) / len(errors), _DIGITS))
+        runs, small_models = kinds.setdefault(kind_of(run_of(record)), ([], []))
+        (small_models if rows[0].scale == SCALES[2] else runs).append(round(sum(errors) / len(errors), _DIGITS))
     return {
         "schema": SCHEMA,
         "kinds": [
-            {"kind": list(kind), "errors": sorted(runs), "toys": sorted(toys)}
-            for kind, (runs, toys) in sorted(kinds.items())
+            {"kind": list(kind), "errors": sorted(runs), "small_models": sorted(small_models)}
+            for kind, (runs, small_models) in sorted(kinds.items())
         ],
     }

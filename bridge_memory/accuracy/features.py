@@ -1,4 +1,4 @@
-"""Words for what a run uses and for how large it is, to group errors by."""
+"""Features and scale of a run, by which errors are grouped."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import fields
 from bridge_memory.accuracy.records import Measurement
 from bridge_memory.spec import MambaSpec, MLASpec, MoESpec, RunSpec
 
-#: Hidden size up to which a model is a toy of a functional test: its memory is mostly logits, workspaces and the
-#: allocator's rests.
+#: Hidden size up to which a model is a small test model: its memory is mostly logits, workspaces and remainders of
+#: allocator blocks.
 TOY_HIDDEN_SIZE = 512
-#: A peak from which on a run is of the scale that people plan for.
+#: Peak, bytes, from which a run is of the scale that people plan for.
 _GIB_SCALE = 4 << 30
-SCALES = ("4 GiB and above", "below 4 GiB", "toys")
+SCALES = ("4 GiB and above", "below 4 GiB", "small test models")
 
 
 def scale_of(run: RunSpec, measured: Sequence[Measurement]) -> str:
-    """One of SCALES: toys are apart, the others are told by the highest of what was measured on any rank."""
+    """One of SCALES: small test models are separate; other runs go by the highest measured peak of any rank."""
     if run.model.hidden_size <= TOY_HIDDEN_SIZE:
         return SCALES[2]
     highest = max((m.max_allocated_bytes or m.allocated_bytes or 0 for m in measured), default=0)
@@ -25,7 +25,7 @@ def scale_of(run: RunSpec, measured: Sequence[Measurement]) -> str:
 
 
 def features_of(run: RunSpec) -> tuple[str, ...]:
-    """What a run uses, as words."""
+    """Features of a run, in words."""
     p, d, i = run.parallel, run.data_parallel, run.implementation
     layers = run.model.layers
     moe = any(isinstance(layer.ffn, MoESpec) for layer in layers)

@@ -1,4 +1,4 @@
-"""What the estimate says about each measured rank of a record, next to what was measured."""
+"""The prediction for each measured rank of a record, with the measured figures."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from bridge_memory.spec.unmodelled import as_feature
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One measured rank next to its prediction.
+    """One measured rank with its prediction.
 
     ``status``: "ok"; "not_modelled", whose ``reason`` says what is missing or why there is nothing to compare;
-    "not_a_run", which no estimate of a run can be held against; or "error", a bug. ``scale``: one of
+    "not_a_run", which no estimate of a run can be compared with; or "error", a bug. ``scale``: one of
     ``features.SCALES``, "" where the run could not be read. ``stage``: the predicted stage, for explanations.
     """
 
@@ -62,14 +62,14 @@ def _relative(predicted: int | None, measured: int | None) -> float | None:
     return predicted / measured - 1.0 if predicted is not None and measured else None
 
 
-#: Of a peak: what is not modelled and moves it by no more leaves a record comparable.
+#: Share of a peak: unmodelled features that move it by no more leave a record comparable.
 _SMALL = 0.05
-#: Relative difference of two parameter counts that still speak of one model (padding, biases).
+#: Largest relative difference of two parameter counts of the same model (padding, biases).
 _SAME_MODEL = 0.05
 
 
 def predict(record: Record) -> list[Outcome]:
-    """One outcome for every measured rank (one without a rank where nothing was measured)."""
+    """An outcome per measured rank; one without a rank where nothing was measured."""
     run: RunSpec | None = None
     try:
         run = run_of(record)
@@ -83,7 +83,7 @@ def predict(record: Record) -> list[Outcome]:
         return _unpredicted(record, run, "not_modelled", str(error))
     except Exception as error:  # a bug must not hide the other records
         return _unpredicted(record, run, "error", f"{type(error).__name__}: {error}")
-    # What torch did not measure in training steps, and what is known to be small, leave the two comparable.
+    # Features outside of torch's figures of training steps, and small ones, leave the two comparable.
     small = _SMALL * max(stage.peak_bytes for stage in answer.stages)
     listed = [g for g in map(as_feature, dict.fromkeys(answer.not_modelled)) if not g.outside]
     unmodelled = [g for g in listed if g.most is None or g.most > small]
@@ -93,7 +93,7 @@ def predict(record: Record) -> list[Outcome]:
     for m in record.measured:
         stage = answer.stages[stage_of_rank(run.parallel, m.rank, pp_before_dp=pp_before_dp)]
         if run.optimizer.use_layer_wise_distributed_optimizer and not pp_before_dp:
-            # Whole parameters are dealt out: the stage is that of the fullest rank, which need not be this one.
+            # Whole parameters are distributed: the stage estimate is of the most loaded rank, perhaps not this one.
             stage = explain(run, stage.stage, rank=m.rank)
         outcomes.append(
             Outcome(
@@ -112,14 +112,14 @@ def predict_all(records: Iterable[Record]) -> list[Outcome]:
 
 
 def _check_comparable(record: Record, stages: Iterable[StageEstimate]) -> None:
-    """Raise NotComparable where nothing was measured, or where a run's own log speaks of another model."""
+    """Raise NotComparable where nothing was measured, or where the run's own log contradicts its arguments."""
     if not record.measured:
         raise NotComparable("nothing was measured")
     stated = record.logged_parameters
     largest = max(stage.parameters for stage in stages)
     if stated and abs(largest / stated - 1) > _SAME_MODEL:
         raise NotComparable(
-            f"its own log counts {stated:.4g} parameters in the fullest shard, its arguments make {largest:.4g}; "
+            f"its own log counts {stated:.4g} parameters in the largest shard, its arguments make {largest:.4g}; "
             "one of the two is not the run"
         )
 

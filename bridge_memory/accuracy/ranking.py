@@ -8,12 +8,12 @@ from math import ceil
 from statistics import fmean, median
 from typing import NamedTuple
 
-from bridge_memory.accuracy.throughput import Measured
+from bridge_memory.accuracy.throughput import MeasuredRun
 
-#: Layouts with a time that a group needs before its ranking says anything.
+#: Smallest number of timed layouts for a ranking.
 FEWEST_LAYOUTS = 4
-#: Measured times that differ by no more are a tie: what a search shows as one (``plan/megatron/search.py: TIE``), and
-#: about what the same run differs by from one time to another.
+#: Measured times that differ by no more are a tie, as in a search (``plan/found.py: TIE``); about the
+#: variation between repetitions of a run.
 TIED = 0.05
 
 
@@ -33,7 +33,7 @@ class GroupScore(NamedTuple):
     ordered: int
 
 
-def score_groups(rows: Iterable[Measured], predict: Callable[[Measured], float]) -> list[GroupScore]:
+def score_groups(rows: Iterable[MeasuredRun], predict: Callable[[MeasuredRun], float]) -> list[GroupScore]:
     """Every group with FEWEST_LAYOUTS different layouts or more, the largest first.
 
     Times are per sequence, since the batch differs inside of some groups. A layout that was measured several times
@@ -86,7 +86,7 @@ class Totals(NamedTuple):
 
 
 def totals(scores: Sequence[GroupScore]) -> Totals | None:
-    """None of no groups."""
+    """None without groups."""
     if not scores:
         return None
     regrets = sorted(s.regret for s in scores)

@@ -1,4 +1,4 @@
-"""Measured runs as they are recorded: one JSON object a line.
+"""Records of measured runs: one JSON object per line.
 
 ``tests/data/measurements/README.md`` lists the fields. What a record says of its run is read in ``runs.py``.
 """
@@ -9,18 +9,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge_memory.accuracy.corpus import Row, read_corpus
+from bridge_memory.accuracy.corpus import RecordLine, read_corpus
 from bridge_memory.spec import SpecError
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What torch reported on one rank, in bytes; None where the source does not say."""
+    """Figures of torch on one rank, bytes; None where the source does not state them."""
 
     rank: int
     allocated_bytes: int | None
     max_allocated_bytes: int | None
-    #: Steps done when the peak was read; 0 where the source does not say (late in training).
+    #: Steps completed when the peak was read; 0 where not stated (late in training).
     after_step: int = 0
 
 
@@ -36,12 +36,12 @@ class Record:
     framework: Mapping[str, object]
     config: Mapping[str, object]
     measured: tuple[Measurement, ...]
-    #: Parameters of the fullest rank as the run itself logged them (Megatron-LM's ``report_theoretical_memory``).
+    #: Parameters of the most loaded rank as the run itself logged them (Megatron-LM's ``report_theoretical_memory``).
     logged_parameters: float | None = None
 
     @property
     def arguments(self) -> Mapping[str, object]:
-        """Megatron-LM arguments; empty where the run is told in another way."""
+        """Megatron-LM arguments; empty where the run is specified otherwise."""
         args = self.config.get("args")
         return args if isinstance(args, Mapping) else {}
 
@@ -51,7 +51,7 @@ def load_runs(path: str | Path) -> list[Record]:
     return [read_record(row) for row in read_corpus(path)]
 
 
-def read_record(row: Row) -> Record:
+def read_record(row: RecordLine) -> Record:
     """One line of a corpus. Raises SpecError."""
     where, data = row
     try:

@@ -1,6 +1,6 @@
-"""The run of a record: its configuration, read as a user would state it.
+"""The RunSpec of a record, read from its configuration as a user would specify it.
 
-Nothing here looks at what was measured.
+Measured figures are not used here.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from bridge_memory.spec import RunSpec, SpecError, show
 
 
 class NotComparable(Exception):
-    """A record that says too little to be predicted, or contradicts itself. One line."""
+    """Raised for a record that is too incomplete to be predicted, or contradictory. One line."""
 
 
 class NotARun(Exception):
-    """A record of something that is not a training run, such as one layer alone. One line."""
+    """Raised for a record that is not a training run, such as a single layer. One line."""
 
 
 def run_of(record: Record) -> RunSpec:
@@ -71,7 +71,7 @@ _CONTAINER_TE = {
     "24.01": (1, 2), "24.10": (1, 11), "25.03": (2, 1), "25.05": (2, 3), "25.06": (2, 4), "25.09": (2, 7),
     "25.11": (2, 9),
 }
-#: PyTorch of the same containers; what 26.06 ships is not known here.
+#: PyTorch of the same containers; that of 26.06 is not known.
 _CONTAINER_TORCH = {
     "20.12": (1, 8), "24.01": (2, 2), "24.10": (2, 5), "25.03": (2, 7), "25.05": (2, 8), "25.06": (2, 8),
     "25.09": (2, 9), "25.11": (2, 10),
@@ -94,6 +94,6 @@ def _te_release(stated: str, container: str) -> tuple[int, int] | None:
 
 
 def _shipped(container: str, releases: Mapping[str, Release]) -> Release | None:
-    """What NVIDIA's PyTorch container of that name ships; None for others."""
+    """The release in NVIDIA's PyTorch container of that name; None for others."""
     month = re.search(r"pytorch:(\d\d\.\d\d)", container)
     return releases.get(month.group(1)) if month else None

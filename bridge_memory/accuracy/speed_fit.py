@@ -1,4 +1,4 @@
-"""The constants of the time model fitted to measured layouts, and groups predicted that had no part in the fit.
+"""Fits the constants of the time model to measured layouts, and predicts groups that were left out of the fit.
 
 What is minimised: the squared spread of log(predicted / measured) inside of a group, a tenth of its squared bias, and
 a weak pull to ``STARTING_POINT``, so that what the data does not determine stays put. The search goes constant by
@@ -12,31 +12,31 @@ from math import log, sqrt
 from statistics import fmean, median
 
 from bridge_memory.accuracy.ranking import FEWEST_LAYOUTS, GroupScore, score_groups
-from bridge_memory.accuracy.throughput import Measured
+from bridge_memory.accuracy.throughput import MeasuredRun
 from bridge_memory.spec import SpecError
 from bridge_memory.speed.constants import FITTED_ON, STARTING_POINT, Constants
 from bridge_memory.speed.megatron.step_time import Step
 
 #: Shares of a peak rate, and the most that one can be.
 SHARES, MOST = ("network", "nvlink", "memory", "attention"), 0.95
-#: Of the logarithm: an error beyond this says no more than this (a node that was ill, a run misread).
+#: Bound of a logarithmic error: a larger one (a faulty node, a misread run) counts as this.
 WORST = 0.5
 #: Sweeps over all constants after which the loss hardly moves.
 ROUNDS = 6
 
 
 class Fit:
-    """Rows of the groups to fit, each with its work counted once."""
+    """The rows to fit, each with its work computed once."""
 
-    def __init__(self, rows: Sequence[Measured]) -> None:
-        self._groups: dict[str, list[tuple[Measured, Step]]] = {}
+    def __init__(self, rows: Sequence[MeasuredRun]) -> None:
+        self._groups: dict[str, list[tuple[MeasuredRun, Step]]] = {}
         for row in rows:
             if row.seconds is not None:
                 step = Step(row.run, row.hardware, kernels=row.kernels)
                 self._groups.setdefault(row.group, []).append((row, step))
 
     def loss(self, constants: Constants) -> float:
-        """What is minimised."""
+        """The minimised loss."""
         total = 0.0
         for members in self._groups.values():
             errors = [log(step.at(constants).seconds / (row.seconds or 1.0)) for row, step in members]
@@ -46,8 +46,8 @@ class Fit:
             total += weight * (spread + 0.1 * min(middle * middle, 0.3))
         return total + 0.02 * sum(log(x / y) ** 2 for x, y in zip(constants, STARTING_POINT, strict=True))
 
-    def best(self, rounds: int = ROUNDS, said: Callable[[str], None] = lambda text: None) -> Constants:
-        """The constants with the least loss that the search finds. ``said`` hears of every round."""
+    def best(self, rounds: int = ROUNDS, log: Callable[[str], None] = lambda text: None) -> Constants:
+        """The constants with the least loss that the search finds. ``log``: called with a line per round."""
         found, least = STARTING_POINT, self.loss(STARTING_POINT)
         steps = dict.fromkeys(Constants._fields, 1.25)
         for number in range(rounds):
@@ -63,23 +63,25 @@ class Fit:
                         break
                 else:
                     steps[name] = sqrt(steps[name])
-            said(f"round {number + 1}: {least:.4f}")
+            log(f"round {number + 1}: {least:.4f}")
         return found
 
 
-def scores(rows: Sequence[Measured], constants: Constants, groups: Collection[str] | None = None) -> list[GroupScore]:
+def scores(
+    rows: Sequence[MeasuredRun], constants: Constants, groups: Collection[str] | None = None
+) -> list[GroupScore]:
     """Every group, or those named, ranked with these constants."""
     chosen = [row for row in rows if groups is None or row.group in groups]
     return score_groups(chosen, lambda r: Step(r.run, r.hardware, constants, r.kernels).time().seconds)
 
 
 def left_out(
-    rows: Sequence[Measured], folds: int, rounds: int = ROUNDS, said: Callable[[str], None] = lambda text: None
+    rows: Sequence[MeasuredRun], folds: int, rounds: int = ROUNDS, log: Callable[[str], None] = lambda text: None
 ) -> list[GroupScore]:
-    """Every group with enough layouts for a ranking, under constants that it had no part in fitting.
+    """Every group with enough layouts for a ranking, under constants that were fitted without it.
 
-    The groups, sorted by name, are dealt to ``folds`` parts; for each part the constants are fitted on all other groups
-    and on the single layouts that ``FITTED_ON`` names. Raises SpecError for more folds than groups, and for one.
+    The groups, sorted by name, are split into ``folds`` parts; for each part the constants are fitted on all other
+    groups and on the single layouts that ``FITTED_ON`` names. Raises SpecError for more folds than groups, and for one.
     """
     named = sorted({s.group for s in score_groups(rows, lambda row: 1.0)})
     if len(named) < 2:
@@ -94,5 +96,5 @@ def left_out(
         fitted = {*named, *FITTED_ON} - apart
         constants = Fit([row for row in rows if row.group in fitted]).best(rounds)
         found += scores(rows, constants, apart)
-        said(f"fold {number + 1} of {folds}: fitted without {', '.join(sorted(apart))}")
+        log(f"fold {number + 1} of {folds}: fitted without {', '.join(sorted(apart))}")
     return sorted(found, key=lambda s: -s.layouts)

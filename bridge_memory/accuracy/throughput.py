@@ -30,7 +30,7 @@ from bridge_memory.speed.megatron.kernels import Kernels
 from bridge_memory.speed.megatron.work import model_flops
 
 
-class Measured(NamedTuple):
+class MeasuredRun(NamedTuple):
     """One row: seconds a step (None where it ran out of memory)."""
 
     number: int
@@ -56,12 +56,13 @@ class Unread(NamedTuple):
 _GPUS = {
     "A100 80GB": "A100-80GB", "a100_80gb": "A100-80GB", "A100 80GB SXM": "A100-80GB", "a100_40gb": "A100-40GB",
     "A800 80GB": "A800", "H100": "H100", "h100_80gb": "H100", "H100 80GB": "H100", "H200": "H200", "B200": "B200",
-    "GB200": "GB200", "GB300": "GB300", "B300": "B300", "V100": "V100", "V100 32GB/16GB": "V100", "MI300": "MI300X",
+    "GB200": "GB200", "GB300": "GB300", "B300": "B300", "V100": "V100-32GB", "V100 32GB/16GB": "V100-32GB",
+    "MI300": "MI300X",
 }  # fmt: skip
 
-#: Bytes a second of one GPU's share of the network of BigScience's A100 nodes: four Omni-Path adapters of 100 Gbit/s
-#: for eight GPUs (``bigscience/train/tr11-176B-ml/README.md``).
-_JEAN_ZAY = 4 * 12.5e9 / 8
+#: Bytes a second of the network of one of BigScience's nodes: four Omni-Path adapters of 100 Gbit/s, for eight A100
+#: (``bigscience/train/tr11-176B-ml/README.md``) or for four V100.
+_JEAN_ZAY = 4 * 12.5e9
 
 #: Heads of BigScience's rows that state none: two runs that its tables list twice have 64 where they have a number.
 _BIGSCIENCE_HEADS = 64
@@ -98,20 +99,20 @@ _FIRST_LAYERS = {
 }  # fmt: skip
 
 
-def read_throughput(path: Path) -> list[Measured | Unread]:
+def read_throughput(path: Path) -> list[MeasuredRun | Unread]:
     """Every row of a corpus of throughput. Raises SpecError for text that is none."""
     return [measured(row.data) for row in read_corpus(path)]
 
 
-def measured(row: Mapping[str, Any]) -> Measured | Unread:
+def measured(row: Mapping[str, Any]) -> MeasuredRun | Unread:
     """One row."""
     number, group = row.get("id", 0), row.get("layout_group") or ""
     try:
         hardware = HARDWARE.get(_GPUS.get(str(row.get("gpu")), ""))
         if hardware is None:
             raise SpecError(f"no figures of the GPU {row.get('gpu')}")
-        if _of_bigscience(row) and hardware.name != "V100":
-            hardware = hardware._replace(network=_JEAN_ZAY)
+        if _of_bigscience(row):
+            hardware = hardware._replace(network=_JEAN_ZAY / (4 if hardware.generation == "volta" else 8))
         run, kernels = _run(row)
         seconds = _seconds(row, run)
     except SpecError as error:
@@ -122,7 +123,8 @@ def measured(row: Mapping[str, Any]) -> Measured | Unread:
     if seconds is None and not out:
         return Unread(number, group, "neither a step time nor tokens a second nor, of a dense model, FLOPS are stated")
     own = not any(name in str(row.get("framework")) for name in ("AA-Scaling", "DeepSpeed"))
-    return Measured(number, group, str(row.get("source")), run, hardware, kernels, None if out else seconds, out, own)
+    source, seconds = str(row.get("source")), None if out else seconds
+    return MeasuredRun(number, group, source, run, hardware, kernels, seconds, out, own)
 
 
 def _seconds(row: Mapping[str, Any], run: RunSpec) -> float | None:

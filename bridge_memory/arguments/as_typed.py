@@ -15,6 +15,11 @@ from bridge_memory.spec.fields import called, rules_of
 
 #: What is no field of a group: its name in Python -> the flag.
 OTHERS = {"gpu_arch": "--gpu", "gpu": "--gpu", "unit": "--unit"}
+#: Spellings of a size, and of the size that is the same unless it is given.
+_TP, _ETP = (
+    frozenset(next(flag for flag in FLAGS if flag.field == field).names.split())
+    for field in ("parallel.tensor_model_parallel_size", "parallel.expert_tensor_parallel_size")
+)
 _SPELLING = re.compile(r"--[a-z][a-z0-9-]*")
 
 
@@ -32,6 +37,8 @@ def as_typed(message: str, argv: Sequence[str]) -> str:
             message = _named(message, name, flag, choices)
             if switch:
                 message = _switched(message, flag, typed=bool(used))
+    if typed & _TP and not typed & _ETP:
+        message = re.sub(r"--etp \((\d+)\)", r"--etp (\1, that of --tp)", message, count=1)
     return message
 
 

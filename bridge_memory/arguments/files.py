@@ -41,12 +41,12 @@ def with_files(args: argparse.Namespace, given: dict[str, dict[str, Any]], model
 
     world = given["parallel"].get("world_size")
     micro = given["batch"].get("micro_batch_size")
-    told = Specified(world_size=world, hidden_size=model.hidden_size, model_type=model.model_type)
+    specified = Specified(world_size=world, hidden_size=model.hidden_size, model_type=model.model_type)
     if "params_dtype" in given["precision"]:
-        told = replace(told, weights=given["precision"]["params_dtype"])
+        specified = replace(specified, weights=given["precision"]["params_dtype"])
     if "transformers_version" in given["transformers"]:
-        told = replace(told, transformers=given["transformers"]["transformers_version"])
-    settings = settings_from_files(**paths, told=told, micro_batch_size=micro)
+        specified = replace(specified, transformers=given["transformers"]["transformers_version"])
+    settings = settings_from_files(**paths, told=specified, micro_batch_size=micro)
     settings.notes.check()
     engine = given["data_parallel"].get("engine")
     if engine is not None and settings.engine is not None and engine != settings.engine:

@@ -80,10 +80,11 @@ FLAGS = (
     Flag("--fp8-param-gather --fp8-param", "precision.fp8_param", "keep parameters in fp8"),
     Flag("--fp8-dot-product-attention", "precision.fp8_dot_product_attention", "compute attention in fp8 too"),
     Flag("--fp4 --fp4-format", "precision.fp4", "compute linears in NVFP4"),
-    Flag("--fp4-param-gather --fp4-param", "precision.fp4_param", "keep parameters in it"),
+    Flag("--fp4-param-gather --fp4-param", "precision.fp4_param", "keep parameters in NVFP4"),
     Flag("--num-layers-at-start-in-bf16", "precision.num_layers_at_start_in_bf16",
          "layers at the start that stay in bf16 under fp8 or fp4"),
-    Flag("--num-layers-at-end-in-bf16", "precision.num_layers_at_end_in_bf16", "the same at the end"),
+    Flag("--num-layers-at-end-in-bf16", "precision.num_layers_at_end_in_bf16",
+         "layers at the end that stay in bf16 under fp8 or fp4"),
     Flag("--fp32-residual-connection", "precision.fp32_residual_connection", "residual stream in fp32"),
     # Optimizer and data parallelism
     Flag("--optimizer", "optimizer.optimizer", "optimizer"),
@@ -91,15 +92,15 @@ FLAGS = (
          "shard the optimizer over data-parallel ranks (default: on)"),
     Flag("--engine", "data_parallel.engine", "who keeps model state over data-parallel ranks"),
     Flag("--data-parallel-sharding-strategy", "data_parallel.data_parallel_sharding_strategy",
-         "what Megatron-FSDP divides over data-parallel ranks"),
+         "what Megatron-FSDP shards over data-parallel ranks"),
     Flag("--fsdp-double-buffer", "data_parallel.fsdp_double_buffer",
-         "gather and reduce with megatron_fsdp in two buffers that stay"),
+         "Megatron-FSDP gathers and reduces in two persistent buffers"),
     Flag("--fsdp-db-use-persist-buf-on-alloc-fail", "data_parallel.fsdp_db_use_persist_buf_on_alloc_fail",
-         "what has no place in these has buffers of its own that stay"),
+         "parameters that do not fit the double buffers get separate persistent buffers"),
     Flag("--megatron-fsdp-max-pool-double-buffer", "data_parallel.megatron_fsdp_max_pool_double_buffer",
-         "as large as the largest unit, and for all units"),
+         "double buffers as large as the largest unit, shared by all units"),
     Flag("--suggested-communication-unit-size", "data_parallel.suggested_communication_unit_size",
-         "elements that Megatron-FSDP lets wait to be reduced, twice what it gathers ahead"),
+         "elements that wait for reduction at most in Megatron-FSDP; it gathers half as many ahead"),
     Flag("--grad-comm-dtype --megatron-fsdp-grad-comm-dtype", "data_parallel.grad_comm_dtype",
          "dtype in which Megatron-FSDP reduces gradients (default: as they are kept)"),
     Flag("--grad-reduce-in-fp32 --accumulate-allreduce-grads-in-fp32", "data_parallel.grad_reduce_in_fp32",
@@ -124,12 +125,12 @@ FLAGS = (
          "keep only the lower half of fp32 main parameters beside bf16 weights (default: on)"),
     Flag("--optimizer-cpu-offload", "optimizer.optimizer_cpu_offload", "optimizer states in host memory"),
     Flag("--optimizer-offload-fraction", "optimizer.optimizer_offload_fraction",
-         "how much of them", metavar="FRACTION"),
+         "share of optimizer states in host memory", metavar="FRACTION"),
     # Adapters
     Flag("--peft", "peft.scheme", "train LoRA adapters beside frozen weights"),
     Flag("--lora-dim", "peft.dim", f"rank of the adapters (default: {DEFAULT_LORA_DIM})"),
     Flag("--lora-target-modules", "peft.target_modules",
-         "linears that get one (default: linear_qkv,linear_proj,linear_fc1,linear_fc2), * stands for anything",
+         "linears that get an adapter (default: linear_qkv,linear_proj,linear_fc1,linear_fc2), * stands for anything",
          metavar="A,B"),
     # Recomputation
     Flag("--recompute-granularity", "recompute.granularity", "recompute whole layers or selected modules"),
@@ -181,9 +182,9 @@ FLAGS = (
          "routers fill experts' rows up to what fp8 or fp4 wants"),
     Flag("--moe-expert-rank-capacity-factor", "implementation.moe_expert_rank_capacity_factor",
          "rows that HybridEP makes for the experts of a rank, over those of balanced routing", metavar="FACTOR"),
-    Flag("--moe-paged-stash", "implementation.moe_paged_stash", "what experts keep of those rows goes to one buffer"),
+    Flag("--moe-paged-stash", "implementation.moe_paged_stash", "saved activations of experts in one paged buffer"),
     Flag("--moe-paged-stash-buffer-size-factor-cuda", "implementation.moe_paged_stash_buffer_size_factor_cuda",
-         "its size over what comes on average (default: 1.1)", metavar="FACTOR"),
+         "size of the --moe-paged-stash buffer over the average (default: 1.1)", metavar="FACTOR"),
     Flag("--moe-mlp-glu-interleave-size", "implementation.moe_mlp_glu_interleave_size",
          "width of the blocks in which experts' gates and values alternate"),
     Flag("--moe-shared-expert-overlap", "implementation.moe_shared_expert_overlap",
@@ -197,15 +198,15 @@ FLAGS = (
     Flag("--offload-modules", "implementation.offload_modules",
          "modules whose saved tensors go to host memory (fine-grained offloading)", metavar="A,B"),
     Flag("--min-offloaded-tensor-size", "implementation.min_offloaded_tensor_size",
-         "of them those with fewer elements stay (default: 1048576)", metavar="ELEMENTS"),
+         "saved tensors with fewer elements stay on the GPU (default: 1048576)", metavar="ELEMENTS"),
     # Hugging Face transformers
     Flag("--transformers-version", "transformers.transformers_version", "release of transformers", metavar="X.Y"),
     Flag("--attn-implementation", "transformers.attn_implementation", "attention of transformers' classes"),
     Flag("--sdpa-kernel", "transformers.sdpa_kernel",
          "kernel of torch's scaled_dot_product_attention (default: flash without a mask, efficient with one)"),
-    Flag("--gradient-checkpointing", "transformers.gradient_checkpointing", "decoder layers run again in backward"),
+    Flag("--gradient-checkpointing", "transformers.gradient_checkpointing", "recompute decoder layers in backward"),
     Flag("--checkpoint-submodules", "transformers.checkpoint_submodules",
-         "norms, attention and MLP run again each by itself (NeMo Automodel)"),
+         "recompute norms, attention and MLP separately in backward (NeMo Automodel)"),
     Flag("--use-reentrant", "transformers.use_reentrant",
          "kind of gradient checkpointing (default: on before transformers 5)"),
     Flag("--autocast", "transformers.autocast", "dtype of torch.autocast; parameters are in --precision, fp32"),
@@ -246,7 +247,7 @@ FLAGS = (
     Flag("--ddp-find-unused-parameters", "ddp.find_unused_parameters", "some parameters may have no gradient"),
     Flag("--fsdp-sharding-strategy", "fsdp.sharding_strategy", "what FSDP1 divides (default: FULL_SHARD)"),
     Flag("--fsdp-reshard-after-forward --reshard-after-forward", "fsdp.reshard_after_forward",
-         "FSDP2 divides parameters again after forward (default: but for the root's)"),
+         "FSDP2 reshards parameters after forward (default: all but the root's)"),
     Flag("--fsdp-auto-wrap-policy", "fsdp.auto_wrap_policy", "which modules are units of their own"),
     Flag("--fsdp-param-dtype", "fsdp.param_dtype", "dtype of gathered parameters, in which layers compute"),
     Flag("--fsdp-reduce-dtype", "fsdp.reduce_dtype", "dtype in which gradients are reduced"),
@@ -276,12 +277,15 @@ FLAGS = (
          "elements until its next use below which a parameter stays whole"),
     Flag("--sub-group-size", "deepspeed.sub_group_size", "elements that the optimizer updates at once"),
     Flag("--offload-optimizer-device", "deepspeed.offload_optimizer_device", "where optimizer states are kept"),
-    Flag("--offload-optimizer-pin-memory", "deepspeed.offload_optimizer_pin_memory", "in pinned memory (default: on)"),
-    Flag("--offload-optimizer-ratio", "deepspeed.offload_optimizer_ratio", "how much of them", metavar="FRACTION"),
+    Flag("--offload-optimizer-pin-memory", "deepspeed.offload_optimizer_pin_memory",
+         "offloaded optimizer states in pinned memory (default: on)"),
+    Flag("--offload-optimizer-ratio", "deepspeed.offload_optimizer_ratio",
+         "share of optimizer states that is offloaded", metavar="FRACTION"),
     Flag("--offload-param-device", "deepspeed.offload_param_device", "where parameters are kept"),
-    Flag("--offload-param-pin-memory", "deepspeed.offload_param_pin_memory", "in pinned memory (default: on)"),
-    Flag("--offload-param-buffer-count", "deepspeed.offload_param_buffer_count", "buffers of NVMe's parameters"),
-    Flag("--offload-param-buffer-size", "deepspeed.offload_param_buffer_size", "elements of each"),
+    Flag("--offload-param-pin-memory", "deepspeed.offload_param_pin_memory",
+         "offloaded parameters in pinned memory (default: on)"),
+    Flag("--offload-param-buffer-count", "deepspeed.offload_param_buffer_count", "buffers for parameters on NVMe"),
+    Flag("--offload-param-buffer-size", "deepspeed.offload_param_buffer_size", "elements of one of these buffers"),
     Flag("--zero-hpz-partition-size", "deepspeed.zero_hpz_partition_size", "ranks of a secondary copy (ZeRO++)"),
     Flag("--communication-data-type", "deepspeed.communication_data_type", "dtype of DeepSpeed's reductions"),
     Flag("--grad-accum-dtype", "deepspeed.grad_accum_dtype", "dtype in which DeepSpeed keeps gradients"),
@@ -357,12 +361,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--mapping", choices=("builtin", "mbridge", "bridge"), default="builtin",
         help="who reads the config: this package, or mbridge or Megatron Bridge where it is installed",
     )
-    model.add_argument("--mtp-num-layers", type=_integer, metavar="N", help="MTP depths; 0 trains without")
-    model.add_argument("--num-layers", type=_integer, metavar="N", help="train only the first N decoder layers")
-    model.add_argument("--make-vocab-size-divisible-by", type=_integer, metavar="N",
+    model.add_argument("--mtp-num-layers", type=integer, metavar="N", help="MTP depths; 0 trains without")
+    model.add_argument("--num-layers", type=integer, metavar="N", help="train only the first N decoder layers")
+    model.add_argument("--make-vocab-size-divisible-by", type=integer, metavar="N",
                        help="pad the vocabulary to a multiple of N x TP, as Megatron-LM does with 128")
-    model.add_argument("--hidden-dropout", type=_number, metavar="P", help="dropout of the residual stream")
-    model.add_argument("--attention-dropout", type=_number, metavar="P", help="dropout of attention probabilities")
+    model.add_argument("--hidden-dropout", type=number, metavar="P", help="dropout of the residual stream")
+    model.add_argument("--attention-dropout", type=number, metavar="P", help="dropout of attention probabilities")
     for package, name in PACKAGES.items():
         model.add_argument(package, metavar="X.Y", help=f"{name} release whose rules apply")
     groups = {name: parser.add_argument_group(title) for name, title in _TITLES.items()}
@@ -377,7 +381,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"the same as {shown}" + f" {value}" * (value is not False),
         )
     (chunk, (chunk_name, chunk_help)), (offload, (offload_name, offload_help)) = SWITCHES.items()
-    groups["parallel"].add_argument(chunk, dest=chunk_name, type=_integer, metavar="N", help=chunk_help)
+    groups["parallel"].add_argument(chunk, dest=chunk_name, type=integer, metavar="N", help=chunk_help)
     groups["implementation"].add_argument(
         offload, dest=offload_name, action="store_const", const=True, help=offload_help
     )
@@ -403,9 +407,9 @@ def _add(group: Any, flag: Flag, rule: Rule) -> None:
     elif tuple in rule.types:
         kwargs |= {"type": _names, "metavar": flag.metavar}
     elif float in rule.types:
-        kwargs |= {"type": _number, "metavar": flag.metavar}
+        kwargs |= {"type": number, "metavar": flag.metavar}
     elif int in rule.types:
-        kwargs |= {"type": _integer, "metavar": flag.metavar}
+        kwargs |= {"type": integer, "metavar": flag.metavar}
     else:
         kwargs |= {"choices": rule.names or None, "metavar": "|".join(rule.names) or flag.metavar}
         if rule.names:
@@ -430,7 +434,7 @@ def _release(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a release such as 4.57") from None
 
 
-def _integer(text: str) -> int:
+def integer(text: str) -> int:
     # int() also reads "1_6" and the digits of other scripts; on a command line those are typing errors.
     try:
         if not text.removeprefix("-").isdecimal() or not text.isascii():
@@ -440,7 +444,7 @@ def _integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
     try:
         if not text.isascii() or "_" in text:
             raise ValueError

@@ -31,7 +31,7 @@ from bridge_memory.spec.release import read_release
 from bridge_memory.spec.run import GROUPS
 
 if TYPE_CHECKING:
-    from bridge_memory.report.gpus import Gpu
+    from bridge_memory.cards.gpu import Gpu
 
 
 #: Megatron-LM's default of --make-vocab-size-divisible-by.
@@ -100,7 +100,7 @@ def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
     workspaces, chooses attention's kernel and lays out fp8; where others are named beside it, that is said. AMD's are
     estimated as if they were of it, which is said too.
     """
-    from bridge_memory.report.gpus import check_computes, supposed_on
+    from bridge_memory.spec.gpus import check_computes, supposed_on
 
     first = next((gpu for gpu in gpus if gpu.arch is not None), None)
     spec = run_from_arguments(args, gpu_arch=first.arch if first else None)
@@ -161,11 +161,11 @@ def _run_from_megatron(
 def _model(args: argparse.Namespace) -> ModelSpec:
     from bridge_memory.readers import model_from_json_text, resolve_model
 
-    told = {"mapping": args.mapping, "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by}
+    options = {"mapping": args.mapping, "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by}
     if args.custom_config is not None:
-        model = model_from_json_text(args.custom_config, **told)
+        model = model_from_json_text(args.custom_config, **options)
     else:
-        model = resolve_model(args.model, **told)
+        model = resolve_model(args.model, **options)
     changes: dict[str, Any] = {}
     for name in ("hidden_dropout", "attention_dropout"):
         value = getattr(args, name)

@@ -11,7 +11,7 @@ from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.report.gpus import Gpu
+    from bridge_memory.cards.gpu import Gpu
 
 
 def template(args: argparse.Namespace, gpu: Gpu, without: Iterable[str]) -> tuple[dict[str, Any], RunSpec]:

@@ -1,4 +1,4 @@
-"""The names that users of GPU memory calculators know, over this package's estimate.
+"""The interface of GPU memory calculators, computed by this package's estimate.
 
     from bridge_memory.calculator import EngineConfig, GPUConfig, GPUMemoryCalculator, ModelConfig, TrainingConfig
 
@@ -8,8 +8,8 @@
     ).calculate()
     result.total_memory_per_gpu_gb, result.fits_on_gpu, result.estimate
 
-Nothing is computed here: ``result.estimate`` is the whole answer, with every tensor, assumption and gap. Figures that
-end in ``_gb`` are in GiB (2**30 bytes).
+Nothing is computed here: ``result.estimate`` is the full answer, with every tensor, assumption and unmodelled feature.
+Figures that end in ``_gb`` are in GiB (2**30 bytes).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from bridge_memory.calculator.form import (
     read_form,
 )
 from bridge_memory.calculator.runs import card_of, run_of
-from bridge_memory.components import Role
+from bridge_memory.cards.gpu import Gpu
+from bridge_memory.components import GIB, Role
 from bridge_memory.estimation import estimate, peaks
 from bridge_memory.readers.engines.files import read_table
 from bridge_memory.readers.engines.sections import Notes
-from bridge_memory.report.gpus import GIB, Fit, Gpu, Verdict, fits, margin_bytes
 from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec, SpecError, show
-from bridge_memory.workspaces.driver import driver_bytes
+from bridge_memory.verdict import Fit, Verdict, fits, headroom
 
 __all__ = [
     "EngineConfig",
@@ -53,19 +53,19 @@ __all__ = [
 
 _PARTS = (ModelConfig, TrainingConfig, ParallelismConfig, EngineConfig, GPUConfig)
 _FITS = (Verdict.FITS, Verdict.TIGHT)
-#: A batch beyond this is not looked for.
+#: Largest batch that is tried.
 MOST_BATCH = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBreakdown:
-    """What the peak of the fullest GPU is made of, GiB; they add up to it."""
+    """The peak of the GPU with the highest peak by role, GiB; the fields add up to it."""
 
     model_params_gb: float
     gradients_gb: float
     optimizer_states_gb: float
     activations_gb: float
-    #: Lasting workspaces and tables, and what an operation needs in passing.
+    #: Persistent workspaces and tables, and temporaries of the operation at the peak.
     overhead_gb: float
 
     @property
@@ -83,11 +83,11 @@ class MemoryResult:
     #: Host memory of offloaded states, on all GPUs together.
     cpu_memory_gb: float
     breakdown: MemoryBreakdown
-    #: As ``fit.verdict`` says, tightly or not; False also where something that is not modelled may decide it.
+    #: ``fit.verdict`` is "fits" or "tight"; False also where an unmodelled feature may decide.
     fits_on_gpu: bool
-    #: The peak and its margin (context, NCCL, fragmentation) over what the card has.
+    #: Peak and margin (context, NCCL, fragmentation) as a share of the GPU's memory.
     memory_utilization_percent: float
-    #: The largest ``batch_size`` for which ``fits_on_gpu`` is true; None where it is not even for 1.
+    #: The largest ``batch_size`` with ``fits_on_gpu``; None where 1 does not fit.
     recommended_batch_size: int | None
     estimate: Estimate = field(repr=False)
     fit: Fit = field(repr=False)
@@ -103,7 +103,7 @@ class MemoryResult:
 
 
 class GPUMemoryCalculator:
-    """A run in the calculator's words. Raises SpecError, a ValueError of one line, for what is wrong or unknown."""
+    """A run in the calculator's terms. Raises SpecError, a ValueError of one line, for wrong or unknown fields."""
 
     def __init__(
         self,
@@ -129,22 +129,22 @@ class GPUMemoryCalculator:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], name: str = "configuration") -> GPUMemoryCalculator:
-        """Of a parsed file of that form."""
+        """From a parsed file. Raises SpecError."""
         calculator = cls.__new__(cls)
         calculator._read(config, Notes(name))
         return calculator
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> GPUMemoryCalculator:
-        """Of a JSON file of that form."""
+        """From a JSON file. Raises SpecError."""
         name = os.fspath(path)
         return cls.from_dict(read_table(name, "give a calculator's JSON"), os.path.basename(name))
 
     def _read(self, config: Mapping[str, Any], notes: Notes) -> None:
         self.form = read_form(config, notes)
-        #: The run that is estimated.
+        #: The estimated run.
         self.run: RunSpec = run_of(self.form, notes)
-        #: The card that it is to fit on.
+        #: The GPU that it has to fit.
         self.gpu: Gpu = card_of(self.form.hardware.gpu_memory_gb)
 
     def calculate(self) -> MemoryResult:
@@ -178,7 +178,7 @@ class GPUMemoryCalculator:
             low, high = (middle, high) if self._fits(middle) else (low, middle)
         if low == 0:
             return None
-        # What is not modelled may leave open what the counted bytes do not.
+        # An unmodelled feature may leave the verdict open.
         (fit,) = fits(estimate(self._with(low)), [self.gpu])
         return low if fit.verdict in _FITS else None
 
@@ -193,4 +193,4 @@ class GPUMemoryCalculator:
         except SpecError:
             return False
         peak = max(stage.peak_bytes for stage in peaks(run))
-        return peak + margin_bytes(peak, run.parallel.world_size, driver_bytes(run)) <= self.gpu.capacity_bytes
+        return headroom(self.gpu, peak, run) >= 0

@@ -1,4 +1,4 @@
-"""The form in which people describe a run to GPU memory calculators: model, training, parallelism, engine, hardware.
+"""The input format of GPU memory calculators: model, training, parallelism, engine, hardware.
 
     {"model": {"name": "llama2-7b", "num_parameters": "7B", "num_layers": 32, "hidden_size": 4096,
                "num_attention_heads": 32, "vocab_size": 32000, "max_seq_len": 4096},
@@ -6,7 +6,7 @@
      "parallelism": {"data_parallel_size": 8}, "engine": {"type": "deepspeed", "zero_stage": 3},
      "hardware": {"num_gpus": 8, "gpu_memory_gb": 80}}
 
-Words that are unknown are refused.
+Unknown words are refused.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def as_mapping(form: Form) -> dict[str, Any]:
 def read_form(config: Mapping[str, Any], notes: Notes) -> Form:
     """The form of a parsed file. What is wrong with it is in ``notes``."""
     config = dict(config)
-    if isinstance(config.get("model"), str):  # a preset's name in place of the table
+    if isinstance(config.get("model"), str):  # a preset's name instead of the table
         config["model"] = {"name": config["model"]}
     for alias in ("gpu", "gpus"):
         if alias in config and "hardware" not in config:

@@ -7,10 +7,11 @@ from typing import Any
 
 from bridge_memory.calculator.form import Form
 from bridge_memory.calculator.shapes import model_of
+from bridge_memory.cards.generations import GENERATIONS
+from bridge_memory.cards.gpu import Gpu
+from bridge_memory.cards.rows import GPUS
 from bridge_memory.readers.engines.sections import Notes
-from bridge_memory.report.gpus import GPUS, Gpu
 from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec
-from bridge_memory.spec.gpu_names import NVIDIA
 from bridge_memory.spec.run import GROUPS
 from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
@@ -18,14 +19,14 @@ from bridge_memory.spec.unmodelled import Effect, Unmodelled
 def run_of(form: Form, notes: Notes) -> RunSpec:
     """The run that a checked form describes. Raises SpecError."""
     notes.check()
-    model, supposed = model_of(form.model)
-    return run_with(model, form, (*supposed, *notes.assumptions))
+    model, assumed = model_of(form.model)
+    return run_with(model, form, (*assumed, *notes.assumptions))
 
 
-def run_with(model: ModelSpec, form: Form, supposed: tuple[str, ...] = ()) -> RunSpec:
+def run_with(model: ModelSpec, form: Form, assumed: tuple[str, ...] = ()) -> RunSpec:
     """The run of ``model`` under the rest of the form. Raises SpecError."""
     training, parallel, gpus = form.training, form.parallelism, form.hardware.num_gpus
-    said, unmodelled = list(supposed), list[Unmodelled]()
+    sentences, unmodelled = list(assumed), list[Unmodelled]()
     groups: dict[str, dict[str, Any]] = {
         "batch": {
             "micro_batch_size": training.batch_size, "seq_length": form.model.max_seq_len,
@@ -36,18 +37,18 @@ def run_with(model: ModelSpec, form: Form, supposed: tuple[str, ...] = ()) -> Ru
     }
     if model.position_embedding_type == "learned_absolute" and model.max_position_embeddings:
         groups["batch"]["seq_length"] = min(form.model.max_seq_len, model.max_position_embeddings)
-    _engine(form, groups, said)
-    _checkpointing(form, groups, said, unmodelled)
+    _engine(form, groups, sentences)
+    _checkpointing(form, groups, sentences, unmodelled)
     specs = {name: GROUPS[name](**fields) for name, fields in groups.items()}
     sizes = ParallelSpec(
         world_size=gpus, tensor_model_parallel_size=parallel.tensor_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor_parallel_size > 1,
     )  # fmt: skip
-    return RunSpec(model=model, parallel=sizes, assumptions=tuple(said), not_modelled=tuple(unmodelled), **specs)
+    return RunSpec(model=model, parallel=sizes, assumptions=tuple(sentences), not_modelled=tuple(unmodelled), **specs)
 
 
-def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> None:
+def _engine(form: Form, groups: dict[str, dict[str, Any]], sentences: list[str]) -> None:
     kind, dtype, engine = form.engine.type, form.training.dtype, form.engine
     mixed = None if dtype == "fp32" else dtype
     ours = "megatron_ddp"
@@ -57,7 +58,7 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
         precision["params_dtype"] = "fp32"
         if mixed:
             groups["transformers"] = {"autocast": mixed}
-            said.append(f"weights in fp32 under torch.autocast in {mixed}")
+            sentences.append(f"weights in fp32 under torch.autocast in {mixed}")
     elif kind == "fsdp":
         ours = "fsdp1" if engine.sharding_strategy == "no_shard" else "fsdp2"
         precision["params_dtype"] = "fp32"
@@ -68,13 +69,13 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
             options["reshard_after_forward"] = False
         if mixed:
             options |= {"param_dtype": mixed, "reduce_dtype": mixed}
-            said.append(f"fp32 shards, gathered and reduced in {mixed}, as accelerate sets FSDP up")
+            sentences.append(f"fp32 shards, gathered and reduced in {mixed}, as accelerate configures FSDP")
         groups["fsdp"] = options
     elif kind in ("deepspeed", "megatron_deepspeed"):
         stage = engine.zero_stage
         if stage is None:
             stage = 2 if kind == "deepspeed" else 1
-            said.append(f"ZeRO stage {stage} (engine.zero_stage)")
+            sentences.append(f"ZeRO stage {stage} (engine.zero_stage)")
         offload = {
             f"offload_{what}_device": device
             for what, device in (("optimizer", engine.offload_optimizer), ("param", engine.offload_param))
@@ -84,7 +85,7 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
             ours, offload["stage"] = "megatron_deepspeed", stage  # type: ignore[assignment]
         elif stage == 0:
             ours = "ddp" if form.hardware.num_gpus > 1 else "single"
-            said.append("ZeRO stage 0 as PyTorch DDP: nothing is divided")
+            sentences.append("ZeRO stage 0 as PyTorch DDP: nothing is sharded")
             precision["params_dtype"] = "fp32"
             groups["transformers"] = {"autocast": mixed} if mixed else {}
             offload = {}
@@ -94,7 +95,7 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
             groups["deepspeed"] = offload
             groups["optimizer"]["torch_implementation"] = "fused"  # DeepSpeed's FusedAdam
     else:
-        said.append("Megatron's distributed optimizer, as Megatron Bridge turns it on")
+        sentences.append("Megatron's distributed optimizer, as Megatron Bridge enables it")
     if kind in ("megatron_lm", "megatron_deepspeed"):
         groups["optimizer"]["optimizer"] = {"adamw": "adam"}.get(form.training.optimizer, form.training.optimizer)
     else:
@@ -104,7 +105,7 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
 
 
 def _checkpointing(
-    form: Form, groups: dict[str, dict[str, Any]], said: list[str], unmodelled: list[Unmodelled]
+    form: Form, groups: dict[str, dict[str, Any]], sentences: list[str], unmodelled: list[Unmodelled]
 ) -> None:
     """0 is none, 4 is every layer. Between them the form has levels that no engine has."""
     level = form.training.activation_checkpointing
@@ -115,7 +116,8 @@ def _checkpointing(
             groups["recompute"] = {"granularity": "full", "method": "uniform", "num_layers": 1}
         else:
             groups["recompute"] = {"granularity": "selective"}
-            said.append(f"activation_checkpointing {level} as Megatron's selective recomputation of core attention")
+            words = f"activation_checkpointing {level} as Megatron's selective recomputation of core attention"
+            sentences.append(words)
     elif level == 4:
         groups.setdefault("transformers", {})["gradient_checkpointing"] = True
     else:
@@ -130,6 +132,7 @@ def card_of(memory_gb: float) -> Gpu:
     size = f"{memory_gb:g}GB"
     sold = [gpu for gpu in GPUS.values() if re.search(rf"\b{re.escape(size)}\b", gpu.description)]
     usable = min((gpu.capacity_bytes for gpu in sold), default=int(memory_gb * 10**9))
-    return Gpu(f"{memory_gb:g} GB", f"a GPU of {memory_gb:g} GB", usable, NVIDIA, None, (9, 0))
+    # Of no vendor: the estimate's own generation is taken for it.
+    return Gpu(f"{memory_gb:g} GB", f"a GPU of {memory_gb:g} GB", "", GENERATIONS["hopper"], usable)
 
 

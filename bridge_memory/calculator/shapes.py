@@ -1,4 +1,4 @@
-"""Models that are known by numbers only -> a ModelSpec, and what had to be supposed."""
+"""A ModelSpec from a model's numbers, with the assumptions made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge_memory.readers import model_from_hf_config, resolve_model
 from bridge_memory.readers.presets import find_presets
 from bridge_memory.spec import ModelSpec, SpecError
 
-#: Published decoders whose shapes stand for "a model of that many parameters", smallest first.
+#: Published decoders whose shapes are used for a model with that number of parameters, smallest first.
 PUBLISHED = (
     "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "Qwen/Qwen2.5-1.5B", "meta-llama/Llama-3.2-3B",
     "meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-2-13b-hf", "Qwen/Qwen2.5-14B",
@@ -35,7 +35,8 @@ ALIKE = 0.1
 
 
 def model_of(config: ModelConfig) -> tuple[ModelSpec, list[str]]:
-    """(model, what was supposed). A name that is a preset, a path or a Hub id wins over numbers. Raises SpecError."""
+    """(model, assumptions). A name that is a preset, a path or a Hub id takes precedence over numbers. Raises
+    SpecError."""
     presets = find_presets(config.name)
     if len(presets) == 1:
         return resolve_model(presets[0]), [f"the published {presets[0]}, whatever other sizes say (model.name)"]
@@ -45,9 +46,9 @@ def model_of(config: ModelConfig) -> tuple[ModelSpec, list[str]]:
         except SpecError:
             if not (config.num_parameters or config.hidden_size):
                 raise
-            supposed = [f"the sizes given: {config.name} could not be read"]
+            assumed = [f"the sizes given: {config.name} could not be read"]
     else:
-        supposed = []
+        assumed = []
     if config.hidden_size and config.num_layers:
         model, more = _of_sizes(config)
     elif config.num_parameters:
@@ -57,7 +58,7 @@ def model_of(config: ModelConfig) -> tuple[ModelSpec, list[str]]:
             "model: it has neither num_parameters nor hidden_size and num_layers; give them, or a preset as name "
             "(`bridge-memory models` lists them)"
         )
-    return model, supposed + more
+    return model, assumed + more
 
 
 @cache
@@ -85,8 +86,8 @@ def nearest(parameters: float, called: str = "custom") -> tuple[ModelSpec, list[
     size = f"{count / 1e9:.2f} B parameters"
     if called == "custom":
         called = f"{count / 1e9:.3g}B like {name}"
-    said = f"the shape of {name}, the nearest published{changed and ','}{changed} ({size})"
-    return replace(model, name=called), [said]
+    words = f"the shape of {name}, the nearest published{changed and ','}{changed} ({size})"
+    return replace(model, name=called), [words]
 
 
 def _of_sizes(config: ModelConfig) -> tuple[ModelSpec, list[str]]:

@@ -1,6 +1,6 @@
-"""What a run left behind: the journal of its reports, and residuals for the next estimate of the same run.
+"""The journal of a run's reports, and residuals for the next estimate of the same run.
 
-Below ``live``, which writes them, and ``compare`` and the command line, which read them.
+``live`` writes them; ``compare`` and the command line read them.
 """
 
 from bridge_memory.calibration.residuals import Residual, calibrated, config_digest, load, residuals_of, save

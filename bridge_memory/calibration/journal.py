@@ -1,4 +1,4 @@
-"""The JSON-lines file: one whole line a report, on disk before the next step; readable after a kill."""
+"""The journal: a JSON-lines file with a whole line per report, on disk before the next step; readable after a kill."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SCHEMA = "bridge-memory/live-1"
 
 
 def append(path: str | os.PathLike[str], record: RunRecord | ReportRecord) -> None:
-    """Append one line. A line that a killed predecessor left unfinished is closed first, so this one is whole."""
+    """Append one line. An unfinished line of a killed process is ended first. Raises OSError."""
     line = json.dumps({"schema": SCHEMA, **record.to_json()}, separators=(",", ":"), ensure_ascii=True) + "\n"
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Not to wait for the reader of a pipe that stands there: training waits for nobody.
+    # O_NONBLOCK: opening a pipe without a reader must not block training.
     with open(target, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666)) as file:
         if file.tell() and not _ends_with_newline(target):
             line = "\n" + line
@@ -29,13 +29,13 @@ def append(path: str | os.PathLike[str], record: RunRecord | ReportRecord) -> No
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[RunRecord | ReportRecord]:
-    """The records of a journal, without lines that a kill cut off and events that are not known. Raises OSError."""
+    """The records of a journal, without cut-off lines and unknown events. Raises OSError."""
     with open(path, "rb") as file:
         yield from records(file)
 
 
 def records(lines: Iterable[str | bytes]) -> Iterator[RunRecord | ReportRecord]:
-    """Likewise, of the lines of a journal."""
+    """The same, from the lines of a journal."""
     for line in lines:
         try:
             value = parse_json(line)

@@ -1,7 +1,7 @@
-"""What is written of a run: one record when it starts, one for each report. Bytes are ints; None: not known.
+"""Records of a run: one at its start, one per report. Sizes are ints of bytes; None: not known.
 
-``to_json`` gives plain JSON values, ``from_json`` reads them: keys that are not known are ignored, those that are
-missing or hold something else are as if unknown, and nothing is refused (older and newer journals are read).
+``to_json`` returns plain JSON values, ``from_json`` reads them. Unknown keys are ignored, missing or invalid values
+count as not known, and nothing is refused, so older and newer journals can be read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class StageRecord:
     """One pipeline stage in one report. Measured figures are those of its worst rank (highest ``max_allocated``)."""
 
     stage: int
-    #: Ranks that gave a reading, and what those say that gave none, by rank.
+    #: Number of ranks with a reading, and the errors of the others, by rank.
     ranks: int = 0
     failed: Mapping[str, str] = field(default_factory=dict)
     predicted_static: int | None = None
@@ -31,7 +31,7 @@ class StageRecord:
     max_allocated: int | None = None
     reserved: int | None = None
     outside: int | None = None
-    #: The least that any rank has left, and the most retries.
+    #: Least free memory, and most allocation retries, of any rank.
     headroom: int | None = None
     retries: int | None = None
     ooms: int | None = None
@@ -39,7 +39,7 @@ class StageRecord:
     worst_rank: int | None = None
     #: Range of ``max_allocated`` over the stage's ranks.
     spread: int | None = None
-    #: Which of torch's figures is held against the prediction at this moment: "allocated" or "max_allocated".
+    #: torch's figure compared with the prediction at this moment: "allocated" or "max_allocated".
     compared: str | None = None
     expected: int | None = None
     measured: int | None = None
@@ -52,7 +52,7 @@ class StageRecord:
 
     @classmethod
     def from_json(cls, record: Json) -> StageRecord | None:
-        """None where it does not say which stage it is of."""
+        """None where the stage is missing."""
         stage = _integer(record.get("stage"))
         if stage is None:
             return None
@@ -110,7 +110,7 @@ class ReportRecord:
 
 
 class ComponentRecord(TypedDict, total=False):
-    """A ``components.Component``, its enums as their words."""
+    """A ``components.Component`` with its enums as text."""
 
     name: str
     bytes: int
@@ -126,7 +126,7 @@ class ComponentRecord(TypedDict, total=False):
 
 
 class PredictedStage(TypedDict):
-    """What was predicted for one rank of a stage."""
+    """The prediction for one rank of a stage, bytes."""
 
     stage: int
     static: int
@@ -137,14 +137,14 @@ class PredictedStage(TypedDict):
 
 
 class FactRecord(TypedDict):
-    """Something found out about the process, in words, and where."""
+    """A fact about the process, in words, and its source."""
 
     value: str
     source: str
 
 
 class MachineRecord(TypedDict):
-    """What a process runs on (``live.machine.Machine``); ``facts`` by the field of ImplementationSpec they set."""
+    """The machine of a process (``live.machine.Machine``); ``facts`` by field of ImplementationSpec."""
 
     gpu: str
     facts: dict[str, FactRecord]
@@ -153,7 +153,7 @@ class MachineRecord(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The start of a run; ``model`` and what follows it are empty where nothing could be predicted."""
+    """The start of a run; ``model`` and the fields after it are empty where there is no prediction."""
 
     #: Seconds since the epoch.
     time: float = 0.0
@@ -196,7 +196,7 @@ class RunRecord:
 
 
 def record_of(record: Json) -> RunRecord | ReportRecord | None:
-    """The record that a line of a journal holds, None for an event that is not known."""
+    """The record of a line of a journal; None for an unknown event."""
     kinds: dict[object, type[RunRecord] | type[ReportRecord]] = {"run": RunRecord, "report": ReportRecord}
     kind = kinds.get(_text(record.get("event")))
     return None if kind is None else kind.from_json(record)
@@ -238,22 +238,22 @@ def _component(record: Json) -> ComponentRecord:
     )
 
 
-# ---- values as they come ----
+# ---- untrusted values ----
 
 
-#: Beyond it nothing is a figure: bytes, ranks and steps are far below.
+#: Larger values are invalid: bytes, ranks and steps are far below.
 _MOST = 1 << 60
-#: The end of the year 9999, which is as far as a date goes.
+#: The end of the year 9999, the last date that datetime can hold.
 _LAST_SECOND = 253_402_300_799
 
 
 def is_figure(value: object) -> TypeGuard[int]:
-    """Whether it is an integer that a measurement can have."""
+    """Whether ``value`` is an integer in the range of measurements."""
     return isinstance(value, int) and not isinstance(value, bool) and -_MOST < value < _MOST
 
 
 def is_time(value: object) -> TypeGuard[int | float]:
-    """Whether it is a number of seconds since the epoch."""
+    """Whether ``value`` is a valid number of seconds since the epoch."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LAST_SECOND
 
 
@@ -266,7 +266,7 @@ def _seconds(value: object) -> float:
 
 
 def _words(value: object) -> str:
-    """Text as it is; of anything else what an error line would quote."""
+    """Text unchanged; anything else as an error message would quote it."""
     return value if isinstance(value, str) else show(value)
 
 

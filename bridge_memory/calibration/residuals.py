@@ -1,4 +1,4 @@
-"""Residuals kept from a run, and given to the next estimate of the same model with their provenance."""
+"""Residuals of a run, applied to the next estimate of the same configuration with their provenance."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Residual:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Residual:
-        """Keys that are not known are ignored. Raises TypeError where one is missing or holds something else."""
+        """Unknown keys are ignored. Raises TypeError where a key is missing or holds another type."""
         known = {key: record[key] for key in cls.__dataclass_fields__ if key in record}
         for key, value in known.items():
             if not _KINDS[key](value):
@@ -60,7 +60,7 @@ def _are_releases(value: object) -> bool:
     return isinstance(value, dict) and all(map(_is_text, (*value, *value.values())))
 
 
-#: What each key of a residual holds.
+#: Type check of each key of a residual.
 _KINDS: dict[str, Callable[[object], bool]] = {
     "model": _is_text, "config_digest": _is_text, "stage": is_figure, "component": _is_text,
     "predicted_bytes": is_figure, "measured_bytes": is_figure, "versions": _are_releases, "time": is_time,
@@ -80,8 +80,8 @@ def residuals_of(model: str, digest: str, stages: Sequence[StageRecord]) -> list
     return out
 
 
-#: Fields of ImplementationSpec that a process finds out about its machine and that a command line need not say:
-#: releases stand with each residual, and of the others a few MiB depend.
+#: Fields of ImplementationSpec that a process detects and a command line may leave out: releases are recorded with each
+#: residual, and the others change a few MiB.
 _OF_THE_MACHINE: dict[str, Any] = dict(
     transformer_engine=None, torch=None, expandable_segments=False, cublas_workspace_bytes=None,
     nvte_deterministic=False,
@@ -91,15 +91,16 @@ _OF_THE_MACHINE: dict[str, Any] = dict(
 def config_digest(run: RunSpec) -> str:
     """16 hex digits that change with any field of the run that changes memory.
 
-    Names and notes do not count: the same run read from a container and from a command line has one digest. Nor does
-    what only the process knows (``_OF_THE_MACHINE``); the GPU's generation and megatron-core's release do.
+    Names and notes do not count, so the same run read from a container and from a command line has the same digest.
+    Fields that only the process knows (``_OF_THE_MACHINE``) do not count either; the GPU's generation and
+    megatron-core's release do.
     """
     plain = canonical(run.with_(implementation=replace(run.implementation, **_OF_THE_MACHINE)))
     return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:
-    """Releases that decide what is allocated, of what this process has loaded."""
+    """Releases of the loaded packages that determine memory."""
     out = {}
     for module in ("torch", "megatron.core", "megatron.bridge", "transformer_engine", "bridge_memory"):
         loaded: Any = sys.modules.get(module)
@@ -110,7 +111,7 @@ def versions() -> dict[str, str]:
 
 
 def load(path: str | os.PathLike[str]) -> list[Residual]:
-    """Raises SpecError where the file is not a calibration of ours."""
+    """The residuals of a calibration file. Raises SpecError for another file."""
     text = read_text(path, "give a calibration.json")
     try:
         value = parse_json(text)
@@ -126,7 +127,7 @@ def save(path: str | os.PathLike[str], residuals: Sequence[Residual]) -> None:
     """Merge into ``path``: a newer residual of the same config, stage and component replaces the older one. The file is
     replaced in one move, so a kill leaves the old one or the new one."""
     target = Path(path)
-    if target.exists() and not target.is_file():  # a pipe would be waited for
+    if target.exists() and not target.is_file():  # reading a pipe would block
         raise SpecError(f"{target} is not a regular file; name a calibration.json")
     kept = {(r.config_digest, r.stage, r.component): r for r in (load(target) if target.exists() else [])}
     kept.update({(r.config_digest, r.stage, r.component): r for r in residuals})
@@ -136,10 +137,10 @@ def save(path: str | os.PathLike[str], residuals: Sequence[Residual]) -> None:
 
 
 def calibrated(estimate: Estimate, residuals: Sequence[Residual]) -> Estimate:
-    """``estimate`` with one measured component more on each stage that ``residuals`` know.
+    """``estimate`` with a measured component on each stage that has a residual.
 
-    Only residuals of the very same configuration are applied (its digest); those of the same model under another are
-    named among the assumptions and change nothing.
+    Only residuals of the same configuration (by its digest) are applied; residuals of the same model under another
+    configuration become an assumption and change no number.
     """
     digest = config_digest(estimate.run)
     peaks = {r.stage: r for r in residuals if r.component == "peak" and r.config_digest == digest}
@@ -147,7 +148,7 @@ def calibrated(estimate: Estimate, residuals: Sequence[Residual]) -> Estimate:
     for stage in estimate.stages:
         known = peaks.get(stage.stage)
         if known is None or known.residual_bytes < 0:
-            # Less than predicted is told, not subtracted: the next run may route its tokens otherwise.
+            # A negative residual is reported, not subtracted: the next run may route its tokens differently.
             stages.append(stage)
             continue
         component = Component(

@@ -1,1 +1,1 @@
-"""What is listed beside the numbers of an estimate: features not modelled, options without effect, assumptions."""
+"""Sentences listed with an estimate: unmodelled features, options without effect, assumptions."""

@@ -1,4 +1,4 @@
-"""Features of a run that no formula covers, by name, each with bounds where any are known."""
+"""Unmodelled features of a run, by name, with bounds where known."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from bridge_memory.workspaces.driver import DISPATCHERS, driver_buffers
 
 
 class Needs(NamedTuple):
-    """The most bytes that something needs on any rank, by which a gap is bounded; None where nobody knows."""
+    """Largest bytes needed on any rank, which bound an unmodelled feature; None where not known."""
 
-    #: Forward and backward passes, beyond what is there between steps.
+    #: Forward and backward passes, beyond static memory.
     passes: int | None = None
-    #: The backward pass of one layer, with what the layer saved.
+    #: The backward pass of one layer with its saved tensors.
     layer: int | None = None
 
 
 def unmodelled_features(run: RunSpec, needs: Needs | None = None) -> tuple[Unmodelled, ...]:
-    """One sentence a gap, each beginning with the field's name."""
+    """One sentence per unmodelled feature, beginning with the field's name. ``needs``: for bounds."""
     return tuple(_unmodelled(run, needs or Needs()))
 
 
@@ -67,7 +67,7 @@ def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
     if run.teacher is not None:
         yield Unmodelled(
             f"teacher ({run.teacher.model.name}): its forward pass, of which only the logits are counted", Effect.UP,
-            order="what one of its layers makes in a pass without gradients; between stages 2 s b h bytes of its own "
+            order="what one of its layers makes in a pass without gradients; between stages 2 s b h bytes more "
             "for each microbatch in flight",
         )
     yield from _of_engines(run)
@@ -82,8 +82,9 @@ def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
         # bitsandbytes optim/optimizer.py: get_state_buffer, of 100,000 elements on; the driver moves pages to the host
         # where the GPU is full.
         yield Unmodelled(
-            "paged: optimizer states are unified memory, outside of torch's allocator, and move to the host under "
-            "pressure; counted as if all on the GPU",
+            "paged: optimizer states are unified memory, outside of torch's allocator, and move to host memory when "
+            "the "
+            "GPU is full; counted as if all on the GPU",
             Effect.DOWN,
             order="up to all optimizer states",
         )
@@ -128,7 +129,7 @@ def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
         # transformer/multi_latent_attention.py: MultiLatentAttention.__init__ hands k_channels to core attention.
         yield Unmodelled(
             "transformer_impl (local) with multi-latent attention: megatron-core builds it with Transformer Engine "
-            "only; counted as if the local attention took values of another width than keys",
+            "only; counted as if local attention took values of another width than keys",
             Effect.UNKNOWN,
             order="as large as what attention saves, the scores among it, in every layer",
         )
@@ -143,8 +144,8 @@ def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
     if run.parallel.cp > 1 and any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
         # ssm/gated_delta_net.py: GatedDeltaNet.forward permutes in_proj's output before and after the exchange.
         yield Unmodelled(
-            f"context_parallel_size ({run.parallel.cp}) with gated delta nets: copies of the projected tokens on their "
-            "way between ranks",
+            f"context_parallel_size ({run.parallel.cp}) with gated delta nets: copies of the projected tokens that are "
+            "exchanged between ranks",
             Effect.UP,
             order="two copies of in_proj's output, of one layer",
         )
@@ -169,7 +170,7 @@ def _of_encoders(run: RunSpec) -> Iterator[Unmodelled]:
             )
         else:
             yield Unmodelled(
-                f"{encoder.name}: activations, of images and sounds", Effect.UP,
+                f"{encoder.name}: activations of images and sounds", Effect.UP,
                 order="on the first stage; some 17 elements of its width for each patch of a microbatch in every layer "
                 "of it, and with torch's attention scores of patches by patches",
             )
@@ -201,11 +202,12 @@ def _of_engines(run: RunSpec) -> Iterator[Unmodelled]:
     engine = run.data_parallel.engine
     if engine == "fsdp1" and not run.fsdp.limit_all_gathers:
         yield Unmodelled(
-            "fsdp_limit_all_gathers (False): units that are gathered before others have run", Effect.UP,
+            "fsdp_limit_all_gathers (False): units gathered before earlier ones have run", Effect.UP,
             order="the whole weights of the units gathered ahead, up to all of the model's")  # fmt: skip
     if run.deepspeed.zero_hpz_partition_size > 1:
-        yield Unmodelled("zero_hpz_partition_size: whole weights are counted as if gathered from the first partition",
-                  Effect.EITHER, order="as large as the whole weights of one module")  # fmt: skip
+        yield Unmodelled(
+            "zero_hpz_partition_size: unsharded weights are counted as if gathered from the primary partition",
+            Effect.EITHER, order="as large as the whole weights of one module")  # fmt: skip
 
 
 def _of_transformers(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
@@ -233,27 +235,27 @@ def _of_transformers(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
     if spec.load_in_8bit:
         # backends/cuda/ops.py: int8_vectorwise_quant; features over llm_int8_threshold go apart, in the input's dtype.
         yield Unmodelled(
-            "load_in_8bit: features with outliers, which are multiplied apart and kept", Effect.UP,
+            "load_in_8bit: features with outliers, which are multiplied separately and saved", Effect.UP,
             order="2 bytes for each token and feature with outliers")  # fmt: skip
         if spec.gradient_checkpointing and not spec.reentrant:
             # autograd/_functions.py: MatMul8bitLt.forward keeps ``ctx.tensors``, which no checkpoint takes away.
             yield Unmodelled(
-                "load_in_8bit with checkpoints that are not reentrant: inputs of its linears stay", Effect.UP,
+                "load_in_8bit with non-reentrant checkpoints: inputs of its linears stay allocated", Effect.UP,
                 order="3 bytes for each element of the linears' inputs, in every layer")  # fmt: skip
     if run.model.has_experts and EXPERTS_IN_ONE_PARAMETER(spec) and run.compute_dtype == "fp32":
         # integrations/moe.py: _can_use_grouped_mm takes bf16 alone.
         yield Unmodelled(
-            "experts with parameters in fp32: one by one in transformers 5; counted as grouped", Effect.EITHER,
+            "experts with parameters in fp32 run one by one in transformers 5; counted as grouped", Effect.EITHER,
             order="as large as the experts' activations once, in every layer")  # fmt: skip
     if spec.mixer_kernels and spec.attention_mask == "padded" and run.model.hybrid:
         # modeling_nemotron_h.py: cuda_kernels_forward runs convolution, scan, norm and projection apart.
         yield Unmodelled(
-            "attention_mask (padded) with mixer_kernels: Mamba's convolution, norm and projection run apart; "
+            "attention_mask (padded) with mixer_kernels: Mamba's convolution, norm and projection run separately; "
             "counted as one kernel", Effect.UP,
                   order="6 bytes for each inner feature of a token, in every Mamba layer")  # fmt: skip
     if spec.attn_implementation == "flash_attention_2" and spec.attention_mask == "padded":
         yield Unmodelled(
-            "attention_mask (padded) with flash_attention_2: padding is taken out of queries, keys and values; counted "
+            "attention_mask (padded) with flash_attention_2: padding is removed from queries, keys and values; counted "
             "as if there were none",
             Effect.EITHER,
             order="as large as queries, keys and values, in every layer",
@@ -261,7 +263,7 @@ def _of_transformers(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
 
 
 def _packed(run: RunSpec) -> Iterator[Unmodelled]:
-    """What depends on how long the sequences of a pack are, which a run does not say."""
+    """Features that depend on the lengths of the packed sequences, which a run does not specify."""
     impl, limits = run.implementation, limits_of(run.model)
     sparse_alone = not any(
         isinstance(m, AttentionSpec) or (isinstance(m, MLASpec) and m.sparse is None) for m in limits.mixers
@@ -272,7 +274,7 @@ def _packed(run: RunSpec) -> Iterator[Unmodelled]:
         # TE context_parallel.py: thd_cp_rank_order_to_sequence_order, reorder_seq_chunks_after_a2a_before_attn_thd.
         yield Unmodelled(
             f"packed_sequences with cp_comm_type ({impl.cp_comm_type}) and context_parallel_size ({run.parallel.cp}): "
-            "what attention makes in passing to put the sequences' parts in order, counted as for one that is not "
+            "temporaries of attention that reorder the parts of the sequences; counted as for one sequence that is not "
             "packed",
             Effect.EITHER,
             order="as large as keys and values of one layer",

@@ -33,7 +33,8 @@ COMMANDS = {
     "compare": ("bridge_memory.cli.compare", "a run's logs or snapshots against its prediction"),
     "rehearse": ("bridge_memory.cli.rehearse", "run the real megatron-core for one rank, on one GPU or on none"),
     "gpus": ("bridge_memory.cli.gpus", "the known GPUs and their usable memory"),
-    "serve": ("bridge_memory.web.serve", "a web page for all of this, on this machine"),
+    "serve": ("bridge_memory.cli.serve", "a web page for all of this, on this machine"),
+    "mcp": ("bridge_memory.cli.mcp", "the same answers for coding assistants: a Model Context Protocol server"),
     "completion": ("bridge_memory.cli.completion", "a script by which bash, zsh or fish completes commands and flags"),
 }
 
@@ -48,7 +49,7 @@ EXIT_IO = 74  # EX_IOERR
 
 #: What is printed where nothing was asked for.
 EXAMPLES = """\
-bridge-memory tells how much GPU memory a training run takes, before it is launched. Try:
+bridge-memory says how much GPU memory a training run takes, before it is launched. Try:
 
   does it fit?      bridge-memory estimate Qwen/Qwen3-8B --num-gpus 8 --tp 2 --gpu H100
   what would fit?   bridge-memory search Qwen/Qwen3-30B-A3B --num-gpus 64 --global-batch-size 512 --gpu H100
@@ -100,6 +101,23 @@ def _usage() -> str:
     return "\n".join(lines)
 
 
+def _version() -> str:
+    """This release's, and of what an answer is for where nobody says which releases run."""
+    from bridge_memory import __version__
+    from bridge_memory.releases import (
+        DEFAULT_MEGATRON_CORE,
+        DEFAULT_TORCH,
+        DEFAULT_TRANSFORMER_ENGINE,
+        release_words,
+    )
+
+    core, te, torch = map(release_words, (DEFAULT_MEGATRON_CORE, DEFAULT_TRANSFORMER_ENGINE, DEFAULT_TORCH))
+    return (
+        f"bridge-memory {__version__}\n"
+        f"by default for megatron-core {core}, Transformer Engine {te}, torch {torch}"
+    )  # fmt: skip
+
+
 def _in_flags(error: SpecError, argv: Sequence[str]) -> str:
     """A refusal of a command that takes the flags of a run, in those flags; of a file, in the file's words."""
     message = str(error)
@@ -130,9 +148,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         print(_usage())
         return 0
     if argv[0] == "--version":
-        from bridge_memory import __version__
-
-        print(f"bridge-memory {__version__}")
+        print(_version())
         return 0
     if argv[0] not in COMMANDS:
         from difflib import get_close_matches

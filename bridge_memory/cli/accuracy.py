@@ -1,6 +1,6 @@
 """``bridge-memory accuracy RUNS.jsonl``: a corpus of measured memory or of measured speed beside what is predicted.
 
-Which it holds, and whether of Megatron or of other engines, is told by the fields of its first record.
+Which it holds, and whether of Megatron or of other engines, is seen from the fields of its first record.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_memory.cli.megatron import scores as validate
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.cli.torch import scores as engine_scores
+from bridge_memory.cli.torch import scores as torch_scores
 from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.accuracy.corpus import Row
+    from bridge_memory.accuracy.corpus import RecordLine
     from bridge_memory.accuracy.ranking import GroupScore
-    from bridge_memory.accuracy.throughput import Measured
+    from bridge_memory.accuracy.throughput import MeasuredRun
     from bridge_memory.report.document import Block, Chart
 
 SCHEMA = "bridge-memory/accuracy/1"
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("runs", metavar="RUNS.jsonl", nargs="?", help="measured runs, one JSON record a line")
     add_output_arguments(
-        parser, f"of speed by the schema {SCHEMA}, of memory by {validate.SCHEMA} or {engine_scores.SCHEMA}",
+        parser, f"of speed by the schema {SCHEMA}, of memory by {validate.SCHEMA} or {torch_scores.SCHEMA}",
         beside=True,
     )
     validate.add_tables(parser)
@@ -41,11 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Score and print. Returns 0."""
     from bridge_memory.accuracy.corpus import is_of_speed, read_corpus
-    from bridge_memory.accuracy.torch.records import is_of_engines
+    from bridge_memory.accuracy.torch.records import is_of_torch
 
     rows_of_file = None if args.runs is None else read_corpus(args.runs)
-    if rows_of_file is not None and is_of_engines(rows_of_file):
-        return engine_scores.run(args, rows_of_file)
+    if rows_of_file is not None and is_of_torch(rows_of_file):
+        return torch_scores.run(args, rows_of_file)
     if args.evidence is not None:
         check_target(args.evidence, force=args.force, flag="--evidence")
     if rows_of_file is None or not is_of_speed(rows_of_file):
@@ -58,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(args.json, str):
         raise SpecError("--json FILE is for records of memory; use --output FILE")
     from bridge_memory.accuracy.speed_fit import left_out, scores
-    from bridge_memory.accuracy.throughput import Measured, Unread, measured
+    from bridge_memory.accuracy.throughput import MeasuredRun, Unread, measured
     from bridge_memory.speed.constants import DEFAULT
 
     read = [measured(row.data) for row in rows_of_file]
-    rows = [r for r in read if isinstance(r, Measured)]
+    rows = [r for r in read if isinstance(r, MeasuredRun)]
     ranked = scores(rows, DEFAULT)
-    folds = None if args.folds is None else left_out(rows, args.folds, said=_said)
+    folds = None if args.folds is None else left_out(rows, args.folds, log=_said)
     fits = _out_of_memory(rows)
     unread: dict[str, int] = {}
     for row in read:
@@ -87,7 +87,7 @@ def _said(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _write_evidence(args: argparse.Namespace, rows: list[Row]) -> None:
+def _write_evidence(args: argparse.Namespace, rows: list[RecordLine]) -> None:
     from bridge_memory.accuracy.evidence_table import evidence_table
     from bridge_memory.accuracy.predictions import predict_all
     from bridge_memory.accuracy.records import read_record
@@ -97,11 +97,11 @@ def _write_evidence(args: argparse.Namespace, rows: list[Row]) -> None:
     write_text(args.evidence, text.replace('{"kind"', '\n{"kind"') + "\n", force=args.force, flag="--evidence")
 
 
-def _out_of_memory(rows: list[Measured]) -> dict[str, dict[str, int]]:
+def _out_of_memory(rows: list[MeasuredRun]) -> dict[str, dict[str, int]]:
     """Runs that did or did not run out of memory, and whether their peak was predicted above the card: by whose the
     implementation is."""
     from bridge_memory.estimation import peaks
-    from bridge_memory.report.gpus import find_gpu
+    from bridge_memory.spec.gpus import find_gpu
 
     names = ("predicted", "predicted and measured", "measured", "rows")
     found = {"Megatron's implementation": dict.fromkeys(names, 0), "others": dict.fromkeys(names, 0)}
@@ -122,7 +122,7 @@ def _out_of_memory(rows: list[Measured]) -> dict[str, dict[str, int]]:
 _POINTS = 1500
 
 
-def _scatter(rows: Sequence[Measured]) -> Chart:
+def _scatter(rows: Sequence[MeasuredRun]) -> Chart:
     """Predicted over measured step times; of many rows some, evenly."""
     from bridge_memory.report.document import Chart
     from bridge_memory.speed.constants import FITTED_ON

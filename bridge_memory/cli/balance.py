@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.template import template
 from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.ranked import fit_words
+from bridge_memory.components import GIB
 from bridge_memory.plan.megatron.space import AXES
 from bridge_memory.plan.megatron.splits import split_fields
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.layout import layout
-from bridge_memory.workspaces.driver import driver_bytes
 
 if TYPE_CHECKING:
+    from bridge_memory.cards.gpu import Gpu
     from bridge_memory.plan.megatron.balance import Balanced
+    from bridge_memory.report.document import Words
 
 _SIZES = (
     "parallel.world_size", "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size",
@@ -36,8 +39,9 @@ def run(args: argparse.Namespace) -> int:
     """Balance and print. Returns 0."""
     from bridge_memory.plan.megatron.balance import balance, check_balanced, default_split, described, with_sizes
     from bridge_memory.plan.megatron.published import PUBLISHED
-    from bridge_memory.report.gpus import find_gpu, largest_peak
+    from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.hardware import HARDWARE
+    from bridge_memory.verdict import largest_peak
 
     gpu = find_gpu(args.gpu)
     hardware = HARDWARE.get(gpu.name)
@@ -56,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     found["lowest peak"] = balance(base, hardware)
     if hardware is not None:
         try:
-            card = largest_peak(gpu, base.parallel.world_size, driver_bytes(base))
-            found[f"fastest on {gpu.name}"] = balance(base, hardware, capacity=card)
+            largest = largest_peak(gpu, base)
+            found[f"fastest on {gpu.name}"] = balance(base, hardware, capacity=largest)
         except SpecError:
             pass  # none fits; the lowest peak says by how much
     if args.json:
@@ -66,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         splits = {title: _record(b) for title, b in found.items()}
         print(json.dumps({"schema": "bridge-memory/balance/1", "splits": splits}, indent=2))
     else:
-        _print(found, base)
+        _print(found, base, gpu)
     return 0
 
 
@@ -100,7 +104,26 @@ def _record(b: Balanced) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(found: dict[str, Balanced], base: RunSpec) -> None:
+def _answer(found: dict[str, Balanced], base: RunSpec, gpu: Gpu) -> Words:
+    """The fastest split and how it fits; where no time is known or none fits, that with the lowest peak."""
+    from bridge_memory.report.document import Words
+    from bridge_memory.verdict import headroom
+
+    def fit(b: Balanced) -> tuple[str, bool]:
+        free = headroom(gpu, b.peak, b.run)
+        return fit_words(gpu, b.peak, free, b.peaks.index(b.peak)), free >= 0
+
+    lowest, fastest = found["lowest peak"], found.get(f"fastest on {gpu.name}")
+    words, fits = fit(lowest)
+    lines = [f"Lowest peak: {_how(lowest)}", words]
+    if fastest is not None:
+        words, fits = fit(fastest)
+        time = f"{max(fastest.seconds):.3f} s a microbatch on its slowest stage"
+        lines = [f"Fastest split: {_how(fastest)}; {time}", words, *lines]
+    return Words("", tuple(lines), "good" if fits else "bad")
+
+
+def _print(found: dict[str, Balanced], base: RunSpec, gpu: Gpu) -> None:
     from bridge_memory.report.document import Bullets, Column, Grid
     from bridge_memory.report.printing import print_blocks
 
@@ -108,19 +131,20 @@ def _print(found: dict[str, Balanced], base: RunSpec) -> None:
     for title, b in found.items():
         time = f"{max(b.seconds):.3f}" if b.seconds else "?"
         rows.append(
-            (title, f"{b.peak / 2**30:.2f}", str(b.peaks.index(b.peak)), f"{min(b.peaks) / 2**30:.2f}", time, _how(b))
+            (title, f"{b.peak / GIB:.2f}", str(b.peaks.index(b.peak)), f"{min(b.peaks) / GIB:.2f}", time, _how(b))
         )
     columns = (
-        Column("split", words=True), Column("highest GiB"), Column("stage"), Column("lowest GiB"), Column("slowest s"),
-        Column("how", words=True),
+        Column("split", words=True), Column("peak GiB"), Column("stage"), Column("lowest GiB"), Column("slowest s"),
+        Column("split as", words=True),
     )  # fmt: skip
     p = base.parallel
     title = f"{base.model.num_layers} layers of {base.model.name} over {p.pp} stages"
     title += f" of {p.vpp} chunks" if p.vpp > 1 else ""
     notes = (
-        "highest, lowest: peaks of the stages; slowest: one microbatch, forward and backward, by the time model",
+        "peak GiB: of the stage beside it, the fullest; lowest GiB: the peak of the emptiest stage; slowest s: one "
+        "microbatch, forward and backward, on the slowest stage by the time model",
     )
-    blocks: list[Any] = [Grid(title, columns, tuple(rows), None, notes)]
+    blocks: list[Any] = [_answer(found, base, gpu), Grid(title, columns, tuple(rows), None, notes)]
     layers = {title: ", ".join(map(str, b.layers)) for title, b in found.items()}
     blocks.append(Bullets("Layers of every chunk", tuple(f"{title}: {text}" for title, text in layers.items())))
     print_blocks(blocks)

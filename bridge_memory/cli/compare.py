@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_from_arguments
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.files import read_bytes, text_of
+from bridge_memory.comparison.compare import SCHEMA, LogComparison, SnapshotComparison, compare
+from bridge_memory.components import GIB
 from bridge_memory.report.document import Block, Bullets, Chart, Column, Drawn, Grid, Pairs, Words
 from bridge_memory.report.printing import print_blocks
 from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.comparison.logs import MeasuredRank
-    from bridge_memory.comparison.residuals import Predicted, StageResidual
+    from bridge_memory.comparison.residuals import StageResidual
     from bridge_memory.comparison.snapshot import Attribution
-    from bridge_memory.estimation import Estimate
 
-SCHEMA = "bridge-memory/compare/1"
 EXIT_BEYOND = 1
-GIB = 1 << 30
-#: Bytes: some weeks of logs.
-MOST_OF_A_LOG = 256 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,19 +43,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print. 0, or 1 where --tolerance is exceeded."""
-    from bridge_memory.comparison.snapshot import MOST_OF_A_SNAPSHOT, is_snapshot
-
     if args.tolerance is not None and not 0 <= args.tolerance < float("inf"):
         raise SpecError(f"--tolerance is {args.tolerance}; give a percentage of 0 or more")
     tolerance = None if args.tolerance is None else args.tolerance / 100.0
-    # Read once: a pipe (`compare <(zcat log.gz)`) holds it once.
-    data = read_bytes(
-        args.measured, "give a log, JSON lines or a snapshot; of a long log its lines about memory",
-        most_after=lambda head: MOST_OF_A_SNAPSHOT if is_snapshot(head) else MOST_OF_A_LOG,
+    found = compare(
+        args.measured, _given_run(args), stage=args.snapshot_stage, device=args.snapshot_device,
+        pp_before_dp=args.use_tp_pp_dp_mapping,
     )  # fmt: skip
-    if is_snapshot(data):
-        return _snapshot(args, data, tolerance)
-    return _log(args, text_of(data, errors="replace"), tolerance)
+    if tolerance is not None and isinstance(found, SnapshotComparison) and found.estimate is None:
+        raise SpecError("--tolerance needs a prediction; name the MODEL and its flags, or give --megatron-args")
+    beyond = found.beyond(tolerance)
+    if args.json:
+        print(json.dumps(found.as_json(args.measured, tolerance), indent=2))
+    elif isinstance(found, SnapshotComparison):
+        _print_snapshot(args, found, bool(beyond))
+    elif args.format == "html":
+        print(_page(args, found, beyond), end="")
+    else:
+        print_blocks([_words(found.stages, bool(beyond)), _table(found.stages, beyond, args.tolerance)])
+    return EXIT_BEYOND if beyond else 0
 
 
 def _given_run(args: argparse.Namespace) -> RunSpec | None:
@@ -73,45 +74,15 @@ def _given_run(args: argparse.Namespace) -> RunSpec | None:
 # ---- logs and JSON lines ----
 
 
-def _log(args: argparse.Namespace, text: str, tolerance: float | None) -> int:
-    from bridge_memory.comparison.residuals import residuals
-    from bridge_memory.spec.ranks import stage_of_rank
-
-    predicted, measured, result = _read(args.measured, text, _given_run(args))
-
-    def stage_of(rank: int) -> int:
-        assert result is not None
-        return stage_of_rank(result.run.parallel, rank, pp_before_dp=args.use_tp_pp_dp_mapping)
-
-    rows = residuals(predicted, measured, stage_of)
-    beyond = [] if tolerance is None else [r.stage for r in rows if r.beyond(tolerance)]
-    if args.json:
-        document = {
-            "schema": SCHEMA,
-            "measured": args.measured,
-            "stages": [r.as_json() for r in rows],
-            "tolerance": tolerance,
-            "beyond": beyond,
-        }
-        json.dump(document, sys.stdout, indent=2)
-        print()
-    elif args.format == "html":
-        print(_page(args, text, rows, beyond, result), end="")
-    else:
-        print_blocks([_table(rows, beyond, args.tolerance)])
-    return EXIT_BEYOND if beyond else 0
-
-
-def _page(
-    args: argparse.Namespace, text: str, rows: list[StageResidual], beyond: list[int], result: Estimate | None
-) -> str:
+def _page(args: argparse.Namespace, found: LogComparison, beyond: list[int]) -> str:
     """The estimate with what was measured over it; of a journal also its steps, which is all there is without a run."""
     from bridge_memory.calibration import journal
     from bridge_memory.report.history import History
     from bridge_memory.report.page.one_file import Measured, blocks_page, estimate_page
 
+    rows, result = found.stages, found.estimate
     table = _table(rows, beyond, args.tolerance)
-    history = History(journal.records(text.splitlines()))
+    history = History(journal.records(found.text.splitlines()))
     if result is None:
         said = [Words("", table.notes, "bad" if beyond else "")] if table.notes else []
         return blocks_page(history.title, [*said, *history.blocks()], args.command_line, under=history.under())
@@ -122,11 +93,11 @@ def _page(
     )
 
 
-def _words(rows: list[StageResidual], beyond: bool) -> Words:
+def _words(rows: Sequence[StageResidual], beyond: bool) -> Words:
     """The comparison in a sentence."""
     off = [(r.residual / r.max_allocated, r) for r in rows if r.residual is not None and r.max_allocated]
     if not off:
-        return Words("", ("no measured peak to hold the prediction against",), "open")
+        return Words("", ("no measured peak to compare the prediction with",), "open")
     share, worst = max(off, key=lambda one: abs(one[0]))
     where = f" of stage {worst.stage}, the furthest off," if len(off) > 1 else f" of stage {worst.stage}"
     return _sentence(where, worst.predicted_peak, worst.max_allocated or 0, share, beyond)
@@ -141,75 +112,11 @@ def _sentence(where: str, predicted: int, measured: int, share: float, beyond: b
     return Words("", (words,), tone)
 
 
-def _read(
-    path: str, text: str, given: RunSpec | None
-) -> tuple[list[Predicted], list[MeasuredRank], Estimate | None]:
-    """(predicted, measured, the estimate of the run where it is known) of a log or of our JSON lines."""
-    from bridge_memory.calibration.journal import SCHEMA as JOURNAL
-    from bridge_memory.comparison.logs import arguments_in, latest_of_each_rank
-    from bridge_memory.comparison.residuals import predicted_of
-    from bridge_memory.estimation import estimate
-
-    lines = text.splitlines()
-    if any(JOURNAL in line for line in lines):
-        predicted, measured = _journal(path, lines)
-        if given is None:
-            return predicted, measured, None
-        result = estimate(given)
-        return predicted_of(result), measured, result
-    measured = latest_of_each_rank(lines)
-    if not measured:
-        raise SpecError(
-            f"{path} holds no memory figures; give a log with lines like '[Rank 0] (after 2 iterations) memory (MB) | "
-            "allocated: ...', our JSON lines or a snapshot"
-        )
-    if given is None:
-        printed = arguments_in(lines)
-        if printed is None:
-            raise SpecError(
-                f"{path} does not say what ran (no block of Megatron-LM arguments); name the MODEL and its flags, or "
-                "give --megatron-args"
-            )
-        from bridge_memory.readers.config_container import run_from_config_container
-        from bridge_memory.readers.megatron_args import container
-
-        given = run_from_config_container(container(printed))
-    result = estimate(given)
-    return predicted_of(result), measured, result
-
-
-def _journal(path: str, lines: list[str]) -> tuple[list[Predicted], list[MeasuredRank]]:
-    """The last run of the file and its last report."""
-    from bridge_memory.calibration import journal
-    from bridge_memory.calibration.records import ReportRecord
-    from bridge_memory.comparison.logs import MeasuredRank
-    from bridge_memory.comparison.residuals import Predicted
-
-    report: ReportRecord | None = None
-    for record in journal.records(lines):
-        report = record if isinstance(record, ReportRecord) else None
-    if report is None:
-        raise SpecError(f"{path} holds no report after its last start; let the run do two steps")
-    if not report.stages:
-        raise SpecError(f"{path} has a damaged report; give a file that MemoryReport wrote")
-    predicted = [
-        Predicted(s.stage, s.predicted_static, s.predicted_peak)
-        for s in report.stages if s.predicted_static is not None and s.predicted_peak is not None
-    ]  # fmt: skip
-    measured = [
-        MeasuredRank(s.worst_rank, report.iteration, s.allocated, s.max_allocated, s.reserved, stage=s.stage)
-        for s in report.stages if s.worst_rank is not None
-    ]  # fmt: skip
-    if not predicted:
-        raise SpecError(f"{path} holds no prediction; name the MODEL and its flags, or give --megatron-args")
-    return predicted, measured
-
-
 def _gib(value: int | None, sign: str = "") -> str:
     return "-" if value is None else f"{value / GIB:{sign}.2f}"
 
 
-def _table(rows: list[StageResidual], beyond: list[int], tolerance: float | None) -> Grid:
+def _table(rows: Sequence[StageResidual], beyond: list[int], tolerance: float | None) -> Grid:
     cells = tuple(
         (
             str(r.stage), _gib(r.predicted_static), _gib(r.allocated), _gib(r.static_residual, "+"),
@@ -220,7 +127,7 @@ def _table(rows: list[StageResidual], beyond: list[int], tolerance: float | None
         for r in rows
     )  # fmt: skip
     heads = ("stage", "static", "allocated", "+/-", "peak", "max alloc.", "+/-", "", "rank", "spread")
-    notes = []
+    notes = ["static, peak: predicted; allocated, max alloc.: measured; +/-: measured less predicted"]
     unmeasured = [str(r.stage) for r in rows if not r.ranks]
     if unmeasured:
         notes.append(f"no figures of stages {', '.join(unmeasured)}")
@@ -233,53 +140,26 @@ def _table(rows: list[StageResidual], beyond: list[int], tolerance: float | None
 # ---- snapshots ----
 
 
-def _snapshot(args: argparse.Namespace, data: bytes, tolerance: float | None) -> int:
-    from bridge_memory.comparison.snapshot import at_peak, attribute, read_snapshot
-    from bridge_memory.estimation import estimate
-
-    alive = at_peak(read_snapshot(data, args.measured), args.snapshot_device)
-    run = _given_run(args)
-    components: Any = ()
-    predicted = static = whole = None
-    if run is not None:
-        whole = estimate(run)
-        stages = whole.stages
-        if not 0 <= args.snapshot_stage < len(stages):
-            raise SpecError(f"--snapshot-stage {args.snapshot_stage} does not exist; the run has {len(stages)} stages")
-        stage = stages[args.snapshot_stage]
-        components, predicted, static = stage.components, stage.peak_bytes, stage.static_bytes
-    elif tolerance is not None:
-        raise SpecError("--tolerance needs a prediction; name the MODEL and its flags, or give --megatron-args")
-    result = attribute(alive, components)
-    beyond = (
-        tolerance is not None
-        and predicted is not None
-        and abs(alive.peak_bytes - predicted) > tolerance * alive.peak_bytes
-    )
-    if args.json:
-        json.dump(_snapshot_json(args, result, predicted, tolerance, beyond), sys.stdout, indent=2)
-        print()
-        return EXIT_BEYOND if beyond else 0
+def _print_snapshot(args: argparse.Namespace, found: SnapshotComparison, beyond: bool) -> None:
+    result, alive, predicted, whole = found.attribution, found.attribution.alive, found.predicted_peak, found.estimate
     blocks = _snapshot_blocks(result, predicted, beyond, args.tolerance)
     if args.format != "html":
         print_blocks(blocks)
-        return EXIT_BEYOND if beyond else 0
+        return
     from bridge_memory.report.page.one_file import Measured, blocks_page, estimate_page
 
+    static = None if whole is None else whole.stages[found.stage].static_bytes
     drawn = [*_snapshot_charts(result, predicted, static), *blocks]
     if whole is None:
         page = blocks_page("A memory snapshot at its peak", drawn, args.command_line)
     else:
         assert predicted is not None
         share = (alive.peak_bytes - predicted) / alive.peak_bytes if alive.peak_bytes else 0.0
-        where = f" of stage {args.snapshot_stage}" if len(whole.stages) > 1 else ""
+        where = f" of stage {found.stage}" if len(whole.stages) > 1 else ""
         words = _sentence(where, predicted, alive.peak_bytes, share, beyond)
-        found = {args.snapshot_stage: (alive.peak_bytes, None)}
-        page = estimate_page(
-            whole, flags=args.command_line, stage=args.snapshot_stage, measured=Measured(words, found, drawn)
-        )
+        measured = Measured(words, {found.stage: (alive.peak_bytes, None)}, drawn)
+        page = estimate_page(whole, flags=args.command_line, stage=found.stage, measured=measured)
     print(page, end="")
-    return EXIT_BEYOND if beyond else 0
 
 
 def _snapshot_charts(result: Attribution, predicted: int | None, static: int | None) -> list[Drawn]:
@@ -306,32 +186,6 @@ def _snapshot_charts(result: Attribution, predicted: int | None, static: int | N
     ]
     found.append(Chart("At the peak", "pairs", {"rows": rows}))
     return found
-
-
-def _snapshot_json(
-    args: argparse.Namespace, result: Attribution, predicted: int | None, tolerance: float | None, beyond: bool
-) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "measured": args.measured,
-        "snapshot": {
-            "device": result.alive.device,
-            "peak_bytes": result.alive.peak_bytes,
-            "end_bytes": result.alive.end_bytes,
-            "predicted_peak_bytes": predicted,
-            "attributed_share": result.attributed_share,
-            "groups": [
-                {
-                    "group": str(g.group), "measured_bytes": g.measured, "predicted_bytes": g.predicted,
-                    "blocks": g.blocks,
-                }
-                for g in result.groups
-            ],
-            "unattributed": [{"frames": frames, "bytes": size} for frames, size in result.unattributed],
-        },
-        "tolerance": tolerance,
-        "beyond": [args.snapshot_stage] if beyond else [],
-    }
 
 
 def _snapshot_blocks(

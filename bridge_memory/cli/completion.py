@@ -37,9 +37,9 @@ def _flags() -> dict[str, Flags]:
     """Of every command; "" is what MODEL takes, "--gpu" the known cards."""
     import importlib
 
+    from bridge_memory.cards.rows import GPUS
     from bridge_memory.cli import COMMANDS
     from bridge_memory.readers import list_presets
-    from bridge_memory.report.gpus import GPUS
 
     out = {}
     for name, (module, _) in COMMANDS.items():

@@ -20,8 +20,8 @@ from bridge_memory.spec.release import read_release
 if TYPE_CHECKING:
     from bridge_memory.estimation import Estimate
     from bridge_memory.report.document import Block
-    from bridge_memory.report.gpus import Fit
-    from bridge_memory.reserved import Reserved
+    from bridge_memory.verdict import Fit
+    from bridge_memory.workspaces.caching_allocator import Reserved
 
 EXIT_DOES_NOT_FIT = 3
 
@@ -62,11 +62,12 @@ def _check_release(text: str | None) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Estimate and print. Returns the exit code."""
-    from bridge_memory.emit.fixes import cheapest_fix
+    from bridge_memory.emit.fixes import try_first
     from bridge_memory.estimation import estimate
-    from bridge_memory.report.gpus import Verdict, find_gpu, fits
     from bridge_memory.report.units import check_unit
     from bridge_memory.reserved import why_not
+    from bridge_memory.spec.gpus import find_gpu
+    from bridge_memory.verdict import Verdict, fits
 
     unit = check_unit(args.unit)
     if args.require_fit and not args.gpu:
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     fitting = fits(result, gpus)
     fix = ""
     if len(gpus) == 1 and fitting[0].verdict is Verdict.DOES_NOT_FIT and not fitting[0].lacks:
-        fix = cheapest_fix(spec, gpus[0])
+        fix = try_first(spec, gpus[0])
     _print(args, result, fitting, unit, fix)
     return EXIT_DOES_NOT_FIT if args.require_fit and not all(fit.fits for fit in fitting) else 0
 
@@ -112,9 +113,9 @@ def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], u
         shown = range(len(result.stages)) if args.stage is None else [args.stage]
         details = {i: stage_details(result, i) for i in shown}
     if args.brief:
-        from bridge_memory.report.answer import answer_of
+        from bridge_memory.report.answer import answer_of, brief
 
-        print(one_line(answer_of(result, fitting, unit=unit, fix=fix).words))
+        print(one_line(brief(result, answer_of(result, fitting, unit=unit, fix=fix))))
     elif args.json:
         from bridge_memory.report.json import estimate_to_json
 
@@ -139,7 +140,7 @@ def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], u
     else:
         from bridge_memory.report.short import short_blocks
 
-        more = "-v shows them, and every table"
+        more = "-v lists them, with every table"
         blocks = short_blocks(result, fitting, unit=unit, stage=args.stage, fix=fix, more=more)
         print_blocks([*blocks, *_reserved_blocks(reserved, unit)])
 
@@ -151,14 +152,14 @@ def _reserved_blocks(found: Reserved | None, unit: str) -> list[Block]:
 
     if found is None:
         return []
-    ways = (
+    modes = (
         ("as torch's allocator is by default", found.segments, found.segments_of),
         ("with expandable_segments:True", found.expandable, found.expandable_of),
     )
     lines = [
-        f"{format_bytes(total, unit)} {way} ("
+        f"{format_bytes(total, unit)} {mode} ("
         + ", ".join(f"{name} {format_bytes(nbytes, unit)}" for name, nbytes in streams) + ")"
-        for way, total, streams in ways
+        for mode, total, streams in modes
     ]
     lines.append(f"of which {format_bytes(found.allocated, unit)} are allocated at the most")
     lines.append("what no tensor is in is given back before the device is full")

@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List the GPUs. Returns 0."""
-    from bridge_memory.report.gpus import GPUS, capability_words
+    from bridge_memory.cards.gpu import capability_words
+    from bridge_memory.cards.rows import GPUS
 
     if args.json:
         import json

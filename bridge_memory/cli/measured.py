@@ -10,7 +10,7 @@ from bridge_memory.plan.megatron.space import AXES, Space
 from bridge_memory.spec import SpecError, show
 
 if TYPE_CHECKING:
-    from bridge_memory.speed.measured import Measured
+    from bridge_memory.speed.measured import MeasuredStep
 
 _SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "mbs")
 _SIZE = re.compile(rf"({'|'.join(_SIZES)})(\d{{1,6}})")
@@ -18,7 +18,7 @@ _RECOMPUTE = "recompute:"
 HOW = "write it like tp2,pp8,mbs1,recompute:mlp=58.2 (recompute: none, full, or modules with + between them)"
 
 
-def measured_steps(texts: list[str], space: Space) -> list[Measured]:
+def measured_steps(texts: list[str], space: Space) -> list[MeasuredStep]:
     """What was measured, as runs; what a layout does not name is as in the flags. Raises SpecError."""
     return [_measured(text, space) for text in texts]
 
@@ -37,8 +37,8 @@ def named_seconds(text: str, how: str) -> tuple[str, str, float]:
     return name, flag, seconds
 
 
-def _measured(text: str, space: Space) -> Measured:
-    from bridge_memory.speed.measured import Measured
+def _measured(text: str, space: Space) -> MeasuredStep:
+    from bridge_memory.speed.measured import MeasuredStep
 
     name, flag, seconds = named_seconds(text, HOW)
     base = space.base
@@ -64,7 +64,7 @@ def _measured(text: str, space: Space) -> Measured:
         )
     except SpecError as error:
         raise SpecError(f"{flag}: {error}") from None
-    return Measured(name, run, seconds)
+    return MeasuredStep(name, run, seconds)
 
 
 def _recompute(base: Any, how: str) -> Any:

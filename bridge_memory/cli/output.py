@@ -1,8 +1,9 @@
 """How every command's answer leaves: ``--format``, ``--json``, ``--output`` and ``--force``.
 
 A command prints to standard output, as JSON where ``args.json`` is set. Where a file is named that is written in its
-place, whole or not at all, once the command is done. Commands that print blocks (``report.printing.print_blocks``) have
-them as Markdown, CSV (the first table) and HTML too; those that write such a format themselves say so in ``own``.
+place, whole or not at all, once the command is done, and stderr says so. Commands that print blocks
+(``report.printing.print_blocks``) have them as Markdown, CSV (the first table) and HTML too; those that write such a
+format themselves say so in ``own``.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import contextlib
 import io
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bridge_memory.report.document import Chart, Drawn
+from bridge_memory.report.document import Chart, Drawn, one_line
 from bridge_memory.report.printing import collected
 from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
@@ -83,6 +85,8 @@ def written(args: argparse.Namespace) -> Iterator[None]:
             yield
     if args.output is not None and args.format != "snapshot":
         write_text(args.output, text.getvalue(), force=args.force)
+    if args.output is not None:
+        print(f"bridge-memory: wrote {one_line(args.output)} ({args.format})", file=sys.stderr)
 
 
 def _rendered(blocks: list[Drawn], text: str, args: argparse.Namespace) -> str:

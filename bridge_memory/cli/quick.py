@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from bridge_memory.arguments.flags import _integer, _number
+from bridge_memory.arguments.flags import integer, number
 from bridge_memory.cli.calculate import add_output
 from bridge_memory.cli.calculate import show as printed
 from bridge_memory.spec import SpecError, show
@@ -27,22 +27,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("size", metavar="SIZE", nargs="?",
                         help='parameters in billions (7, 0.5), "7B", "350M", or a preset')
     group = parser.add_argument_group("run")
-    group.add_argument("--gpus", type=_integer, metavar="N", default=1, help="GPUs of the job (1)")
-    group.add_argument("--gpu-mem", type=_number, metavar="GB", default=80, help="memory of each (80)")
+    group.add_argument("--gpus", type=integer, metavar="N", default=1, help="GPUs of the job (1)")
+    group.add_argument("--gpu-mem", type=number, metavar="GB", default=80, help="memory of each (80)")
     group.add_argument("--engine", metavar="ENGINE", default="pytorch_ddp",
                        help="pytorch_ddp (default), deepspeed, fsdp, megatron_lm or megatron_deepspeed")
-    group.add_argument("--zero-stage", type=_integer, metavar="0..3", help="DeepSpeed's stage (2)")
-    group.add_argument("--batch-size", type=_integer, metavar="N", default=1, help="sequences a GPU (1)")
-    group.add_argument("--seq-length", type=_integer, metavar="N", default=2048, help="tokens a sequence (2048)")
+    group.add_argument("--zero-stage", type=integer, metavar="0..3", help="DeepSpeed's stage (2)")
+    group.add_argument("--batch-size", type=integer, metavar="N", default=1, help="sequences a GPU (1)")
+    group.add_argument("--seq-length", type=integer, metavar="N", default=2048, help="tokens a sequence (2048)")
     group.add_argument("--dtype", metavar="DTYPE", default="bf16", help="bf16 (default), fp16 or fp32")
     group.add_argument("--optimizer", metavar="NAME", default="adamw", help="adamw (default), adam, sgd or adamw_8bit")
-    group.add_argument("--activation-checkpointing", type=_integer, metavar="0..4", default=0,
+    group.add_argument("--activation-checkpointing", type=integer, metavar="0..4", default=0,
                        help="0 (default): none; 4: every layer")
     group.add_argument("--offload-optimizer", metavar="DEVICE", help="none, cpu or nvme (DeepSpeed)")
     group.add_argument("--offload-param", metavar="DEVICE", help="none, cpu or nvme (DeepSpeed, stage 3)")
     group.add_argument("--sharding-strategy", metavar="NAME", help="no_shard, shard_grad_op or full_shard (FSDP)")
-    group.add_argument("--tp", type=_integer, metavar="N", help="tensor parallel size (Megatron)")
-    group.add_argument("--pp", type=_integer, metavar="N", help="pipeline parallel size (Megatron)")
+    group.add_argument("--tp", type=integer, metavar="N", help="tensor parallel size (Megatron)")
+    group.add_argument("--pp", type=integer, metavar="N", help="pipeline parallel size (Megatron)")
     add_output(parser)
 
 

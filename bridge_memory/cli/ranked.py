@@ -1,55 +1,205 @@
-"""What both searches print of what they found: of megatron-core's layouts, and of other engines."""
+"""What every search prints of what it found: the answer, the rows and the notes, in every format."""
 
 from __future__ import annotations
 
-from collections import Counter
+import argparse
+import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bridge_memory.spec import SpecError
+from bridge_memory.components import GIB
+from bridge_memory.plan.found import TIE, Found, Row, ties
+from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.report.document import Chart
-    from bridge_memory.report.gpus import Gpu
-
-Found = TypeVar("Found")
+    from bridge_memory.cards.gpu import Gpu
+    from bridge_memory.emit.commands import Emitted
+    from bridge_memory.report.document import Chart, Drawn, Grid, Words
 
 #: Rows that a chart shows, at most.
 CHARTED = 300
 
 
-def refused_by_field(refused: Counter[str]) -> list[str]:
-    """A note of the fields that refuse most; none where nothing was refused."""
-    if not refused:
-        return []
-    return ["refused, by field: " + ", ".join(f"{name} {number:,}" for name, number in refused.most_common(6))]
+class Style(NamedTuple):
+    """How one kind of row is printed."""
+
+    #: What a row is: "layout".
+    noun: str
+    headings: tuple[str, ...]
+    #: Headings of columns of words; the others are of numbers.
+    of_words: frozenset[str]
+    #: Headings of columns that are always shown; others are shown where a cell is not in ``idle``.
+    always: frozenset[str]
+    idle: frozenset[str]
+    #: The cells of a row, one a heading.
+    cells: Callable[[Row[Any]], Sequence[str]]
+    #: A row in words.
+    words: Callable[[Row[Any]], str]
+    #: A row for programs.
+    record: Callable[[Row[Any]], dict[str, Any]]
+    #: Headings of columns that text leaves out.
+    hidden: frozenset[str] = frozenset()
 
 
-def tie_of_rows(tied: int) -> list[str]:
-    """A note of how many of the first rows cannot be told apart; none for the first alone."""
-    from bridge_memory.plan.megatron.search import TIE
+class Shown(NamedTuple):
+    """One search, as it is printed."""
 
-    if tied <= 1:
-        return []
-    return [f"rows 1 to {tied} are a tie: step times that differ by {TIE:.0%} or less cannot be told apart"]
+    style: Style
+    found: Found
+    #: Any run of the space: its model, GPUs and sequences are those of every row.
+    base: RunSpec
+    gpu: Gpu
+    num_gpus: int
+    #: Sentences: which space was searched; what else could be tried where nothing fits; what step times rest on.
+    space: Sequence[str]
+    otherwise: Sequence[str]
+    times: Sequence[str]
+    #: Features of the rows that the time model does not know.
+    not_timed: Callable[[Sequence[Row[Any]]], Sequence[str]]
+    #: What JSON says beside the rows.
+    document: Mapping[str, Any]
+    #: The row in the format of ``--emit``.
+    emit: Callable[[Row[Any]], Emitted]
+    last: Sequence[str] = ()
 
 
-def without_times(names: Sequence[str]) -> list[str]:
-    """A note of what the time model leaves out."""
-    if not names:
-        return []
-    return [f"the time model does not know {', '.join(names)}: times are those of the run without"]
+def print_found(shown: Shown, args: argparse.Namespace) -> int:
+    """Print in the format of ``args``. Returns 0, or 1 where nothing fits."""
+    found, style = shown.found, shown.style
+    if args.emit:
+        emitted = shown.emit(_asked_row(shown, args))
+        print(emitted.text)
+        if emitted.note:
+            print(emitted.note, file=sys.stderr)
+    elif args.format in ("text", "html"):
+        from bridge_memory.report.printing import print_blocks
+
+        print_blocks(_blocks(shown, args))
+    elif args.format == "json":
+        best, front = ([style.record(row) for row in rows] for rows in (found.best(args.top), found.front()))
+        print(json.dumps({**shown.document, "best": best, "front": front}, indent=2))
+    elif args.format == "csv":
+        print(_csv([style.record(row) for row in found.best(args.top)], style.headings))
+    else:
+        print(_markdown(style.headings, map(style.cells, found.best(args.top))))
+    return 0 if found.rows else 1
 
 
-def memory_against_time(
-    front: Iterable[Found], others: Iterable[Found], words: Callable[[Found], str], gpu: Gpu
-) -> Chart:
-    """Peak over step time of rows with ``time.seconds`` and ``peak``: the front, and the fastest of the others."""
+def _asked_row(shown: Shown, args: argparse.Namespace) -> Row[Any]:
+    """``--row``, which counts from 1. Raises SpecError where there is no such row."""
+    best = shown.found.best(max(args.top, args.row))
+    if not best:
+        raise SpecError("nothing fits; there is no row to emit")
+    if args.row > len(best):
+        raise SpecError(f"--row {args.row} does not exist; {len(best)} different {shown.style.noun}s fit")
+    row: Row[Any] = best[args.row - 1]
+    return row
+
+
+# ---- text and pages ----
+
+
+def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
+    """The answer, the fastest rows, and those that need less memory; on a page a chart of them first."""
+    from bridge_memory.caveats.unmodelled import unmodelled_features
+    from bridge_memory.report.document import Bullets
+
+    found, style, gpu = shown.found, shown.style, shown.gpu
+    notes = [_looked_at(found, style, gpu)]
+    if found.refused:
+        counts = (f"{name} {number:,}" for name, number in found.refused.most_common(6))
+        notes.append(f"refused, by field: {', '.join(counts)}")
+    notes += shown.space
+    if not found.rows:
+        title = "Nothing that fits was found before the search was stopped" if found.stopped else "Nothing fits"
+        return [Bullets(title, (*notes, *shown.otherwise))]
+    best, front = found.best(args.top), found.front(args.top)
+    if (tied := ties(best)) > 1:
+        notes.append(f"rows 1 to {tied} are a tie: step times that differ by {TIE:.0%} or less cannot be told apart")
+    notes += shown.times
+    if names := shown.not_timed(best):
+        notes.append(f"the time model does not know {', '.join(names)}: times are those of the run without")
+    notes += [f"not modelled: {feature}" for feature in unmodelled_features(best[0].run)]
+    notes += shown.last
+    kept = _kept(style, (*best, *front))
+    drawn: list[Drawn] = [_chart(found, style, gpu)] if args.format == "html" else []
+    drawn.append(_answer(best[0], shown, args))
+    title = f"Fastest {style.noun}s of {shown.base.model.name} on {shown.num_gpus} x {gpu.name}"
+    drawn.append(_grid(title, best, style, kept, tuple(notes)))
+    if len(front) > 1:
+        title = f"Less memory for time: no other {style.noun} is both faster and smaller"
+        drawn.append(_grid(title, front, style, kept))
+    return drawn
+
+
+def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace) -> Words:
+    """The fastest row, its time and how it fits."""
+    from bridge_memory.report.document import Words
+
+    gpu, style = shown.gpu, shown.style
+    stage = row.stage if row.run.parallel.pp > 1 else None
+    time = f"{row.time.seconds:#.3g} s a step, {tokens_per_second_per_gpu(row):,.0f} tokens/s/GPU"
+    return Words("", (
+        f"Fastest {style.noun}: {style.words(row)}; {time}",
+        fit_words(gpu, row.peak, row.headroom + int(args.headroom * GIB), stage),
+    ), "good")  # fmt: skip
+
+
+def fit_words(gpu: Gpu, peak: int, free: int, stage: int | None) -> str:
+    """"FITS H100: peak 54.8 (stage 1) + margin 6.0 of 79.1 GiB, 18.3 free"; ``free`` and ``peak``: bytes."""
+    from bridge_memory.report.answer import room_words
+
+    counted, room = room_words(gpu.capacity_bytes, peak, free, "" if stage is None else f"stage {stage}")
+    return f"{'FITS' if free >= 0 else 'DOES NOT FIT'} {gpu.name}: {counted}, {room}"
+
+
+def tokens_per_second_per_gpu(row: Row[Any]) -> float:
+    """By the time model."""
+    run = row.run
+    tokens = (run.batch.global_batch_size or 0) * run.batch.seq_length
+    per_gpu: float = tokens / row.time.seconds / run.parallel.world_size
+    return per_gpu
+
+
+def _looked_at(found: Found, style: Style, gpu: Gpu) -> str:
+    states = f" ({found.without_activations:,} of them by weights, gradients and optimizer states alone)"
+    return (
+        f"{found.looked_at:,} {style.noun}s looked at, {len(found.rows):,} fit {gpu.name}, {found.too_large:,} do not"
+        + states * (found.without_activations > 0) + "; stopped before the end" * found.stopped
+    )  # fmt: skip
+
+
+def _kept(style: Style, rows: Sequence[Row[Any]]) -> list[int]:
+    """The columns that say something of these rows."""
+    cells = [style.cells(row) for row in rows]
+    return [
+        i for i, title in enumerate(style.headings)
+        if title not in style.hidden and (title in style.always or {row[i] for row in cells} - style.idle)
+    ]  # fmt: skip
+
+
+def _grid(
+    title: str, rows: Sequence[Row[Any]], style: Style, kept: Sequence[int], notes: tuple[str, ...] = ()
+) -> Grid:
+    from bridge_memory.report.document import Column, Grid
+
+    titles = [style.headings[i] for i in kept]
+    columns = (Column("#"), *(Column(title, words=title in style.of_words) for title in titles))
+    cells = map(style.cells, rows)
+    numbered = tuple((str(n), *(row[i] for i in kept)) for n, row in enumerate(cells, 1))
+    return Grid(title, columns, numbered, None, notes)
+
+
+def _chart(found: Found, style: Style, gpu: Gpu) -> Chart:
+    """Peak over step time: the rows than which none is both faster and smaller, and the fastest of the others."""
     from bridge_memory.report.document import Chart
 
-    def points(rows: Iterable[Any]) -> list[list[Any]]:
-        return [[row.time.seconds, row.peak / 2**30, words(row)] for row in rows]
+    def points(rows: Sequence[Row[Any]]) -> list[list[Any]]:
+        return [[row.time.seconds, row.peak / GIB, style.words(row)] for row in rows]
 
+    front = found.front()
+    others = [row for row in found.best(CHARTED) if row not in front]
     series: list[dict[str, Any]] = [
         {"name": "others that fit", "tone": "some", "line": "", "points": points(others)},
         {"name": "no other is both faster and smaller", "tone": "predicted", "line": "steps", "dots": True,
@@ -59,7 +209,10 @@ def memory_against_time(
     return Chart("Memory against time", "plot", {**axes, "series": series})
 
 
-def as_csv(records: Sequence[Mapping[str, Any]], headings: Sequence[str]) -> str:
+# ---- tables for programs ----
+
+
+def _csv(records: Sequence[Mapping[str, Any]], headings: Sequence[str]) -> str:
     """``headings``: of a table without rows."""
     import csv
     import io
@@ -71,16 +224,7 @@ def as_csv(records: Sequence[Mapping[str, Any]], headings: Sequence[str]) -> str
     return text.getvalue().rstrip("\n")
 
 
-def as_markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join(lines)
-
-
-def row_to_emit(found: Sequence[Found], number: int, what: str) -> Found:
-    """``--row``, which counts from 1; ``what`` they are. Raises SpecError where there is no such row."""
-    if not found:
-        raise SpecError("nothing fits; there is no row to emit")
-    if number > len(found):
-        raise SpecError(f"--row {number} does not exist; {len(found)} {what} fit")
-    return found[number - 1]

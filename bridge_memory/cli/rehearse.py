@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.spec import MoESpec, RunSpec, SpecError
+from bridge_memory.rehearsal.runnable import experts_one_by_one, on_meta, take_transformer_engine
+from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import WITH_TRANSFORMERS
 
 #: That of a run which names none.
@@ -114,7 +114,7 @@ def _engine(args: argparse.Namespace) -> int:
     if args.json:
         json.dump(
             {
-                "schema": "bridge-memory/rehearsed-engine/1", "model": spec.model.name,
+                "schema": "bridge-memory/rehearse-torch/2", "model": spec.model.name,
                 "num_layers": spec.model.num_layers, "engine": spec.data_parallel.engine, "device": "cpu",
                 "notes": notes, "rows": [row.as_json() for row in table],
                 "reserved": found.reserved.as_json() if found.reserved is not None else None,
@@ -138,7 +138,7 @@ def _engine(args: argparse.Namespace) -> int:
 def described(args: argparse.Namespace) -> RunSpec:
     """The run, by the rules of the megatron-core that is installed, which is the one that will run."""
     from bridge_memory.rehearsal.world import installed_release
-    from bridge_memory.report.gpus import find_gpu
+    from bridge_memory.spec.gpus import find_gpu
 
     if args.gpu is not None and args.device == "cuda":
         raise SpecError("--gpu goes with --device cpu; --device cuda runs on the GPU that is here")
@@ -156,74 +156,6 @@ def described(args: argparse.Namespace) -> RunSpec:
             f"would run; drop --megatron-core, or install megatron-core {args.megatron_core}"
         )
     return spec
-
-
-def _with_the_release_here(spec: RunSpec) -> RunSpec:
-    """By the rules of the Transformer Engine that runs."""
-    from bridge_memory.rehearsal import te_kernels
-    from bridge_memory.releases import release_in, release_words
-
-    here, asked = release_in(te_kernels.version()), spec.implementation.transformer_engine
-    if asked is not None and here is not None and asked != here:
-        raise SpecError(
-            f"transformer_engine ({release_words(asked)}) is not the release installed here ({release_words(here)}), "
-            "which is the one that would run; drop --transformer-engine"
-        )
-    return spec.with_(implementation=replace(spec.implementation, transformer_engine=here))
-
-
-def _experts_one_by_one(spec: RunSpec, notes: list[str]) -> RunSpec:
-    """Without Transformer Engine megatron-core is given experts one by one, see ``rehearse.model``."""
-    impl = spec.implementation
-    if impl.te or not impl.moe_grouped_gemm or not any(isinstance(x.ffn, MoESpec) for x in spec.model.layers):
-        return spec
-    notes.append(
-        "experts run one by one (--no-moe-grouped-gemm), since grouped GEMM without Transformer Engine needs a package "
-        "of its own"
-    )
-    return spec.with_(implementation=replace(impl, moe_grouped_gemm=False))
-
-
-def take_transformer_engine() -> str:
-    """Its Python, over kernels that compute nothing; megatron-core looks for it only once. Returns why it cannot be."""
-    if find_spec("torch") is None:
-        return ""
-    from bridge_memory.rehearsal import te_kernels
-
-    why_not = te_kernels.why_not()
-    if why_not:
-        te_kernels.leave()
-    else:
-        te_kernels.load()
-    return why_not
-
-
-def on_meta(spec: RunSpec, why_not: str, notes: list[str]) -> RunSpec:
-    """``spec`` as it can run on meta tensors here, with ``notes`` on what differs. Raises SpecError.
-
-    ``why_not``: why Transformer Engine cannot be rehearsed here, or empty.
-    """
-    from bridge_memory.rehearsal import te_kernels
-    from bridge_memory.rehearsal.refusals import refuse_what_is_ignored
-
-    refuse_what_is_ignored(spec)
-    if spec.implementation.te and why_not:
-        alone = {"fp8": spec.precision.fp8, "context_parallel_size": spec.parallel.cp if spec.parallel.cp > 1 else None}
-        for name, value in alone.items():
-            if value is not None:
-                raise SpecError(
-                    f"{name} ({value}) needs Transformer Engine, and {why_not}; add it (no GPU needed) with: "
-                    f"{te_kernels.INSTALL}"
-                )
-        notes.append(
-            f"both columns are for --transformer-impl local, without Transformer Engine: {why_not}; add it (no GPU "
-            f"needed) with: {te_kernels.INSTALL}"
-        )
-        local = replace(spec.implementation, transformer_impl="local", moe_grouped_gemm=False)
-        spec = spec.with_(implementation=local)
-    if spec.implementation.te:
-        spec = _with_the_release_here(spec)
-    return _experts_one_by_one(spec, notes)
 
 
 def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[str]) -> int:
@@ -261,7 +193,7 @@ def _one_layer(args: argparse.Namespace, spec: RunSpec, notes: list[str]) -> int
     for flag in ("stage", "rank", "verbose"):
         if getattr(args, flag) is not None and getattr(args, flag) is not False:
             raise SpecError(
-                f"--{flag} does not go with --layer, which is rehearsed tensor by tensor on a rank of its own "
+                f"--{flag} does not go with --layer, which is rehearsed tensor by tensor on a rank of its "
                 "stage; drop it"
             )
     if not 0 <= args.layer < spec.model.num_layers:
@@ -297,7 +229,7 @@ def _print_details(done: Any) -> None:
         print(f"\nchunk {chunk.chunk}: saved for backward")
         for record in passes.saved:
             print(f"  {record}")
-        for title, alive in (("held by variables", passes.held), ("lasting", passes.persistent)):
+        for title, alive in (("held by variables", passes.held), ("persistent", passes.persistent)):
             print(f"chunk {chunk.chunk}: {title}")
             for a in alive:
                 print(f"  {a.module}: {a.made_by}, {a.bytes:,} bytes")
@@ -313,7 +245,7 @@ def _on_gpu(args: argparse.Namespace, spec: RunSpec) -> int:
     if args.layer is not None:
         raise SpecError("--layer is rehearsed with --device cpu")
     notes: list[str] = []
-    spec = _experts_one_by_one(spec, notes)
+    spec = experts_one_by_one(spec, notes)
     measured = rehearse_on_gpu(
         spec, args.stage, rank=args.rank, steps=args.steps, snapshot=args.snapshot,
         architecture=_architecture(args),

@@ -78,12 +78,20 @@ def _of_megatron(flag: str) -> str:
     return "it is Megatron-LM's; give --megatron-args, with all of them, in place of MODEL" if name in KNOWN else ""
 
 
+def _likeness(text: str, name: str) -> float:
+    """0 where their lengths alone, or their letters, say that it is below ``ALIKE``: a word of 100,000 letters costs
+    nothing."""
+    match = SequenceMatcher(None, text, name)
+    bounds = (match.real_quick_ratio, match.quick_ratio)
+    return match.ratio() if all(bound() >= ALIKE for bound in bounds) else 0.0
+
+
 def _near(flag: str, known: Sequence[str]) -> list[str]:
     """The spelling that is like ``flag``, or several that it is a part of; failing those, up to three
     that have all of its words."""
     text = flag.strip("-")
     longer = [name for name in known if text in name and not name.startswith("--no-")]
-    likeness = {name: SequenceMatcher(None, text, name.strip("-")).ratio() for name in known}
+    likeness = {name: _likeness(text, name.strip("-")) for name in known}
     best = max(likeness.values(), default=0)
     if best >= ALIKE and len(longer) < 2:
         return [next(name for name, ratio in likeness.items() if ratio == best)]

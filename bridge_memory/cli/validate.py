@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.arguments.flags import _integer
+from bridge_memory.arguments.flags import integer
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.spec import SpecError
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", metavar="FILE", help="the configuration")
     parser.add_argument("--kind", choices=tuple(KINDS), metavar="|".join(KINDS),
                         help="what it is, where the file does not show it")
-    parser.add_argument("--num-gpus", "--world-size", type=_integer, metavar="N", dest="num_gpus",
+    parser.add_argument("--num-gpus", "--world-size", type=integer, metavar="N", dest="num_gpus",
                         help="GPUs of the job, for what must agree with them")
     add_output_arguments(parser, f"by the schema {SCHEMA}")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.components import GIB
 from bridge_memory.emit.fixes import changed_flags, flag_words
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED
@@ -15,7 +16,7 @@ from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED
 if TYPE_CHECKING:
     from bridge_memory.plan.changes import Effect
 
-_TITLES = ("change", "frees GiB", "peak GiB", "time")
+_TITLES = ("change", "frees GiB", "peak GiB", "step time")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,15 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Try every change and print. Returns 0, or 1 where --target-gib cannot be reached."""
-    from bridge_memory.plan.changes import WhatIf, hardware_for
-    from bridge_memory.report.gpus import find_gpu
-    from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.plan.changes import WhatIf
+    from bridge_memory.spec.gpus import find_gpu
+    from bridge_memory.speed.hardware import HARDWARE, hardware_of
 
     gpu = find_gpu(args.gpu)
     if args.top < 1:
         raise SpecError(f"--top ({args.top}) counts from 1; give a positive number")
     spec = run_on_gpus(args, [gpu])
-    hardware = hardware_for(spec, gpu.name)
+    hardware = HARDWARE.get(gpu.name)
     whatif = WhatIf(spec, hardware)
     target = None
     if args.target_gib is not None:
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             raise SpecError(f"--target-gib ({args.target_gib}) is no size; give GiB of more than 0")
         if hardware is None:
             hardware_of(gpu.name)  # the cheapest takes a time: this refuses
-        target = whatif.cheapest(int(args.target_gib * 2**30))
+        target = whatif.cheapest(int(args.target_gib * GIB))
     shown = {"changes": whatif.singles[: args.top], "pairs": whatif.pairs()[: args.top] if args.pairs else []}
     if args.json:
         import json
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             }, indent=2,
         ))  # fmt: skip
     else:
-        _print(args, spec, shown, target)
+        _print(args, spec, shown, target, whatif.before)
     return int(args.target_gib is not None and target is None)
 
 
@@ -74,12 +75,14 @@ def _record(effect: Effect, run: RunSpec) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]], target: Effect | None) -> None:
-    from bridge_memory.report.document import Block, Bullets, Column, Grid
+def _print(
+    args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]], target: Effect | None, before: int
+) -> None:
+    from bridge_memory.report.document import Block, Bullets, Column, Grid, Words
     from bridge_memory.report.printing import print_blocks
 
     columns = tuple(Column(title, words=title == "change") for title in _TITLES)
-    blocks: list[Block] = []
+    blocks: list[Block] = [Words("", (f"{run.model.name}: the highest peak is {before / GIB:.2f} GiB",))]
     for title, some in (("One change", shown["changes"]), ("Two changes", shown["pairs"])):
         if some:
             rows = tuple((_words(effect, args, run), *_numbers(effect)) for effect in some)
@@ -91,11 +94,12 @@ def _print(args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]
             words = "no three changes reach it"
         else:
             frees, peak, time = _numbers(target)
-            words = f"{_words(target, args, run)}: peak {peak} GiB, frees {frees} GiB, time {time}"
+            words = f"{_words(target, args, run)}: peak {peak} GiB, frees {frees} GiB, step time {time}"
         blocks.append(Bullets(f"At most {args.target_gib:g} GiB on every stage", (words,)))
     notes = [
-        "frees: of the highest peak of all stages, by the estimate of the changed run",
-        "time: a sequence's, by the time model (references/search.md); ? where it does not know",
+        "frees GiB: how much lower the highest peak of all stages is in the estimate of the changed run",
+        "step time: change of the time a sequence takes, by the time model (references/search.md); ? where the model "
+        "does not know the option",
     ]
     if run.data_parallel.engine in TIMED:
         notes.append(NOT_FITTED)
@@ -111,4 +115,4 @@ def _words(effect: Effect, args: argparse.Namespace, run: RunSpec) -> str:
 
 def _numbers(effect: Effect) -> tuple[str, ...]:
     time = "?" if effect.slowdown is None else f"{effect.slowdown - 1:+.1%}"
-    return f"{effect.freed / 2**30:.2f}", f"{effect.peak / 2**30:.2f}", time
+    return f"{effect.freed / GIB:.2f}", f"{effect.peak / GIB:.2f}", time

@@ -1,1 +1,1 @@
-"""An estimate beside what a run says of itself: training logs, reports of ranks, CUDA memory snapshots."""
+"""Compares an estimate with measured figures: training logs, reports of ranks, CUDA memory snapshots."""

@@ -1,4 +1,4 @@
-"""What a training log says about memory: our JSON lines, Megatron-LM's and Megatron Bridge's ``report_memory`` lines.
+"""Memory figures of a training log: our JSON lines, and ``report_memory`` lines of Megatron-LM and Megatron Bridge.
 
 Megatron-LM (``megatron/training/utils.py: report_memory``) prints mebibytes under the name MB::
 
@@ -22,7 +22,7 @@ from typing import Any
 MIB = 1 << 20
 GB = 10**9
 
-#: Each looks at every character once or twice, whatever the line: a log holds anything.
+#: Each pattern runs in linear time: a log can hold anything.
 _FIGURES = re.compile(r"memory \((MB|GB)\)\s*(\|.*)")
 _RANK = re.compile(r"\[Rank (\d{1,9})\]")
 _AFTER = re.compile(r"after (\d{1,18}) iterations")
@@ -60,11 +60,6 @@ class MeasuredRank:
     resolution: int = 0
     #: Pipeline stage where the source says it (our own records do).
     stage: int | None = None
-
-
-def parse_memory_lines(lines: Iterable[str]) -> list[MeasuredRank]:
-    """Every ``report_memory`` line of a log, in order; whatever a launcher put in front of them is skipped."""
-    return [found for line in lines if (found := _memory_line(line)) is not None]
 
 
 def latest_of_each_rank(lines: Sequence[str]) -> list[MeasuredRank]:

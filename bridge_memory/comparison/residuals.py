@@ -1,4 +1,4 @@
-"""Predicted against measured, stage by stage."""
+"""Residuals by stage: measured minus predicted memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge_memory.spec import SpecError
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What was predicted for one rank of one stage, in bytes."""
+    """The prediction for one rank of one stage, bytes."""
 
     stage: int
     static: int
@@ -22,7 +22,14 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class StageResidual:
-    """One stage's worst measured rank against its prediction, in bytes; None where nothing was measured."""
+    """One stage's worst measured rank and its prediction. Bytes; None where nothing was measured.
+
+    Example:
+        >>> from bridge_memory import StageResidual
+        >>> stage = StageResidual(0, predicted_static=40, predicted_peak=96, ranks=1, max_allocated=100)
+        >>> stage.residual, stage.error, stage.beyond(0.05)
+        (4, -0.04, False)
+    """
 
     stage: int
     predicted_static: int
@@ -31,9 +38,9 @@ class StageResidual:
     worst_rank: int | None = None
     allocated: int | None = None
     max_allocated: int | None = None
-    #: Range of the peak over the stage's ranks that were measured.
+    #: Range of the measured peak over the stage's ranks.
     spread: int = 0
-    #: The measured figures may be off by this much.
+    #: Resolution of the measured figures.
     resolution: int = 0
 
     @property
@@ -53,7 +60,7 @@ class StageResidual:
         return (self.predicted_peak - self.max_allocated) / self.max_allocated
 
     def beyond(self, tolerance: float) -> bool:
-        """Whether the peak is off by more than ``tolerance`` (a share of what was measured) and its digits."""
+        """Whether the peak's error exceeds ``tolerance`` (a share of the measured peak) plus the resolution."""
         if self.residual is None or self.max_allocated is None:
             return False
         return abs(self.residual) - self.resolution > tolerance * self.max_allocated

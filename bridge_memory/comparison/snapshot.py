@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import Any
 
 from bridge_memory.components import Component, Part, Role, allocated
-from bridge_memory.files import read_bytes
 from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.errors import bounded
 
@@ -46,13 +45,9 @@ def is_snapshot(head: bytes) -> bool:
     return head[:1] == pickle.PROTO
 
 
-def load_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The snapshot's dict. Raises SpecError for a file that is something else, or holds code."""
-    return read_snapshot(read_bytes(path, "give a snapshot", MOST_OF_A_SNAPSHOT), path)
-
-
 def read_snapshot(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Likewise, of what the file holds."""
+    """The snapshot's dict, of what the file at ``path`` holds. Raises SpecError for a file that is something else, or
+    holds code."""
     try:
         value = _NoCode(io.BytesIO(data)).load()
     except SpecError:
@@ -86,24 +81,24 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """What is alive at the peak of a snapshot, and at its end."""
+    """Blocks alive at the peak of a snapshot, and bytes at its end."""
 
     device: int
     peak_bytes: int
     blocks: tuple[Block, ...]
     end_bytes: int
-    #: Events of the trace, and how many of them come after the peak.
+    #: Number of events of the trace, and of those after the peak.
     events: int
     events_after_peak: int
-    #: (event, bytes allocated after it) over the trace, the oldest first; of many events some, the peak among them.
+    #: (event, bytes allocated after it) over the trace, oldest first; thinned, but with the peak.
     curve: tuple[tuple[int, int], ...] = ()
 
 
 def at_peak(snapshot: dict[str, Any], device: int | None = None) -> Alive:
-    """Undo the trace from its end to the moment at which most was allocated.
+    """The blocks alive at the peak, found by undoing the trace from its end.
 
-    ``device`` None: the one that holds the most. Without a trace the end is the peak. Raises SpecError for a device
-    that the snapshot does not have, or a malformed one.
+    ``device``: None: the one with the most allocated bytes. Without a trace the end is the peak. Raises SpecError for
+    an unknown device or a malformed snapshot.
     """
     try:
         return _at_peak(snapshot, device)
@@ -154,20 +149,20 @@ def _at_peak(snapshot: dict[str, Any], device: int | None) -> Alive:
             origin[i] = allocated_by.pop(event["addr"])
 
     def undo(i: int) -> int:
-        """Take event ``i`` back; the change in bytes."""
+        """Undo event ``i``; returns the change in bytes."""
         event = trace[i]
         if event["action"] == "alloc":
             gone = alive.pop(event["addr"], None)
             return -gone.size if gone else 0
         if event["action"] == "free_requested" and event["addr"] not in alive:
             source = trace[origin[i]] if i in origin else None
-            size = allocated(_whole(event["size"]))  # what was asked for; segments hold what was given
+            size = allocated(_whole(event["size"]))  # requested bytes; segments hold the rounded size
             block = Block(size, frames.of(source) if source else (), traced=source is not None)
             alive[event["addr"]] = block
             return block.size
         return 0
 
-    # First pass: where the peak is. Second pass, from the end again: what is alive there.
+    # First pass: find the peak. Second pass, from the end again: collect the blocks alive there.
     peak, peak_index = total, len(trace)
     totals = [total]
     for i in range(len(trace) - 1, -1, -1):
@@ -188,7 +183,7 @@ _POINTS = 1200
 
 
 def _thinned(totals: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(place, value) of the lowest and the highest of each of some stretches, in order."""
+    """(index, value) of the lowest and the highest value of each stretch, in order."""
     stretch = max(1, 2 * len(totals) // _POINTS)
     kept = set()
     for start in range(0, len(totals), stretch):
@@ -205,14 +200,14 @@ def _whole(value: object) -> int:
 
 
 class _Frames:
-    """Stacks of a snapshot, each read once: a snapshot holds one object for all blocks of a place."""
+    """Stacks of a snapshot, each read once: blocks with the same stack share one object."""
 
     def __init__(self) -> None:
         self._stacks: dict[int, tuple[Frame, ...]] = {}
         self._frames: dict[int, Frame] = {}
 
     def of(self, holder: dict[str, Any]) -> tuple[Frame, ...]:
-        """The frames of a block or an event. The snapshot stays alive meanwhile, so that an id names one object."""
+        """The frames of a block or an event. The snapshot must stay alive, so that ids are unique."""
         stack = holder.get("frames")
         if not stack and holder.get("history"):  # snapshots before torch 2.2 keep frames in a history
             stack = holder["history"][0].get("frames")
@@ -222,14 +217,14 @@ class _Frames:
             self._stacks[id(stack)] = tuple(map(self._frame, stack))
         return self._stacks[id(stack)]
 
-    def _frame(self, told: dict[str, Any]) -> Frame:
-        if id(told) not in self._frames:
-            filename, name, line = told.get("filename", ""), told.get("name", ""), told.get("line", 0)
+    def _frame(self, entry: dict[str, Any]) -> Frame:
+        if id(entry) not in self._frames:
+            filename, name, line = entry.get("filename", ""), entry.get("name", ""), entry.get("line", 0)
             if not isinstance(filename, str) or not isinstance(name, str):
                 raise ValueError(f"{show(filename)}, {show(name)} is no frame")
             number = line if isinstance(line, int) and abs(line) < 1 << 64 else 0
-            self._frames[id(told)] = Frame(filename[-LONGEST_NAME:], name[:LONGEST_NAME], number)
-        return self._frames[id(told)]
+            self._frames[id(entry)] = Frame(filename[-LONGEST_NAME:], name[:LONGEST_NAME], number)
+        return self._frames[id(entry)]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -238,11 +233,11 @@ class _Frames:
 
 
 class Group(str, Enum):
-    """What memory may belong to besides a part of the model or the machine (``components.Part``)."""
+    """Groups of memory besides the parts of ``components.Part``."""
 
     WEIGHTS = "weights and gradients"
     STATES = "optimizer states"
-    PASSING = "backward in passing"
+    TEMPORARIES = "temporaries of backward"
     CLIPPING = "gradient norm and clipping"
     OTHER = "other"
     UNATTRIBUTED = "unattributed"
@@ -260,9 +255,9 @@ class _Rule:
     function: str = ""
 
 
-#: Looked at for each frame from the innermost outwards; the first rule of the first frame that matches wins. Files
-#: that everything goes through (tensor_parallel/layers.py, TE's linears in forward) are left out, so that their
-#: caller decides. Source of the names: megatron-core 0.16, Transformer Engine 2.x.
+#: Tried for each frame from the innermost outwards; the first match wins. Files on every path
+#: (tensor_parallel/layers.py, TE's linears in forward) have no rule, so that their caller decides. Source of the names:
+#: megatron-core 0.16, Transformer Engine 2.x.
 _RULES = tuple(
     _Rule(*rule)
     for rule in (
@@ -292,40 +287,40 @@ _RULES = tuple(
         (Part.MAMBA, r"(ssm/.*|mamba_ssm/.*|causal_conv1d/.*)\.py$"),
         (Part.FINAL_NORM, r"transformer_block\.py$", r"forward.*norm.*"),
         (Part.LAYER_INPUT, r"(transformer_layer|fused_bias_dropout|transformer_block|layernorm|rmsnorm)\.py$"),
-        (Group.PASSING, r"(layernorm_linear|module/linear)\.py$", r"backward"),
-        (Group.PASSING, r"autograd/graph\.py$"),
+        (Group.TEMPORARIES, r"(layernorm_linear|module/linear)\.py$", r"backward"),
+        (Group.TEMPORARIES, r"autograd/graph\.py$"),
         (Group.CLIPPING, r"(clip_grads|/optimizer)\.py$"),
     )
 )  # fmt: skip
 _COMPILED = tuple((r.group, re.compile(r.file), re.compile(r.function) if r.function else None) for r in _RULES)
 
 
-#: What of the model calls what another part's files do: a group -> those it gives way to, where a frame further out
-#: is one of theirs. An expert is an MLP; latent attention is attention.
+#: A group -> groups that take precedence where an outer frame matches them: an expert runs the files of an MLP, latent
+#: attention those of attention.
 _INSIDE: dict[Part | Group, tuple[Part, ...]] = {
     Part.MLP: (Part.MOE_EXPERTS, Part.MOE_SHARED_EXPERTS), Part.ATTENTION: (Part.MLA,)
 }  # fmt: skip
 
 
 def group_of(frames: Sequence[Frame], *, traced: bool = False) -> Part | Group:
-    """Whose an allocation is, or UNATTRIBUTED.
+    """The group of an allocation, or UNATTRIBUTED.
 
-    ``traced``: its allocation was recorded, so that no frames at all mean the autograd engine's own thread.
+    ``traced``: the trace holds its allocation, so an empty stack means the autograd engine's own thread.
     """
     if traced and not frames:
-        return Group.PASSING
+        return Group.TEMPORARIES
     for frame in frames:
         if not frame.filename.endswith(".py"):
             continue
-        # A module that is being built makes parameters, whatever module it is.
+        # The constructor of any module allocates parameters.
         if frame.name in ("__init__", "reset_parameters") and "site-packages/torch/" not in frame.filename:
             return Group.WEIGHTS
         found = _rule(frame)
         if found is not None:
             callers = _INSIDE.get(found, ())
             return next((outer for outer in map(_rule, frames) if outer in callers and outer is not None), found)
-    # C++ frames, where they were recorded: the engine runs backward without Python.
-    return Group.PASSING if any("autograd::Engine" in frame.name for frame in frames) else Group.UNATTRIBUTED
+    # Recorded C++ frames: the autograd engine runs backward without Python.
+    return Group.TEMPORARIES if any("autograd::Engine" in frame.name for frame in frames) else Group.UNATTRIBUTED
 
 
 @lru_cache(maxsize=1 << 16)
@@ -336,15 +331,15 @@ def _rule(frame: Frame) -> Part | Group | None:
     return None
 
 
-#: Parts of the inventory whose allocations have the frames of another, which cannot be told from it.
+#: Parts of the inventory whose allocations have the same frames as another group.
 _SEEN_AS: dict[Part, Part | Group] = {
-    Part.RUNNING: Group.PASSING, Part.RECOMPUTED_INPUT: Part.LAYER_INPUT, Part.DISPATCHER: Part.MOE_ROUTER,
+    Part.RUNNING: Group.TEMPORARIES, Part.RECOMPUTED_INPUT: Part.LAYER_INPUT, Part.DISPATCHER: Part.MOE_ROUTER,
     Part.NONE: Group.OTHER,
 }  # fmt: skip
 
 
 def predicted_group(component: Component) -> Part | Group:
-    """The group in which a component of the inventory is looked for."""
+    """The group of a component of the inventory."""
     if component.role in (Role.WEIGHTS, Role.GRADIENTS):
         return Group.WEIGHTS
     if component.role is Role.OPTIMIZER:
@@ -362,11 +357,11 @@ class GroupBytes:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """The peak of a snapshot by group, the largest first; ``unattributed`` shows whose frames said nothing."""
+    """The peak of a snapshot by group, largest first; ``unattributed``: frames that match no rule."""
 
     alive: Alive
     groups: tuple[GroupBytes, ...]
-    #: (frames as text, bytes) of what remains, the largest first.
+    #: (frames as text, bytes), largest first.
     unattributed: tuple[tuple[str, int], ...]
 
     @property
@@ -379,16 +374,16 @@ class Attribution:
 
 
 def attribute(alive: Alive, components: Iterable[Component] = (), *, frames_shown: int = 4) -> Attribution:
-    """Give every block alive at the peak to a group, next to what the inventory predicted for it."""
+    """Attribute every block alive at the peak to a group, with the bytes predicted for the group."""
     measured: Counter[Part | Group] = Counter()
     blocks: Counter[Part | Group] = Counter()
     rest: Counter[str] = Counter()
-    # Blocks of one stack have one group, however many there are.
+    # All blocks with the same stack have the same group.
     groups: dict[tuple[int, bool], tuple[Part | Group, str]] = {}
     for block in alive.blocks:
         stack = (id(block.frames), block.traced)
         if stack not in groups:
-            text = " < ".join(_telling(block.frames, frames_shown)) or "(no frames recorded)"
+            text = " < ".join(_informative(block.frames, frames_shown)) or "(no frames recorded)"
             groups[stack] = group_of(block.frames, traced=block.traced), text
         group, text = groups[stack]
         measured[group] += block.size
@@ -406,8 +401,8 @@ def attribute(alive: Alive, components: Iterable[Component] = (), *, frames_show
     )
 
 
-def _telling(frames: Sequence[Frame], most: int) -> Iterator[str]:
-    """Frames of Python outside torch first; without any, the innermost ones."""
+def _informative(frames: Sequence[Frame], most: int) -> Iterator[str]:
+    """Python frames outside of torch; without any, the innermost frames."""
     own = [f for f in frames if f.filename.endswith(".py") and "/torch/" not in f.filename]
     for frame in (own or list(frames))[:most]:
         yield str(frame)

@@ -1,4 +1,4 @@
-"""The cheapest single change with which a run fits a GPU, in the flags of the command line."""
+"""Changes of a run as flags of the command line, and the change to try first where it does not fit a GPU."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from bridge_memory.spec import RunSpec
 from bridge_memory.spec.fields import called
 
 if TYPE_CHECKING:
+    from bridge_memory.cards.gpu import Gpu
     from bridge_memory.plan.changes import Effect
-    from bridge_memory.report.gpus import Gpu
 
 
-#: Fields that the flag of another sets too (``run_arguments.py``).
+#: Fields that the flag of another sets too (``arguments/run.py``).
 _SET_BESIDE = ("optimizer.fp8_recipe",)
 
 
-def cheapest_fix(run: RunSpec, gpu: Gpu) -> str:
-    """"cheapest fix: --recompute-granularity full ... (9% slower)", or that no single option makes it fit."""
+def try_first(run: RunSpec, gpu: Gpu) -> str:
+    """"try first: --recompute-granularity full ... (9% slower)", or that no single option makes it fit."""
     from bridge_memory.caveats.unmodelled import unmodelled_features
-    from bridge_memory.plan.changes import WhatIf, hardware_for
-    from bridge_memory.report.gpus import largest_peak
-    from bridge_memory.workspaces.driver import driver_bytes
+    from bridge_memory.plan.changes import WhatIf
+    from bridge_memory.speed.hardware import HARDWARE
+    from bridge_memory.verdict import largest_peak
 
-    room = largest_peak(gpu, run.parallel.world_size, driver_bytes(run))
+    room = largest_peak(gpu, run)
     known = len(unmodelled_features(run))
     found = [
-        e for e in WhatIf(run, hardware_for(run, gpu.name)).singles
+        e for e in WhatIf(run, HARDWARE.get(gpu.name)).singles
         if e.peak <= room and len(unmodelled_features(e.run)) <= known
     ]  # fmt: skip
     if not found:
@@ -37,7 +37,7 @@ def cheapest_fix(run: RunSpec, gpu: Gpu) -> str:
         return "no single option makes it fit: `bridge-memory whatif` and `search` look further"
     # Computing in fp8 is named where nothing else makes it fit in a known time.
     best = min(found, key=lambda e: (e.slowdown is None, e.changes[0].kind == "fp8", e.slowdown or 0.0, e.peak))
-    return f"cheapest fix: {fix_words(best, run)}"
+    return f"try first: {fix_words(best, run)}"
 
 
 def fix_words(effect: Effect, run: RunSpec) -> str:

@@ -7,11 +7,11 @@ import json
 import shlex
 from typing import Any
 
-from bridge_memory.arguments.flags import FLAG_OF, FLAGS, MODEL_FLAGS, PACKAGES, spelling
+from bridge_memory.arguments.flags import FLAGS
+from bridge_memory.emit.commands import Emitted, estimate_words, flag_words, given_fields
 from bridge_memory.plan.megatron.space import AXES
-from bridge_memory.plan.megatron.splits import NO_SPLIT
-from bridge_memory.releases import release_words
-from bridge_memory.spec import RunSpec
+from bridge_memory.plan.megatron.splits import NO_SPLIT, split_fields
+from bridge_memory.spec import ParallelSpec, RecomputeSpec, RunSpec
 from bridge_memory.spec.fields import called
 from bridge_memory.spec.run import GROUPS
 
@@ -24,6 +24,13 @@ _SWITCHES = {
 }  # fmt: skip
 #: The last spelling of a flag is Megatron-LM's.
 _MEGATRONS = {flag.field: flag.names.split()[-1] for flag in FLAGS}
+
+
+def emitted(how: str, run: RunSpec, args: argparse.Namespace, gpu: str) -> Emitted:
+    """A layout in one of the formats of ``formats.FORMATS`` for megatron-core."""
+    if how == "megatron-args":
+        return Emitted(megatron_arguments(run))
+    return Emitted(bridge_overrides(run) if how == "bridge" else estimate_command(run, args, gpu))
 
 
 def layout_fields(run: RunSpec) -> dict[str, Any]:
@@ -46,41 +53,18 @@ def layout_fields(run: RunSpec) -> dict[str, Any]:
     return found
 
 
-def _words(flag: str, value: Any, separator: str) -> list[str]:
-    if value is True:
-        return [flag]
-    if value is False:
-        return ["--no-" + flag.removeprefix("--")]
-    if isinstance(value, tuple) and value and type(value[0]) is int:
-        return [flag, release_words(value)]
-    if isinstance(value, tuple):
-        return [flag, *value] if separator == " " else [flag, separator.join(value)]
-    return [flag, str(value)]
-
-
 def estimate_command(run: RunSpec, args: argparse.Namespace, gpu: str) -> str:
     """The ``estimate`` command that shows this layout; ``args``: the flags that were given beside it."""
     layout = layout_fields(run)
-    source = ["--custom-config", args.custom_config] if args.model is None else [args.model]
-    words = ["bridge-memory", "estimate", *source, "--gpu", gpu, "--num-gpus", str(run.parallel.world_size)]
-    others = {**MODEL_FLAGS, **FLAG_OF, **{flag.removeprefix("--").replace("-", "_"): flag for flag in PACKAGES},
-              "mapping": "--mapping"}  # fmt: skip
-    given = {flag: getattr(args, name) for name, flag in others.items()}
-    given |= {
-        spelling(flag.field): getattr(args, flag.field) for flag in FLAGS
-        if hasattr(args, flag.field) and flag.field not in layout and flag.field != "parallel.world_size"
-    }  # fmt: skip
-    for flag, value in (*given.items(), *((spelling(name), value) for name, value in layout.items())):
-        if value is not None and (flag, value) != ("--mapping", "builtin"):
-            words += _words(flag, value, ",")
-    return shlex.join(words)
+    given = {name: value for name, value in given_fields(args).items() if name not in layout}
+    return shlex.join(estimate_words(run, args, gpu, {**given, **layout}))
 
 
 def megatron_arguments(run: RunSpec) -> str:
     """The layout as Megatron-LM's arguments."""
     words: list[str] = []
     for name, value in layout_fields(run).items():
-        words += _words(_MEGATRONS[name], value, " ")
+        words += flag_words(_MEGATRONS[name], value, " ")
     if run.batch.global_batch_size:
         words += ["--global-batch-size", str(run.batch.global_batch_size)]
     return shlex.join(words)
@@ -107,3 +91,23 @@ def bridge_overrides(run: RunSpec) -> str:
     if run.batch.global_batch_size:
         lines.append(f"cfg.train.global_batch_size = {run.batch.global_batch_size}")
     return "\n".join(lines)
+
+
+def split_words(p: ParallelSpec) -> str:
+    """"even", "first 7, last 9", "embedding and loss as layers", or the layout string."""
+    fields = split_fields(p)
+    if "pipeline_model_parallel_layout" in fields:
+        return str(fields["pipeline_model_parallel_layout"])
+    ends = [name for name in ("embedding", "loss") if f"account_for_{name}_in_pipeline_split" in fields]
+    counts = [
+        f"{name} {fields[field]}" for name in ("first", "last")
+        if (field := f"num_layers_in_{name}_pipeline_stage") in fields
+    ]
+    return f"{' and '.join(ends)} as layers" if ends else ", ".join(counts) or "even"
+
+
+def recompute_words(r: RecomputeSpec) -> str:
+    """"mlp,moe_act", "full block 4" or "none"."""
+    if r.granularity == "selective":
+        return ",".join(r.modules)
+    return f"full {r.method} {r.num_layers}" if r.granularity == "full" else "none"

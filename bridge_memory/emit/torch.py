@@ -10,11 +10,12 @@ import json
 import os
 import shlex
 import tempfile
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from bridge_memory.arguments.flags import FLAG_OF, FLAGS, MODEL_FLAGS, PACKAGES, spelling
-from bridge_memory.emit.megatron import _words
+from bridge_memory.arguments.flags import FLAG_OF
+from bridge_memory.emit.commands import Emitted, estimate_words, field_words, given_fields, names_files
 from bridge_memory.plan.torch.space import is_of
 from bridge_memory.readers.engines.run import fields_of, settings_from_files, settle
 from bridge_memory.readers.engines.settings import Specified
@@ -26,6 +27,8 @@ from bridge_memory.spec.fields import called
 from bridge_memory.spec.run import GROUPS
 
 Table = dict[str, Any]
+
+_ENGINE = "data_parallel.engine"
 
 #: Format of ``--emit`` -> keyword of ``settings_from_files``, its suffix.
 _READ_AS = {
@@ -54,48 +57,29 @@ _WORDS = {"deepspeed": "DeepSpeed's JSON", "accelerate": "accelerate's YAML", "t
 _A_MACHINE = 8
 
 
-def engine_command(run: RunSpec, changed: Table, args: argparse.Namespace, gpu: str) -> str:
-    """The ``estimate`` command that shows this run; ``changed``: what differs from what ``args`` give."""
+def emitted(
+    how: str, run: RunSpec, args: argparse.Namespace, gpu: str, changed: Mapping[str, Any]
+) -> Emitted:
+    """A run in one of the formats of ``formats.FORMATS`` for "torch"; ``changed``: "group.field" -> value, of what
+    differs from what ``args`` give. Raises SpecError where there is no such file for the run."""
+    if how == "estimate":
+        return Emitted(estimate_command(run, args, gpu, changed))
+    text, command = config_file(how, run, args, gpu)
+    return Emitted(text, f"what the file leaves to the script, with the file's name for FILE: {command}")
+
+
+def estimate_command(run: RunSpec, args: argparse.Namespace, gpu: str, changed: Mapping[str, Any]) -> str:
+    """The ``estimate`` command that shows this run."""
     engine = run.data_parallel.engine
-    words = [*_command(args, gpu, run), *([] if _names_files(args) else ["--engine", engine])]
-    given = {
-        flag.field: getattr(args, flag.field) for flag in FLAGS
-        if hasattr(args, flag.field) and is_of(engine, flag.field)
-    }  # fmt: skip
-    given |= changed
-    for name in ("data_parallel.engine", "parallel.world_size"):
-        given.pop(name, None)
-    return shlex.join([*words, *_flags(given)])
-
-
-def _command(args: argparse.Namespace, gpu: str, run: RunSpec, *, files: bool = True) -> list[str]:
-    """The model and where it runs."""
-    source = ["--custom-config", args.custom_config] if args.model is None else [args.model]
-    words = ["bridge-memory", "estimate", *source, "--gpu", gpu, "--num-gpus", str(run.parallel.world_size)]
-    others = {**MODEL_FLAGS, **{flag.removeprefix("--").replace("-", "_"): flag for flag in PACKAGES}}
-    for name, flag in {**others, **(FLAG_OF if files else {})}.items():
-        value = getattr(args, name)
-        if value is not None:
-            words += _words(flag, value, ",")
-    return words if args.mapping == "builtin" else [*words, "--mapping", args.mapping]
-
-
-def _names_files(args: argparse.Namespace) -> bool:
-    return any(getattr(args, name) is not None for name in FLAG_OF)
-
-
-def _flags(given: Table) -> list[str]:
-    words: list[str] = []
-    for name, value in given.items():
-        if value is not None and value != ():
-            words += _words(spelling(name), value, ",")
-    return words
+    given = {name: value for name, value in given_fields(args).items() if is_of(engine, name)} | dict(changed)
+    given.pop(_ENGINE, None)
+    return shlex.join(estimate_words(run, args, gpu, given if names_files(args) else {_ENGINE: engine, **given}))
 
 
 # ---- files ----
 
 
-def emitted(how: str, run: RunSpec, args: argparse.Namespace, gpu: str) -> tuple[str, str]:
+def config_file(how: str, run: RunSpec, args: argparse.Namespace, gpu: str) -> tuple[str, str]:
     """(the file, the ``estimate`` command with FILE in it and what the file leaves to the script). Raises SpecError
     where there is no such file for the run."""
     engine = run.data_parallel.engine
@@ -114,7 +98,8 @@ def emitted(how: str, run: RunSpec, args: argparse.Namespace, gpu: str) -> tuple
         text = _yaml(accelerate_config(run))
     beside = left_to_the_script(how, text, run)
     keyword, _ = _READ_AS[how]
-    return text, shlex.join([*_command(args, gpu, run, files=False), FLAG_OF[keyword], "FILE", *_flags(beside)])
+    words = estimate_words(run, args, gpu, {}, files=False)
+    return text, shlex.join([*words, FLAG_OF[keyword], "FILE", *field_words(beside)])
 
 
 def left_to_the_script(how: str, text: str, run: RunSpec) -> Table:
@@ -154,11 +139,11 @@ def read_back(how: str, text: str, run: RunSpec) -> RunSpec:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        told = Specified(
+        specified = Specified(
             world_size=run.parallel.world_size, hidden_size=run.model.hidden_size,
             transformers=run.transformers.transformers_version,
         )  # fmt: skip
-        settings = settings_from_files(told=told, micro_batch_size=None, **{keyword: path})
+        settings = settings_from_files(told=specified, micro_batch_size=None, **{keyword: path})
     finally:
         os.unlink(path)
     settings.notes.check()
@@ -339,13 +324,10 @@ def _trainers_fsdp(run: RunSpec) -> Table:
     return {"fsdp": words, "fsdp_config": config}
 
 
-def _yaml(table: Table, indent: str = "") -> str:
-    """A table of names, words, numbers and tables, in YAML's block style; "no" is a word there, not False."""
-    lines = []
-    for name, value in table.items():
-        if isinstance(value, dict):
-            lines += [f"{indent}{name}:", _yaml(value, indent + "  ")]
-        else:
-            shown = str(value).lower() if isinstance(value, bool) else "'no'" if value == "no" else str(value)
-            lines.append(f"{indent}{name}: {shown}")
-    return "\n".join(lines)
+def _yaml(table: Table) -> str:
+    """In YAML's block style. Raises SpecError without PyYAML."""
+    try:
+        import yaml
+    except ImportError:
+        raise SpecError("--emit accelerate needs PyYAML, which is not installed; pip install pyyaml") from None
+    return str(yaml.safe_dump(table, sort_keys=False)).rstrip("\n")

@@ -7,13 +7,14 @@ from importlib import import_module
 from bridge_memory.engines.engine import Engine
 from bridge_memory.spec import RunSpec
 
-#: Engines of a module that is called otherwise.
+#: Engine -> its module, if that has another name.
 _MODULES = {"zero1": "zero_1_and_2", "zero2": "zero_1_and_2"}
 
 
 def engine_of(run: RunSpec, rank: int | None = None) -> Engine:
-    """The engine that ``run.data_parallel.engine`` names: ``ENGINE`` of the module of that name in this room, which
-    alone is imported. ``rank``: of this global rank, where those of a stage differ; None: of the fullest."""
+    """The engine that ``run.data_parallel.engine`` names: ``ENGINE`` of the module of that name in this package; only
+    this module is imported. ``rank``: a global rank, if ranks of a stage differ; None: the rank with the most memory.
+    """
     module = _MODULES.get(run.data_parallel.engine, run.data_parallel.engine)
     engine: Engine = import_module(f"{__package__}.{module}").ENGINE(run, rank=rank)
     return engine

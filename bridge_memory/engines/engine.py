@@ -1,7 +1,7 @@
-"""What an engine tells an estimate: who keeps parameters, gradients and optimizer state, and what moves meanwhile.
+"""What an engine reports to an estimate: model state on one rank, and what is gathered and reduced during passes.
 
-An engine knows parameters and nothing of attention or pipelines. A unit is what it lays out, and may gather, together:
-the blocks of one kind in a chunk (``inventory.stack.Unit``).
+An engine depends on parameters only, not on attention or pipelines. A unit is what it lays out, and may gather,
+together: equal blocks of a chunk (``inventory.stack.Unit``).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provena
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import ParallelSpec
 from bridge_memory.tapes.chain import EngineBytes
-from bridge_memory.tapes.symbolic import somewhere
+from bridge_memory.tapes.symbolic import any_nonzero
 
 
 class Phase(str, Enum):
-    """A part of training with a peak of its own, in the order in which they come."""
+    """Parts of training whose peaks are reported separately, in order of time."""
 
-    #: The engine is made around a model that is on the GPU in its own dtype.
-    BUILDING = "making the engine"
+    #: The engine is constructed around a model that is on the GPU.
+    BUILDING = "engine initialization"
     FIRST_FORWARD = "first forward"
     FIRST_BACKWARD = "first backward"
     FORWARD = "forward"
@@ -43,11 +43,11 @@ class Line(NamedTuple):
     experts: bool
     provenance: Provenance = Provenance.EXACT
     adapters: bool = False
-    #: Groups that divide it, as in "tp x dp x cp".
+    #: Groups of ranks over which it is sharded, as in "tp x dp x cp".
     shard: str = ""
-    #: Every step makes it anew in its backward pass, and frees it once the optimizer has stepped.
+    #: Every step allocates it in its backward pass, and frees it after the optimizer's step.
     fresh: bool = False
-    #: ``zero_grad`` frees it after every step, also where several microbatches add to it.
+    #: ``zero_grad`` frees it after every step, even if several microbatches accumulate into it.
     zeroed: bool = False
 
     @property
@@ -57,7 +57,7 @@ class Line(NamedTuple):
         return Lifetime.FIRST_STEP if self.state in MOMENTS else Lifetime.MODEL
 
     def component(self, nbytes: int, ranks: Mapping[str, int]) -> Component:
-        """``ranks``: in each group of Megatron's; one of a single rank divides nothing."""
+        """``ranks``: size of each of Megatron's groups; groups of one rank are not listed."""
         name = f"LoRA {self.name}" if self.adapters else self.name
         shard = " x ".join([group for group in self.shard.split(" x ") if group and ranks.get(group) != 1])
         return Component(
@@ -67,50 +67,50 @@ class Line(NamedTuple):
 
 
 class StageState(NamedTuple):
-    """What an engine keeps and moves on one stage, in bytes."""
+    """What an engine keeps, gathers and reduces on one stage, in bytes."""
 
-    #: Elements of one rank's whole parameters, as computations see them.
+    #: Elements of one rank's parameters, not divided by data parallelism.
     parameters: int
-    #: Allocated for good: weights, gradients, optimizer state.
+    #: Model state: weights, gradients, optimizer state.
     amounts: tuple[tuple[Line, int], ...]
-    #: What the allocator adds to them.
-    rests: int = 0
-    #: fp32 copies of gradients that the optimizer's step leaves behind until the next zero_grad.
+    #: Unsplit remainders of the allocator's blocks that hold it.
+    remainders: int = 0
+    #: fp32 copies of gradients that stay from the optimizer's step until the next zero_grad.
     gradient_copies: int = 0
-    #: Whole parameters that are there during every pass, beyond this rank's shard.
+    #: Gathered parameters that are alive during every pass, in addition to this rank's shard.
     gathered: int = 0
-    #: Of these parameters, what is there between two steps.
+    #: The part of these parameters that stays between two steps.
     gathered_between_steps: int = 0
-    #: Made for the optimizer's step and freed with it.
+    #: Allocated for the optimizer's step and freed after it.
     in_step: int = 0
-    #: Gathered, reduced or made beside the links of each chunk while they run; empty where nothing is.
+    #: For each chunk, what is gathered, reduced or made while its links run; empty if nothing is.
     concurrent: tuple[EngineBytes, ...] = ()
-    #: Whole gradients of earlier microbatches that wait for the last one, during every pass.
+    #: Unsharded gradients of earlier microbatches that wait for the last one, during every pass.
     accumulated: int = 0
-    #: What ``in_step`` is.
-    step_name: str = "narrow optimizer states in fp32"
-    #: In host memory, beside the GPU's: (name, bytes).
+    #: Name of what ``in_step`` counts.
+    step_name: str = "fp32 copies of optimizer states"
+    #: In host memory: (name, bytes).
     host: tuple[tuple[str, int], ...] = ()
-    #: The most while the engine is made around a model on the GPU; None: not modelled.
+    #: Peak while the engine is constructed around a model on the GPU; None: not modelled.
     building: int | None = None
-    #: Beside what is there between steps while a full checkpoint is gathered; None: not modelled.
+    #: While a full checkpoint is gathered, in addition to what is alive between steps; None: not modelled.
     saving: int | None = None
-    #: Buffers in which units are gathered and reduced one after the other, from the first pass on.
+    #: Buffers in which units are gathered and reduced in turn, from the first pass on.
     pools: int = 0
 
     @property
     def in_passes(self) -> int:
-        """There during forward and backward passes, and not in the optimizer's step."""
+        """Bytes that are alive during all forward and backward passes, but not in the optimizer's step."""
         return self.gathered + self.accumulated
 
     @property
     def fresh(self) -> int:
-        """Of ``amounts``, what is not there before the backward pass has made it."""
+        """The part of ``amounts`` that every backward pass allocates."""
         return sum([nbytes for line, nbytes in self.amounts if line.fresh])
 
     @property
-    def gone_between_steps(self) -> int:
-        """Of ``amounts``, what is not there between two steps."""
+    def freed_between_steps(self) -> int:
+        """The part of ``amounts`` that is freed between two steps."""
         return sum([nbytes for line, nbytes in self.amounts if line.fresh or line.zeroed])
 
     def components(self, parallel: ParallelSpec) -> list[Component]:
@@ -122,30 +122,30 @@ class StageState(NamedTuple):
         return [line.component(nbytes, ranks) for line, nbytes in self.amounts]
 
     def buffers(self) -> list[Component]:
-        """What is allocated beside it."""
+        """Buffers that are allocated in addition to model state."""
         out = []
-        if somewhere(self.rests):
+        if any_nonzero(self.remainders):
             out.append(
                 Component(
-                    "unsplit rests of allocator blocks", self.rests, Role.BUFFERS, Provenance.FORMULA,
+                    "remainder of allocator blocks", self.remainders, Role.BUFFERS, Provenance.FORMULA,
                     lifetime=Lifetime.FIRST_PASS, part=Part.ALLOCATOR,
                 )
             )
-        if somewhere(self.pools):
+        if any_nonzero(self.pools):
             out.append(
                 Component(
                     "double buffers of units", self.pools, Role.BUFFERS, Provenance.FORMULA,
                     lifetime=Lifetime.FIRST_PASS, part=Part.DATA_PARALLEL,
                 )
             )
-        if somewhere(self.gradient_copies):
+        if any_nonzero(self.gradient_copies):
             out.append(
                 Component(
                     "main gradients in fp32", self.gradient_copies, Role.BUFFERS, Provenance.FORMULA,
                     lifetime=Lifetime.BETWEEN_STEPS, part=Part.DATA_PARALLEL,
                 )
             )
-        if somewhere(self.gathered_between_steps):
+        if any_nonzero(self.gathered_between_steps):
             out.append(
                 Component(
                     "parameters gathered between steps", self.gathered_between_steps, Role.BUFFERS,
@@ -158,10 +158,10 @@ class StageState(NamedTuple):
 T = TypeVar("T")
 
 
-class OfChunks(Generic[T]):
-    """What one engine worked out of chunks, once for each list of units and whether its buffers are cut into buckets.
+class PerChunk(Generic[T]):
+    """Cache of one engine's results per chunk, by the list of units and whether its buffers are cut into buckets.
 
-    A list is kept beside its answer: the id by which it is known would else be given to another once it is gone.
+    Keys are ids of the lists. Each entry refers to its list, so that the id is not reused while the entry exists.
     """
 
     __slots__ = ("_found",)
@@ -182,12 +182,12 @@ class Engine(Protocol):
     """One data-parallel engine, for one run."""
 
     def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
-        """What a stage of ``chunks`` keeps, and what moves beside its units."""
+        """What a stage of ``chunks`` keeps, gathers and reduces."""
 
 
 @runtime_checkable
-class BeginsOtherwise(Protocol):
-    """An engine whose first step gathers otherwise than later ones."""
+class HasFirstStep(Protocol):
+    """An engine whose first step gathers differently from later ones."""
 
     def first_step(self) -> Engine:
-        """The engine as it is in the passes of the first step."""
+        """The engine for the passes of the first step."""

@@ -1,11 +1,11 @@
-"""FSDP1 (``FullyShardedDataParallel``): the parameters of a unit are one flat tensor, of which every rank keeps a part
-in the parameters' own dtype, with its gradient and optimizer states.
+"""FSDP1 (``FullyShardedDataParallel``): the parameters of a unit are one flat tensor, of which every rank keeps a shard
+in the parameters' dtype, with the shard's gradient and optimizer states.
 
-A unit's whole flat parameter is there in ``param_dtype`` while the unit runs, the root's from forward to the end of
-backward; with ``BACKWARD_PRE`` that of the unit before is gathered ahead. Autograd joins the gradients of a unit's
-parameters in one flat gradient, beside them; it is cast to ``reduce_dtype``, padded where it must be, and reduced.
+A unit's gathered flat parameter is alive in ``param_dtype`` while the unit runs, the root's from forward to the end of
+backward; with ``BACKWARD_PRE`` the unit before is gathered ahead in backward. Autograd concatenates the gradients of a
+unit's parameters in a new flat gradient, which is cast to ``reduce_dtype``, padded if necessary, and reduced.
 
-Adapters are units of their own, as the Trainer wraps them (peft ``utils/other.py: fsdp_auto_wrap_policy``). The layer
+Adapters are separate units, as the Trainer wraps them (peft ``utils/other.py: fsdp_auto_wrap_policy``). The layer
 before is then gathered with a layer's first adapter, late in its backward.
 
 Source: torch 2.13 ``distributed/fsdp/_flat_param.py: FlatParamHandle._init_flat_param_and_metadata, unshard,
@@ -31,22 +31,22 @@ ALIGNMENT = 16
 class Flat(NamedTuple):
     """The flat tensor of one unit."""
 
-    #: Elements of a rank's part.
+    #: Elements of a rank's shard.
     shard: int
-    #: Bytes of an element as it is kept, and as it is gathered.
+    #: Bytes per element of the shard, and of the gathered tensor.
     width: int
     computed: int
     trains: bool
-    #: Bytes of the tensors of which it is made.
+    #: Bytes of the tensors from which it is made.
     tensors: int
 
 
 class FSDP1(FSDP2):
     """See the module docstring."""
 
-    #: Whole parameters are gathered in place.
+    #: Parameters are gathered in place: there is no separate flat output.
     keeps_output = False
-    #: What a reduction takes goes with it.
+    #: The input of a reduction is freed with it.
     keeps_reduced = False
 
     def __init__(self, run: RunSpec, *, rank: int | None = None) -> None:
@@ -54,13 +54,13 @@ class FSDP1(FSDP2):
         self.strategy = run.fsdp.sharding_strategy
         if self.strategy == "NO_SHARD":
             self.ranks = 1
-        #: Gradients of microbatches that are not reduced stay in the dtype in which they are computed.
+        #: Gradients of microbatches that are not reduced stay in the compute dtype.
         self.waiting_width = self.gradient_width
-        #: A layer's first adapter has the layer before gathered.
+        #: The layer before is gathered only when a layer's first adapter runs backward.
         self.late = run.peft.freezes and self.strategy != "NO_SHARD" and run.fsdp.backward_prefetch != "NO_PREFETCH"
 
-    def _resharded(self, group: Group) -> bool:
-        """After forward; what is not divided has a copy in ``param_dtype``, which goes too (``_flat_param.py:
+    def reshards(self, group: Group) -> bool:
+        """Whether a unit is freed after forward; with NO_SHARD that is its copy in ``param_dtype`` (``_flat_param.py:
         FlatParamHandle.post_reshard``)."""
         copied = self.strategy == "NO_SHARD" and self.compute_width != self.width
         return not group.root and (copied or self.strategy in ("FULL_SHARD", "HYBRID_SHARD"))
@@ -70,13 +70,13 @@ class FSDP1(FSDP2):
         return self.run.fsdp.backward_prefetch == "BACKWARD_PRE"
 
     def _units(self, modules: Sequence[Module]) -> list[Flat]:
-        """The flat tensors of a group's modules: one of all that they have, but for adapters, of which each parameter
-        is one by itself, after that of the frozen ones."""
+        """The flat tensors of a group's modules: one of all parameters; with adapters, one of the frozen parameters and
+        then one for each parameter of an adapter."""
         run, flats, numel, tensors = self.run, list[Flat](), 0, 0
         align = ALIGNMENT // self.width if run.fsdp.use_orig_params else 1
         for module in modules:
             trained = {id(p) for p, _ in module.trained_parameters()}
-            for p, times, width, computed in self._wide(module):
+            for p, times, width, computed in self.gathered_parameters(module):
                 if run.peft.freezes and id(p) in trained:
                     own = rounded(p.numel * width)
                     flats += [Flat(-(-p.numel // self.ranks), width, computed, True, own)] * times
@@ -90,7 +90,7 @@ class FSDP1(FSDP2):
         return flats
 
     def _whole(self, flat: Flat) -> int:
-        """Bytes of a flat tensor that was gathered; 0 where it is whole as it is kept."""
+        """Bytes of a gathered flat tensor; 0 if the shard itself is used."""
         gathers = self.ranks > 1 or flat.computed != flat.width
         return rounded(flat.shard * self.ranks * flat.computed) if gathers else 0
 
@@ -106,38 +106,40 @@ class FSDP1(FSDP2):
         )
 
     def _reduced(self, flat: Flat) -> int:
-        """Beside the gradients one by one, of which the flat one is made: it and the whole parameters; then, in their
-        place, it and what it is cast to, and the part that comes of it; of one that is not divided, what it is cast
-        back to (``_runtime_utils.py: _reduce_grad_no_shard``)."""
+        """Bytes of a reduction: first the flat gradient, made from the separate gradients while the gathered parameters
+        are alive; then the flat gradient, its cast, and the reduced shard; with NO_SHARD, what it is cast back to
+        instead of a shard (``_runtime_utils.py: _reduce_grad_no_shard``)."""
         whole = flat.shard * self.ranks
         cast = rounded(whole * self.reduce_width) if self.reduce_width != flat.computed else 0
         part = rounded(flat.shard * self.reduce_width)
         if self.strategy == "NO_SHARD":
             part = rounded(whole * flat.width) if flat.width != self.reduce_width else 0
-            # Beside the sum with those of earlier microbatches.
+            # And the sum with gradients of earlier microbatches.
             part += rounded(whole * flat.computed) if self.waits else 0
         return max(rounded(whole * flat.computed) + self._whole(flat), cast + part)
 
     def _building(self, model: Model, groups: Sequence[Group]) -> int | None:
-        """The model whole; then unit by unit, those within others first, a flat tensor of it beside it, of which this
-        rank's part is copied before either goes (``FlatParamHandle.flatten_tensors_into_flat_param, shard``)."""
+        """First the unsharded model. Then, unit by unit, inner units first: the unit's flat tensor, and the copy of
+        this rank's shard, before the unit's tensors are freed (``FlatParamHandle.flatten_tensors_into_flat_param,
+        shard``)."""
         if self.run.fsdp.offload_params:
             return None
-        there = most = sum(
-            times * rounded(p.numel * width) for m in model.modules for p, times, width, _ in self._wide(m)
-        )
+        allocated = most = sum(
+            times * rounded(p.numel * width)
+            for module in model.modules for p, times, width, _ in self.gathered_parameters(module)
+        )  # fmt: skip
         for modules in self._of_groups(model, groups):
             for flat in reversed(self._units(modules)):
                 shard, whole = rounded(flat.shard * flat.width), rounded(flat.shard * self.ranks * flat.width)
                 copied = shard if self.strategy != "NO_SHARD" else 0
-                most = max(most, there + whole + copied)
-                there += shard - flat.tensors
+                most = max(most, allocated + whole + copied)
+                allocated += shard - flat.tensors
         return most
 
     def _saving(self, model: Model) -> int | None:
-        """The largest unit, gathered whole in the parameters' own dtype before it goes to the host (torch ``_state_
-        dict_utils.py: _full_pre_state_dict_hook``, with ``offload_to_cpu`` and ``rank0_only``, as accelerate
-        ``utils/dataclasses.py: FullyShardedDataParallelPlugin.set_state_dict_type`` has them); on rank 0."""
+        """On rank 0: the largest unit, gathered in the parameters' dtype before it is copied to the host (torch
+        ``_state_dict_utils.py: _full_pre_state_dict_hook``, with ``offload_to_cpu`` and ``rank0_only``, which
+        accelerate ``utils/dataclasses.py: FullyShardedDataParallelPlugin.set_state_dict_type`` sets)."""
         if self.run.fsdp.offload_params:
             return None
         if self.ranks == 1:
@@ -154,7 +156,7 @@ class FSDP1(FSDP2):
         return modules
 
     def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
-        """Of the flat tensors."""
+        """Model state of the flat tensors."""
         states = torch_states(self.run)
         found = []
         for modules in self._of_groups(model, groups):
@@ -165,5 +167,6 @@ class FSDP1(FSDP2):
                 own = nbytes if flat.trains else 0
                 found.append(Kept(nbytes, own, tuple(sizes), max([0, *sizes[-1:]]), held, int(flat.trains)))
         return found
+
 
 ENGINE = FSDP1

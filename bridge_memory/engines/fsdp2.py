@@ -46,11 +46,14 @@ from bridge_memory.tapes.parameters import Parameter
 NORM_BACKWARD = 9
 
 
+#: Of a group: the places of its modules, in the order of the model.
+Places = tuple[int, ...]
+
+
 class Group(NamedTuple):
     """Parameters that are gathered and reduced together, in bytes on one rank."""
 
-    #: Of its modules, in the order of the model.
-    places: tuple[int, ...]
+    places: Places
     root: bool
     #: Whole parameters, each a tensor of its own, the flat output of their all-gather, and its input where it is cast.
     whole: int
@@ -60,6 +63,16 @@ class Group(NamedTuple):
     reduced: int
     reduced_shard: int
     gradients: int
+
+
+class Gathered(NamedTuple):
+    """A parameter, and bytes of an element as it is kept and as it is gathered. A gathering of several dtypes is one of
+    bytes (``_get_param_all_gather_inputs``)."""
+
+    parameter: Parameter
+    times: int
+    kept_width: int
+    width: int
 
 
 class FSDP2:
@@ -105,7 +118,7 @@ class FSDP2:
             for i, (line, n) in enumerate(amounts_of(run, held, fresh=fresh, shard_name=shards)) if n
         ]
         root = sum(g.whole for g in groups if g.root)
-        beside, accumulated = self.passes(model, groups, fresh=fresh), sum(self._accumulated_of(model))
+        beside, accumulated = self.passes(model, groups, fresh=fresh), sum(self.accumulated_gradients(model))
         host = offloaded_activations(run, model)
         if run.fsdp.offload_params:
             how = "pinned" if run.fsdp.pin_memory else "pageable"
@@ -126,13 +139,13 @@ class FSDP2:
         whole, shards = [0] * len(groups), [0] * len(groups)
         of_place = {place: i for i, g in enumerate(groups) for place in g.places}
         for module in model.modules:
-            for p, times, width, _ in self._wide(module):
+            for p, times, width, _ in self.gathered_parameters(module):
                 whole[of_place[module.place]] += times * rounded(prod(p.shape) * width)
                 shards[of_place[module.place]] += times * rounded(prod(shard(p.shape, self.ranks)) * width)
-        there = most = sum(whole)
-        for unit, parts in zip(whole, shards, strict=True):
-            most = max(most, there + parts)
-            there += parts - unit
+        allocated = most = sum(whole)
+        for of_unit, its_shards in zip(whole, shards, strict=True):
+            most = max(most, allocated + its_shards)
+            allocated += its_shards - of_unit
         return most
 
     def _saving(self, model: Model) -> int | None:
@@ -140,7 +153,10 @@ class FSDP2:
         dict.py: get_model_state_dict``, as accelerate ``utils/fsdp_utils.py: save_fsdp_model`` asks for it)."""
         if self.run.fsdp.offload_params:
             return None
-        each = (prod(shard(p.shape, self.ranks)) * width for m in model.modules for p, _, width, _ in self._wide(m))
+        each = (
+            prod(shard(p.shape, self.ranks)) * width
+            for module in model.modules for p, _, width, _ in self.gathered_parameters(module)
+        )  # fmt: skip
         return rounded(max(each, default=0) * self.ranks) if self.ranks > 1 else 0
 
     def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
@@ -166,7 +182,7 @@ class FSDP2:
         ranks = self.ranks
         whole = shards = cast = trained = 0
         for module in modules:
-            for p, times, kept, computed in self._wide(module):
+            for p, times, kept, computed in self.gathered_parameters(module):
                 n = prod(shard(p.shape, ranks))
                 whole += times * rounded(n * ranks * computed)
                 shards += times * n * computed
@@ -179,16 +195,15 @@ class FSDP2:
             rounded(trained * self.trained_width),
         )
 
-    def _wide(self, module: Module) -> Iterator[tuple[Parameter, int, int, int]]:
-        """(parameter, how many of them, bytes of an element as it is kept, and as it is gathered). A gathering of
-        several dtypes is one of bytes (``_get_param_all_gather_inputs``)."""
+    def gathered_parameters(self, module: Module) -> Iterator[Gathered]:
+        """Of ``module``: those that train, then the frozen ones."""
         for p, times in module.trained_parameters():
-            yield p, times, self.trained_width, self.gradient_width
+            yield Gathered(p, times, self.trained_width, self.gradient_width)
         for parameters, times in module.frozen.rows:
             for p in parameters:
-                yield p, times, self.width, self.compute_width
+                yield Gathered(p, times, self.width, self.compute_width)
 
-    def _accumulated_of(self, model: Model) -> list[int]:
+    def accumulated_gradients(self, model: Model) -> list[int]:
         """Whole gradients of earlier microbatches at every place, in the dtype in which they will be reduced."""
         sizes = [0] * model.number
         for module in model.modules if self.waits else ():
@@ -200,128 +215,54 @@ class FSDP2:
     # ---- what moves ----
 
     def passes(self, model: Model, groups: Sequence[Group], *, fresh: bool) -> list[Concurrent]:
-        """What is there beside every place, without the root's whole parameters."""
-        forward, entering = self._forward(model, groups)
-        backward, gradients, reducing, gone, gone_then, begins = self._backward(model, groups, fresh=fresh)
+        """What is held beside every place, without the root's whole parameters. ``fresh``: gradients are made in this
+        backward, and do not lie there from earlier microbatches."""
+        forward = self._forward(model, groups)
+        backward = _Backward(self, model, groups, fresh=fresh).places()
         return [
-            Concurrent(f, b, b, least, g, there, then, first, back)
-            for f, b, least, g, there, then, first, back in zip(
-                forward, backward, reducing, gradients, gone, gone_then, entering, begins, strict=True
-            )
+            b._replace(forward=f.forward, least_forward=f.least_forward)
+            for f, b in zip(forward, backward, strict=True)
         ]
 
-    def _resharded(self, group: Group) -> bool:
+    def reshards(self, group: Group) -> bool:
         """After forward; of the root it does not matter, since backward starts with it."""
         return not group.root and self.run.fsdp.reshard_after_forward is not False
 
-    def _forward(self, model: Model, groups: Sequence[Group]) -> tuple[list[int], list[int]]:
-        """At every place: what is there while it runs, and when its unit is gathered: then the output before is still
-        there, which a variable holds to the end of the copy (``wait_for_unshard: prev_all_gather_state``)."""
-        at = {place: g for g in groups for place in g.places}
+    def _forward(self, model: Model, groups: Sequence[Group]) -> list[Concurrent]:
+        """At every place: what is held while it runs, and when its unit is gathered: then the previous output is still
+        alive, which a variable holds to the end of the copy (``wait_for_unshard: prev_all_gather_state``)."""
+        unit_of = units_by_place(groups)
+        root = next((g for g in groups if g.root), None)
+        of_root, last_output = (root.places, root.output) if root is not None else ((), 0)
+        if not self.keeps_output:
+            last_output = 0
         whole = 0
-        last = next((g.output for g in groups if g.root), 0) if self.keeps_output else 0
-        entered: set[int] = set()
+        gathered: set[Places] = set()
         found = []
-        entering = [0] * model.number
         for place in range(model.number):
-            group = at.get(place)
-            if group is not None and not group.root and group.places[0] not in entered:
-                entered.add(group.places[0])
+            unit, gathering = unit_of.get(place), 0
+            if unit is not None and unit.places not in gathered:
+                gathered.add(unit.places)
                 if self.keeps_output:
-                    gathered = whole + last + group.output + max(group.whole, group.cast)
-                    entering[place] = gathered + hidden_bytes(self.run)
-                whole, last = whole + group.whole, group.output if self.keeps_output else 0
-            loss_outside = place == model.places.loss and (group is None or not group.root)
-            found.append(whole + (0 if loss_outside else last))
-            if self.run.fsdp.forward_prefetch and group is not None and not group.root:
-                found[place] += self._gathered_ahead(groups, group)
-            if group is not None and place == group.places[-1] and self._resharded(group):
-                whole -= group.whole
-        return found, entering
+                    gathering = whole + last_output + unit.output + max(unit.whole, unit.cast)
+                    gathering += hidden_bytes(self.run)
+                    last_output = unit.output
+                whole += unit.whole
+            loss_outside = place == model.places.loss and place not in of_root
+            running = whole + (0 if loss_outside else last_output)
+            if self.run.fsdp.forward_prefetch and unit is not None:
+                running += self._gathered_ahead(groups, unit)
+            found.append(Concurrent(running, least_forward=gathering))
+            if unit is not None and place == unit.places[-1] and self.reshards(unit):
+                whole -= unit.whole
+        return found
 
-    def _gathered_ahead(self, groups: Sequence[Group], group: Group) -> int:
-        """What of the unit after ``group`` is there while that runs forward."""
-        following = groups[groups.index(group) + 1 :][:1]
+    def _gathered_ahead(self, groups: Sequence[Group], unit: Group) -> int:
+        """What of the unit after ``unit`` is held while that runs forward."""
+        following = groups[groups.index(unit) + 1 :][:1]
         return sum(g.output if self.keeps_output else g.whole for g in following if not g.root)
 
-    def _backward(
-        self, model: Model, groups: Sequence[Group], *, fresh: bool
-    ) -> tuple[list[int], list[int], list[int], list[int], list[int], list[int]]:
-        """At every place: (everything, of it the gradients that the step waits for, everything while its unit's
-        gradients are reduced, whole gradients of earlier microbatches that are gone at the one and at the other,
-        everything while its unit's parameters are copied out of what gathered them)."""
-        at = {place: g for g in groups for place in g.places}
-        units = [g for g in groups if not g.root]
-        stays = bool(units) and not self._resharded(units[0])
-        whole = sum(g.whole for g in units) if stays else 0
-        before = {g.places: earlier for earlier, g in zip([None, *units], units, strict=False)}
-        root = next((g for g in groups if g.root), None)
-        # The root's first hook gathers the last unit ahead.
-        ahead = units[-1].output if root is not None and units and not stays else 0
-        sizes = self._whole_gradients(model)
-        reduced = made = waiting = replicated = gone = 0
-        of_groups = self._accumulated_of(model)
-        entered: set[tuple[int, ...]] = set()
-        backward, gradients, reducing = [0] * model.number, [0] * model.number, [0] * model.number
-        begins = [0] * model.number
-        gone_at, gone_then = [0] * model.number, [0] * model.number
-        input_gradient = hidden_bytes(self.run)
-        for place in reversed(range(model.number)):
-            group = at.get(place)
-            if group is not None and not group.root and group.places not in entered:
-                entered.add(group.places)
-                if not stays:
-                    earlier = before[group.places]
-                    whole, gathered, ahead = whole + group.whole, ahead, earlier.output if earlier is not None else 0
-                    if self.keeps_output and gathered > ahead:
-                        begins[place] = gathered - ahead + input_gradient
-            waits = 0 if self.waits else waiting
-            backward[place] = whole + ahead + reduced + made * fresh + waits + replicated - gone
-            begins[place] += backward[place] if begins[place] else 0
-            gradients[place], gone_at[place] = made * fresh, gone
-            if self.waits and self.run.num_microbatches > 2 and backward[place] < whole + ahead:
-                # One that is reduced neither now nor before.
-                backward[place], gradients[place], gone_at[place] = whole + ahead, 0, 0
-            waiting += sizes[place]
-            if self.late and group is not None and not group.root:
-                # Found while its first norm runs backward, beside what that makes in fp32.
-                earlier = before[group.places]
-                backward[place] -= ahead
-                gathered = earlier.whole if earlier is not None and not stays else 0
-                late = backward[place] + gathered + NORM_BACKWARD * input_gradient
-                ahead = gathered
-            else:
-                late = 0
-            if group is not None and not group.root and place == group.places[0] and place:
-                whole -= group.whole
-                waits = 0 if self.waits else waiting
-                reducing[place] = (
-                    whole + ahead + waits + group.reduced + group.reduced_shard + made * fresh + replicated
-                    + input_gradient - gone
-                )
-                reducing[place] = max(reducing[place], late)
-                gone_then[place] = gone
-                gone += sum(of_groups[p] for p in group.places)
-                waiting -= sum(sizes[p] for p in group.places)
-                reduced, made = group.reduced if self.keeps_reduced else 0, made + group.gradients
-                replicated += self._all_reduced(group)
-        # What is left is reduced in the end: the root, and an embedding of its own.
-        left = [g for g in groups if g.root or 0 in g.places]
-        most = 0
-        for group in left:
-            freed = group.whole
-            whole -= 0 if group.root else freed
-            parts = whole + group.reduced + group.reduced_shard + made * fresh + (0 if self.waits else waiting) - gone
-            parts += replicated - (freed if group.root else 0)
-            if parts > most:
-                most, gone_then[0] = parts, gone
-            made += group.gradients
-            waiting -= sum(sizes[p] for p in group.places)
-            gone += sum(of_groups[p] for p in group.places)
-        reducing[0] = most
-        return backward, gradients, reducing, gone_at, gone_then, begins
-
-    def _whole_gradients(self, model: Model) -> list[int]:
+    def whole_gradients(self, model: Model) -> list[int]:
         """Of every place, as autograd makes them."""
         sizes = [0] * model.number
         for module in model.modules:
@@ -329,10 +270,133 @@ class FSDP2:
             sizes[module.place] += nbytes
         return sizes
 
-    def _all_reduced(self, group: Group) -> int:
+    def all_reduced(self, group: Group) -> int:
         """With replicas the output of a reduce-scatter in another dtype than the parameters' stays until backward ends
         (``FSDPParamGroup._all_reduce_state``)."""
         return group.reduced_shard if self.replicated and self.reduce_width != self.trained_width else 0
+
+
+def units_by_place(groups: Sequence[Group]) -> dict[int, Group]:
+    """Place -> its unit, for places of units."""
+    return {place: g for g in groups if not g.root for place in g.places}
+
+
+class _Backward:
+    """Backward from the last place to the first, and what the engine holds beside each, in bytes.
+
+    Before a unit's first place it is gathered, or was gathered ahead; after its last one its parameters go and its
+    gradients are reduced. The root, and an embedding that is a unit of its own, are reduced once backward is over.
+    """
+
+    def __init__(self, engine: FSDP2, model: Model, groups: Sequence[Group], *, fresh: bool) -> None:
+        self.engine, self.groups, self.fresh = engine, groups, fresh
+        self.unit_of = units_by_place(groups)
+        units = [g for g in groups if not g.root]
+        self.previous = dict(zip((g.places for g in units), [None, *units], strict=False))
+        self.input_gradient = hidden_bytes(engine.run)
+        #: Whole gradients of each place: of this microbatch, and the sum of earlier ones.
+        self.own, self.accumulated = engine.whole_gradients(model), engine.accumulated_gradients(model)
+        #: Units that keep their parameters from forward on.
+        self.resident = bool(units) and not engine.reshards(units[0])
+        self.parameters = sum(g.whole for g in units) if self.resident else 0
+        #: Of the unit before, gathered ahead; the root's first hook gathers the last unit.
+        has_root = len(units) < len(groups)
+        self.ahead = units[-1].output if has_root and units and not self.resident else 0
+        self.gathered: set[Places] = set()
+        #: Input of the last reduction, which the engine may keep until the next.
+        self.reduced = 0
+        #: This rank's shards of reduced gradients.
+        self.shards = 0
+        #: Whole gradients of this microbatch that are not reduced yet.
+        self.unreduced = 0
+        #: Outputs of reduce-scatters that wait for their all-reduce.
+        self.unreplicated = 0
+        #: Sums of earlier microbatches that are reduced by now, and freed.
+        self.freed = 0
+
+    def places(self) -> list[Concurrent]:
+        """Of every place, the first one first."""
+        found = [self._at(place) for place in reversed(range(len(self.own)))]
+        found.reverse()
+        least, freed = self._last_reductions()
+        found[0] = found[0]._replace(least_backward=least, freed_at_least=freed)
+        return found
+
+    def _at(self, place: int) -> Concurrent:
+        """Beside ``place``; moves on past it."""
+        unit = self.unit_of.get(place)
+        copied_out = 0 if unit is None or unit.places in self.gathered else self._gather(unit)
+        beside = self._running(copied_out)
+        self.unreduced += self.own[place]
+        late = 0
+        if unit is not None and self.engine.late:
+            running = beside.backward - self.ahead
+            # The unit before is found while the first norm runs backward, beside what that makes in fp32.
+            previous = self.previous[unit.places]
+            self.ahead = previous.whole if previous is not None and not self.resident else 0
+            late = running + self.ahead + NORM_BACKWARD * self.input_gradient
+            beside = beside._replace(backward=running)
+        if unit is not None and place == unit.places[0] and place:
+            self.parameters -= unit.whole
+            reducing = self.parameters + self.ahead + self._reducing(unit) + self.input_gradient
+            beside = beside._replace(least_backward=max(reducing, late), freed_at_least=self.freed)
+            self._reduce(unit)
+            self.reduced = unit.reduced if self.engine.keeps_reduced else 0
+            self.unreplicated += self.engine.all_reduced(unit)
+        return beside._replace(backward_at_end=beside.backward)
+
+    def _gather(self, unit: Group) -> int:
+        """Make ``unit`` whole and gather the unit before it ahead. Returns what its copy-out takes beside all that
+        there is while it runs: 0 where the next output is no smaller."""
+        self.gathered.add(unit.places)
+        if self.resident:
+            return 0
+        previous, output = self.previous[unit.places], self.ahead
+        self.parameters += unit.whole
+        self.ahead = previous.output if previous is not None else 0
+        return output - self.ahead + self.input_gradient if self.engine.keeps_output and output > self.ahead else 0
+
+    def _running(self, copied_out: int) -> Concurrent:
+        """While a place runs."""
+        parameters, shards = self.parameters + self.ahead, self._fresh_shards()
+        held = parameters + self.reduced + shards + self._waiting() + self.unreplicated - self.freed
+        entering = held + copied_out if copied_out else 0
+        if self.engine.waits and self.engine.run.num_microbatches > 2 and held < parameters:
+            # One that is reduced neither now nor before.
+            return Concurrent(backward=parameters, entering_backward=entering)
+        return Concurrent(backward=held, gradients=shards, freed=self.freed, entering_backward=entering)
+
+    def _reducing(self, group: Group) -> int:
+        """Gradients while those of ``group`` are reduced."""
+        reduction = group.reduced + group.reduced_shard
+        return reduction + self._fresh_shards() + self._waiting() + self.unreplicated - self.freed
+
+    def _reduce(self, group: Group) -> None:
+        self.shards += group.gradients
+        self.unreduced -= sum(self.own[place] for place in group.places)
+        self.freed += sum(self.accumulated[place] for place in group.places)
+
+    def _last_reductions(self) -> tuple[int, int]:
+        """Once backward is over: the most that is held while what is left is reduced, and what is freed by then."""
+        most = freed = 0
+        for group in self.groups:
+            if not group.root and 0 not in group.places:
+                continue
+            if not group.root:
+                self.parameters -= group.whole
+            # The root's parameters, which are counted apart, are gone.
+            held = self.parameters + self._reducing(group) - (group.whole if group.root else 0)
+            if held > most:
+                most, freed = held, self.freed
+            self._reduce(group)
+        return most, freed
+
+    def _fresh_shards(self) -> int:
+        return self.shards if self.fresh else 0
+
+    def _waiting(self) -> int:
+        """Whole gradients of this microbatch, where they are not counted among those of all microbatches."""
+        return 0 if self.engine.waits else self.unreduced
 
 
 ENGINE = FSDP2

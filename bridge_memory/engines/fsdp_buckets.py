@@ -1,5 +1,5 @@
-"""Megatron-FSDP's buckets: which parameters are gathered and reduced together, how large a bucket is with its padding,
-and its bytes whole and divided.
+"""Megatron-FSDP's buckets: which parameters are gathered and reduced together, a bucket's size with padding, and its
+bytes unsharded and sharded.
 
 Source: megatron-core ``distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py: _get_parameter_groups,
 build_data_parallel_buffer_index``; before 0.14 ``distributed/custom_fsdp``.
@@ -27,26 +27,26 @@ BUCKET_ALIGNMENT = 2 * PARAM_ALIGNMENT
 class Bucket(NamedTuple):
     """Parameters that are gathered and reduced together, in elements on one rank."""
 
-    #: With padding.
+    #: Elements with padding, and without.
     size: int
     numel: int
-    #: Of weights whose fp8 copy is the parameter itself.
+    #: Elements of weights that are fp8 tensors.
     fp8: int
     experts: bool
-    #: Positions in the chunk of the modules between whose forward passes it is needed.
+    #: Places in the chunk of the first and the last module that need it.
     first: int
     last: int
-    #: A unit's, gathered and freed with it.
+    #: It belongs to a unit, and is gathered and freed with it.
     unit: bool
     frozen: bool = False
-    #: Of the output layer's weight.
+    #: Elements of the output layer's weight.
     output: int = 0
-    #: Of the parameters whose gradients are made first.
+    #: Elements of the parameters whose gradients are made first.
     tail: int = 0
 
 
 class Sharding:
-    """How the parameters of one run are laid out, and what of a bucket is divided over data-parallel ranks."""
+    """The layout of one run's parameters, and which parts of a bucket are sharded over data-parallel ranks."""
 
     def __init__(self, run: RunSpec) -> None:
         precision, d = run.precision, run.data_parallel
@@ -61,9 +61,10 @@ class Sharding:
     # ---- layout ----
 
     def of_chunk(self, units: Sequence[Unit], places: Places, limit: int | None) -> list[Bucket]:
-        """The buckets of a chunk in megatron-core's order; ``limit``: elements at which one outside of units ends."""
+        """The buckets of a chunk in megatron-core's order; ``limit``: elements at which a bucket outside of units ends.
+        """
         frozen = self.run.peft.freezes
-        #: Units' buckets, and in the place of the first parameter outside of units, all of those.
+        #: Buckets of units; and, at the first parameter outside of units, a placeholder for all of those.
         order: list[Bucket | bool] = []
         outside: dict[bool, list[tuple[Parameter, int, int]]] = {}
         for unit, first in zip(units, places.first, strict=True):
@@ -91,8 +92,8 @@ class Sharding:
         return out
 
     def is_unit(self, unit: Unit) -> bool:
-        """``mcore_fsdp_adapter.py: FullyShardedDataParallel.__init__``. An MTP depth counts as one, though its norms
-        and projection lie outside of its transformer layer."""
+        """Whether Megatron-FSDP treats it as a unit (``mcore_fsdp_adapter.py: FullyShardedDataParallel.__init__``). An
+        MTP depth counts as one, though its norms and projection are outside of its transformer layer."""
         if not self.shards["params"] or unit.label not in (Label.LAYER, Label.MTP):
             return False
         return not _is_mamba(unit.layer) or MAMBA_LAYERS_ARE_UNITS(self.run.implementation)
@@ -100,7 +101,7 @@ class Sharding:
     def _cut(
         self, parameters: Sequence[tuple[Parameter, int, int]], experts: bool, limit: int | None, frozen: bool
     ) -> Iterator[Bucket]:
-        """Buckets outside of units, each closed by the parameter that fills it."""
+        """Buckets outside of units; each ends with the parameter that fills it."""
         held: list[tuple[Parameter, int]] = []
         filled = first = last = 0
         for parameter, times, position in parameters:
@@ -134,7 +135,7 @@ class Sharding:
         return Bucket(size, numel, fp8, experts, first, last, unit, frozen, output, end.numel * times)
 
     def of_adapters(self, units: Sequence[Unit]) -> list[Bucket]:
-        """Adapters train beside frozen weights, in buckets of their own."""
+        """Buckets of adapters, which are separate from those of frozen weights."""
         return [
             self._bucket(_shapes(unit, experts), experts, 0, 0, True, False)
             for unit in adapter_units(self.run, units)
@@ -144,19 +145,19 @@ class Sharding:
     # ---- bytes ----
 
     def ranks(self, what: str, experts: bool) -> int:
-        """How many ranks divide "optim", "grads" or "params" of dense parameters or of experts'."""
+        """Number of ranks over which "optim", "grads" or "params" are sharded, of dense or of expert parameters."""
         return self.worlds[experts] if self.shards[what] else 1
 
     def share(self, b: Bucket) -> int:
-        """Elements of the optimizer's state of a bucket on the fullest rank; padding has none."""
+        """Elements of a bucket's optimizer state on the rank with the most; padding has none."""
         return min(b.numel, b.size // self.ranks("optim", b.experts))
 
     def weight_bytes(self, b: Bucket) -> int:
-        """Bytes of a bucket's weights on all ranks."""
+        """Bytes of a bucket's weights, unsharded."""
         return b.size * self.width - b.fp8 * (self.width - 1)
 
     def whole_weights(self, b: Bucket, backward: bool = False) -> int:
-        """Bytes of a bucket's gathered weights, 0 where they are whole anyway."""
+        """Bytes of a bucket's gathered weights; 0 if weights are not sharded."""
         if self.ranks("params", b.experts) == 1:
             return 0
         nbytes = self.weight_bytes(b)
@@ -165,22 +166,22 @@ class Sharding:
         return nbytes
 
     def whole_gradients(self, b: Bucket) -> int:
-        """Bytes of a bucket's gradients before they are reduced, 0 where the main gradients are whole anyway."""
+        """Bytes of a bucket's unreduced gradients; 0 if main gradients are not sharded."""
         if b.frozen or self.ranks("grads", b.experts) == 1:
             return 0
         return b.size * self.reduced_width
 
     def reduced_apart(self, b: Bucket) -> int:
-        """Bytes of this rank's part of a sum, which older releases make apart: all of the bucket where one rank has it
-        (``GradReducePipeline``: ``torch.empty_like(grad_shard)``). A small part of a unit's is less than the rest of
-        the unit needs before."""
+        """Bytes of this rank's reduced shard, for which older releases make a new tensor; the whole bucket with a
+        single rank (``GradReducePipeline``: ``torch.empty_like(grad_shard)``). Shards of units are not counted: they
+        are smaller than what the unit needed before."""
         world = self.worlds[b.experts]
         if not self.shards["grads"] or FSDP_MAIN_DTYPES(self.run.implementation) or (b.unit and world > 1):
             return 0
         return b.size // world * self.gradient_width
 
     def output_gradient(self, b: Bucket) -> int:
-        """Bytes of the output layer's own gradient while it is copied into its bucket."""
+        """Bytes of the output layer's gradient while it is copied into its bucket."""
         return 0 if self.run.implementation.gradient_accumulation_fusion else b.output * self.width
 
 
@@ -188,23 +189,23 @@ class Sharding:
 
 
 class Places(NamedTuple):
-    """Where the modules of a chunk are in its forward pass: the embedding at 0, then layer by layer."""
+    """Places of a chunk's modules in its forward pass: the embedding at 0, then layer by layer."""
 
-    #: Of every unit the place of its first module.
+    #: For every unit the place of its first module.
     first: tuple[int, ...]
     layers: range
     norm: int
     mtp: range
     loss: int
 
-    def engine_bytes(self, beside: Sequence[Concurrent]) -> EngineBytes:
-        """What an engine holds at every place."""
+    def engine_bytes(self, by_place: Sequence[Concurrent]) -> EngineBytes:
+        """``EngineBytes`` from bytes at every place."""
         return EngineBytes(
-            layers=tuple(beside[place] for place in self.layers),
-            embedding=beside[0],
-            final_norm=beside[self.norm],
-            mtp=most([beside[place] for place in self.mtp] or [NOTHING]),
-            loss=beside[self.loss],
+            layers=tuple(by_place[place] for place in self.layers),
+            embedding=by_place[0],
+            final_norm=by_place[self.norm],
+            mtp=most([by_place[place] for place in self.mtp] or [NOTHING]),
+            loss=by_place[self.loss],
         )
 
 
@@ -237,11 +238,11 @@ def _shapes(unit: Unit, experts: bool) -> list[tuple[Parameter, int]]:
 
 
 def aligned_to_rows(shapes: Sequence[tuple[tuple[int, ...], int]], world: int) -> int:
-    """Elements of a bucket of tensors, (shape, how many in a row), that every rank gets whole rows of; without an end
-    for ``world`` 0.
+    """Elements of a bucket of tensors, (shape, how many in a row), of which every rank gets whole rows; without padding
+    at the end for ``world`` 0.
 
-    Tensors start at multiples of the least common multiple of their rows; what does not fill its last row shares it
-    with another such tensor, and with small ones.
+    Tensors start at multiples of the least common multiple of their row sizes; a tensor that does not fill its last row
+    shares it with another such tensor, and with small ones.
     Source: ``param_and_grad_buffer.py: _get_parameter_groups`` (step 3), ``build_data_parallel_buffer_index``.
     """
     row = 0
@@ -265,7 +266,7 @@ def aligned_to_rows(shapes: Sequence[tuple[tuple[int, ...], int]], world: int) -
 
 
 def _rows_of_odd(odd: list[int], small: list[int], row: int) -> int:
-    """Elements of tensors that do not end with a row, and of those smaller than one."""
+    """Elements taken by tensors that do not fill their last row, and by those smaller than a row."""
     total = 0
     while odd:
         numel = odd.pop(0)

@@ -1,7 +1,8 @@
-"""What Megatron-FSDP gathers and reduces beside the links of a chunk: whole weights, and whole gradients that wait.
+"""What Megatron-FSDP gathers and reduces while the links of a chunk run: gathered weights, and gradients that wait to
+be reduced or freed.
 
-Budget and capacity are counted in elements; the default of megatron-core is half a billion ahead and a billion
-waiting, so that all of a small model is whole at once.
+Budgets are numbers of elements. By default megatron-core gathers half a billion ahead and lets a billion wait, so that
+a small model is fully gathered.
 
 Source: megatron-core ``distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py: MegatronFSDP`` (hooks, budgets),
 ``param_and_grad_buffer.py: AllGatherPipeline, GradReducePipeline``; before 0.14 ``distributed/custom_fsdp``.
@@ -24,9 +25,9 @@ from bridge_memory.releases import (
     FSDP_ROOT_ALONE,
 )
 from bridge_memory.tapes.chain import Concurrent, EngineBytes
-from bridge_memory.workspaces.allocator import block_rest
+from bridge_memory.workspaces.allocator import block_remainder
 
-#: Elements that wait to be reduced, twice the elements gathered ahead, where nobody says otherwise.
+#: Default number of elements that wait to be reduced; half of it is gathered ahead.
 COMMUNICATION_UNIT = 1_000_000_000
 
 
@@ -42,9 +43,9 @@ class Flow:
         self.keeps_root = FSDP_KEEPS_ROOT(impl)
         self.impl = impl
         root = [sharding.whole_weights(b) for b in buckets if not b.unit]
-        #: Whole weights outside of units, each a block of the allocator's.
-        self.root_bytes = sum(root) + (0 if impl.expandable_segments else sum(map(block_rest, root)))
-        #: Sums over the buckets before each: elements, and bytes that units gather forward and backward.
+        #: Gathered weights outside of units, with the remainders of the allocator's blocks.
+        self.root_bytes = sum(root) + (0 if impl.expandable_segments else sum(map(block_remainder, root)))
+        #: Prefix sums over buckets: elements, and bytes that units gather in forward and in backward.
         self.sizes = [0, *accumulate(b.size for b in buckets)]
         self.bytes = [
             [0, *accumulate(sharding.whole_weights(b, backward) if b.unit else 0 for b in buckets)]
@@ -57,16 +58,15 @@ class Flow:
                 self.of_place[b.first] = low, i + 1
         self.budget, self.capacity = self._budget(units, limit)
         self.pools = 0
-        #: Buckets with a buffer that stays.
+        #: Buckets with a persistent buffer.
         self.pooled: frozenset[int] = frozenset()
         self.double = sharding.run.data_parallel.fsdp_double_buffer and bool(self.of_place)
         if self.double:
             self._in_pools()
 
     def _budget(self, units: Sequence[Unit], limit: int | None) -> tuple[int | None, int | None]:
-        """Elements gathered ahead (before ``FSDP_PREFETCHES_AHEAD``: at once), and elements that wait to be reduced.
-
-        ``limit``: elements of a bucket outside of units.
+        """(elements gathered ahead, elements that wait to be reduced); before ``FSDP_PREFETCHES_AHEAD`` the first is
+        everything gathered together. ``limit``: elements of a bucket outside of units.
         """
         asked = self.sharding.run.data_parallel.suggested_communication_unit_size
         running = [unit for unit in units if self.sharding.is_unit(unit)]
@@ -81,9 +81,10 @@ class Flow:
         return size // 2, size
 
     def _in_pools(self) -> None:
-        """Two buffers for each bucket of a unit, of weights, of what fp8 weights are beside in backward, and of
-        gradients (``FixedPoolAllocator``: of the units that are most alike; ``MaxPoolAllocator``: as large as the
-        largest, for all). With buffers for what does not fit, everything else has its own."""
+        """Double buffers for each bucket of a unit: for weights, for additional fp8 data in backward, and for
+        gradients. ``FixedPoolAllocator`` serves the most frequent kind of unit; ``MaxPoolAllocator`` serves all, with
+        buffers as large as the largest. With persistent buffers on allocation failure, all other buckets have separate
+        ones."""
         options, sharding = self.sharding.run.data_parallel, self.sharding
         kinds: dict[tuple[int, ...], list[int]] = {}
         for place, (low, high) in self.of_place.items():
@@ -107,7 +108,7 @@ class Flow:
         if options.fsdp_db_use_persist_buf_on_alloc_fail:
             for i, b in enumerate(self.buckets):
                 if i not in pooled:
-                    # Whole weights outside of units stay in any case.
+                    # Gathered weights outside of units stay in any case.
                     self.pools += sharding.whole_gradients(b)
                     self.pools += sharding.whole_weights(b, backward=True) if b.unit else 0
             pooled = set(range(len(self.buckets)))
@@ -122,7 +123,8 @@ class Flow:
             ]
 
     def _two_units(self, low: int, high: int, backward: bool) -> tuple[int, int]:
-        """At most one unit beside that which runs; beside what is in no unit none, or two (``AllGatherPipeline``)."""
+        """At most one unit in addition to the running one; for modules outside of units none, or two
+        (``AllGatherPipeline``)."""
         if not self.buckets[low].unit:
             places: set[int | None] = set()
             while not FSDP_ROOT_ALONE(self.impl) and high < len(self.buckets):
@@ -139,18 +141,19 @@ class Flow:
         return low, (ranges[at + 1][1] if at + 1 < len(ranges) else high)
 
     def engine_bytes(self) -> EngineBytes:
-        """What is there beside each link of the chunk."""
+        """Bytes during each link of the chunk."""
         forward, backward = self.gathered(backward=False), self.gathered(backward=True)
-        beside = [
+        by_place = [
             Concurrent(f, b + made.backward, b + made.backward_at_end, made.least_backward and b + made.least_backward)
             for f, b, made in zip(forward, backward, self.gradients(), strict=True)
         ]
-        return self.places.engine_bytes(beside)
+        return self.places.engine_bytes(by_place)
 
     # ---- weights ----
 
     def _window(self, low: int, high: int, backward: bool) -> tuple[int, int]:
-        """The buckets that are whole while ``low`` to ``high`` are needed: these, and what is gathered ahead."""
+        """The range of buckets that are gathered while ``low`` to ``high`` are needed: these, and those gathered ahead.
+        """
         first, last = self._ahead(low, high, backward)
         if self.double:
             least, most = self._two_units(low, high, backward)
@@ -170,20 +173,20 @@ class Flow:
         return low, min(len(self.buckets), bisect_left(self.sizes, self.sizes[high] + budget))
 
     def gathered(self, *, backward: bool) -> list[int]:
-        """Units' whole weights in bytes at every place of a pass."""
+        """Bytes of units' gathered weights at every place of a pass."""
         found = [0] * (self.places.loss + 1)
         sums = self.bytes[backward]
         for place, own in self.of_place.items():
             low, high = self._window(*own, backward=backward)
             found[place] = sums[high] - sums[low]
         for place in (self.places.norm, self.places.loss, *(() if backward else (0,))):
-            found[place] = self._beside_root(backward)
+            found[place] = self._ahead_of_root(backward)
         return found
 
-    def _beside_root(self, backward: bool) -> int:
-        """Units' whole weights in bytes while modules outside of units run: their hooks gather the next units too,
-        but for releases in which the first backward pass leaves them in a state that does not. The oldest free all
-        when backward begins."""
+    def _ahead_of_root(self, backward: bool) -> int:
+        """Bytes of units' gathered weights while modules outside of units run. Hooks of these modules gather the next
+        units too, except in releases in which the first backward pass disables that. The oldest releases free all
+        weights when backward begins."""
         root = [i for i, b in enumerate(self.buckets) if not b.unit]
         if not root or self.keeps_root or (backward and not self.ahead):
             return 0
@@ -191,8 +194,8 @@ class Flow:
         return self.bytes[False][end] - self.bytes[False][root[0]]
 
     def between_steps(self) -> int:
-        """Whole weights in bytes after a step: those gathered for the next, unless the norm of all parameters is
-        logged, for which all are freed (Megatron-LM ``calc_params_l2_norm: stop_communication``)."""
+        """Bytes of gathered weights after a step: those gathered for the next step, unless the norm of all parameters
+        is logged, which frees all (Megatron-LM ``calc_params_l2_norm: stop_communication``)."""
         if not self.buckets or not self.sharding.shards["params"]:
             return 0
         first = self.buckets[0]
@@ -208,8 +211,8 @@ class Flow:
     # ---- gradients ----
 
     def gradients(self) -> list[Concurrent]:
-        """Whole gradients in bytes at every place of the backward pass: those being made, and those reduced that
-        were not freed yet. At a place buckets come one after the other, those of experts first."""
+        """Bytes of unsharded gradients at every place of the backward pass: those being made, and those reduced but not
+        yet freed. At a place buckets follow each other, those of experts first."""
         sharding = self.sharding
         each = FSDP_REDUCES_EACH_PARAMETER(self.impl)
         at_place: list[list[Bucket]] = [[] for _ in range(self.places.loss + 1)]
@@ -234,7 +237,7 @@ class Flow:
                 most_made = max(most_made, made + queue.bytes)
                 if b.experts:
                     experts = most_made
-                if place == self.places.loss:  # Made when what the logits need is gone.
+                if place == self.places.loss:  # made when the tensors of the logits are freed
                     least = max(least, made + queue.bytes + sharding.output_gradient(b))
                 if b.first == place:
                     least = max(least, made + queue.bytes + sharding.reduced_apart(b))
@@ -247,7 +250,7 @@ class Flow:
         return found[::-1]
 
     def _unit_at_once(self, buckets: Sequence[Bucket], waiting: int) -> Concurrent:
-        """A unit whose gradients go into their buckets when its backward is done and its weights are freed."""
+        """A unit whose gradients are copied into their buckets when its backward is done and its weights are freed."""
         sharding = self.sharding
         own = [b.numel * sharding.width for b in buckets]
         most_made, copied = sum(own), 0
@@ -262,7 +265,7 @@ class Flow:
 
 
 class _Queue:
-    """Buckets that were reduced and not freed yet."""
+    """Buckets that were reduced but not yet freed."""
 
     def __init__(self, sharding: Sharding, capacity: int | None) -> None:
         self.sharding, self.capacity = sharding, capacity
@@ -270,7 +273,8 @@ class _Queue:
         self._buckets: deque[Bucket] = deque()
 
     def push(self, b: Bucket) -> None:
-        """Those at its head are freed until what remains fits the capacity (where there is none, but for one)."""
+        """Frees the oldest buckets until the others fit the capacity (without a capacity: until one is left), then adds
+        ``b``."""
         held = self._buckets
         while held and (len(held) > 1 if self.capacity is None else self.elements > self.capacity):
             oldest = held.popleft()

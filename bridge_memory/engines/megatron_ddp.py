@@ -1,9 +1,9 @@
 """Megatron's DistributedDataParallel, with or without the distributed optimizer.
 
-Parameters -> bytes of weights, gradient buffers and optimizer state, as megatron-core lays them out.
+Bytes on one rank of weights, gradient buffers and optimizer state, in megatron-core's layout.
 
 Source: megatron-core ``distributed/param_and_grad_buffer.py`` (buckets and padding), ``distributed/
-distributed_data_parallel.py`` (buffers by group). Every figure is bytes on one rank.
+distributed_data_parallel.py`` (buffers by group).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from operator import add
 from typing import NamedTuple
 
 from bridge_memory.components import Provenance, Role, State
-from bridge_memory.engines.engine import Line, OfChunks, StageState
+from bridge_memory.engines.engine import Line, PerChunk, StageState
 from bridge_memory.engines.optimizer_states import (
     OptimizerState,
     Over,
@@ -48,13 +48,13 @@ from bridge_memory.tapes.parameters import (
     rounded_bytes_of_others,
     square_scales,
 )
-from bridge_memory.tapes.symbolic import common_multiple, somewhere
-from bridge_memory.workspaces.allocator import block_rest
+from bridge_memory.tapes.symbolic import any_nonzero, common_multiple
+from bridge_memory.workspaces.allocator import block_remainder
 
 #: Elements: end of every bucket, together with the data-parallel size.
 BUCKET_ALIGNMENT = 128
-#: Elements: Megatron's smallest bucket when gradients overlap, and its growth a data-parallel rank
-#: (``DistributedDataParallel.__init__``).
+#: Elements: Megatron's default bucket when gradient reduction overlaps: at least the first, or the second per
+#: data-parallel rank (``DistributedDataParallel.__init__``).
 BUCKET_MINIMUM, BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
@@ -64,9 +64,9 @@ class MegatronDDP:
     def __init__(self, run: RunSpec, *, rank: int | None = None, adapters: bool = False) -> None:
         precision, d = run.precision, run.data_parallel
         self.run = run
-        #: Among the ranks that hold the same dense parameters, and the same experts; None: the fullest of them.
+        #: Position among the ranks with the same dense parameters, and with the same experts; None: the rank with most.
         self.place = None if rank is None else place_in_data_parallel(run.parallel, rank)
-        #: Routed experts have buffers of their own, divided over their own ranks.
+        #: Routed experts have separate buffers, sharded over the ranks with the same experts.
         self.own_expert_buffers = experts_apart(run)
         dense_world, expert_world = run.parallel.shard_worlds
         self.worlds = (dense_world, expert_world if self.own_expert_buffers else dense_world)
@@ -75,27 +75,27 @@ class MegatronDDP:
         self.distributed = d.use_distributed_optimizer
         self.sharded = self.distributed
         self.layer_wise = run.optimizer.use_layer_wise_distributed_optimizer
-        # Adapters train like any parameter, in the dtype of the activations.
+        # Adapters train like any other parameter, in the dtype of activations.
         self.frozen = run.peft.freezes and not adapters
         self.fp8 = precision.quantizes and run.implementation.te and not adapters
-        #: Weights are fp8 tensors, which have buffers of their own (``_allocate_buffers_for_parameters``: by dtype).
+        #: Weights are fp8 tensors, which have separate buffers (``_allocate_buffers_for_parameters``: by dtype).
         self.fp8_parameters = self.fp8 and precision.quantized_param
-        #: Units whose weights are none for all that, but quantized for each microbatch as without gathering in fp8.
+        #: Units whose weights are not fp8 tensors even so, but are quantized for each microbatch.
         late = self.fp8_parameters and not MTP_BUILT_IN_FP8(run.implementation)
         self.late = frozenset((Label.MTP,)) if late else frozenset()
-        #: Whether other parameters are there beside their buffer.
+        #: Whether other parameters exist both in and outside of their buffer.
         self.twice = not OTHERS_MAPPED_BESIDE_MXFP8(run.implementation)
-        #: MTP depths run forward alone.
+        #: MTP depths have no backward.
         self.forward_depths = self.fp8 and context_of(run).mtp_without_gradients
         self.states = () if self.frozen else optimizer_states(run)
         self.expandable = run.implementation.expandable_segments
-        rests = not (self.expandable or run.peft.freezes)
+        remainders = not (self.expandable or run.peft.freezes)
         offloaded = run.optimizer.optimizer_cpu_offload or self.layer_wise
-        #: States that are tensors of their own on the GPU, of which the allocator adds rests.
-        self.rest_states = self.states if rests and not offloaded else ()
-        self.rests = rests
+        #: States that are separate tensors on the GPU, whose allocator blocks have remainders.
+        self.remainder_states = self.states if remainders and not offloaded else ()
+        self.remainders = remainders
         self.copies_gradients = keeps_fp32_gradient_copies(run)
-        divided = tuple([self.distributed and somewhere(world > 1) for world in self.worlds])
+        divided = tuple([self.distributed and any_nonzero(world > 1) for world in self.worlds])
         self.lines = (
             *_lines(False, adapters, self.fp8, self.frozen, divided[False], "dp x cp", self.states),
             *_lines(True, adapters, self.fp8, self.frozen, divided[True],
@@ -103,45 +103,46 @@ class MegatronDDP:
         )  # fmt: skip
         self.columns, at = _columns(
             precision.fp8_recipe, self.width, self.distributed, self.frozen, self.fp8_parameters and self.distributed,
-            self.states, self.rest_states, self.rests, self.copies_gradients and not self.expandable,
+            self.states, self.remainder_states, self.remainders, self.copies_gradients and not self.expandable,
         )  # fmt: skip
         self._weights_at = at.get((rounded_bytes, self.width), 0)
         self._unmapped_at = at.get((rounded_bytes_of_others, self.width), 0)
-        self._weight_rests_at = at.get((_rest, self.width), 0)
-        self._copies_at = at.get((_rest, 4), 0)
-        #: (of which parameters, bytes an element, share on the GPU, where its rounded bytes are).
+        self._weight_remainders_at = at.get((_remainder, self.width), 0)
+        self._copies_at = at.get((_remainder, 4), 0)
+        #: For each state: (parameters that have it, bytes per element, fraction on the GPU, column of its rounded
+        #: bytes).
         self._of_states = [
             (s.over, s.width, s.on_gpu, at.get((rounded_bytes, s.width), 0)) for s in self.states
         ]
-        self._rests_at = [at[_RESTS[s.over], s.width] for s in self.rest_states]
-        self._chunks: OfChunks[ChunkState] = OfChunks()
+        self._remainders_at = [at[_REMAINDERS[s.over], s.width] for s in self.remainder_states]
+        self._chunks: PerChunk[ChunkState] = PerChunk()
         self.adapters = MegatronDDP(run, adapters=True) if self.frozen else None
 
     def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
         """What a stage of ``chunks`` keeps."""
         amounts = [0] * len(self.lines)
-        parameters = rests = copies = 0
-        # Of later stages and chunks a buffer is one bucket (``DistributedDataParallel.__init__``: disable_bucketing).
+        parameters = remainders = copies = 0
+        # On later stages and chunks a buffer is one bucket (``DistributedDataParallel.__init__``: disable_bucketing).
         starts = bool(chunks) and _starts_the_model(chunks[0], self.run)
         for found, times in self._counted(chunks, starts):
             parameters += times * found.parameters
-            rests += times * found.rests
+            remainders += times * found.remainders
             copies += times * found.gradient_copies
             amounts = [n + times * more for n, more in zip(amounts, found.amounts, strict=True)]
         lines, whole = self.lines, amounts
         if self.adapters is not None:
             of_adapters = [0] * len(self.adapters.lines)
             for index, units in enumerate(chunks):
-                beside = adapter_units(self.run, units)
-                if beside:
-                    found = self.adapters.chunk(beside, in_buckets=starts and index == 0)
+                of_chunk = adapter_units(self.run, units)
+                if of_chunk:
+                    found = self.adapters.chunk(of_chunk, in_buckets=starts and index == 0)
                     of_adapters = list(map(add, of_adapters, found.amounts))
             lines, whole = (*lines, *self.adapters.lines), [*amounts, *of_adapters]
-        kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if somewhere(n))
-        return StageState(parameters, kept, rests, copies, in_step=copies_in_step(self.run, self.states, kept))
+        kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if any_nonzero(n))
+        return StageState(parameters, kept, remainders, copies, in_step=copies_in_step(self.run, self.states, kept))
 
     def _counted(self, chunks: Sequence[Sequence[Unit]], starts: bool) -> Iterator[tuple[ChunkState, int]]:
-        """What chunks of a stage keep, and how many of them do."""
+        """(what a chunk keeps, number of equal chunks of the stage)."""
         times: dict[int, int] = {}
         first = id(chunks[0]) if starts else None
         if starts:
@@ -167,7 +168,7 @@ class MegatronDDP:
             buffers = [((False, True), list(map(add, dense, experts)))]
         lines = len(self.lines) // 2
         of_kind = {False: [0] * lines, True: [0] * lines}
-        rests = copies = 0
+        remainders = copies = 0
         for kinds, sums in buffers:
             if not sums[0]:
                 continue
@@ -186,23 +187,24 @@ class MegatronDDP:
             quantized_late = [sum(of) for of in zip(*(late[kind] for kind in kinds), strict=True)]
             whole = list(self._amounts(sums, padded, world, numel, matrices, held, others, quantized_late))
             if len(kinds) > 1 and experts[0]:
-                # Of one buffer what is not of experts, padding among it, is dense.
+                # In a shared buffer everything that does not belong to experts is dense, padding included.
                 of_kind[True] = list(
                     self._amounts(experts, experts[1], world, *dealt[True], of_rank.get(True), late=late[True])
                 )
                 whole = [n - m for n, m in zip(whole, of_kind[True], strict=True)]
             of_kind[kinds[0]] = whole
-            if self.rests:
-                rests += self._rests(sums, world)
+            if self.remainders:
+                remainders += self._remainders(sums, world)
             if self.copies_gradients:
-                rest = 0 if self.expandable else sums[self._copies_at]
-                copies += -(-(4 * sums[0] + rest) // (world if self.distributed else 1))
+                remainder = 0 if self.expandable else sums[self._copies_at]
+                copies += -(-(4 * sums[0] + remainder) // (world if self.distributed else 1))
         if self.forward_depths:
             self._without_layouts_of_depths(units, of_kind)
-        return ChunkState(dense[0] + experts[0], of_kind[False] + of_kind[True], rests, copies)
+        return ChunkState(dense[0] + experts[0], of_kind[False] + of_kind[True], remainders, copies)
 
     def _late(self, units: Sequence[Unit]) -> dict[bool, list[int]]:
-        """Of dense weights and of experts', those of ``late`` units: elements, tensors, bytes of blocks' scales."""
+        """For dense weights (False) and experts' (True) of ``late`` units: elements, tensors, bytes of blocks' scales.
+        """
         found = {False: [0, 0, 0], True: [0, 0, 0]}
         for unit in units:
             if unit.label in self.late:
@@ -211,7 +213,7 @@ class MegatronDDP:
         return found
 
     def _without_layouts_of_depths(self, units: Sequence[Unit], of_kind: dict[bool, list[int]]) -> None:
-        """Weights of MTP depths that run forward alone are quantized row-wise (``linear.py: _Linear.forward``:
+        """Weights of MTP depths without a backward are quantized row-wise only (``linear.py: _Linear.forward``:
         ``columnwise_usage``)."""
         precision, arch = self.run.precision, self.run.implementation.gpu_arch
         for unit in units:
@@ -231,7 +233,7 @@ class MegatronDDP:
         shared = _shared_embedding(units, self.run) if False in kinds else None
         if shared is None or shared.numel == sums[0]:
             return pad(sums[1], end) if bucket is None else _bucketed(units, kinds, bucket, end)
-        # It is at either end of the buffer, so that the others' buckets are as if it was not there.
+        # It is at one end of the buffer, so that it does not change the buckets of the others.
         others = sums[1] - aligned_elements(shared, PARAM_ALIGNMENT)
         filled = pad(others, end) if bucket is None else _bucketed(units, kinds, bucket, end, without=shared)
         return filled + pad(shared.numel, end)
@@ -240,8 +242,8 @@ class MegatronDDP:
         self, units: Sequence[Unit], kinds: tuple[bool, ...], dealt: Mapping[bool, tuple[int, int]], world: int,
         in_buckets: bool,
     ) -> dict[bool, int]:  # fmt: skip
-        """Elements of each kind whose states the rank has: what of its shards is no padding. Empty where no rank is
-        asked for: the fullest may have none.
+        """Elements of each kind whose states the rank has: its shards without padding. Empty if no rank is given: the
+        rank with most may have no padding.
 
         Source: ``distrib_optimizer.py: DistributedOptimizer._build_model_gbuf_param_range_map``.
         """
@@ -262,7 +264,7 @@ class MegatronDDP:
     def _padded_by_dtype(
         self, units: Sequence[Unit], kinds: tuple[bool, ...], world: int, in_buckets: bool
     ) -> tuple[int, int]:
-        """As ``_padded``, of both buffers where weights are fp8 tensors, and of the one of the others."""
+        """If weights are fp8 tensors: (elements of both padded buffers, elements of the one with other parameters)."""
         filled = {False: 0, True: 0}
         for gemm in filled:
             for _, start, end in self._buckets(units, kinds, world, in_buckets, gemm=gemm):
@@ -281,13 +283,13 @@ class MegatronDDP:
         self, sums: Sequence[int], padded: int, world: int, numel: int, matrices: int, held: int | None = None,
         others: int = 0, late: Sequence[int] = (0, 0, 0),
     ) -> Iterator[int]:  # fmt: skip
-        """Bytes of one buffer's lines, in their order; ``numel``, of which ``matrices``: elements whose states are
-        divided, or all of those whose states one rank has. ``held``: elements of its shards, where they are known.
-        ``others``: of ``padded``, those that are no fp8 tensors. ``late`` as ``_late`` has it."""
+        """Bytes of one buffer's lines, in their order. ``numel``, and ``matrices`` of these: elements whose states are
+        sharded, or with whole parameters per rank, elements of one rank. ``held``: elements of the rank's shards, if
+        known. ``others``: elements of ``padded`` that are not fp8 tensors. ``late``: from ``_late``."""
         _, _, gemm, _, tensors, scales, *_ = sums
         later, later_tensors, later_scales = late
-        # Weights: views of one buffer under the distributed optimizer, else tensors of their own.
-        # Frozen weights are in no buffer (DistributedDataParallel takes what requires a gradient).
+        # Weights: views of one buffer under the distributed optimizer, else separate tensors.
+        # Frozen weights are in no buffer (DistributedDataParallel only includes what requires a gradient).
         in_buffer = self.distributed and not self.frozen
         weights = padded * self.width if in_buffer else sums[self._weights_at]
         precision = self.run.precision
@@ -296,7 +298,7 @@ class MegatronDDP:
         elif not in_buffer:
             yield weights - (gemm - later) * self.width + _data(precision, gemm - later)
         elif precision.recipe == "mxfp8":
-            # They can be in no buffer: tensors of their own, gathered in the buffer of gradients
+            # mxfp8 tensors cannot be views of a buffer: they are separate, and gathered in the buffer of gradients
             # (``param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``: reuse_grad_buf_for_mxfp8_param_ag).
             unmapped = sums[self._unmapped_at] + later * self.width
             yield gemm - later + others * self.width + unmapped * self.twice
@@ -325,14 +327,14 @@ class MegatronDDP:
                 nbytes = -(-(padded if n == numel else n) // (world if self.sharded else 1)) * width
             yield nbytes if on_gpu == 1.0 else round(nbytes * on_gpu)
 
-    def _rests(self, sums: Sequence[int], world: int) -> int:
-        """``block_rest`` of everything that stays: parameters, gradient buffers, optimizer states. Nothing with
-        expandable segments, which split exactly."""
+    def _remainders(self, sums: Sequence[int], world: int) -> int:
+        """``block_remainder`` of all persistent tensors: parameters, gradient buffers, optimizer states. Not called
+        with expandable segments, whose blocks split exactly."""
         numel = sums[0]
-        total = block_rest(numel * self.gradient_width)
-        total += block_rest(numel * self.width) if self.distributed else sums[self._weight_rests_at]
+        total = block_remainder(numel * self.gradient_width)
+        total += block_remainder(numel * self.width) if self.distributed else sums[self._weight_remainders_at]
         shards = world if self.distributed else 1
-        return total + sum([sums[at] // shards for at in self._rests_at])
+        return total + sum([sums[at] // shards for at in self._remainders_at])
 
 
 @lru_cache(maxsize=256)
@@ -340,7 +342,7 @@ def _lines(
     experts: bool, adapters: bool, fp8: bool, frozen: bool, divided: bool, group: str,
     states: tuple[OptimizerState, ...],
 ) -> tuple[Line, ...]:  # fmt: skip
-    """Lines of model state; ``divided``: states are, over ``group``."""
+    """Lines of model state; ``divided``: states are sharded over ``group``."""
     exact, base = Provenance.EXACT, "etp x ep" if experts else "tp"
     out = [Line(Role.WEIGHTS, State.PARAMETERS, "weights", experts, exact, adapters, base)]
     if fp8:
@@ -356,13 +358,13 @@ def _lines(
 @lru_cache(maxsize=256)
 def _columns(
     recipe: str, width: int, distributed: bool, frozen: bool, others: bool, states: tuple[OptimizerState, ...],
-    rest_states: tuple[OptimizerState, ...], rests: bool, copies: bool,
+    remainder_states: tuple[OptimizerState, ...], remainders: bool, copies: bool,
 ) -> tuple[tuple[Column, ...], dict[Column, int]]:  # fmt: skip
-    """What is summed over parameters, and where each sum is.
+    """(columns of sums over parameters, position of each column).
 
-    ``width``: bytes of a parameter. ``others``: parameters that are no fp8 tensors have a buffer of their own;
-    ``rest_states``: of these the allocator adds rests, where there are ``rests``; ``copies``: gradients have some in
-    fp32.
+    ``width``: bytes per element of parameters. ``others``: parameters that are not fp8 tensors have a separate buffer.
+    ``remainders``: count remainders of allocator blocks, for states those of ``remainder_states``. ``copies``:
+    gradients have copies in fp32.
     """
     columns: list[Column] = [
         (elements, 0), (aligned_elements, PARAM_ALIGNMENT), (gemm_elements, 0), (matrix_elements, 0),
@@ -374,11 +376,11 @@ def _columns(
         columns.append((rounded_bytes_of_others, width))
     if not distributed:
         columns += [(rounded_bytes, state.width) for state in states]
-    if rests and not distributed:
-        columns.append((_rest, width))
-    columns += [(_RESTS[state.over], state.width) for state in rest_states]
+    if remainders and not distributed:
+        columns.append((_remainder, width))
+    columns += [(_REMAINDERS[state.over], state.width) for state in remainder_states]
     if copies:
-        columns.append((_rest, 4))
+        columns.append((_remainder, 4))
     distinct = tuple(dict.fromkeys(columns))
     return distinct, {column: i for i, column in enumerate(distinct)}
 
@@ -387,11 +389,11 @@ class ChunkState(NamedTuple):
     """What one chunk keeps: elements of its parameters, and bytes."""
 
     parameters: int
-    #: In the order of the ledger's lines.
+    #: In the order of the engine's lines.
     amounts: list[int]
-    #: What the allocator adds.
-    rests: int
-    #: fp32 copies of the gradients that this rank's optimizer updates, one tensor a parameter.
+    #: Unsplit remainders of allocator blocks.
+    remainders: int
+    #: fp32 copies of the gradients of this rank's optimizer, one tensor per parameter.
     gradient_copies: int
 
 
@@ -406,23 +408,23 @@ def bucket_elements(run: RunSpec) -> int | None:
 
 
 def experts_apart(run: RunSpec) -> bool:
-    """Whether routed experts' parameters are marked ``allreduce=False``, which gives them buffers of their own over
-    the ranks that hold the same experts; else they lie among dense ones and are divided over DP x CP, whatever ETP
-    is (``extensions/transformer_engine.py: TELinear, TEGroupedLinear``, ``tensor_parallel/layers.py``)."""
+    """Whether routed experts' parameters are marked ``allreduce=False``, so that they have separate buffers over the
+    ranks with the same experts. Else they are in the buffers of dense parameters and sharded over DP x CP, for any ETP
+    (``extensions/transformer_engine.py: TELinear, TEGroupedLinear``, ``tensor_parallel/layers.py``)."""
     p = run.parallel
     return p.ep > 1 or (EXPERTS_APART_WITH_ETP(run.implementation) and p.etp != p.tp)
 
 
 def _starts_the_model(units: Sequence[Unit], run: RunSpec) -> bool:
-    """Whether these units begin on the first pipeline stage; MTP brings an embedding to others too."""
+    """Whether these units are the first of the model; with MTP other stages have an embedding too."""
     labels = [unit.label for unit in units]
     return run.parallel.pp == 1 or (Label.EMBEDDING in labels and Label.MTP not in labels)
 
 
 def _shared_embedding(units: Sequence[Unit], run: RunSpec) -> Parameter | None:
-    """The weight that stages share, which has a bucket of its own (``language_module.py:
+    """The weight that stages share, which has a separate bucket (``language_module.py:
     setup_embeddings_and_output_layer``, ``param_and_grad_buffer.py: _does_param_require_new_bucket``): the token
-    embedding, of MTP's stage too, or a tied output layer."""
+    embedding, also on MTP's stage, or a tied output layer."""
     model = run.model
     tied = model.share_embeddings_and_output_weights
     if run.parallel.pp == 1 or not (tied or model.mtp_num_layers):
@@ -437,7 +439,8 @@ def _shared_embedding(units: Sequence[Unit], run: RunSpec) -> Parameter | None:
 def _bucketed(
     units: Sequence[Unit], kinds: tuple[bool, ...], bucket: int, end: int, without: Parameter | None = None
 ) -> int:
-    """Elements of a buffer that is filled last parameter first and cut into buckets, each padded to ``end``."""
+    """Elements of a buffer that is filled from the last parameter to the first and cut into buckets, each padded to
+    multiples of ``end``."""
     walk = _Walk(bucket, end)
     for unit in reversed(units):
         runs = [
@@ -449,7 +452,7 @@ def _bucketed(
 
 
 class Bucket(NamedTuple):
-    """A bucket of a buffer: its parameters with their places in the buffer, its start and its end, in elements."""
+    """A bucket of a buffer: its parameters with their positions in the buffer, its start and its end, in elements."""
 
     parameters: list[tuple[int, Parameter]]
     start: int
@@ -460,7 +463,8 @@ def _buckets(
     units: Sequence[Unit], kinds: tuple[bool, ...], bucket: int | None, end: int, shared: Parameter | None, *,
     gemm: bool | None = None, late: frozenset[Label] = frozenset(),
 ) -> Iterator[Bucket]:  # fmt: skip
-    """Every bucket of a buffer; ``gemm``: of that of fp8 weights, or of that of the others, ``late`` units' among them.
+    """Every bucket of a buffer; ``gemm``: of the buffer of fp8 weights (True) or of other parameters, those of ``late``
+    units included (False); None: of the only buffer.
 
     Source: ``param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``.
     """
@@ -487,15 +491,16 @@ def _buckets(
 
 
 class _Walk:
-    """Parameters laid one after the other. What is repeated is followed until it repeats itself."""
+    """Lays out parameters one after the other. Repetitions are followed only until the layout itself becomes periodic.
+    """
 
     def __init__(self, bucket: int, end: int) -> None:
         self.bucket, self.end = bucket, end
-        #: Start of the bucket at hand, and how far it is filled.
+        #: Start of the current bucket, and elements in it.
         self.start = self.offset = 0
 
     def repeat(self, items: tuple[object, ...], times: int) -> None:
-        """``items``: numbers of elements, or (items, times) again."""
+        """``items``: numbers of elements, or nested (items, times)."""
         seen: dict[int, tuple[int, int]] = {}
         i = 0
         while i < times:
@@ -526,18 +531,19 @@ class _Walk:
 def dealt_share(
     units: Sequence[Unit], kinds: tuple[bool, ...], world: int, place: int | None = None
 ) -> dict[bool, tuple[int, int]]:
-    """(elements, of these in matrices), of each of ``kinds``, of whole parameters that are dealt to ``world`` ranks,
-    smallest first, to and fro: what the one at ``place`` gets; None: the one with most optimizer state.
+    """For each of ``kinds`` (elements, elements in matrices) that one rank gets when whole parameters, sorted by size,
+    are assigned to ``world`` ranks in alternating order (0 .. n-1, n-1 .. 0, ...). ``place``: which rank; None: the
+    rank with most optimizer state.
 
-    Source: ``layer_wise_optimizer.py: LayerWiseDistributedOptimizer.shard_params``. A GEMM's weight has a main
-    copy and a momentum (8 bytes an element), any other Adam's three (12).
+    Source: ``layer_wise_optimizer.py: LayerWiseDistributedOptimizer.shard_params``. A GEMM's weight has a main copy and
+    a momentum (8 bytes per element), any other Adam's three states (12).
     """
     parameters: list[Parameter] = []
     for unit in units:
         for _ in range(unit.times):
             for few, times in unit.parameters.runs(*kinds):
                 parameters += few * times
-    world = min(world, len(parameters))  # the ranks beyond get nothing
+    world = min(world, len(parameters))  # further ranks get nothing
     shares: list[list[Parameter]] = [[] for _ in range(world)]
     for i, p in enumerate(sorted(parameters, key=lambda p: p.numel)):
         turn = i % (2 * world)
@@ -558,28 +564,28 @@ def dealt_share(
 def fp8_copies(
     precision: PrecisionSpec, gemm: int, gpu_arch: str, tensors: int = 0, scales: int | None = None
 ) -> int:
-    """fp8 data beside the weights of ``gemm`` elements in so many ``tensors``: the row-wise copy (unless it is the
-    parameter itself), the column-wise one that backward needs, and scales, of blocks or of a whole tensor. Blackwell
-    multiplies per-tensor fp8 in any layout and keeps no column-wise copy (``utils.py: is_non_tn_fp8_gemm_supported``).
-    ``scales``: bytes of those of blocks, where shapes are known; else they are counted without padding. Source: TE
+    """Bytes of fp8 data for weights of ``gemm`` elements in ``tensors`` tensors: the row-wise copy (unless that is the
+    parameter itself), the column-wise copy that backward needs, and scales per block or per tensor. Blackwell
+    multiplies per-tensor fp8 in any layout and has no column-wise copy (``utils.py: is_non_tn_fp8_gemm_supported``).
+    ``scales``: bytes of blocks' scales if shapes are known; else they are counted without padding. Source: TE
     ``tensor/{float8,float8_blockwise,mxfp8,nvfp4}_tensor.py``."""
     copies = _has_column_wise_copies(precision, gpu_arch) + (not precision.quantized_param)
     if precision.fp4 is not None:
-        # Half a byte an element, with a scale of a byte for each block of 16 and the largest value of the whole.
+        # Half a byte per element, one byte per block of 16 for its scale, and the maximum of the tensor.
         return _data(precision, gemm * copies) + gemm * 2 // 16 + 2 * 4 * tensors
-    # Weights have one fp32 scale a block of 128 x 128 (``common/recipe: Float8BlockScaling.w_block_scaling_dim``).
+    # Weights have one fp32 scale per block of 128 x 128 (``common/recipe: Float8BlockScaling.w_block_scaling_dim``).
     each = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128**2}.get(precision.fp8_recipe)
     if each is None:
         return gemm * copies + 4 * tensors
     return round(gemm * (copies + each)) if scales is None else gemm * copies + scales
 
 
-#: Scales of blocks by recipe: what to sum up, and how long a block is.
+#: Recipe -> (function that gives the bytes of blocks' scales, length of a block).
 _SCALES: dict[str, Column] = {"mxfp8": (mxfp8_scales, 32), "blockwise": (square_scales, 128)}
 
 
 def _data(precision: PrecisionSpec, elements: int) -> int:
-    """Bytes of so many quantized elements."""
+    """Bytes of ``elements`` quantized elements, without scales."""
     return elements if precision.fp4 is None else -(-elements // 2)
 
 
@@ -587,19 +593,19 @@ def _has_column_wise_copies(precision: PrecisionSpec, gpu_arch: str) -> bool:
     return not (gpu_arch == "blackwell" and precision.recipe in ("delayed", "tensorwise"))
 
 
-def _rest(parameter: Parameter, width: int) -> int:
-    return block_rest(parameter.numel * width)
+def _remainder(parameter: Parameter, width: int) -> int:
+    return block_remainder(parameter.numel * width)
 
 
-def _rest_of_matrix(parameter: Parameter, width: int) -> int:
-    return _rest(parameter, width) if parameter.is_matrix else 0
+def _remainder_of_matrix(parameter: Parameter, width: int) -> int:
+    return _remainder(parameter, width) if parameter.is_matrix else 0
 
 
-def _rest_of_others(parameter: Parameter, width: int) -> int:
-    return 0 if parameter.is_matrix else _rest(parameter, width)
+def _remainder_of_others(parameter: Parameter, width: int) -> int:
+    return 0 if parameter.is_matrix else _remainder(parameter, width)
 
 
-_RESTS = {Over.ALL: _rest, Over.MATRICES: _rest_of_matrix, Over.REST: _rest_of_others}
+_REMAINDERS = {Over.ALL: _remainder, Over.MATRICES: _remainder_of_matrix, Over.REST: _remainder_of_others}
 
 
 ENGINE = MegatronDDP

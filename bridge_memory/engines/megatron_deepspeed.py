@@ -1,7 +1,7 @@
-"""Megatron-DeepSpeed: tensor and pipeline parallelism of Megatron, gradients and optimizer states of DeepSpeed's ZeRO.
+"""Megatron-DeepSpeed: Megatron's tensor and pipeline parallelism with DeepSpeed's ZeRO.
 
-With more than one pipeline stage DeepSpeed's schedule is 1F1B, and ZeRO's stage 0 or 1 (``spec.engine_checks``): its
-gradients are reduced once a step. Stage 0 keeps what stage 1 does, undivided.
+With more than one pipeline stage DeepSpeed's schedule is 1F1B, and the ZeRO stage is 0 or 1 (``spec.engine_checks``):
+gradients are reduced once per step. Stage 0 keeps the same as stage 1, unsharded.
 
 Source: deepspeed 0.19.8 ``runtime/pipe/engine.py: PipelineEngine.__init__, _exec_reduce_grads``, ``runtime/pipe/
 schedule.py: TrainSchedule.num_pipe_buffers``, and those of the engines of ZeRO.
@@ -16,7 +16,7 @@ from bridge_memory.spec import RunSpec
 
 
 class _Undivided(ZeRO12):
-    """Stage 0."""
+    """ZeRO stage 0."""
 
     def __init__(self, run: RunSpec, *, rank: int | None = None) -> None:
         super().__init__(run, rank=rank)
@@ -24,7 +24,7 @@ class _Undivided(ZeRO12):
 
 
 def engine(run: RunSpec, *, rank: int | None = None) -> Engine:
-    """The engine of the run's stage of ZeRO."""
+    """The engine of the run's ZeRO stage."""
     if run.deepspeed.stage == 3:
         return ZeRO3(run, rank=rank)
     return (_Undivided if run.deepspeed.stage == 0 else ZeRO12)(run, rank=rank)

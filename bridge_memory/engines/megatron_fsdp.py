@@ -1,18 +1,18 @@
-"""Megatron-FSDP: what it divides over data-parallel ranks, and what it gathers and reduces while layers run.
+"""Megatron-FSDP: what it shards over data-parallel ranks, and what it gathers and reduces while layers run.
 
 Parameters are laid out in buckets: one of dense and one of expert parameters for every unit (a transformer layer), and
-buckets for all parameters outside of units. Three things move:
+buckets for all parameters outside of units. Three things are gathered or reduced:
 
 - Weights of a unit are gathered before its forward pass and again before its backward pass, together with those of the
   next units until a budget is reached, and freed after the pass. Weights outside of units stay gathered.
-- A gradient is written into a whole bucket. When the bucket is full it is reduced, and freed once the buckets that
-  wait behind it exceed a capacity, at the latest at the end of the chunk's backward pass.
-- After a step the first bucket is gathered for the next one.
+- A gradient is written into an unsharded bucket. When the bucket is full it is reduced; it is freed when the buckets
+  that wait after it exceed a capacity, at the latest at the end of the chunk's backward pass.
+- After a step the first bucket is gathered for the next step.
 
-``fsdp_buckets`` lays them out, ``fsdp_flow`` follows what moves; here is what persists.
+``fsdp_buckets`` lays out buckets, ``fsdp_flow`` follows gathering and reducing; this module counts what persists.
 
 Source: megatron-core ``distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py: ParamAndGradBuffer``; before 0.14
-``distributed/custom_fsdp``. Held to it on meta tensors by ``tests/engines``.
+``distributed/custom_fsdp``. ``tests/engines`` compares with it on meta tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bridge_memory.components import Provenance, Role, State
-from bridge_memory.engines.engine import Line, OfChunks, StageState
+from bridge_memory.engines.engine import Line, PerChunk, StageState
 from bridge_memory.engines.fsdp_buckets import Bucket, Sharding, places_of
 from bridge_memory.engines.fsdp_flow import Flow
 from bridge_memory.engines.megatron_ddp import bucket_elements, fp8_copies
@@ -36,31 +36,31 @@ from bridge_memory.releases import FSDP_MAIN_DTYPES
 from bridge_memory.spec import RunSpec
 from bridge_memory.tapes.chain import EngineBytes
 from bridge_memory.tapes.parameters import Column, gemm_elements, rounded_bytes
-from bridge_memory.workspaces.allocator import block_rest
+from bridge_memory.workspaces.allocator import block_remainder
 
 
 class ChunkState(NamedTuple):
-    """What one chunk keeps and moves."""
+    """What one chunk keeps, gathers and reduces."""
 
     parameters: int
     #: In the order of the engine's lines.
     amounts: tuple[int, ...]
-    #: Bytes: gathered for good, and between steps.
+    #: Bytes of gathered weights: during all passes, and between steps.
     gathered: int
     gathered_between_steps: int
     gradient_copies: int
-    #: Buffers of units that stay; all chunks share them.
+    #: Persistent buffers of units, which all chunks share.
     pools: int
-    #: What the allocator adds to buffers.
-    rests: int
+    #: Unsplit remainders of allocator blocks.
+    remainders: int
     concurrent: EngineBytes
 
 
 class MegatronFSDP:
-    """The lines of model state of one run, and what moves, for any chunk. See the module docstring."""
+    """The lines of model state of one run, and what is gathered and reduced. See the module docstring."""
 
     def __init__(self, run: RunSpec, *, rank: int | None = None) -> None:
-        """``rank`` changes nothing: all ranks of a stage keep as much."""
+        """``rank`` changes nothing: all ranks of a stage keep the same amount."""
         self.run = run
         self.sharding = Sharding(run)
         self.fp8 = run.precision.quantizes and run.implementation.te
@@ -69,7 +69,7 @@ class MegatronFSDP:
         self.lines = tuple(
             line for adapters in (False, True) for experts in (False, True) for line in self._lines(experts, adapters)
         )
-        self._chunks: OfChunks[ChunkState] = OfChunks()
+        self._chunks: PerChunk[ChunkState] = PerChunk()
 
     def _lines(self, experts: bool, adapters: bool) -> Iterator[Line]:
         whole = "etp x ep" if experts else "tp"
@@ -84,7 +84,7 @@ class MegatronFSDP:
             yield Line(Role.OPTIMIZER, state.state, state.name, experts, state.provenance, adapters, groups["optim"])
 
     def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
-        """What a stage of ``chunks`` keeps and moves."""
+        """What a stage of ``chunks`` keeps, gathers and reduces."""
         found = [self._chunks.get(units, index == 0, self.chunk) for index, units in enumerate(chunks)]
         amounts = [sum(chunk.amounts[i] for chunk in found) for i in range(len(self.lines))]
         kept = tuple((line, n) for line, n in zip(self.lines, amounts, strict=True) if n)
@@ -92,7 +92,7 @@ class MegatronFSDP:
             parameters=sum(chunk.parameters for chunk in found),
             amounts=kept,
             in_step=copies_in_step(self.run, self.states, kept),
-            rests=sum(chunk.rests for chunk in found),
+            remainders=sum(chunk.remainders for chunk in found),
             gradient_copies=sum(chunk.gradient_copies for chunk in found),
             pools=max((chunk.pools for chunk in found), default=0),
             gathered=sum(chunk.gathered for chunk in found),
@@ -101,7 +101,8 @@ class MegatronFSDP:
         )
 
     def chunk(self, units: Sequence[Unit], in_buckets: bool = True) -> ChunkState:
-        """What one chunk keeps and moves; ``in_buckets``: what lies outside of units may have more than one."""
+        """What one chunk keeps, gathers and reduces. ``in_buckets``: parameters outside of units may have several
+        buckets."""
         sharding = self.sharding
         places = places_of(units)
         limit = bucket_elements(self.run) if in_buckets else None
@@ -116,7 +117,7 @@ class MegatronFSDP:
         flow = Flow(sharding, buckets, units, places, limit)
         return ChunkState(
             sum(b.numel for b in buckets), tuple(amounts), flow.root_bytes, flow.between_steps(), copies,
-            flow.pools, self._rests([*buckets, *adapters]), flow.engine_bytes(),
+            flow.pools, self._remainders([*buckets, *adapters]), flow.engine_bytes(),
         )
 
     def _amounts(self, buckets: Sequence[Bucket], units: Sequence[Unit], adapters: bool) -> Iterator[int]:
@@ -130,7 +131,7 @@ class MegatronFSDP:
                 yield sum(map(sharding.weight_bytes, own)) // sharding.ranks("params", experts)
             elif adapters:
                 yield sum(b.numel for b in own) * width
-            else:  # The modules' own tensors.
+            else:  # the modules' original tensors
                 yield _sum(units, experts, (rounded_bytes, width)) - sum(b.fp8 for b in own) * (width - 1)
             if self.fp8 and not adapters:
                 yield self._fp8_copies(own, units, experts)
@@ -143,26 +144,26 @@ class MegatronFSDP:
                 nbytes = elements * state.width
                 yield nbytes if state.on_gpu == 1.0 else round(nbytes * state.on_gpu)
 
-    def _rests(self, buckets: Sequence[Bucket]) -> int:
-        """What the allocator adds to buffers: a bucket's weights and main parameters are tensors of their own, the
-        gradients of all one (``_init_each_parameter_group_buffers``: ``buffer_all_in_one``). Optimizer states,
-        which are pieces of parameters, are left out."""
+    def _remainders(self, buckets: Sequence[Bucket]) -> int:
+        """Unsplit remainders of buffers' allocator blocks: a bucket's weights and main parameters are separate tensors,
+        the gradients of all buckets are one (``_init_each_parameter_group_buffers``: ``buffer_all_in_one``). Optimizer
+        states, which are shards of parameters, are not counted."""
         sharding = self.sharding
         if self.run.implementation.expandable_segments or not sharding.shards["optim"]:
             return 0
         main = sum(s.width for s in self.states if s.state is State.MAIN_PARAMETERS)
         total = gradients = 0
         for b in buckets:
-            total += block_rest(sharding.weight_bytes(b) // sharding.ranks("params", b.experts))
+            total += block_remainder(sharding.weight_bytes(b) // sharding.ranks("params", b.experts))
             if not b.frozen:
-                total += block_rest(b.size // sharding.ranks("optim", b.experts) * main)
+                total += block_remainder(b.size // sharding.ranks("optim", b.experts) * main)
                 gradients += b.size // sharding.ranks("grads", b.experts) * sharding.gradient_width
-        return total + block_rest(gradients)
+        return total + block_remainder(gradients)
 
     def _fp8_copies(self, buckets: Sequence[Bucket], units: Sequence[Unit], experts: bool) -> int:
-        """fp8 data beside the weights that stays: what Transformer Engine caches of weights in bf16, and the
-        column-wise half of weights in mxfp8, which has a buffer of its own. Of other fp8 weights it is made for a
-        unit that runs and thrown away (``mixed_precision.py: fp8_discard_transpose_cache``)."""
+        """Bytes of persistent fp8 data in addition to the weights: Transformer Engine's cached copies of bf16 weights,
+        and the column-wise half of mxfp8 weights, which has a separate buffer. For other fp8 weights it is made for the
+        running unit and freed (``mixed_precision.py: fp8_discard_transpose_cache``)."""
         sharding, precision, arch = self.sharding, self.run.precision, self.run.implementation.gpu_arch
         if not sharding.fp8_param:
             return fp8_copies(precision, _sum(units, experts, (gemm_elements, 0)), arch)
@@ -174,7 +175,7 @@ class MegatronFSDP:
 
 
 def _sum(units: Sequence[Unit], experts: bool, column: Column) -> int:
-    """Over the dense parameters of ``units``, or those of experts."""
+    """The sum of a column over the dense parameters of ``units``, or over those of experts."""
     return sum(unit.times * unit.parameters.sums((column,))[experts][0] for unit in units)
 
 
@@ -182,11 +183,11 @@ def _sum(units: Sequence[Unit], experts: bool, column: Column) -> int:
 
 
 def fsdp_states(run: RunSpec) -> tuple[OptimizerState, ...]:
-    """The optimizer's states under Megatron-FSDP, which keeps fp32 main parameters of parameters in any dtype.
+    """The optimizer's states under Megatron-FSDP, which has fp32 main parameters for parameters of any dtype.
 
     Source: ``ParamAndGradBuffer._init_each_parameter_group_buffers`` (``main_weight_buffer``). Before
-    ``FSDP_MAIN_DTYPES`` a precision-aware optimizer keeps its own instead (Megatron-LM ``training.py: get_model``:
-    ``preserve_fp32_weights``).
+    ``FSDP_MAIN_DTYPES`` a precision-aware optimizer keeps main parameters instead (Megatron-LM ``training.py:
+    get_model``: ``preserve_fp32_weights``).
     """
     states = optimizer_states(run)
     if run.optimizer.fused_main_parameters and not FSDP_MAIN_DTYPES(run.implementation):
@@ -198,8 +199,8 @@ def fsdp_states(run: RunSpec) -> tuple[OptimizerState, ...]:
 
 
 def _copies_gradients(run: RunSpec) -> bool:
-    """Whether the optimizer is handed fp32 copies of main gradients in half precision, which stay until the next
-    step (``ParamAndGradBuffer.update_main_grads``)."""
+    """Whether the optimizer gets fp32 copies of half-precision main gradients, which stay until the next step
+    (``ParamAndGradBuffer.update_main_grads``)."""
     return gradient_width(run) == 2 and not run.optimizer.use_precision_aware_optimizer
 
 

@@ -1,6 +1,6 @@
-"""The states of every optimizer: which there are, over which parameters, and how wide.
+"""The states of megatron-core's optimizers: which exist, for which parameters, and their bytes per element.
 
-One table for all who ask: what an engine keeps, what the allocator adds to it, what is not there before the first step.
+The only table of them: engines, the allocator's remainders and the first step all use it.
 
 Source: megatron-core ``optimizer/{optimizer,distrib_optimizer,muon}.py``, ``optimizer/cpu_offloading/
 hybrid_optimizer.py``; TE ``optimizers/fused_adam.py``.
@@ -20,22 +20,22 @@ from bridge_memory.tapes.symbolic import largest
 
 
 class Over(Enum):
-    """Of which parameters a state is kept."""
+    """The parameters that have a state."""
 
     ALL = "all"
-    #: Matrices but embedding and output layer, and all others (``muon.py: get_megatron_muon_optimizer``).
+    #: Matrices except embedding and output layer; REST: all others (``muon.py: get_megatron_muon_optimizer``).
     MATRICES = "matrices"
     REST = "rest"
 
 
 class OptimizerState(NamedTuple):
-    """One tensor a parameter (or shard of one)."""
+    """One optimizer state: one tensor per parameter (or per shard of a parameter)."""
 
     state: State
-    #: Bytes an element.
+    #: Bytes per element.
     width: int
     over: Over = Over.ALL
-    #: Share of it that stays on the GPU.
+    #: Fraction of it that stays on the GPU.
     on_gpu: float = 1.0
 
     @property
@@ -44,12 +44,12 @@ class OptimizerState(NamedTuple):
 
     @property
     def provenance(self) -> Provenance:
-        """Counted, but for an optimizer of which only a part is offloaded.
+        """Exact, except for a partly offloaded optimizer.
 
-        ``HybridDeviceOptimizer._get_sub_optimizer_param_groups`` sends whole parameters (a rank's shards of them), in
-        the order of the buffers, until their elements make the fraction. What stays is thus at most (1 - fraction) of
-        the shard on every rank, the number counted here, and above that less the largest parameter's shard: which
-        parameters a data-parallel rank owns decides where between the two.
+        ``HybridDeviceOptimizer._get_sub_optimizer_param_groups`` offloads whole parameters (a rank's shards of them),
+        in the order of the buffers, until their elements reach the fraction. So at most (1 - fraction) of the shard
+        stays on every rank, which is counted here, and at least that less the largest parameter's shard; which it is
+        depends on the parameters that a data-parallel rank owns.
         """
         return Provenance.FORMULA if 0 < self.on_gpu < 1 else Provenance.EXACT
 
@@ -66,14 +66,14 @@ def optimizer_states(run: RunSpec) -> tuple[OptimizerState, ...]:
     half = DTYPE_BYTES[run.precision.params_dtype] == 2
     on_gpu = 1.0 - o.optimizer_offload_fraction if o.optimizer_cpu_offload else 1.0
     out = []
-    # FusedAdam copies fp32 parameters too (``FusedAdam.initialize_state``); Megatron itself copies 16-bit ones alone.
+    # FusedAdam copies fp32 parameters too (``FusedAdam.initialize_state``); Megatron itself copies only 16-bit ones.
     if half or (o.fused_main_parameters and not o.optimizer_cpu_offload):
-        # Megatron's own main parameters are what ``HybridDeviceOptimizer`` is handed, copies to the host and copies
-        # back; only a precision-aware optimizer hands it the bf16 weights (``distrib_optimizer.py:
+        # ``HybridDeviceOptimizer`` gets Megatron's main parameters, which it copies to the host and back, so that they
+        # stay on the GPU; only with a precision-aware optimizer it gets the bf16 weights (``distrib_optimizer.py:
         # _build_model_and_main_param_groups``).
         stays = 1.0 if not o.fused_main_parameters else on_gpu
         out.append(OptimizerState(State.MAIN_PARAMETERS, _main_width(run), on_gpu=stays))
-    # The part of a HybridDeviceOptimizer that stays on the GPU has an Adam of default dtypes.
+    # The part of a HybridDeviceOptimizer that stays on the GPU uses an Adam with default dtypes.
     chosen = o.use_precision_aware_optimizer and not o.optimizer_cpu_offload
     first = DTYPE_BYTES[o.exp_avg_dtype] if chosen else 4
     second = DTYPE_BYTES[o.exp_avg_sq_dtype] if chosen else 4
@@ -92,7 +92,7 @@ def optimizer_states(run: RunSpec) -> tuple[OptimizerState, ...]:
 
 
 def _main_width(run: RunSpec) -> int:
-    """Bytes of one element of the optimizer's own copy of the parameters."""
+    """Bytes per element of the optimizer's main parameters."""
     o = run.optimizer
     # The part of a HybridDeviceOptimizer that stays on the GPU has fp32 copies.
     if not o.fused_main_parameters or o.optimizer_cpu_offload:
@@ -104,19 +104,19 @@ def _main_width(run: RunSpec) -> int:
 
 
 def keeps_fp32_gradient_copies(run: RunSpec) -> bool:
-    """Half-precision gradient buffers are cast to fp32 for the optimizer, and the copies outlive the step.
+    """Whether half-precision gradient buffers are cast to fp32 for the optimizer; these copies outlive the step.
 
     Source: ``optimizer/optimizer.py: Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads`` and
-    ``distrib_optimizer.py`` (the same name); a fused precision-aware optimizer reads the buffers themselves.
+    ``distrib_optimizer.py`` (the same name); a fused precision-aware optimizer reads the buffers directly.
     """
     return gradient_width(run) == 2 and not run.optimizer.fused_main_parameters and not run.peft.freezes
 
 
 def copied_states(run: RunSpec) -> frozenset[State]:
-    """The states of which a step has fp32 copies, of all parameters that it updates together.
+    """The states that a step copies to fp32, for all parameters that it updates together.
 
-    Source: TE ``optimizers/fused_adam.py: FusedAdam.step, get_unscaled_state``; main parameters that are kept as the
-    lower halves of fp32 ones are used as they are.
+    Source: TE ``optimizers/fused_adam.py: FusedAdam.step, get_unscaled_state``; main parameters that are stored as the
+    lower halves of fp32 ones are not copied.
     """
     o = run.optimizer
     if not o.use_precision_aware_optimizer or o.optimizer_cpu_offload or o.optimizer != "adam":
@@ -133,12 +133,13 @@ def copied_states(run: RunSpec) -> frozenset[State]:
 def copies_in_step(
     run: RunSpec, states: Iterable[OptimizerState], kept: Iterable[tuple[Line, int]]
 ) -> int:
-    """Bytes of those copies on one rank, where a stage's ``states`` are ``kept``. Experts have an optimizer of their
-    own, which steps after the other one (``optimizer/__init__.py: get_megatron_optimizer``)."""
+    """Bytes of those copies on one rank; ``kept``: the lines of the stage's ``states`` and their bytes. Experts have a
+    separate optimizer, which steps after the other one (``optimizer/__init__.py: get_megatron_optimizer``)."""
     copied = copied_states(run)
     widths = {s.state: s.width for s in states if s.state in copied}
     of_kind = {False: 0, True: 0}
     for line, nbytes in kept:
         if line.state in widths:
             of_kind[line.experts] += 4 * (nbytes // widths[line.state])
-    return largest(*of_kind.values())
+    most: int = largest(*of_kind.values())
+    return most

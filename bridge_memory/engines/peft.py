@@ -1,7 +1,7 @@
-"""LoRA adapters beside the linears of a rank: two low-rank weights each, the only ones that train.
+"""LoRA adapters of the linears on a rank: two low-rank weights each, the only ones that train.
 
-linear_in takes h to the rank r, linear_out takes r to the output; ``spec.adapters`` says which side of each is divided.
-A grouped linear has one adapter for all its experts.
+linear_in maps h to r features, linear_out maps r features to the output; ``spec.adapters`` decides which dimension of
+each is sharded. A grouped linear has one adapter for all its experts.
 Source: Megatron Bridge ``peft/lora.py: LoRA.transform``, ``peft/utils.py: ParallelLinearAdapter``.
 """
 
@@ -17,13 +17,13 @@ from bridge_memory.spec.adapters import DUPLICATED, ROW_PARALLEL, divide_feature
 from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.parameters import EXPERT_NUMBER, Parameter, ParameterList, Repeated
 
-#: One rank.
+#: No parallelism.
 ALONE = ParallelSpec()
 _WEIGHT = re.compile(r"(?P<module>.*?(?P<linear>[A-Za-z_0-9]+))\.weight(?P<expert>\d*)$")
 
 
 def adapter_units(run: RunSpec, units: Sequence[Unit]) -> list[Unit]:
-    """The adapters beside a chunk's linears, none where every weight trains or their rank is not known."""
+    """The adapters of a chunk's linears; none if every weight trains or the adapters' rank is not known."""
     if run.peft.scheme != "lora" or not run.peft.dim:
         return []
     targets = run.peft.target_modules
@@ -35,12 +35,12 @@ def adapter_units(run: RunSpec, units: Sequence[Unit]) -> list[Unit]:
     for unit in units:
         kind = id(unit.parameters), unit.prefix
         if kind not in made:
-            made[kind] = ParameterList(list(_beside(unit, make)))
+            made[kind] = ParameterList(list(_adapters_of(unit, make)))
     return [unit._replace(parameters=made[id(unit.parameters), unit.prefix]) for unit in units]
 
 
-def _beside(unit: Unit, make: Callable[[Sequence[Parameter]], list[Parameter]]) -> Iterator[Repeated]:
-    """The adapters of one block as often as they are there."""
+def _adapters_of(unit: Unit, make: Callable[[Sequence[Parameter]], list[Parameter]]) -> Iterator[Repeated]:
+    """The adapters of one block, with how often each exists."""
     for parameters, times in unit.parameters.rows:
         adapters = make([p.numbered(0).under(unit.prefix) for p in parameters])
         grouped = all(p.name.endswith(EXPERT_NUMBER) for p in parameters)
@@ -51,7 +51,7 @@ def _beside(unit: Unit, make: Callable[[Sequence[Parameter]], list[Parameter]]) 
 def lora_parameters(
     params: Sequence[Parameter], *, peft: PeftSpec, parallel: ParallelSpec = ALONE
 ) -> list[Parameter]:
-    """The adapters' local shards for ``params``, a rank's parameters. Raises SpecError where Megatron would."""
+    """The local shards of the adapters of ``params``, a rank's parameters. Raises SpecError where Megatron raises."""
     out: list[Parameter] = []
     for p in params:
         match = _WEIGHT.match(p.name)

@@ -1,6 +1,4 @@
-"""The modules of a model as engines outside of megatron-core see them: one after the other, each with its parameters,
-some of which train.
-"""
+"""The modules of a model for engines outside megatron-core: in order, each with its trained and frozen parameters."""
 
 from __future__ import annotations
 
@@ -23,23 +21,23 @@ _NONE = ParameterList(())
 
 
 class Module(NamedTuple):
-    """One block of the model: its place in the forward pass, what of it trains and what is frozen."""
+    """One block of the model: its place in the forward pass, its trained and its frozen parameters."""
 
     place: int
     label: Label
     trained: ParameterList
     frozen: ParameterList
-    #: Of the names of its frozen parameters, which those of adapters beside them begin with.
+    #: Prefix of the names of its frozen parameters; names of their adapters include it.
     prefix: str = ""
 
     def trained_parameters(self) -> Iterator[tuple[Parameter, int]]:
-        """(parameter, how many of them), in the order of the model."""
+        """(trained parameter, how many of them), in the order of the model."""
         for parameters, times in self.trained.rows:
             for p in parameters:
                 yield p, times
 
     def parameters(self) -> Iterator[tuple[Parameter, int]]:
-        """Those that train and those that do not."""
+        """(parameter, how many of them): trained ones, then frozen ones."""
         yield from self.trained_parameters()
         for parameters, times in self.frozen.rows:
             for p in parameters:
@@ -54,46 +52,46 @@ class Model(NamedTuple):
     #: Elements of all parameters.
     numel: int
 
-    def engine_bytes(self, beside: Sequence[Concurrent]) -> EngineBytes:
-        return self.places.engine_bytes(beside)
+    def engine_bytes(self, by_place: Sequence[Concurrent]) -> EngineBytes:
+        return self.places.engine_bytes(by_place)
 
     @property
     def number(self) -> int:
-        """Of places."""
+        """Number of places."""
         return self.places.loss + 1
 
 
 def model_of(run: RunSpec, units: Sequence[Unit]) -> Model:
-    """The modules of a chunk. Where adapters train they are the only ones; adapters of which no module is known, since
-    they are asked for by full names, count as the first layer's."""
+    """The modules of a chunk. If adapters train, nothing else does. Adapters whose targets are full names are counted
+    in the first layer, since their module is not known."""
     places = places_of(units)
     adapters: list[ParameterList | None] = [None] * len(units)
     if run.peft.freezes:
-        beside = adapter_units(run, units)
-        if len(beside) == len(units):
-            adapters = [unit.parameters for unit in beside]
-        elif beside:
+        found = adapter_units(run, units)
+        if len(found) == len(units):
+            adapters = [unit.parameters for unit in found]
+        elif found:
             first = next((i for i, unit in enumerate(units) if unit.label is Label.LAYER), 0)
-            adapters[first] = beside[0].parameters
+            adapters[first] = found[0].parameters
     modules = []
-    for unit, place, beside_it in zip(units, places.first, adapters, strict=True):
+    for unit, place, of_unit in zip(units, places.first, adapters, strict=True):
         for position in range(place, place + unit.times):
             if run.peft.freezes:
-                modules.append(Module(position, unit.label, beside_it or _NONE, unit.parameters, unit.prefix))
+                modules.append(Module(position, unit.label, of_unit or _NONE, unit.parameters, unit.prefix))
             else:
                 modules.append(Module(position, unit.label, unit.parameters, _NONE))
     return Model(places, tuple(modules), sum(unit.times * unit.parameters.numel for unit in units))
 
 
 def rounded(nbytes: int) -> int:
-    """Of a tensor of its own in torch's allocator."""
+    """Bytes that torch's allocator takes for a separate tensor."""
     return pad(nbytes, ALLOCATION_UNIT)
 
 
 def made_before(model: Model, sizes: Sequence[int]) -> list[int]:
-    """At every place what its backward finds of the gradients that later places have made; ``sizes``: of each
-    module. What the output layer makes of a tied weight is no gradient yet: it waits in autograd, and the chain of
-    blocks counts it (``inventory/torch/chain.py``)."""
+    """For every place, bytes of the gradients that backward has made before it, in later places; ``sizes``: bytes of
+    each module's gradients. The output layer's gradient of a tied weight is not among them: it waits inside autograd,
+    and the chain of blocks counts it (``inventory/torch/chain.py``)."""
     made = [0] * (model.number + 1)
     for module, nbytes in zip(model.modules, sizes, strict=True):
         made[module.place] += nbytes
@@ -102,28 +100,29 @@ def made_before(model: Model, sizes: Sequence[int]) -> list[int]:
     return made[1:]
 
 
-def beside_made(run: RunSpec, model: Model, sizes: Sequence[int]) -> list[Concurrent]:
-    """The same beside each place: nothing where gradients accumulate, since all are there from the first microbatch
-    on; ``sizes``: of each module's gradients."""
+def made_gradients(run: RunSpec, model: Model, sizes: Sequence[int]) -> list[Concurrent]:
+    """``made_before`` as bytes during each place; zeros if gradients accumulate, since all of them are alive from the
+    first microbatch on."""
     made = made_before(model, [0] * len(sizes) if accumulates(run) else sizes)
     return [Concurrent(0, n, n, gradients=n) for n in made]
 
 
 class Kept(NamedTuple):
-    """Bytes of one module's tensors on one rank, each a tensor of its own."""
+    """Bytes of one module's model state on one rank; every tensor is allocated separately."""
 
     weights: int
     gradients: int
     states: tuple[int, ...]
-    #: Of the largest parameter: exp_avg_sq, and elements.
+    #: Of the largest parameter: bytes of exp_avg_sq, and elements.
     largest_state: int
     largest: int
-    #: Tensors that train.
+    #: Number of trained tensors.
     tensors: int = 1
 
 
 def kept(run: RunSpec, module: Module, states: Sequence[TorchState], width: int, ranks: int = 1) -> Kept:
-    """What a module keeps where every parameter's first dimension is divided over ``ranks``, and the first has most."""
+    """A module's model state if every parameter is sharded along its first dimension over ``ranks``; of the first rank,
+    which has the largest shards."""
     adapters = run.peft.freezes
     wide = trained_width(run, width)
     weights = gradients = largest_state = largest = tensors = 0
@@ -136,7 +135,7 @@ def kept(run: RunSpec, module: Module, states: Sequence[TorchState], width: int,
         shape = shard(p.shape, ranks)
         weights += times * rounded(prod(shape) * wide)
         gradients += times * rounded(prod(shape) * wide)
-        # The Trainer's, not that of others who call bitsandbytes.
+        # Only the Trainer makes this exception, not other users of bitsandbytes.
         embedding = p.use is Use.EMBEDDING and not run.implementation.own_layers
         sizes = [s.nbytes(shape, wide, embedding) for s in states]
         sums = [n + times * size for n, size in zip(sums, sizes, strict=True)]
@@ -147,12 +146,12 @@ def kept(run: RunSpec, module: Module, states: Sequence[TorchState], width: int,
 
 
 def shard(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """The first and largest of ``ranks`` pieces along the first dimension, as ``torch.chunk`` cuts."""
+    """Shape of the first and largest of ``ranks`` shards along the first dimension, as ``torch.chunk`` divides."""
     return (-(-shape[0] // ranks), *shape[1:]) if ranks > 1 else shape
 
 
 def kept_of(run: RunSpec, model: Model, width: int, ranks: int = 1) -> list[Kept]:
-    """Of every module."""
+    """``kept`` of every module."""
     states = torch_states(run)
     known: dict[tuple[int, int], Kept] = {}
     out = []
@@ -173,26 +172,26 @@ def amounts_of(run: RunSpec, all_kept: Sequence[Kept], *, fresh: bool, shard_nam
 
 
 def in_step(run: RunSpec, all_kept: Iterable[Kept]) -> tuple[int, str]:
-    """(bytes, name) of what the optimizer's step makes and frees."""
+    """(bytes, name) of the temporaries of the optimizer's step."""
     made = step_bytes(run)
     them = list(all_kept)
     together = sum(k.states[-1] for k in them) if made.together and them and them[0].states else 0
     largest_state = max((k.largest_state for k in them), default=0)
     largest = max((k.largest for k in them), default=0)
     stepping = made.together * together + made.largest * largest_state + made.fp32 * 4 * largest
-    # Before it, a norm a parameter (``torch/nn/utils/clip_grad.py: _get_total_norm``).
+    # Before it, one norm per parameter (``torch/nn/utils/clip_grad.py: _get_total_norm``).
     norms = ALLOCATION_UNIT * sum(k.tensors for k in them) if run.optimizer.clip_grad else 0
     return (norms, "norms of gradients") if norms > stepping else (stepping, made.name)
 
 
-def step_of_one(run: RunSpec, kept: Kept) -> int:
-    """Bytes that the step of an optimizer of a module's largest parameter alone makes."""
+def step_of_largest(run: RunSpec, kept: Kept) -> int:
+    """Bytes of temporaries of an optimizer that steps only a module's largest parameter."""
     made = step_bytes(run)
     return (made.together + made.largest) * kept.largest_state + made.fp32 * 4 * kept.largest
 
 
 def offloaded_activations(run: RunSpec, model: Model) -> tuple[tuple[str, int], ...]:
-    """Inputs of layers that wait in pinned host memory for backward."""
+    """Layer inputs that are offloaded to pinned host memory until backward: (name, bytes)."""
     if not run.transformers.enable_activation_offloading:
         return ()
     layers = sum(module.label is Label.LAYER for module in model.modules)
@@ -200,7 +199,7 @@ def offloaded_activations(run: RunSpec, model: Model) -> tuple[tuple[str, int], 
 
 
 def lines(run: RunSpec, *, fresh: bool, shard_name: str, adapters: bool) -> list[Line]:
-    """Weights, gradients and optimizer states of a run."""
+    """The lines of weights, gradients and optimizer states of a run."""
     exact = Provenance.EXACT
     return [
         Line(Role.WEIGHTS, State.PARAMETERS, "weights", False, exact, False, shard_name),
@@ -213,21 +212,21 @@ def lines(run: RunSpec, *, fresh: bool, shard_name: str, adapters: bool) -> list
 
 
 def parameter_width(run: RunSpec) -> int:
-    """Bytes of an element of parameters as they are kept."""
+    """Bytes per element of parameters."""
     return DTYPE_BYTES[run.params_dtype]
 
 
 def trained_width(run: RunSpec, width: int) -> int:
-    """The same of what trains, where parameters have ``width``: adapters may be wider."""
+    """Bytes per element of trained parameters, if parameters have ``width``: adapters may be wider."""
     return DTYPE_BYTES[run.adapters_dtype] if run.peft.freezes else width
 
 
 def accumulates(run: RunSpec) -> bool:
-    """Whether a step has more than one microbatch: gradients of the first are there while the others run."""
+    """Whether a step has more than one microbatch, so that gradients of the first are alive while the others run."""
     return run.num_microbatches > 1
 
 
 def hidden_bytes(run: RunSpec) -> int:
-    """Of what a layer hands to the next one, and of its gradient."""
+    """Bytes of a layer's output, and of its gradient."""
     s, b = run.batch.rows
     return s * b * run.model.hidden_size * DTYPE_BYTES[run.compute_dtype]

@@ -1,6 +1,6 @@
-"""What torch's, bitsandbytes' and transformers' optimizers keep a parameter, and what their step makes.
+"""States of the optimizers of torch, bitsandbytes and transformers, per parameter, and temporaries of their step.
 
-Every state is a tensor of its own. Source: torch ``optim/adam.py: Adam._init_group, _multi_tensor_adam``,
+Every state is a separate tensor. Source: torch ``optim/adam.py: Adam._init_group, _multi_tensor_adam``,
 ``optim/sgd.py``; bitsandbytes ``optim/optimizer.py: Optimizer2State.init_state, Optimizer1State.init_state``;
 transformers ``optimization.py: Adafactor``.
 """
@@ -15,11 +15,12 @@ from bridge_memory.components import State
 from bridge_memory.spec import RunSpec
 from bridge_memory.tapes.parameters import ALLOCATION_UNIT, pad
 
-#: bitsandbytes: elements that share a scale, and of parameters below which states stay in fp32
+#: bitsandbytes: elements per scale, and the size in elements below which a parameter's states stay in fp32
 #: (``Optimizer2State.init_state``: blocksize 256; ``min_8bit_size``).
 BLOCK_8BIT, LEAST_8BIT = 256, 4096
 
-#: A parameter (or a rank's shard of it) of this shape, whose elements have ``width`` bytes -> bytes of its state.
+#: (shape of a parameter or of a rank's shard of it, bytes per element, whether it is an embedding) -> bytes of its
+#: state.
 Sized = Callable[[tuple[int, ...], int, bool], int]
 
 
@@ -27,7 +28,6 @@ class TorchState(NamedTuple):
     """One state of an optimizer."""
 
     state: State
-    #: (shape, bytes an element of the parameter, whether it is an embedding) -> bytes of its tensors.
     nbytes: Sized
 
 
@@ -37,7 +37,8 @@ def _as_parameter(shape: tuple[int, ...], width: int, embedding: bool) -> int:
 
 
 def _as_parameter_and_step(shape: tuple[int, ...], width: int, embedding: bool) -> int:
-    """And the number of steps, which fused kernels read on the GPU (``_init_group``: ``state["step"]``)."""
+    """As ``_as_parameter``, plus the step count, which fused kernels read on the GPU (``_init_group``:
+    ``state["step"]``)."""
     return _as_parameter(shape, width, embedding) + ALLOCATION_UNIT
 
 
@@ -46,9 +47,8 @@ def _fp32(shape: tuple[int, ...], width: int, embedding: bool) -> int:
 
 
 def _in_8_bits(shape: tuple[int, ...], width: int, embedding: bool) -> int:
-    """One byte an element and an fp32 scale a block; embeddings keep fp32 states where the Trainer says so
-    (transformers ``trainer.py: create_optimizer``: ``register_module_override(module, "weight", {"optim_bits": 32})``).
-    """
+    """One byte per element and an fp32 scale per block. The Trainer keeps states of embeddings in fp32 (transformers
+    ``trainer.py: create_optimizer``: ``register_module_override(module, "weight", {"optim_bits": 32})``)."""
     n = prod(shape)
     if n < LEAST_8BIT or embedding:
         return _rounded(4 * n)
@@ -56,7 +56,7 @@ def _in_8_bits(shape: tuple[int, ...], width: int, embedding: bool) -> int:
 
 
 def _factored(shape: tuple[int, ...], width: int, embedding: bool) -> int:
-    """Adafactor: means over rows and over columns of the squares in fp32; of vectors the squares themselves."""
+    """Adafactor: fp32 means of the squared gradients over rows and over columns; for vectors the squares themselves."""
     if len(shape) < 2:
         return _rounded(4 * prod(shape))
     return _rounded(4 * prod(shape[:-1])) + _rounded(4 * prod(shape[:-2]) * shape[-1])
@@ -82,26 +82,26 @@ def torch_states(run: RunSpec) -> tuple[TorchState, ...]:
 
 
 class StepBytes(NamedTuple):
-    """What an optimizer's step makes of parameters: of all that it updates together, and of one at a time."""
+    """Temporaries of an optimizer's step: for all parameters that it updates together, and for one at a time."""
 
     name: str
-    #: Multiples of the bytes of exp_avg_sq of all parameters, and of that of the largest.
+    #: Multiples of the bytes of exp_avg_sq of all parameters, and of that of the largest parameter.
     together: int = 0
     largest: int = 0
-    #: fp32 tensors as large as the largest parameter.
+    #: Number of fp32 tensors of the size of the largest parameter.
     fp32: int = 0
 
 
 def step_bytes(run: RunSpec) -> StepBytes:
-    """torch's foreach Adam takes the root of every second moment at once; the loop has two tensors of one parameter
-    (the root, and the root over its bias correction), fused and bitsandbytes' kernels none."""
+    """torch's foreach Adam makes the roots of all second moments together; the for-loop has two tensors of one
+    parameter (the root, and the root over its bias correction); fused kernels and those of bitsandbytes have none."""
     o = run.optimizer
     if o.optimizer == "adafactor":
-        # ``Adafactor.step``: gradient and parameter in fp32 where they are not, the update, and what it is made of.
+        # ``Adafactor.step``: gradient and parameter cast to fp32, the update, and a temporary.
         return StepBytes("Adafactor's update of the largest parameter", fp32=4)
     if o.optimizer in ("adam", "adamw") and not o.paged:
         if o.torch_implementation == "foreach":
-            return StepBytes("roots of second moments (foreach)", together=1)
+            return StepBytes("square roots of second moments (foreach)", together=1)
         if o.torch_implementation == "for-loop":
             return StepBytes("the update of the largest parameter (for-loop)", largest=2)
     return StepBytes("optimizer step")

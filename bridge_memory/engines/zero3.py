@@ -1,11 +1,11 @@
-"""DeepSpeed's ZeRO-3: every parameter is divided over the ranks; whole ones are gathered while their module runs, and
-some that come next, or again soon, beside them.
+"""DeepSpeed's ZeRO-3: every parameter is sharded over the ranks, and gathered while its module runs, together with some
+that are needed next or again soon.
 
-For good: the flat partition of the weights, fp32 main parameters and optimizer states of it by sub-group, gradients of
-it, the bucket of ``reduce_bucket_size`` elements, and small parameters whole. A module's parameters are freed after
-it unless they are used again within ``max_reuse_distance``; each fetch gathers ahead what comes next in the order of
-the last step, until ``prefetch_bucket_size`` elements are on their way or ``max_live_parameters`` are whole. What is
-gathered together has one flat buffer, from which each parameter is copied.
+Persistent: the flat partition of the weights, its fp32 main parameters and optimizer states by sub-group, its
+gradients, the bucket of ``reduce_bucket_size`` elements, and small parameters, unsharded. A module's parameters are
+freed after it unless they are used again within ``max_reuse_distance``. Each fetch prefetches in the order of the last
+step, until ``prefetch_bucket_size`` elements are in flight or ``max_live_parameters`` are gathered. Parameters gathered
+together share one flat buffer, from which each is copied.
 
 Source: deepspeed 0.19.8 ``runtime/zero/stage3.py: DeepSpeedZeroOptimizer_Stage3.__init__, _setup_for_real_optimizer,
 __avg_scatter_grads, partition_grads, _prepare_fp32_grad_for_sub_group, step``, ``partitioned_param_coordinator.py:
@@ -31,7 +31,7 @@ from bridge_memory.tapes.chain import Concurrent
 from bridge_memory.tapes.context import TRACE_CACHE
 from bridge_memory.tapes.parameters import Parameter
 
-#: What follows the name of a linear in those of its adapter's parameters (``peft.py: lora_parameters``).
+#: Between the name of a linear and those of its adapter's parameters (``peft.py: lora_parameters``).
 ADAPTER = ".adapter."
 
 
@@ -43,9 +43,9 @@ class Weight(NamedTuple):
     #: Of the largest partition.
     part: int
     trains: bool
-    #: Whole for good.
+    #: Persistent: never sharded.
     stays: bool
-    #: Its module's number, which is fetched with all that it has.
+    #: Number of its module, whose parameters are fetched together.
     module: int
 
 
@@ -59,7 +59,7 @@ class Fetch(NamedTuple):
 
 
 class Live(NamedTuple):
-    """Bytes of gathered parameters at every place, forward and backward, between the two, and after."""
+    """Bytes of gathered parameters at every place in forward and backward, between the passes, and after them."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -84,11 +84,11 @@ class ZeRO3:
         self.state_width = 2 if z.bf16_optimizer_states else 4
         self.offloads = z.offload_optimizer_device != "none"
         self.offloads_parameters = z.offload_param_device != "none"
-        #: Meant is the first step: there is no trace yet, and small parameters are divided as others are.
+        #: Estimate the first step: there is no trace of modules yet, and small parameters are sharded too.
         self.first = False
 
     def first_step(self) -> ZeRO3:
-        """The same engine in the passes of the first step."""
+        """The same engine for the passes of the first step."""
         engine = ZeRO3(self.run)
         engine.first = True
         return engine
@@ -96,7 +96,7 @@ class ZeRO3:
     # ---- what is kept ----
 
     def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
-        """What every rank keeps and moves."""
+        """What every rank keeps, gathers and reduces."""
         run, z = self.run, self.z
         model = model_of(run, chunks[0])
         weights, live = self._followed(model)
@@ -107,17 +107,17 @@ class ZeRO3:
         step, name = self._step(groups, max(trained, default=0))
         return StageState(
             model.numel, tuple((line, n) for line, n in gpu if n), in_step=step, step_name=name,
-            concurrent=(model.engine_bytes(self._beside(model, weights, live)),), host=tuple(host),
+            concurrent=(model.engine_bytes(self._concurrent(model, weights, live)),), host=tuple(host),
             building=self._building(weights, groups, kept), saving=self._gathered(weights),
         )
 
     def _building(
         self, weights: Sequence[Weight], groups: Sequence[int], kept: Sequence[tuple[Line, int]]
     ) -> int | None:
-        """Whole weights, divided one by one; then, without any, main parameters beside zeros of the largest sub-group
-        (``initialize_optimizer_states``); at last all that is ``kept`` but the optimizer's states, which the first step
-        makes, and beside it each trained parameter whole in turn (``create_reduce_and_remove_grad_hooks``). None where
-        states are offloaded.
+        """The largest of three moments. Unsharded weights, which are partitioned one by one. Partitioned weights with
+        main parameters and zeros of the largest sub-group (``initialize_optimizer_states``). Everything ``kept`` except
+        optimizer states, which the first step makes, with the largest trained parameter, since each is gathered in turn
+        (``create_reduce_and_remove_grad_hooks``). None if anything is offloaded.
         """
         if self.offloads or self.offloads_parameters:
             return None
@@ -131,8 +131,8 @@ class ZeRO3:
         return max(whole + largest, divided + main + rounded(max(groups, default=0) * self.main_width), made)
 
     def _gathered(self, weights: Sequence[Weight]) -> int:
-        """The largest parameter, whole (``engine.py: _zero3_consolidated_16bit_state_dict`` gathers those of one module
-        at a time); nothing where none is gathered to save."""
+        """Bytes of the largest parameter, gathered (``engine.py: _zero3_consolidated_16bit_state_dict`` gathers the
+        parameters of one module at a time); 0 if a save gathers none."""
         if not self.z.stage3_gather_16bit_weights_on_model_save:
             return 0
         return rounded(max((w.numel for w in weights if not w.stays), default=0) * self.width)
@@ -162,7 +162,7 @@ class ZeRO3:
             rounded(trained * self.width) + frozen
         )
         whole = 0 if self.first else sum(rounded(w.numel * self.width) for w in weights if w.stays)
-        yield Line(Role.WEIGHTS, State.PARAMETERS, "small weights, whole", False), whole
+        yield Line(Role.WEIGHTS, State.PARAMETERS, "persistent small weights, not sharded", False), whole
         yield Line(Role.GRADIENTS, State.GRADIENTS, "gradients", False, exact, adapters, shard), rounded(
             trained * self.accumulated_width
         )
@@ -177,7 +177,7 @@ class ZeRO3:
             # groups.py: _create_zero_param_parallel_group has no group larger than the job.
             group = min(self.z.zero_hpz_partition_size, self.ranks)
             second = sum(rounded(-(-w.numel // group) * self.width) for w in weights)
-            yield Line(Role.WEIGHTS, State.NONE, "second partition of the weights (hpZ)", False), second
+            yield Line(Role.WEIGHTS, State.NONE, "secondary partition of the weights (hpZ)", False), second
         if self.z.contiguous_gradients:
             bucket = rounded(self.z.reduce_bucket_size * self.communicated_width)
             yield Line(Role.GRADIENTS, State.NONE, "bucket of gradients", False), bucket
@@ -185,8 +185,8 @@ class ZeRO3:
     def _placed(
         self, kept: Sequence[tuple[Line, int]], groups: Sequence[int]
     ) -> tuple[list[tuple[Line, int]], list[tuple[str, int]]]:
-        """(on the GPU, in host memory): optimizer states, main parameters and gradients go together; with a ratio the
-        last of the sub-groups, whole ones (``_create_fp32_partitions``)."""
+        """(lines on the GPU, lines in host memory). Optimizer states, main parameters and gradients are offloaded
+        together; with a ratio, only the last sub-groups, as a whole (``_create_fp32_partitions``)."""
         z, gpu, host = self.z, [], []
         stay = int((1 - z.offload_optimizer_ratio) * len(groups))
         for line, nbytes in kept:
@@ -205,28 +205,30 @@ class ZeRO3:
                 host.append((f"{line.name} ({how})", moved))
             gpu.append((line, nbytes - moved))
         if z.offload_optimizer_device == "cpu":
-            # initialize_optimizer_states: the gradient that the optimizer takes, which _release_sub_group leaves.
-            here, there = (sum(rounded(n * self.main_width) for n in part) for part in (groups[:stay], groups[stay:]))
+            # initialize_optimizer_states: the optimizer's gradient, which _release_sub_group does not free.
+            on_gpu, on_host = (
+                sum(rounded(n * self.main_width) for n in part) for part in (groups[:stay], groups[stay:])
+            )
             how = "pinned" if z.offload_optimizer_pin_memory else "pageable"
-            if there:
-                host.append((f"main gradients ({how})", there))
-            gpu.append((Line(Role.GRADIENTS, State.NONE, "main gradients of sub-groups that stay", False), here))
+            if on_host:
+                host.append((f"main gradients ({how})", on_host))
+            gpu.append((Line(Role.GRADIENTS, State.NONE, "main gradients of sub-groups on the GPU", False), on_gpu))
         if z.offload_param_device == "nvme":
             buffers = z.offload_param_buffer_count * z.offload_param_buffer_size * self.width
-            host.append(("buffers of weights from NVMe (pinned)", buffers))
+            host.append(("staging buffers of weights from NVMe (pinned)", buffers))
         return gpu, host
 
     # ---- what moves ----
 
-    def _beside(self, model: Model, weights: Sequence[Weight], live: Live) -> list[Concurrent]:
-        """Whole parameters, and the buffers that they are copied from and gradients are reduced in."""
+    def _concurrent(self, model: Model, weights: Sequence[Weight], live: Live) -> list[Concurrent]:
+        """Gathered parameters, the buffers from which they are copied, and buffers in which gradients are reduced."""
         forward, backward, last_running, between, left = live
         copies, last = self._reductions(model, weights)
         found = [Concurrent(f, b + c, b + c) for f, b, c in zip(forward, backward, copies, strict=True)]
-        # The last reduction comes once all gradients lie in the bucket.
+        # The last reduction runs when all gradients are in the bucket.
         found[0] = found[0]._replace(least_backward=left + last)
         loss = model.places.loss
-        # The output layer's weight is asked for beside the logits, or their gradient, alone.
+        # The output layer's weight is fetched while only the logits, or their gradient, are alive.
         table = next((w for w in reversed(weights) if w.place == loss), weights[0])
         logits = table.numel // self.run.model.hidden_size * hidden_bytes(self.run) // self.run.model.hidden_size
         own, hidden = rounded(table.numel * self.width) * table.trains, hidden_bytes(self.run)
@@ -237,8 +239,8 @@ class ZeRO3:
         return found
 
     def _followed(self, model: Model) -> tuple[tuple[Weight, ...], Live]:
-        """Weights and their replay, which a search meets again with every micro batch and with checkpoints: kept by all
-        that ``weights`` and ``_live`` read."""
+        """Weights and their replay. Cached by everything that ``weights`` and ``_live`` read, since layouts of a search
+        that differ in micro batch or recomputation share them."""
         z = self.z
         of_modules = tuple([
             (module.place, module.prefix, *[
@@ -268,7 +270,7 @@ class ZeRO3:
         fetches = self._fetches(model, weights)
         if not self.first:
             return _Coordinator(self, model.number, weights, fetches, traced=True, whole=True).live()
-        # A trace is there from the second microbatch on; what stays whole does so from the first step's end on.
+        # The order is traced from the second microbatch on; small parameters persist from the first step's end on.
         untraced = _Coordinator(self, model.number, weights, fetches, traced=False, whole=False).live()
         if self.run.num_microbatches == 1:
             return untraced
@@ -280,13 +282,13 @@ class ZeRO3:
         )
 
     def _fetches(self, model: Model, weights: Sequence[Weight]) -> list[Fetch]:
-        """Modules in the order in which they run: forward, and backward, where those of a checkpointed layer run
-        forward again. Backward does not reach what is before the first adapter."""
+        """Modules in the order in which they run, forward and backward; in backward the modules of a checkpointed layer
+        run forward again first. Backward does not reach modules before the first adapter."""
         modules: dict[int, list[int]] = {}
         for i, w in enumerate(weights):
             modules.setdefault(w.module, []).append(i)
         forward = [Fetch(weights[held[0]].place, False, tuple(held)) for held in modules.values()]
-        if self.run.model.share_embeddings_and_output_weights:  # the output layer takes the embedding's weight
+        if self.run.model.share_embeddings_and_output_weights:  # the output layer uses the embedding's weight
             table = [i for i, w in enumerate(weights) if w.place == 0][:1]
             forward.append(Fetch(model.places.loss, False, tuple(table)))
         reached = 0
@@ -305,8 +307,8 @@ class ZeRO3:
         return [*forward, *backward]
 
     def _reductions(self, model: Model, weights: Sequence[Weight]) -> tuple[list[int], int]:
-        """Bytes that the reduction of a full bucket copies, at the place whose gradient does not fit any more; and what
-        the last copies, after backward."""
+        """(bytes that reductions of a full bucket copy, at the place whose gradient does not fit; bytes that the last
+        one copies, after backward)."""
         copies = [0] * model.number
         elements = number = 0
         for w in reversed(weights):
@@ -319,15 +321,15 @@ class ZeRO3:
         return copies, self._copied(elements, number)
 
     def _copied(self, elements: int, number: int) -> int:
-        """``__avg_scatter_grads``: cast where the dtype differs, joined where there are several. Without
-        ``reduce_scatter`` the bucket itself is reduced (``__avg_scatter_contiguous_grads``)."""
+        """Bytes that ``__avg_scatter_grads`` copies: a cast if the dtype differs, a concatenation if there are several
+        gradients. Without ``reduce_scatter`` the bucket itself is reduced (``__avg_scatter_contiguous_grads``)."""
         if self.z.contiguous_gradients and not self.z.reduce_scatter:
             return elements * self.communicated_width if self.communicated_width != self.width else 0
         cast = elements * self.communicated_width if self.communicated_width != self.width else 0
         return cast + (elements * self.communicated_width if number > 1 else 0)
 
     def _step(self, groups: Sequence[int], largest: int) -> tuple[int, str]:
-        """(bytes, name) of the most that the step makes: sub-group by sub-group."""
+        """(bytes, name) of the step's temporaries; it steps one sub-group after the other."""
         if self.offloads:
             return 0, "optimizer step on the host"
         o, group = self.run.optimizer, max(groups, default=0)
@@ -343,13 +345,13 @@ class ZeRO3:
         if most == norm:
             return most, "the largest gradient in fp64, for the norm"
         name = "fp32 gradients" if self.main_width == 4 else "bf16 gradients"
-        beside = "" if most == flattened else " and the optimizer's temporaries"
-        return most, f"{name}{beside} of a sub-group"
+        temporary = "" if most == flattened else " and the optimizer's temporaries"
+        return most, f"{name}{temporary} of a sub-group"
 
 
 def in_order(block: Module) -> Iterator[tuple[tuple[Parameter, ...], bool]]:
-    """The parameters of every module of a block in the order of the model, and whether they train: those of an adapter
-    after the linear that it is beside."""
+    """(parameters of a module, whether they train) for every module of a block, in the order of the model; adapters
+    follow their linear."""
     adapters: dict[str, list[Parameter]] = {}
     for parameters, _ in block.trained.rows if block.frozen.rows else ():
         for p in parameters:
@@ -359,16 +361,16 @@ def in_order(block: Module) -> Iterator[tuple[tuple[Parameter, ...], bool]]:
         of_module: dict[str, list[Parameter]] = {}
         for p in parameters:
             of_module.setdefault(p.name.rpartition(".")[0], []).append(p)
-        beside = {path: p.numbered(0).under(block.prefix).name.rpartition(".")[0]
+        linears = {path: p.numbered(0).under(block.prefix).name.rpartition(".")[0]
                   for path, (p, *_) in of_module.items()}  # fmt: skip
         for _ in range(times):
             for path, held in of_module.items():
                 yield tuple(held), not block.frozen.rows
-                met.add(beside[path])
-                for adapter in adapters.get(beside[path], ()):
+                met.add(linears[path])
+                for adapter in adapters.get(linears[path], ()):
                     yield (adapter,), True
     for path, others in adapters.items():
-        if path not in met:  # asked for by full names
+        if path not in met:  # adapters whose targets are full names
             for adapter in others:
                 yield (adapter,), True
 
@@ -380,16 +382,16 @@ class _Coordinator:
         self, engine: ZeRO3, places: int, weights: Sequence[Weight], fetches: Sequence[Fetch], *, traced: bool,
         whole: bool,
     ) -> None:  # fmt: skip
-        """``traced``: the order of modules is known, so that they are gathered ahead; ``whole``: small parameters are
-        whole already."""
+        """``traced``: the order of modules is known, so that they are prefetched. ``whole``: small parameters are
+        persistent already."""
         z = engine.z
         self.weights, self.fetches, self.traced = weights, fetches, traced
         self.places, self.width, self.ranks = places, engine.width, engine.ranks
         self.bucket, self.most_live = z.stage3_prefetch_bucket_size, z.stage3_max_live_parameters
         self.reuse = z.stage3_max_reuse_distance
-        #: Whole; gathered and not yet asked for; bytes of each.
-        self.there = {i for i, w in enumerate(weights) if w.stays and whole}
-        self.coming: dict[int, _Gathering] = {}
+        #: Numbers of weights that are available; of those in flight, with their all-gather; bytes of each.
+        self.gathered = {i for i, w in enumerate(weights) if w.stays and whole}
+        self.in_flight: dict[int, _Gathering] = {}
         self.sizes: dict[int, int] = {}
         self.available = self.held = 0
 
@@ -409,10 +411,10 @@ class _Coordinator:
         between, last = 0, [0, 0]
         for step, (place, back, own) in enumerate(fetches):
             peak = most[back]
-            self._gather([i for i in own if i not in self.there and i not in self.coming])
+            self._gather([i for i in own if i not in self.gathered and i not in self.in_flight])
             peak[place] = max(peak[place], self.held)
             for i in own:
-                if i in self.coming:
+                if i in self.in_flight:
                     peak[place] = max(peak[place], self._wait(i))
             missing = {i for i in own if taken[i] < step} if self.traced else set()
             while queue and missing:
@@ -440,13 +442,13 @@ class _Coordinator:
         while queue and elements < budget:
             i, at = queue.popleft()
             taken[i] = at
-            if i not in self.there and i not in self.coming and i not in chosen:
+            if i not in self.gathered and i not in self.in_flight and i not in chosen:
                 chosen[i] = None
                 elements += self.weights[i].numel
         self._gather(list(chosen))
 
     def _gather(self, chosen: Sequence[int]) -> None:
-        """One has a tensor of its own, several one flat buffer, in multiples of the ranks."""
+        """All-gather: one weight into a separate tensor, several into one flat buffer, each padded to the ranks."""
         if not chosen:
             return
         nbytes = rounded(sum(self.weights[i].part * self.ranks for i in chosen) * self.width)
@@ -454,16 +456,18 @@ class _Coordinator:
         self.held += nbytes
         gathering = _Gathering(tuple(chosen), nbytes)
         for i in chosen:
-            self.coming[i] = gathering
+            self.in_flight[i] = gathering
             self.sizes[i] = nbytes if len(chosen) == 1 else rounded(self.weights[i].numel * self.width)
 
     def _wait(self, i: int) -> int:
-        """With the first that is asked for all are copied out of their buffer, which goes with the last; the most."""
-        gathering = self.coming.pop(i)
+        """Wait for a weight. The first wait copies all weights out of their buffer, the last frees it; returns the
+        peak.
+        """
+        gathering = self.in_flight.pop(i)
         several = len(gathering.weights) > 1
         if not gathering.copied:
             gathering.copied = True
-            self.there.update(gathering.weights)
+            self.gathered.update(gathering.weights)
             self.held += sum(self.sizes[other] for other in gathering.weights) if several else 0
         most = self.held
         gathering.left -= 1
@@ -472,21 +476,21 @@ class _Coordinator:
         return most
 
     def _release(self, i: int) -> None:
-        if i in self.there:
-            self.there.discard(i)
+        if i in self.gathered:
+            self.gathered.discard(i)
             self.available -= self.weights[i].numel
             self.held -= self.sizes[i]
 
 
 class _Gathering:
-    """Parameters that are on their way together."""
+    """One all-gather of several parameters."""
 
     __slots__ = ("copied", "left", "nbytes", "weights")
 
     def __init__(self, weights: tuple[int, ...], nbytes: int) -> None:
         self.weights, self.nbytes = weights, nbytes
         self.copied = False
-        #: Not yet asked for.
+        #: Weights not yet waited for.
         self.left = len(weights)
 
 

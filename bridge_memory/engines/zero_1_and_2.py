@@ -1,10 +1,10 @@
-"""DeepSpeed's ZeRO-1 and 2: weights whole and flat on every rank, fp32 main parameters and optimizer states of a
+"""DeepSpeed's ZeRO-1 and 2: unsharded flat weights on every rank, fp32 main parameters and optimizer states of one
 partition of them.
 
-Stage 2 reduces gradients while backward runs: each is copied into a bucket of ``reduce_bucket_size`` elements, and once
-that is full, those of this rank's partition are copied out of it. Stage 1 keeps whole gradients to the end of backward.
-The step flattens the partition's gradients and casts them to fp32. Of the ranks the one with the largest gradients in
-its partition is meant, and they are counted from the first reduction on.
+Stage 2 reduces gradients while backward runs: each is copied into a bucket of ``reduce_bucket_size`` elements, and when
+that is full, gradients of this rank's partition are copied out of it. Stage 1 keeps unsharded gradients until the end
+of backward. The step flattens the partition's gradients and casts them to fp32. The estimate is of the rank with the
+largest gradients in its partition, and counts them from the first reduction on.
 
 Source: deepspeed 0.19.8 ``runtime/zero/stage_1_and_2.py: DeepSpeedZeroOptimizer.__init__, setup_buckets,
 reduce_independent_p_g_buckets_and_remove_grads, reduce_ipg_grads, average_tensor, copy_grads_in_partition,
@@ -35,9 +35,9 @@ from bridge_memory.spec.layout import layout
 from bridge_memory.tapes.chain import Concurrent
 from bridge_memory.tapes.context import context_of
 
-#: Elements in multiples of which a partition starts (``nccl_start_alignment_factor``).
+#: Elements: partitions start at multiples of it (``nccl_start_alignment_factor``).
 ALIGNMENT = 2
-#: Bytes of an element in which norms are taken (``zero/utils.py: get_norm_dtype``).
+#: Bytes per element in which norms are computed (``zero/utils.py: get_norm_dtype``).
 NORM_WIDTH = 8
 
 
@@ -57,12 +57,13 @@ class ZeRO12:
         self.of_bf16_optimizer = (
             self.stage_number == 1 and half and self.accumulated_width == 4 and not self.offloads
         )
-        # ``BF16_Optimizer`` has none: the engine reduces after the last backward (``engine.py: allreduce_gradients``).
+        # ``BF16_Optimizer`` has no hooks: the engine reduces after the last backward (``engine.py:
+        # allreduce_gradients``).
         self.in_hooks = self.stage_number == 2 or (self.overlaps and not self.of_bf16_optimizer)
-        #: fp32 partition of gradients into which reductions are added.
+        #: Whether reductions are added into an fp32 partition of gradients.
         self.compact = self.accumulated_width == 4 != self.width
         communicated = DTYPE_BYTES[z.communication_data_type] if z.communication_data_type else self.width
-        #: Stage 1 has each gradient cast into one of its own, which the bucket takes (``use_grad_accum_attribute``).
+        #: Stage 1 casts each gradient into a new tensor, which goes into the bucket (``use_grad_accum_attribute``).
         self.copies = self.stage_number == 1 and self.compact and not self.of_bf16_optimizer
         self.own_width = self.accumulated_width if self.copies else self.width
         self.widths = Widths(self.own_width, communicated, self.compact)
@@ -92,23 +93,23 @@ class ZeRO12:
             host = self._host(flat, kept)
             kept = [(line, n) for line, n in kept if line.role is Role.WEIGHTS]
             gradients = 0
-        beside = self._beside(model, flat, gradients, whole, many=many)
+        by_place = self._concurrent(model, flat, gradients, whole, many=many)
         step, name = self._step(flat, gradients, self._left_to_step(model, flat))
         largest = max((p.numel for m in model.modules for p, _ in m.trained_parameters()), default=0)
         if self.offloads:
-            buffer = Line(Role.BUFFERS, State.NONE, "buffer of one gradient on its way to the host", False)
+            buffer = Line(Role.BUFFERS, State.NONE, "staging buffer of one gradient, to host memory", False)
             kept.append((buffer, rounded(largest * self.width)))
             host.append(("buffer of one gradient", rounded(largest * self.width)))
         return StageState(
             model.numel, tuple((line, n) for line, n in kept if n), in_step=step, step_name=name,
             accumulated=whole if many and not self.of_bf16_optimizer else 0,
-            concurrent=(model.engine_bytes(beside),), host=tuple(host), building=self._building(flat), saving=0,
+            concurrent=(model.engine_bytes(by_place),), host=tuple(host), building=self._building(flat), saving=0,
         )
 
     def _building(self, flat: Flat) -> int | None:
-        """Weights as they were made beside the flat ones, where there is room for both (``flatten_on_accelerator``);
-        then main parameters beside a copy in the weights' dtype, and beside zeros of their size (``initialize_
-        optimizer_states``). None where it was not read: ``BF16_Optimizer``, offloading."""
+        """The original and the flat weights together, if there is room for both (``flatten_on_accelerator``); then main
+        parameters with a copy in the weights' dtype, and with zeros of their size (``initialize_optimizer_states``).
+        None if not modelled: ``BF16_Optimizer``, offloading."""
         if self.of_bf16_optimizer or self.offloads:
             return None
         whole = rounded(flat.padded * self.width)
@@ -116,7 +117,7 @@ class ZeRO12:
         return flat.frozen_bytes + whole + max(whole, main + copied, 2 * main)
 
     def _gradients(self, flat: Flat) -> int:
-        """Those that the step starts from."""
+        """Bytes of the gradients with which the step starts."""
         if self.of_bf16_optimizer:
             return rounded(flat.padded * 4)
         return rounded(flat.partition * 4) if self.compact else rounded(flat.touched * self.width)
@@ -145,17 +146,17 @@ class ZeRO12:
         return sum(map(self._own_bytes, model.modules))
 
     def _own_bytes(self, module: Module) -> int:
-        """Of gradients in tensors of their own."""
+        """Bytes of a module's gradients in separate tensors."""
         return sum(times * rounded(p.numel * self.own_width) for p, times in module.trained_parameters())
 
     def _copied(self, module: Module) -> int:
-        """Of a gradient that is cast as it is made."""
+        """Bytes of the cast of a module's largest gradient, which is made with it."""
         largest = max((p.numel for p, _ in module.trained_parameters()), default=0)
         return rounded(largest * self.own_width) if self.copies else 0
 
     def _left_to_step(self, model: Model, flat: Flat) -> int:
-        """Cast gradients of other ranks, which nothing clears before the step, and the buckets of which they
-        are views (``copy_grads_in_partition`` clears this rank's)."""
+        """Bytes of cast gradients of other ranks' partitions, which nothing frees before the step, and of the buckets
+        of which they are views (``copy_grads_in_partition`` frees only this rank's)."""
         if not self.copies or self.offloads:
             return 0
         if not contiguous(self.run):
@@ -175,10 +176,10 @@ class ZeRO12:
 
     # ---- what moves ----
 
-    def _beside(
+    def _concurrent(
         self, model: Model, flat: Flat, gradients: int, whole: int, *, many: bool
     ) -> list[Concurrent]:  # fmt: skip
-        """Buckets, and gradients as they are made."""
+        """Buckets and gradients at every place."""
         run, z = self.run, self.run.deepspeed
         buffer_width = self.accumulated_width if self.stage_number == 1 and self.compact else self.width
         one = rounded(z.reduce_bucket_size * buffer_width) if contiguous(run) else 0
@@ -186,27 +187,28 @@ class ZeRO12:
         if not self.in_hooks:
             sizes = [self._own_bytes(m) for m in model.modules]
             made = made_before(model, [0 if many else n for n in sizes])
-            # The bucket waits for the last microbatch from the first gradient on.
-            there = bucket if many else 0
+            # The bucket stays from the first gradient to the last microbatch.
+            waits = bucket if many else 0
             stay = self.of_bf16_optimizer
-            found = [Concurrent(there, n + bucket, n + bucket, gradients=n if stay else 0) for n in made]
+            found = [Concurrent(waits, n + bucket, n + bucket, gradients=n if stay else 0) for n in made]
             if self.copies:
                 self._with_casts(model, found, many=many)
-            found[model.places.loss] = Concurrent(there, there, there, bucket)
+            found[model.places.loss] = Concurrent(waits, waits, waits, bucket)
             if stay:  # reduced in the dtype of communication (``engine.py: allreduce_bucket``)
                 width = DTYPE_BYTES[z.communication_data_type or run.precision.params_dtype]
                 copied = rounded(flat.padded * width) if width != 4 else 0
                 found[0] = found[0]._replace(least_backward=(0 if many else whole) + copied)
             else:
                 held = self._at_end(model, flat, gradients)
-                most = (0 if many else whole) + bucket + held.most - held.gone
+                most = (0 if many else whole) + bucket + held.most - held.freed
                 if most > found[0].least_backward:
-                    found[0] = found[0]._replace(least_backward=most, gone_at_least=held.gone if many else 0)
+                    found[0] = found[0]._replace(least_backward=most, freed_at_least=held.freed if many else 0)
             return found
         return self._in_hooks(model, flat, gradients, bucket)
 
     def _with_casts(self, model: Model, found: list[Concurrent], *, many: bool) -> None:
-        """Gradients are cast as they are made: those of a layer stay so, that of the embedding comes after its sum."""
+        """Each gradient is cast when it is made: those of a layer stay in that form; the embedding's follows its sum.
+        """
         for module in model.modules:
             place, copied = module.place, self._copied(module)
             held = found[place]
@@ -220,14 +222,16 @@ class ZeRO12:
                 )
 
     def _at_end(self, model: Model, flat: Flat, gradients: int) -> Held:
-        """While whole gradients, which are counted apart, are reduced after backward. Those that are moved into the
-        bucket leave their own tensors; one that is larger stays, unless it is this rank's."""
-        found = Reductions(self.run, flat, self.widths, partitioned=False, apart=True, own=gradients)
+        """Bytes while unsharded gradients, which are counted elsewhere, are reduced after backward. Gradients that are
+        copied into the bucket are freed; one larger than the bucket stays, unless it is this rank's."""
+        found = Reductions(self.run, flat, self.widths, partitioned=False, counted_elsewhere=True, own=gradients)
         reductions = found.replay(self._gradients_of(model), hooks=False).reductions
-        return max((r.held for r in reductions), key=lambda held: held.most - held.gone, default=Held())
+        return max((r.held for r in reductions), key=lambda held: held.most - held.freed, default=Held())
 
     def _gradients_of(self, model: Model) -> list[Gradient]:
-        """In the order of the model; each starts where it lies among the flat parameters (``_round_robin_reorder``)."""
+        """Gradients in the order of the model; ``start``: position among the flat parameters
+        (``_round_robin_reorder``).
+        """
         each = [
             (module.place, p.numel) for module in model.modules for p, times in module.trained_parameters()
             for _ in range(times)
@@ -238,8 +242,9 @@ class ZeRO12:
         return [Gradient(place, start, numel) for (place, numel), start in zip(each, starts, strict=True)]
 
     def flat(self, model: Model) -> Flat:
-        """Of the fullest rank: the one with most in its partition, the first, or the last, whichever has most when a
-        bucket is reduced. The order in which gradients are reduced may make it the first or the last."""
+        """The flat parameters of the rank with the most memory: of the one with the largest gradients in its partition,
+        the first and the last, the one that has most when a bucket is reduced. The order of reductions can make it the
+        first or the last."""
         dealt = self.run.deepspeed.round_robin_gradients
         found = flat_of(model, self.ranks, self.width, dealt=dealt)
         ranks = dict.fromkeys((found.fullest, 0, self.ranks - 1))
@@ -247,25 +252,25 @@ class ZeRO12:
         return max(flats, key=lambda flat: self._most_reducing(model, flat))
 
     def _most_reducing(self, model: Model, flat: Flat) -> tuple[int, int]:
-        """(what reductions in hooks leave of this rank's, summed up: those are there longest beside activations;
-        the most that reductions have)."""
+        """(sum over reductions in hooks of the bytes that stay for this rank, which are alive together with
+        activations; peak bytes of the reductions)."""
         gradients = self._gradients(flat)
         if self.of_bf16_optimizer:
             return 0, gradients
         if not self.in_hooks:
             held = self._at_end(model, flat, gradients)
-            return 0, held.most - held.gone
+            return 0, held.most - held.freed
         events = self._hooked(model, flat, gradients).reductions
-        return sum(r.held.stays for r in events), max((r.held.most - r.held.gone for r in events), default=0)
+        return sum(r.held.stays for r in events), max((r.held.most - r.held.freed for r in events), default=0)
 
     def _hooked(self, model: Model, flat: Flat, gradients: int) -> Replay:
         """Reductions during the last microbatch's backward."""
         many = accumulates(self.run)
-        #: Gradients of the partition, beyond those that are there throughout.
+        #: Gradients of the partition, if not alive throughout.
         new = gradients if self._is_fresh(many=many) or not self.compact else 0
         found = Reductions(
-            self.run, flat, self.widths, partitioned=self.stage_number == 2, apart=many and self.stage_number == 1,
-            own=new,
+            self.run, flat, self.widths, partitioned=self.stage_number == 2,
+            counted_elsewhere=many and self.stage_number == 1, own=new,
         )  # fmt: skip
         return found.replay(reversed(self._gradients_of(model)))
 
@@ -273,50 +278,50 @@ class ZeRO12:
         """Buckets, and what reductions during backward make and leave."""
         many = accumulates(self.run)
         fresh, last_alone = self._is_fresh(many=many), self.run.num_microbatches == 2
-        #: Stage 1 has its buckets from the first microbatch on.
+        #: Stage 1 allocates its buckets in the first microbatch.
         waits = bucket if many and self.stage_number == 1 else 0
         events, before = self._hooked(model, flat, gradients)
 
         def net(held: Held) -> tuple[int, int]:
-            """(bytes beside what is counted apart, and how much of that is gone). Before the last of several
-            microbatches nothing is gone."""
-            gone = held.gone if last_alone else min(held.gone, held.most)
-            return bucket + held.most - gone, gone
+            """(bytes in addition to what is counted elsewhere, how much of that is freed). Before the last of several
+            microbatches nothing is freed."""
+            freed = held.freed if last_alone else min(held.freed, held.most)
+            return bucket + held.most - freed, freed
 
         first = Held()
         found = []
         for place in reversed(range(model.number)):
             first = before.get(place, first)
-            held, gone = net(first)
+            held, freed = net(first)
             moments = [net(r.held) for r in events if r.place == place]
-            least = gone_at_least = 0
+            least = freed_at_least = 0
             if place == model.places.loss:
-                least, gone_at_least = max([(held, gone), *moments])
-                held, gone = waits, 0
-            elif place in (model.places.norm, 0):  # its one gradient comes last
-                if place == 0:  # and those that are in the bucket then are reduced
+                least, freed_at_least = max([(held, freed), *moments])
+                held, freed = waits, 0
+            elif place in (model.places.norm, 0):  # its only gradient is made last
+                if place == 0:  # then those in the bucket are reduced
                     moments += [net(r.held) for r in events if r.place == -1]
-                least, gone_at_least = max(moments, default=(0, 0))
+                least, freed_at_least = max(moments, default=(0, 0))
                 least += hidden_bytes(self.run) if least and place else 0
             else:
-                # Its own peak has a gradient that is being made already.
+                # The block's peak includes the gradient that is being made.
                 inside = [
                     net(r.held._replace(most=r.held.most - (0 if self.copies else r.trigger)))
                     for r in events if r.place == place
                 ]  # fmt: skip
                 held += max((self._copied(m) for m in model.modules if m.place == place), default=0)
-                held, gone = max([(held, gone), *inside])
-            there = first.stays if fresh else 0
-            found.append(Concurrent(waits, held, held, least, max(0, min(there, held)), gone, gone_at_least))
+                held, freed = max([(held, freed), *inside])
+            stays = first.stays if fresh else 0
+            found.append(Concurrent(waits, held, held, least, max(0, min(stays, held)), freed, freed_at_least))
         return found[::-1]
 
     def _is_fresh(self, *, many: bool) -> bool:
-        """Whether gradients of the partition are made anew by every backward pass."""
+        """Whether every backward pass allocates the gradients of the partition."""
         return not many or self.stage_number == 1
 
     def _step(self, flat: Flat, gradients: int, left: int) -> tuple[int, str]:
-        """(bytes, name) of the most that the step has beyond what is kept and the gradients of the partition; ``left``:
-        of others' gradients, which go once the norm is there (``free_grad_in_param_list``)."""
+        """(bytes, name) of the step's peak, beyond persistent model state and the gradients of the partition. ``left``:
+        bytes of other partitions' gradients, which are freed after the norm (``free_grad_in_param_list``)."""
         if self.offloads:
             return 0, "optimizer step on the host"
         part, o = flat.partition, self.run.optimizer
@@ -325,7 +330,7 @@ class ZeRO12:
             roots = {"foreach": 1, "for-loop": 2, "fused": 0}[o.torch_implementation] * rounded(part * self.state_width)
         if self.of_bf16_optimizer:  # gradients in bf16 are freed after the step
             return roots, "the optimizer's temporaries"
-        # Another dtype: flattened, then cast; else flattened alone.
+        # If the dtypes differ: flattened, then cast; else only flattened.
         cast = rounded(part * self.main_width)
         flattened = 0 if self.compact else cast + (rounded(part * self.width) if self.width != self.main_width else 0)
         norm = left + rounded(flat.largest * NORM_WIDTH)
@@ -338,13 +343,14 @@ class ZeRO12:
 
 
 def order_of(number: int, ranks: int) -> list[int]:
-    """Which parameter comes when, where they are dealt out over ``ranks`` one by one."""
+    """Positions of parameters when they are assigned to ``ranks`` round-robin."""
     return [i for rank in range(ranks) for i in range(rank, number, ranks)]
 
 
 def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False, rank: int | None = None) -> Flat:
-    """Parameters in the order of the model, which is that of the optimizer's only group; or ``dealt`` out over the
-    ranks one by one (``_round_robin_reorder``). ``rank``: the one that is meant, else the fullest."""
+    """The flat parameters in the order of the model, the order of the optimizer's only group; or assigned to the ranks
+    round-robin (``dealt``; ``_round_robin_reorder``). ``rank``: whose partition; None: the rank with the most memory.
+    """
     each = [p.numel for m in model.modules for p, times in m.trained_parameters() for _ in range(times)]
     if dealt:
         each = [each[i] for i in order_of(len(each), ranks)]
@@ -364,7 +370,7 @@ def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False, rank: 
         times * rounded(p.numel * width) for m in model.modules for parameters, times in m.frozen.rows
         for p in parameters
     )  # fmt: skip
-    # In the step a rank has its gradients, and either all of them flattened and in fp32 or the largest in fp64.
+    # In the step a rank has its gradients, and either all of them flattened in fp32 or the largest in fp64.
     flattened = partition * (4 + width if width != 4 else 4)
     fullest = rank
     if fullest is None:
@@ -373,14 +379,14 @@ def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False, rank: 
 
 
 def fullest_rank(run: RunSpec) -> int:
-    """The rank of ZeRO-1 or 2 that an estimate is of."""
+    """The data-parallel rank for which ZeRO-1 or 2 is estimated."""
     shape = layout(run.model, run.parallel).shapes(run.model)[0][0]
     model = model_of(run, chunk_units(run.model, shape, context_of(run)))
     return ZeRO12(run).flat(model).fullest
 
 
 def zero_states(run: RunSpec) -> tuple[State, ...]:
-    """States over a partition of main parameters."""
+    """Optimizer states of a partition of main parameters."""
     o = run.optimizer
     if o.optimizer == "sgd":
         return (State.MOMENTUM,) if o.sgd_momentum else ()

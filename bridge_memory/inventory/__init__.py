@@ -1,6 +1,5 @@
 """The inventory: which parameters a rank owns, what each block retains for backward, and its peaks.
 
-A block's recorder writes its forward pass on a tape (``tape``), with sizes that remember how they were worked out
-(``sizes``). ``alive`` follows the tape once, ``blocks`` puts in the numbers of a run, ``chain`` and ``stack`` compose
-blocks into chunks.
+``megatron/`` and ``torch/`` record each block's forward pass on a tape (``tapes``). ``layer`` and ``tail`` compose
+layers and what follows them from blocks; ``stack`` composes chunks (virtual stages).
 """

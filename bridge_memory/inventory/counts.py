@@ -1,4 +1,4 @@
-"""Parameters of the whole model: what Hugging Face counts, tied weights once, no padding, MTP apart."""
+"""Parameters of the whole model as Hugging Face counts them: tied weights once, no padding, MTP separately."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bridge_memory.tapes.context import BlockContext, context_of
 
 
 def model_parameters(model: ModelSpec) -> tuple[int, int]:
-    """(elements of the unsharded model, elements of all MTP depths beside it).
+    """(elements of the unsharded model, elements of all MTP depths, which the first does not include).
 
-    The first: embedding, decoder layers, final norm, output layer unless tied. Where the published count has the
-    router's expert bias in it, so has this one (in Megatron it is a buffer). The second: without the embedding and
-    output layer that the depths share. Both are kept with the model.
+    The first: embedding, decoder layers, final norm, output layer unless tied; and the router's expert bias if the
+    published count includes it (in Megatron it is a buffer). The second: without the embedding and output layer that
+    the depths share. Both are cached with the model.
     """
     known = model.parameter_counts
     if known is None:
@@ -32,7 +32,7 @@ def _numel(block: Block) -> int:
 
 
 def _whole(model: ModelSpec) -> BlockContext:
-    """A context that shards nothing and pads no vocabulary, of a megatron-core that builds the model."""
+    """A context without sharding and without padding of the vocabulary, for a megatron-core that builds the model."""
     plain = replace(model, make_vocab_size_divisible_by=0)
     length = min(128, plain.max_position_embeddings or 128)
     impl = ImplementationSpec()

@@ -1,4 +1,4 @@
-"""One entry of the layer stack, put together from its blocks, and what stands before and after the stack.
+"""One layer, composed of its blocks, and the blocks before and after the layers.
 
 Source: megatron-core ``transformer/transformer_layer.py: TransformerLayer.forward``, ``ssm/mamba_layer.py``.
 """
@@ -42,7 +42,7 @@ from bridge_memory.tapes.tape import Tensor
 def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) -> Block:
     """Parameters and cost of one decoder layer. Names are relative to ``decoder.layers.<i>.``.
 
-    ``reached``: its input has a gradient; not where everything before it is frozen.
+    ``reached``: its input has a gradient, which it does not if everything before it is frozen.
     """
     if ctx.torch_layers is not None:
         return torch_layers.layer_block(layer, ctx, reached=reached)

@@ -1,6 +1,6 @@
-"""The decoder layers of a chunk as links of its chain: as they are, recomputed, or sent to host memory.
+"""The decoder layers of a chunk as links of its chain: unchanged, recomputed, or offloaded to host memory.
 
-Full recomputation puts layers into groups that keep only their input and run forward again in backward.
+Full recomputation divides layers into groups that save only their input and run forward again in backward.
 
 Source: megatron-core ``transformer/transformer_block.py: _checkpointed_forward``.
 """
@@ -23,19 +23,19 @@ from bridge_memory.tapes.symbolic import largest
 
 
 def ignores_full_recompute(model: ModelSpec, ctx: BlockContext) -> bool:
-    """Whether the model's stack knows no full recomputation: hybrids' runs its layers one by one, whatever
-    ``recompute_granularity`` full asks for (selective recomputation works inside them)."""
+    """Whether ``recompute_granularity`` full has no effect: earlier releases run hybrid models' layers one by one in
+    any case (selective recomputation works inside them)."""
     return model.hybrid and not HYBRID_LAYERS_RECOMPUTED(ctx.impl)
 
 
 def fully_recomputed(layers: int, ctx: BlockContext, *, ignored: bool = False) -> tuple[int, int]:
-    """How many of a chunk's ``layers`` are recomputed as a whole, from the first on, and how many together."""
-    found: tuple[int, int] = (0, 1) if ignored else ctx.recompute_says(lambda rc: _fully(rc, layers))
+    """(how many of a chunk's ``layers`` are recomputed as a whole, from the first on; layers per group)."""
+    found: tuple[int, int] = (0, 1) if ignored else ctx.common_recompute(lambda rc: _fully(rc, layers))
     return found
 
 
 def recomputed_layers(layers: int, ctx: BlockContext, *, ignored: bool = False) -> Any:
-    """Of these how many; of many runs an array, where ``fully_recomputed`` asks."""
+    """How many layers are fully recomputed; an array for many runs, which ``fully_recomputed`` would divide."""
     return 0 if ignored else ctx.by_recompute(lambda rc: _fully(rc, layers)[0])
 
 
@@ -48,43 +48,43 @@ def _fully(rc: RecomputeSpec, layers: int) -> tuple[int, int]:
 
 
 def offloaded_layers(model: ModelSpec, ctx: BlockContext) -> int:
-    """How many of the first layers send what they keep to host memory: none of a hybrid's, whose stack does not ask for
-    ``cpu_offloading_num_layers`` (``transformer_block.py: TransformerBlock.__init__`` alone does)."""
+    """How many of the first layers offload their saved tensors to host memory: none in hybrid models, whose stack
+    ignores ``cpu_offloading_num_layers`` (only ``transformer_block.py: TransformerBlock.__init__`` reads it)."""
     return 0 if model.hybrid else ctx.impl.cpu_offloading_num_layers
 
 
 def reached(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> bool:
     """Whether the input of a chunk's first layer has a gradient.
 
-    That of a frozen embedding has none; but under full recomputation Megatron Bridge gives it one (``peft/recompute.py:
-    maybe_enable_recompute_inputs_grad``).
+    The output of a frozen embedding has none, except under full recomputation, where Megatron Bridge sets
+    ``requires_grad`` (``peft/recompute.py: maybe_enable_recompute_inputs_grad``).
     """
     if ctx.adapters is None or not shape.embedding:
         return True
-    full: bool = ctx.recompute_says(lambda rc: rc.granularity == "full")
+    full: bool = ctx.common_recompute(lambda rc: rc.granularity == "full")
     return full and not ignores_full_recompute(model, ctx)
 
 
 def layer_links(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[tuple[Link, int]]:
-    """The decoder layers of one chunk of ``model``, kinds in a row, as (link, how many in a row)."""
+    """The decoder layers of one chunk of ``model``, in order, as (link, how many equal ones in a row)."""
     layers, has_gradient = shape.layers, reached(model, shape, ctx)
     links: list[tuple[Link, int]] = []
     number = sum(count for _, count in layers)
     recomputed, size = fully_recomputed(number, ctx, ignored=ignores_full_recompute(model, ctx))
     for group, count in _groups(layers, recomputed, size):
         _append(links, _checkpointed(group, ctx), count)
-    away = offloaded_layers(model, ctx)
+    offloaded = offloaded_layers(model, ctx)
     at = 0
     for kind, count in layers:
         first, beyond = max(at, recomputed), at + count
         while not has_gradient and first < beyond:
-            # Nothing before the first adapter is kept, nor is it run backward.
+            # Layers before the first adapter save nothing and do not run backward.
             found = layer_block(kind, ctx, reached=False)
             _append(links, plain_link(found, Label.LAYER), 1)
             has_gradient, first = found.cost.output_reached, first + 1
-        sent = max(0, min(beyond, away) - first)
+        sent = max(0, min(beyond, offloaded) - first)
         if sent:
-            _append(links, _sent_to_host(layer_link(kind, ctx)), sent)
+            _append(links, _offloaded(layer_link(kind, ctx)), sent)
         if beyond - first - sent > 0:
             _append(links, layer_link(kind, ctx), beyond - first - sent)
         at = beyond
@@ -95,7 +95,8 @@ Group = tuple[tuple[LayerSpec, int], ...]
 
 
 def _groups(layers: Sequence[tuple[LayerSpec, int]], recomputed: int, size: int) -> Iterator[tuple[Group, int]]:
-    """The first ``recomputed`` layers in groups of ``size``, (kinds in a row, how many such groups in a row)."""
+    """The first ``recomputed`` layers in groups of ``size``, as (the group's kinds of layers, how many equal groups in
+    a row)."""
     group: list[tuple[LayerSpec, int]] = []
     filled = 0
     for kind, count in layers:
@@ -117,9 +118,9 @@ def _groups(layers: Sequence[tuple[LayerSpec, int]], recomputed: int, size: int)
 
 
 def _checkpointed(group: Group, ctx: BlockContext) -> Link:
-    """Layers recomputed together. Alive throughout backward: the kept input, and the recomputed output with its
+    """Layers recomputed together. Alive throughout backward: the saved input, and the recomputed output with its
     gradient (``random.py: CheckpointFunction.backward`` holds both)."""
-    known = ctx.evaluated.get(("recomputed", group))
+    known: Link | None = ctx.evaluated.get(("recomputed", group))
     if known is not None:
         return known
     costs = [(layer_block(kind, ctx).cost, dispatches(kind), count) for kind, count in group]
@@ -127,9 +128,10 @@ def _checkpointed(group: Group, ctx: BlockContext) -> Link:
     entry = first.input_bytes
     shards = ctx.tp if ctx.recompute.distribute_saved_activations else 1
     kept = entry // shards
-    # The first layer's saved tensors include the input unless it was sharded away or is not saved at all.
+    # The first layer's saved tensors include the input, unless only a shard of it was saved or the layer does not save
+    # it.
     concurrent = 0 if first.input_retained and shards == 1 else kept
-    residue = 2 * entry if any(routes for _, routes, _ in costs) else 0
+    carried_over = 2 * entry if any(routes for _, routes, _ in costs) else 0
     routers = sum(count for _, routes, count in costs if routes)
     forward = earlier = 0
     number = sum(count for _, _, count in costs)
@@ -138,13 +140,13 @@ def _checkpointed(group: Group, ctx: BlockContext) -> Link:
     for c, routes, count in costs:
         for k in range(count):
             if k not in (0, 1, count - 2, count - 1):
-                continue  # In a row of one kind only the ends can be the highest.
-            # What was left goes when the last of the group's routers has run.
+                continue  # of equal layers in a row only those at the ends can be the highest
+            # Bytes carried over are freed when the last of the group's routers has run.
             base = earlier + k * c.no_grad_retained + (entry if at + k else 0)
             later = routers - (k + 1 if routes else 0)
-            forward = largest(forward, base + c.no_grad_peak + (residue if later else 0))
+            forward = largest(forward, base + c.no_grad_peak + (carried_over if later else 0))
             if routes:
-                forward = largest(forward, base + c.before_landmark[3] + residue)
+                forward = largest(forward, base + c.before_landmark[3] + carried_over)
             back = c.backward_peak_held if at + k + 1 == number else c.backward_peak + out
             behind = before + k * c.retained
             for peak, what in (
@@ -158,8 +160,8 @@ def _checkpointed(group: Group, ctx: BlockContext) -> Link:
         routers -= count if routes else 0
     link = ctx.evaluated["recomputed", group] = Link(
         Label.RECOMPUTED, kept, forward, best + concurrent, best + concurrent, _recomputed_layers, name,
-        more=(((Part.RECOMPUTED_INPUT, Provenance.FORMULA), kept),), residue=residue, residue_gradient=residue // 2,
-        layers=number,
+        more=(((Part.RECOMPUTED_INPUT, Provenance.FORMULA), kept),), carried_over=carried_over,
+        carried_over_gradient=carried_over // 2, layers=number,
     )
     return link
 
@@ -177,28 +179,29 @@ def _nothing() -> str:
 
 
 def layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
-    """A layer as it is, or with parts of it recomputed.
+    """A layer without full recomputation.
 
-    What is recomputed before a router stays when it is done: the dispatcher's probabilities are an attribute, and
-    their graph leads back to the checkpoint's input, which has its gradient (``token_dispatcher.py: self.probs``,
-    ``random.py: CheckpointFunction.backward``). The next forward replaces them.
+    If a recomputed region includes the router, its input and that input's gradient are carried over to the next
+    forward: the dispatcher's probabilities are an attribute, and their graph leads back to the checkpoint's input
+    (``token_dispatcher.py: self.probs``, ``random.py: CheckpointFunction.backward``). The next forward replaces them.
     """
-    known = ctx.evaluated.get(("link", layer))
+    known: Link | None = ctx.evaluated.get(("link", layer))
     if known is not None:
         return known
     found = layer_block(layer, ctx)
     link = plain_link(found, Label.LAYER)
     if dispatches(layer) and ctx.recomputes("moe"):
-        link = with_residue(link, found.cost, 2 * ctx.tokens_sp * ctx.hidden_size * ctx.act)
+        link = with_carried_over(link, found.cost, 2 * ctx.tokens_sp * ctx.hidden_size * ctx.act)
     ctx.evaluated["link", layer] = link
     return link
 
 
-def with_residue(link: Link, cost: BlockCost, residue: int) -> Link:
-    """A link that finds ``residue`` bytes of its last backward where its router has not run yet, and leaves as many."""
-    forward, backward, held, _ = (peak + residue for peak in cost.before_landmark)
+def with_carried_over(link: Link, cost: BlockCost, carried_over: int) -> Link:
+    """The link with ``carried_over`` bytes of its last backward, alive until its router has run, and as many left by
+    its next backward."""
+    forward, backward, held, _ = (peak + carried_over for peak in cost.before_landmark)
     return link._replace(
-        residue=residue, forward_peak=largest(link.forward_peak, forward),
+        carried_over=carried_over, forward_peak=largest(link.forward_peak, forward),
         backward_peak=largest(link.backward_peak, backward),
         backward_peak_held=largest(link.backward_peak_held, held), routed_peak=0,
     )
@@ -208,8 +211,8 @@ def dispatches(layer: LayerSpec) -> bool:
     return isinstance(layer.ffn, MoESpec)
 
 
-def _sent_to_host(link: Link) -> Link:
-    """A layer whose saved tensors are in host memory between its passes (TE ``cpu_offload.py``)."""
+def _offloaded(link: Link) -> Link:
+    """A layer whose saved tensors are offloaded to host memory (TE ``cpu_offload.py``)."""
     return link._replace(label=Label.OFFLOADED, retained=0, cost=None, more=(), offloaded=0)
 
 

@@ -1,11 +1,11 @@
 """Gradients of a weight that one chunk uses more than once.
 
-The embedding's weight serves the embedding, every MTP depth and, tied, the output layer; an untied output layer's
-weight serves the main loss and those of the MTP depths. A table of learned positions serves the embedding and every
-depth. Autograd hands a weight its gradient when all uses have
-given theirs. Until then the sum so far waits: with tied embeddings on one stage, through the whole backward pass.
+The embedding's weight is used by the embedding, every MTP depth and, if tied, the output layer; an untied output
+layer's weight by the main loss and the losses of MTP depths; a table of learned positions by the embedding and every
+depth. Autograd accumulates the gradient of a weight when all uses have contributed. Until then the partial sum stays:
+with tied embeddings on one stage, throughout the backward pass.
 
-Source: PyTorch ``torch/csrc/autograd/input_buffer.cpp: accumulate`` (in place where nobody else holds the first),
+Source: PyTorch ``torch/csrc/autograd/input_buffer.cpp: accumulate`` (in place if the first has no other reference),
 megatron-core ``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``,
 ``models/gpt/gpt_model.py: shared_embedding_or_output_weight``.
 """
@@ -24,15 +24,15 @@ from bridge_memory.tapes.symbolic import largest
 
 
 class PendingGradients(NamedTuple):
-    """Around the backward of one block, in bytes."""
+    """Gradients of shared weights during the backward of one block, in bytes."""
 
-    #: Gradients of weights that wait for those of other uses.
+    #: Partial sums that wait for other uses.
     before: int = 0
-    #: This use's own gradient.
+    #: The gradient that this use makes.
     own: int = 0
-    #: The tensor of the sum, where it is neither of the two it is of.
+    #: The sum, if it is a third tensor.
     total: int = 0
-    #: Of positions, at the embedding: what waits and its own, with the gradient of the embeddings that both are of.
+    #: At the embedding, of learned positions: the partial sum, this use's gradient, and the gradient of the embeddings.
     positions: int = 0
 
     @property
@@ -40,19 +40,19 @@ class PendingGradients(NamedTuple):
         return self.before + self.own + self.total
 
 
-#: Of a block whose weights no other block of its chunk uses.
+#: For a block that shares no weight with another block of its chunk.
 NOTHING_WAITS = PendingGradients()
 
 
 def pending_gradients(
     blocks: Sequence[Label], ctx: BlockContext, *, tied: bool, positions: int | None = 0
 ) -> list[PendingGradients]:
-    """For each of ``blocks``, by label and in forward order.
+    """The pending gradients of each of ``blocks``, given by label in forward order.
 
-    ``tied``: their output layers use the embedding's weight. The embedding's gradient is a dense [V / t, h]. So is the
-    output layer's; but where the GEMM adds into the main gradient, a stand-in that Transformer Engine keeps for good
-    takes its place (``Recorder.weight_grad``), which a sum may not be written over. ``positions``: rows of a table of
-    learned ones (``embedding.learned_positions``), whose gradient is dense too.
+    ``tied``: output layers use the embedding's weight. The gradients of embedding and output layer are dense, [V / t,
+    h]. If the GEMM adds into the main gradient, the output layer's is a dummy gradient that Transformer Engine keeps
+    for good (``Recorder.weight_grad``), so that a sum needs another tensor. ``positions``: rows of a table of learned
+    positions (``embedding.learned_positions``), whose gradient is dense too.
     """
     shape = (divide(ctx.padded_vocab, ctx.tp, "padded vocab_size", "tensor_model_parallel_size"), ctx.hidden_size)
     dense = shape[0] * shape[1] * ctx.act
@@ -68,7 +68,7 @@ def pending_gradients(
         if _embeds(label, ctx):
             uses_of_positions -= 1
             if label is Label.EMBEDDING and positions_wait:
-                # It has both before it makes the words' gradient, and then neither.
+                # Both gradients of positions are summed and accumulated before the words' gradient is made.
                 before -= positions_wait
                 at_positions = before + 2 * positions_wait + ctx.tokens * ctx.hidden_size * ctx.act
             positions_wait = of_positions if uses_of_positions else 0
@@ -89,13 +89,13 @@ def pending_gradients(
 
 
 def shares_weights(blocks: Sequence[Label], ctx: BlockContext, *, tied: bool) -> bool:
-    """Whether two of ``blocks`` use one weight; nothing waits where none do. ``tied`` as in ``pending_gradients``."""
+    """Whether two of ``blocks`` use the same weight; else no gradient waits. ``tied`` as in ``pending_gradients``."""
     weights = [name for label in blocks if (name := _weight(label, ctx, tied=tied))]
     return len(set(weights)) < len(weights)
 
 
 def with_pending(link: Link, pending: PendingGradients) -> Link:
-    """A link whose backward finds gradients of weights waiting, to which the embedding adds its own at its end."""
+    """The link with partial sums alive during its backward; the embedding adds its gradient to them at its end."""
     if not pending.before and not pending.total and not pending.positions:
         return link
     summed = largest(pending.at_the_sum, pending.positions) if link.label is Label.EMBEDDING else 0
@@ -103,13 +103,13 @@ def with_pending(link: Link, pending: PendingGradients) -> Link:
 
 
 def _embeds(label: Label, ctx: BlockContext) -> bool:
-    """Whether the block looks up words (and learned positions, where there are any) and its backward gives them a
-    gradient; a depth without a backward gives none."""
+    """Whether the block looks up words (and learned positions, if any) and its backward makes their gradients; a depth
+    without a backward makes none."""
     return label is Label.EMBEDDING or (label is Label.MTP and not ctx.mtp_without_gradients)
 
 
 def _weight(label: Label, ctx: BlockContext, *, tied: bool) -> str:
-    """The weight to which the block's backward gives a gradient that others may wait for."""
+    """The shared weight of which the block's backward makes a gradient; "" if none."""
     if _embeds(label, ctx) or (label is Label.LOSS and tied):
         return "embedding"
     return "output" if label is Label.LOSS else ""

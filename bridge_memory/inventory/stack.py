@@ -1,4 +1,4 @@
-"""A chunk of the pipeline: embedding, decoder layers and what follows them, composed from the blocks' costs.
+"""A chunk (virtual stage) of the pipeline: embedding, decoder layers and what follows them, composed of blocks.
 
 Source: megatron-core ``models/gpt/gpt_model.py``.
 """
@@ -9,22 +9,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Part, Provenance
-from bridge_memory.inventory.deferred import calls, of_one_call
+from bridge_memory.inventory.deferred import bytes_per_call, calls
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import layer_links, reached
 from bridge_memory.inventory.megatron.embedding import learned_positions
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
 from bridge_memory.inventory.tail import (
     final_norm_name,
+    has_own_output_weight,
     holds_final_norm,
     received_states,
     tail_blocks,
     tail_links,
-    untied_here,
 )
 from bridge_memory.inventory.torch.chain import torch_chunk
-from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
-from bridge_memory.spec.layout import ChunkShape, StageShape, layout
+from bridge_memory.spec import LayerSpec, ModelSpec
+from bridge_memory.spec.layout import ChunkShape, StageShape
 from bridge_memory.tapes.chain import (
     ChunkInventory,
     EngineBytes,
@@ -35,7 +35,7 @@ from bridge_memory.tapes.chain import (
     plain_link,
     with_engine,
 )
-from bridge_memory.tapes.context import BlockContext, context_of
+from bridge_memory.tapes.context import BlockContext
 from bridge_memory.tapes.parameters import Parameter, ParameterList, Repeated, Use
 from bridge_memory.tapes.recorder import Scratch
 from bridge_memory.tapes.symbolic import largest
@@ -44,16 +44,16 @@ from bridge_memory.tapes.symbolic import largest
 def stage_inventories(
     model: ModelSpec, shapes: StageShape, ctx: BlockContext, concurrent: Sequence[EngineBytes] = ()
 ) -> list[ChunkInventory]:
-    """Every chunk of a stage; ``concurrent``: what a data-parallel engine holds beside the links of each."""
-    last = straight_into_backward(shapes)
+    """Every chunk of a stage; ``concurrent``: bytes that a data-parallel engine holds during the links of each."""
+    last = chunk_before_its_backward(shapes)
     return [
         chunk_inventory(model, shape, ctx, i == last, concurrent[i] if concurrent else None)
         for i, shape in enumerate(shapes)
     ]
 
 
-def straight_into_backward(shapes: StageShape) -> int:
-    """The chunk after whose forward its own backward follows: the last with layers or MTP of the last stage, or -1."""
+def chunk_before_its_backward(shapes: StageShape) -> int:
+    """The chunk whose backward follows its own forward: on the last stage the last with layers or MTP; else -1."""
     if not shapes[-1].output:
         return -1
     return max((i for i, c in enumerate(shapes) if c.layers or c.num_depths), default=0)
@@ -65,8 +65,8 @@ def chunk_inventory(
 ) -> ChunkInventory:  # fmt: skip
     """Retained bytes and peaks of one chunk for one microbatch.
 
-    ``backward_next``: no other chunk of the rank runs between its forward and its backward. ``concurrent``: what a
-    data-parallel engine holds beside each link.
+    ``backward_next``: no other chunk of the rank runs between its forward and its backward. ``concurrent``: bytes that
+    a data-parallel engine holds during each link.
     """
     if ctx.torch_layers is not None:
         return torch_chunk(model, shape, ctx, concurrent)
@@ -75,7 +75,7 @@ def chunk_inventory(
         links.append((plain_link(embedding_block(model, ctx), Label.EMBEDDING), 1))
     links += layer_links(model, shape, ctx)
     if model.per_layer_vocab_size:
-        # The gradient of the embeddings of all layers, to which each layer adds.
+        # The gradient of all layers' embeddings, to which each layer adds.
         summed = model.layers[0].all_layers_width * ctx.tokens_sp * ctx.act
         links = [(link if link.label is Label.EMBEDDING else link.with_gradients(summed), n) for link, n in links]
     tied = model.share_embeddings_and_output_weights and (shape.embedding or bool(shape.num_depths))
@@ -91,24 +91,24 @@ def chunk_inventory(
         return compose([(_passed_on(ctx.hidden_bytes), 1)], ctx.hidden_bytes)
     alone = not (shape.layers or shape.embedding or model.hybrid)
     if alone and not holds_final_norm(model, shape, ctx):
-        # Depths and losses take the copy.
+        # Depths and losses get a copy of what was received.
         links.insert(0, (_passed_on(received_states(model, shape) * ctx.hidden_bytes), 1))
     if not reached(model, shape, ctx):
-        # Held to the end likewise, where the first layer keeps nothing of it.
+        # A variable holds the input until the end, though the first layer does not save it.
         held = [0 if link.label is Label.EMBEDDING else ctx.hidden_bytes for link, _ in links]
         links = [
             (link._replace(forward_peak=link.forward_peak + more), count)
             for (link, count), more in zip(links, held, strict=True)
         ]
     if shape.output and ctx.impl.distillation != "none":
-        # The teacher has run: its logits are there until the loss, which counts them itself.
+        # The teacher has run: its logits stay until the loss, which counts them itself.
         theirs = ctx.tokens * (ctx.padded_vocab // ctx.tp) * ctx.act
         links = [
             (link._replace(forward_peak=link.forward_peak + theirs), count) for link, count in links[:-1]
         ] + links[-1:]
     if shape.output and ctx.impl.defer_embedding_wgrad_compute and not ctx.impl.wgrad_deferral_limit:
-        # Those of the running microbatch, once its losses have run backward.
-        waiting = calls(model) * of_one_call(ctx)
+        # Deferred weight gradients of this microbatch, once its losses have run backward.
+        waiting = calls(model) * bytes_per_call(ctx)
         links = [
             (link if link.label is Label.LOSS else link.with_gradients(waiting), count) for link, count in links
         ]
@@ -117,7 +117,7 @@ def chunk_inventory(
     else:
         _with_last_input(links, ctx)
     if backward_next:
-        # The last offloading group of each name stays (``should_bulk_offload``).
+        # The last offloading group of each name stays on the GPU (``should_bulk_offload``).
         last = max((i for i, (link, _) in enumerate(links) if link.offloaded), default=None)
         if last is not None:
             change_last_of(links, last, links[last][0].kept_on_gpu())
@@ -128,9 +128,9 @@ def chunk_inventory(
 
 
 def _passed_on(hidden_bytes: int) -> Link:
-    """A chunk without layers: it sends a copy of what it received (``transformer_block.py: TransformerBlock.forward``),
-    which the schedule keeps (``schedules.py``: input_tensors). The gradient that comes is copied for its input; both
-    inputs and the last one's gradient are there when the next comes."""
+    """A chunk without layers: it sends a copy of its input (``transformer_block.py: TransformerBlock.forward``), and
+    the schedule keeps the input (``schedules.py``: input_tensors). The received gradient is copied for the input; both
+    inputs and the last one's gradient are alive when the next is received."""
     return Link(
         Label.PASSED_ON, hidden_bytes, 3 * hidden_bytes, 2 * hidden_bytes, 3 * hidden_bytes,
         lambda: "copy of what was received", lambda: "gradient of what was received",
@@ -139,12 +139,12 @@ def _passed_on(hidden_bytes: int) -> Link:
 
 
 def _with_first_input(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:
-    """``gpt_model.py: GPTModel.forward`` holds decoder_input, of which the first layers keep a shard where recomputed
-    layers share their inputs out: it is there beside all that follows them.
+    """``gpt_model.py: GPTModel.forward`` holds decoder_input. With ``distribute_saved_activations`` the first
+    recomputed layers save only a shard of it, so that it is additional during everything after them.
 
-    Where decoder_input is a view (the embeddings transposed, of one sequence), the decoder's input is another tensor
-    over its storage (``core/utils.py: make_viewless_tensor``); else it is the one whose storage becomes the shard
-    (``tensor_parallel/random.py: CheckpointFunction.forward``).
+    If decoder_input is a view (the transposed embeddings of one sequence), the decoder's input is another tensor with
+    the same storage (``core/utils.py: make_viewless_tensor``). Else it is the tensor whose storage is replaced by the
+    shard (``tensor_parallel/random.py: CheckpointFunction.forward``).
     """
     shared_out = len(links) > 1 and links[1][0].label is Label.RECOMPUTED
     if not (ctx.recompute.distribute_saved_activations and shared_out):
@@ -159,9 +159,8 @@ def _with_first_input(links: list[tuple[Link, int]], ctx: BlockContext) -> list[
 
 
 def _with_last_input(links: list[tuple[Link, int]], ctx: BlockContext) -> None:
-    """The input that another stage sent last, and its gradient, are there until the last router has run: the graph of
-    the dispatcher's probabilities ends in the node that accumulates the gradient (``token_dispatcher.py: self.probs``).
-    """
+    """The last received input and its gradient stay until the last router has run: the graph of the dispatcher's
+    probabilities ends in the node that accumulates the gradient (``token_dispatcher.py: self.probs``)."""
     last = max((i for i, (link, _) in enumerate(links) if link.routed_peak), default=None)
     if last is not None:
         link, _ = links[last]
@@ -173,7 +172,7 @@ def _with_last_input(links: list[tuple[Link, int]], ctx: BlockContext) -> None:
 
 
 class Unit(NamedTuple):
-    """Blocks of one kind in a chunk: what an engine lays out, and may gather, together."""
+    """Equal blocks of a chunk, of which an engine lays out, and may gather, the parameters together."""
 
     label: Label
     #: Prefix of the names; ``{}`` stands for the number of the layer or depth.
@@ -193,7 +192,7 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
     if shape.embedding or shape.num_depths:
         parameters = embedding_block(model, ctx).parameters
         if shape.embedding and model.encoders and ctx.torch_layers is None:
-            parameters = _beside_encoders(parameters, model, ctx)
+            parameters = _with_encoders(parameters, model, ctx)
         units.append(Unit(Label.EMBEDDING, "", parameters))
     for kind, count in shape.layers:
         units.append(Unit(Label.LAYER, prefix, layer_block(kind, ctx).parameters, count, kind))
@@ -205,17 +204,17 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
         depth = mtp_block(model.mtp_layer, ctx).parameters
         units.append(Unit(Label.MTP, "mtp.layers.{}.", depth, depths, model.mtp_layer))
     if shape.output:
-        output = output_block(model.output_bias, untied_here(model, shape), ctx, softcapped=model.softcapped_logits)
+        own = has_own_output_weight(model, shape)
+        output = output_block(model.output_bias, own, ctx, softcapped=model.softcapped_logits)
         units.append(Unit(Label.LOSS, "", output.parameters))
     return units
 
 
-def _beside_encoders(embedding: ParameterList, model: ModelSpec, ctx: BlockContext) -> ParameterList:
-    """The embedding's parameters and those of towers, each of which counts as one: they are on the first stage as the
-    embedding is, and stay in the dtype of the parameters (Megatron Bridge ``models/*_vl/modeling_*.py``: pre_process).
-    """
+def _with_encoders(embedding: ParameterList, model: ModelSpec, ctx: BlockContext) -> ParameterList:
+    """The embedding's parameters and those of modality encoders, one parameter for each encoder: they are on the first
+    stage, as the embedding is, and are not quantized (Megatron Bridge ``models/*_vl/modeling_*.py``: pre_process)."""
     key = ("encoders", embedding, model.encoders)
-    known: Any = ctx.evaluated.get(key)
+    known: ParameterList | None = ctx.evaluated.get(key)
     if known is None:
         held = [
             Parameter(encoder.name, (encoder.parameters - encoder.sharded + encoder.sharded // ctx.tp,), use=Use.ROUTER)
@@ -226,7 +225,7 @@ def _beside_encoders(embedding: ParameterList, model: ModelSpec, ctx: BlockConte
 
 
 def named_parameters(units: Sequence[Unit]) -> Iterator[Parameter]:
-    """Every parameter of one chunk on one rank, named as megatron-core's ``named_parameters`` names it."""
+    """Every parameter of one chunk on one rank, with its name in megatron-core's ``named_parameters``."""
     layer = 0
     for unit in units:
         first = layer if unit.label is Label.LAYER else 0
@@ -235,18 +234,11 @@ def named_parameters(units: Sequence[Unit]) -> Iterator[Parameter]:
         layer += unit.times if unit.label is Label.LAYER else 0
 
 
-def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
-    """Parameters of every chunk of pipeline stage ``stage``, chunk by chunk."""
-    ctx = context_of(run)
-    shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
-    return [list(named_parameters(chunk_units(run.model, shape, ctx))) for shape in shapes]
-
-
 def chunk_scratch(
     model: ModelSpec, shape: ChunkShape, ctx: BlockContext
 ) -> dict[tuple[Scratch, tuple[int, ...]], int]:
-    """Lasting scratch of a chunk, bytes by kind and shape; chunks of the same kinds of layers and ends share the
-    answer."""
+    """Persistent scratch of a chunk: bytes by kind and shape. Cached for chunks with the same kinds of layers and the
+    same blocks before and after them."""
     kinds = tuple([kind for kind, _ in shape.layers])
     key = ("scratch", kinds, shape.output, shape.embedding, shape.num_depths, shape.last_layer)
     known: Any = ctx.evaluated.get(key)
@@ -254,11 +246,12 @@ def chunk_scratch(
         blocks = [layer_block(kind, ctx) for kind in kinds] + [tail for tail, _ in tail_blocks(model, shape, ctx)]
         lists = [block.persistent for block in dict.fromkeys(blocks)]
         known = ctx.evaluated[key] = _largest(lists) if ctx.many is None else merged(lists)
-    return known
+    found: dict[tuple[Scratch, tuple[int, ...]], int] = known
+    return found
 
 
 def merged(lists: Sequence[Any]) -> tuple[Any, ...]:
-    """Requests of many runs, each once: which are of one shape is another question for each run."""
+    """All requests of many runs, each once; which of them have equal shapes may differ between runs."""
     return tuple(dict.fromkeys(request for requests in lists for request in requests))
 
 
@@ -279,7 +272,7 @@ def _largest(
 def stage_scratch(
     chunks: Sequence[dict[tuple[Scratch, tuple[int, ...]], int]], ctx: BlockContext
 ) -> dict[Scratch, int]:
-    """Lasting scratch of a stage by kind, in bytes; of one kind and shape the largest request wins."""
+    """Persistent scratch of a stage: bytes by kind. Of requests with one kind and shape only the largest counts."""
     distinct = {id(chunk): chunk for chunk in chunks}
     key = ("stage scratch", *distinct)
     known = ctx.evaluated.get(key)

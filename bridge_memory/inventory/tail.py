@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bridge_memory.inventory.layer import final_norm_block, mtp_block, output_block
-from bridge_memory.inventory.layer_links import dispatches, layer_link, with_residue
+from bridge_memory.inventory.layer_links import dispatches, layer_link, with_carried_over
 from bridge_memory.inventory.megatron.embedding import learned_positions
 from bridge_memory.inventory.shared_weights import PendingGradients, with_pending
 from bridge_memory.releases import (
@@ -28,17 +28,17 @@ from bridge_memory.tapes.symbolic import largest
 
 
 def tail_blocks(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[tuple[Block, Label]]:
-    """What follows the decoder layers: final norm, MTP depths, their losses and the main one."""
+    """The blocks after the decoder layers: final norm, MTP depths, their losses and the main loss."""
     tail: list[tuple[Block, Label]] = []
     if holds_final_norm(model, shape, ctx):
         tail.append((final_norm_block(final_norm_name(model), ctx), Label.FINAL_NORM))
-    own, positions = untied_here(model, shape), learned_positions(model)
+    own, positions = has_own_output_weight(model, shape), learned_positions(model)
     outside = mtp_loss_is_outside(ctx)
     for n in range(1, shape.num_depths + 1):
         assert model.mtp_layer is not None
         waits = positions != 0 and n == shape.num_depths and (shape.embedding or n > 1)
         tail.append((mtp_block(model.mtp_layer, ctx, positions, waits=waits), Label.MTP))
-        if not outside:  # its input is the next depth's, which counts it
+        if not outside:  # its input is also the next depth's, which counts it
             counted = n < shape.num_depths
             tail.append((output_block(model.output_bias, own, ctx, counted, model.softcapped_logits), Label.LOSS))
     if shape.output:
@@ -46,7 +46,7 @@ def tail_blocks(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
         counted = bool(shape.num_depths) and not outside
         loss = output_block(model.output_bias, own, ctx, counted, model.softcapped_logits)
         tail += [(loss, Label.LOSS)] * (losses - 1)
-        if ctx.impl.distillation != "none":  # of the main head alone, which comes last
+        if ctx.impl.distillation != "none":  # only for the main head, which is the last
             loss = output_block(model.output_bias, own, ctx, counted, model.softcapped_logits, distilled=True)
         tail.append((loss, Label.LOSS))
     return tail
@@ -56,7 +56,9 @@ def tail_links(
     tail: Sequence[tuple[Block, Label]], model: ModelSpec, shape: ChunkShape, ctx: BlockContext,
     pending: Sequence[PendingGradients],
 ) -> list[tuple[Link, int]]:  # fmt: skip
-    """``tail_blocks`` as links of the chunk's chain; ``pending``: what the backward of each finds."""
+    """``tail_blocks`` as links of the chunk's chain; ``pending``: weight gradients that wait during the backward of
+    each.
+    """
     losses = of_all = sum(label is Label.LOSS for _, label in tail)
     depths = shape.num_depths
     links: list[tuple[Link, int]] = []
@@ -64,9 +66,9 @@ def tail_links(
         link = plain_link(found, label)
         if label is Label.MTP:
             depths -= 1
-            link = _mtp_with_residue(link, found.cost, model, ctx)
+            link = _mtp_with_carried_over(link, found.cost, model, ctx)
             if not shape.output:
-                # The gradient of its output is a part of that of all that is sent, which the schedule holds.
+                # The gradient of its output is a view of the gradient of all that is sent, which the schedule holds.
                 own = hidden_states_bytes(ctx)
                 link = link if depths else link._replace(backward_peak=link.backward_peak_held - own)
             elif mtp_loss_is_outside(ctx):
@@ -74,7 +76,7 @@ def tail_links(
                 link = _with_joined_states(link, model, number, shape.num_depths, ctx)
         elif label is Label.LOSS:
             if ctx.adapters is not None and mtp_loss_is_outside(ctx):
-                # A variable holds the hidden states of all depths joined, of which frozen output layers keep nothing.
+                # A variable holds the concatenated hidden states of all depths; frozen output layers do not save them.
                 link = link._replace(forward_peak=link.forward_peak + (of_all - 1) * hidden_states_bytes(ctx))
             losses -= 1
             if losses:
@@ -86,43 +88,45 @@ def tail_links(
     if shape.num_depths and not shape.output:
         links.append((_joined(shape.num_depths, ctx), 1))
     if shape.output and model.mtp_layer is not None and mtp_loss_is_outside(ctx) and not MTP_LOGITS_FREED(ctx.impl):
-        # A variable of ``_postprocess`` keeps an MTP depth's logits while the main loss is made.
+        # A variable of ``_postprocess`` holds an MTP depth's logits while the main loss is made.
         loss, _ = links[-1]
         links[-1] = (loss._replace(forward_peak=loss.forward_peak + mtp_logits_bytes(ctx)), 1)
     return links
 
 
-def _mtp_with_residue(link: Link, cost: BlockCost, model: ModelSpec, ctx: BlockContext) -> Link:
-    """As ``layer_link``. A recomputed depth has two inputs, the hidden states and the embedding of the next tokens;
-    what it left is gone before its backward, with its own forward pass."""
+def _mtp_with_carried_over(link: Link, cost: BlockCost, model: ModelSpec, ctx: BlockContext) -> Link:
+    """As ``layer_link``. A recomputed depth has two inputs, the hidden states and the embedding of the next tokens; the
+    bytes carried over from its last backward are freed in its forward pass, before its backward."""
     if model.mtp_layer is None or not dispatches(model.mtp_layer):
         return link
     if ctx.mtp_without_gradients:
         return link
     if ctx.mtp_recomputed:
-        residue = 4 * ctx.hidden_bytes
-        forward = largest(link.forward_peak, cost.before_landmark_forward + residue)
-        return link._replace(residue=residue, forward_peak=forward, routed_peak=0)
-    residue = layer_link(model.mtp_layer, ctx).residue
-    return with_residue(link, cost, residue) if residue else link
+        carried_over = 4 * ctx.hidden_bytes
+        forward = largest(link.forward_peak, cost.before_landmark_forward + carried_over)
+        return link._replace(carried_over=carried_over, forward_peak=forward, routed_peak=0)
+    carried_over = layer_link(model.mtp_layer, ctx).carried_over
+    return with_carried_over(link, cost, carried_over) if carried_over else link
 
 
 def _with_held_states(link: Link, states: int, ctx: BlockContext) -> Link:
-    """A link beside hidden states that variables alone hold, since depths that run forward alone save none: beside a
-    depth those of the decoder and of the depths before but its own input (``MultiTokenPredictionBlock.forward``:
-    ``hidden_states_list``), beside a loss the decoder's (``gpt_model.py: GPTModel.forward``)."""
+    """The link with hidden states that only variables hold, since depths without a backward save none. During a depth:
+    those of the decoder and of earlier depths except its own input (``MultiTokenPredictionBlock.forward``:
+    ``hidden_states_list``). During a loss: the decoder's (``gpt_model.py: GPTModel.forward``)."""
     return link._replace(forward_peak=link.forward_peak + states * ctx.hidden_bytes)
 
 
 def _with_joined_states(link: Link, model: ModelSpec, number: int, depths: int, ctx: BlockContext) -> Link:
-    """MTP depth ``number`` of so many, whose backward runs while the gradient of all hidden states joined,
-    [(1 + depths) T_sp, h], waits as that of the first of them, of which it is a part. So is the gradient of the last
-    depth's output. The first depth adds its own to it, in another tensor, before the embedding's gradient is made."""
+    """MTP depth ``number`` of ``depths``. Its backward runs while the gradient of the concatenated hidden states,
+    [(1 + depths) T_sp, h], is kept alive by a view: the gradient of the first of them. The gradient of the last depth's
+    output is a view of it too. The first depth adds its input's gradient to that view, in a new tensor, before the
+    embedding's gradient is made."""
     assert model.mtp_layer is not None
     hidden, alone, until_then = hidden_states_bytes(ctx), 0, link
     if number == 1:
         found = mtp_block(model.mtp_layer, ctx, learned_positions(model), tables=False)
-        alone, until_then = link.backward_peak, _mtp_with_residue(plain_link(found, Label.MTP), found.cost, model, ctx)
+        alone = link.backward_peak
+        until_then = _mtp_with_carried_over(plain_link(found, Label.MTP), found.cost, model, ctx)
     peak = until_then.backward_peak + (1 + depths) * hidden
     if number == depths:
         peak = until_then.backward_peak_held + depths * hidden
@@ -131,9 +135,9 @@ def _with_joined_states(link: Link, model: ModelSpec, number: int, depths: int, 
 
 
 def _joined(depths: int, ctx: BlockContext) -> Link:
-    """Hidden states of the decoder and of so many depths joined, to be sent to the stage of the losses
-    (``multi_token_prediction.py: MultiTokenPredictionBlock.forward``); nobody else keeps the last depth's. Backward
-    they are parts of the gradient that comes."""
+    """Concatenates the hidden states of the decoder and of ``depths``, to be sent to the stage with the losses
+    (``multi_token_prediction.py: MultiTokenPredictionBlock.forward``); nothing else keeps the last depth's alive. In
+    backward their gradients are views of the received gradient."""
     hidden = hidden_states_bytes(ctx)
     whole = (1 + depths) * hidden
     return Link(
@@ -143,14 +147,14 @@ def _joined(depths: int, ctx: BlockContext) -> Link:
 
 
 def received_states(model: ModelSpec, shape: ChunkShape) -> int:
-    """How many hidden states a chunk without layers receives: of every depth too where the losses alone are here."""
+    """How many hidden states a chunk without layers receives: if it has only the losses, those of every depth too."""
     return 1 + model.mtp_num_layers if shape.output and not shape.num_depths and not shape.last_layer else 1
 
 
 def _before_losses(link: Link, others: int, ctx: BlockContext, waiting: PendingGradients, *, first: bool) -> Link:
-    """A loss whose backward finds what ``others`` after it left: gradients of their hidden states, and the tensor of
-    all hidden states while a loss before it keeps a part. Where each loss follows its depth, the depth after it gave
-    its input's gradient, and that input, which the depth counted, is there for the loss still."""
+    """A loss, with what the ``others`` after it leave alive during its backward: gradients of their hidden states, and
+    the tensor of all hidden states while an earlier loss holds a view of it. If each loss follows its depth, it is the
+    gradient of the next depth's input, and that input itself, which the depth counts and the loss still holds."""
     hidden = hidden_states_bytes(ctx)
     joined = mtp_loss_is_outside(ctx)
     before_a_depth = others > 1 and not joined
@@ -168,35 +172,36 @@ def hidden_states_bytes(ctx: BlockContext) -> int:
 
 
 def mtp_loss_is_outside(ctx: BlockContext) -> bool:
-    """Whether the depths' losses follow after all depths, and keep a copy of their inputs."""
+    """Whether the depths' losses run after all depths, and save a copy of their inputs."""
     return MTP_LOSS_OUTSIDE(ctx.impl)
 
 
 def mtp_logits_bytes(ctx: BlockContext) -> int:
-    """Logits of one MTP depth in the compute dtype, [T, V / t], where they are not kept for backward anyway."""
+    """Bytes of the logits of one MTP depth in the compute dtype, [T, V / t]; 0 if they are saved for backward anyway.
+    """
     kept = {"linear": True, "te": not LOSS_GRADIENT_IN_FP32(ctx.impl)}
     if ctx.impl.cross_entropy_loss_fusion and kept.get(ctx.impl.cross_entropy_fusion_impl, False):
         return 0
-    if not ctx.impl.cross_entropy_loss_fusion and ctx.act == 4:  # nothing is cast: the loss keeps the logits themselves
+    if not ctx.impl.cross_entropy_loss_fusion and ctx.act == 4:  # without a cast the loss saves the logits themselves
         return 0
     return ctx.tokens * ctx.padded_vocab // ctx.tp * ctx.act
 
 
 def final_norm_name(model: ModelSpec) -> str:
-    """MambaModel calls it final_norm (``ssm/mamba_block.py``)."""
+    """Name of the final norm; MambaModel calls it final_norm (``ssm/mamba_block.py``)."""
     return "decoder.final_norm" if model.hybrid else "decoder.final_layernorm"
 
 
 def holds_final_norm(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> bool:
-    """Whether the final norm is here: on the last stage, with MTP after the last decoder layer
+    """Whether this chunk has the final norm: the last stage, or with MTP the stage of the last decoder layer
     (``transformer_block.py: has_final_layernorm_in_this_stage``)."""
     if not (model.layers and model.mtp_num_layers and FINAL_NORM_AFTER_LAST_LAYER(ctx.impl)):
         return shape.output
     return shape.last_layer
 
 
-def untied_here(model: ModelSpec, shape: ChunkShape) -> bool:
-    """Whether this chunk's output layer holds a weight of its own: untied, or a tied copy away from the first stage's
-    embedding. There is one beside MTP's copy of the embedding too, which is used instead of it
-    (``gpt_model.py: GPTModel.__init__, shared_embedding_or_output_weight``)."""
+def has_own_output_weight(model: ModelSpec, shape: ChunkShape) -> bool:
+    """Whether this chunk's output layer has a weight: untied, or a tied copy on another stage than the embedding. It
+    has one even if MTP's copy of the embedding is on the same stage and used instead (``gpt_model.py:
+    GPTModel.__init__, shared_embedding_or_output_weight``)."""
     return not (model.share_embeddings_and_output_weights and shape.embedding)

@@ -1,7 +1,7 @@
-"""The training-time report: what torch.cuda says next to what was predicted, by pipeline stage.
+"""The training-time report: measured (``torch.cuda``) and predicted memory by pipeline stage.
 
-``MemoryReport`` is a Megatron Bridge callback; ``install()`` makes the report of an existing script ours. Nothing here
-raises into training, takes part in a collective, or touches the GPU beyond reading its statistics.
+``MemoryReport`` is a Megatron Bridge callback; ``install()`` adds the report to an existing script. Nothing here raises
+into training, uses a collective, or uses the GPU except to read its statistics.
 """
 
 from __future__ import annotations

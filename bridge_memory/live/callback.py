@@ -1,4 +1,4 @@
-"""``MemoryReport``, a callback of Megatron Bridge's training loop, and of loops of one's own.
+"""``MemoryReport``: a callback of Megatron Bridge's training loop, usable in any other loop.
 
     pretrain(config, forward_step, callbacks=[MemoryReport()])
 
@@ -8,8 +8,8 @@
             optimizer.step()
             report.step()
 
-The Trainer of Hugging Face has ``live/hugging_face.py``. Bridge looks its events up by name
-(``training/callbacks.py: CallbackManager.add``), so nothing of Bridge is imported here. Its exceptions would end
+For the Trainer of Hugging Face use ``live/hugging_face.py``. Bridge finds callbacks by method name
+(``training/callbacks.py: CallbackManager.add``), so nothing of Bridge is imported here. An exception would stop
 training, so every method is guarded.
 """
 
@@ -29,21 +29,41 @@ from bridge_memory.spec import RunSpec
 
 
 class MemoryReport:
-    """Prints one table of all pipeline stages when the model is built, after the first and second optimizer step, and
-    then every ``every`` steps (None: the container's ``logger.log_interval``).
+    """Prints predicted and measured memory of all pipeline stages from inside a training job.
 
-    ``path``: the JSON-lines file, None for none. ``calibration``: where residuals are kept, None for nowhere.
-    ``html``: a page that is written anew at every report, and that a browser reads again by itself; None for none.
-    ``run``: what is trained, a RunSpec or a function that gives one when the first report is due (what it raises is one
-    warning: the report then has torch's figures alone); for ``start``, ``step`` and ``end``, which are called after the
-    optimizer's steps. ``threshold``: the share of a measured figure beyond which a stage gets a line of explanation.
-    ``deadline``: seconds that rank 0 waits for the readings of the others, until two reports in a row were without
-    some of them. ``read`` takes (rank, stage) and gives a Reading.
+    It is a callback of Megatron Bridge, and a context of any other loop.
+    One table is printed when the model is built, after the first and second optimizer step, and then every ``every``
+    steps. Rank 0 prints it. Nothing in it raises into training, takes part in a collective, or synchronises the GPU.
+
+    Args:
+        path: The journal, a file of JSON lines that ``compare`` reads. None: no file is written.
+        run: What is trained, a RunSpec or a function that gives one at the first report. For ``start``, ``step`` and
+            ``end``; Bridge's events bring their own container. A function that raises costs the prediction alone.
+        every: Optimizer steps from report to report. None: the container's ``logger.log_interval``, or 100.
+        calibration: A file that keeps residuals for ``bridge-memory estimate --calibration``. None: no file.
+        html: A page of all reports, written anew at each; a browser that shows it reads it again by itself. None: no
+            page.
+        threshold: The share of a measured figure beyond which a stage gets a line of explanation.
+        deadline: Seconds that rank 0 waits for the readings of the others, until two reports in a row were without
+            some of them.
+        emit: Called with the text of every report. None: it is printed.
+        read: Called with (rank, stage); returns the Reading of this process.
+
+    Example:
+        >>> from bridge_memory import MemoryReport, ParallelSpec, RunSpec
+        >>> run = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=1))
+        >>> texts = []
+        >>> with MemoryReport(run=run, emit=texts.append) as report:
+        ...     for batch in range(2):
+        ...         report.step()  # after optimizer.step()
+        >>> len(texts)  # when built, after step 1, after step 2
+        3
+        >>> bridge = MemoryReport("runs/7/memory_report.jsonl")  # pretrain(cfg, forward_step, callbacks=[bridge])
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = "memory_report.jsonl",
+        path: str | os.PathLike[str] | None = None,
         *,
         run: RunSpec | Callable[[], RunSpec] | None = None,
         every: int | None = None,
@@ -57,12 +77,12 @@ class MemoryReport:
         self._reporter = Reporter(
             path, calibration_path=calibration, html=html, threshold=threshold, deadline=deadline, emit=emit, read=read
         )
-        #: Steps from report to report; None: as the container says, or 100.
+        #: Steps between reports; None: the container's interval, or 100.
         self.every = every
         self._run = run
         self._optimizer_steps = 0
         self._config: Any = None
-        self._watch = oom.Watch(self._tell_out_of_memory)
+        self._watch = oom.Watch(self._report_out_of_memory)
 
     # ---- Bridge's events ----
 
@@ -88,11 +108,11 @@ class MemoryReport:
         self._watch.stop()
         self._reporter.finish()
 
-    # ---- a loop of one's own ----
+    # ---- any other loop ----
 
     @never_raises
     def start(self) -> None:
-        """The model and the optimizer are built; no step is done."""
+        """Call once the model and the optimizer are built, before the first step."""
         self._config = self._run_given()
         self._optimizer_steps = 0
         self._watch.start()
@@ -100,7 +120,7 @@ class MemoryReport:
 
     @never_raises
     def step(self) -> None:
-        """An optimizer step is done, on this rank and so on all of them."""
+        """Call after every optimizer step, on every rank."""
         self._optimizer_steps += 1
         moment = self._moment(self._optimizer_steps, self.every or 100)
         if moment is not None:
@@ -110,8 +130,13 @@ class MemoryReport:
 
     @never_raises
     def end(self) -> None:
+        """Training is over."""
         self._watch.stop()
         self._reporter.finish()
+
+    def write_to(self, path: str | os.PathLike[str] | None, *, html: str | os.PathLike[str] | None = None) -> None:
+        """From the next report on, write these files: the journal and the page. None: no file."""
+        self._reporter.write_to(path, html)
 
     @property
     def steps(self) -> int:
@@ -119,7 +144,7 @@ class MemoryReport:
         return self._optimizer_steps
 
     def forget(self) -> None:
-        """What is trained has changed, or is known better: the next report asks for it, and predicts, anew."""
+        """The run has changed, or is known better: the next report reads ``run`` and predicts again."""
         self._config = None
         self._reporter.forget()
 
@@ -128,17 +153,17 @@ class MemoryReport:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is None:  # what ends training is told of where it ends the process
+        if error[0] is None:  # an error that ends training is reported where it ends the process
             self.end()
 
     def _run_given(self) -> Any:
         try:
             return self._run() if callable(self._run) else self._run
         except Exception as error:
-            warn_once("reading what is trained", error)
+            warn_once("reading the run", error)
             return None
 
-    # ---- what is due ----
+    # ---- due reports ----
 
     def _moment(self, iteration: int, every: int) -> str | None:
         if self._optimizer_steps in (1, 2):
@@ -146,7 +171,7 @@ class MemoryReport:
         return STEADY if iteration % every == 0 else None
 
     def _due(self, context: Any, iteration: int) -> str | None:
-        """The same on every rank: it depends on counters and the container alone."""
+        """The due moment; the same on every rank, since it depends only on counters and the container."""
         skipped = bool(getattr(context, "skipped_iter", False))
         if self._config is None:
             self._config = context.state.cfg
@@ -157,7 +182,7 @@ class MemoryReport:
         every = self.every or getattr(getattr(self._config, "logger", None), "log_interval", None) or 100
         return STEADY if self._optimizer_steps > 2 and iteration % every == 0 else None
 
-    def _tell_out_of_memory(self, wanted: int | None) -> None:
+    def _report_out_of_memory(self, wanted: int | None) -> None:
         where = self._reporter.place(self._config)
         prediction = self._reporter.prediction(self._config)
         self._reporter.emit(oom.report(prediction, self._reporter.reading(where), wanted))

@@ -1,4 +1,4 @@
-"""One rank's reading of torch.cuda: host-side counters only, nothing is launched and nothing synchronised."""
+"""One rank's reading of torch.cuda: host-side counters only, without a kernel launch or a synchronisation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bridge_memory.calibration.records import is_figure
-from bridge_memory.live.guard import said
+from bridge_memory.live.guard import error_words
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Bytes on one rank, at one moment. Counters since the process started; none is ever reset here."""
+    """Bytes on one rank at one moment; counters since the process started, which are never reset here."""
 
     rank: int
     stage: int
@@ -21,23 +21,23 @@ class Reading:
     max_allocated: int = 0
     reserved: int = 0
     max_reserved: int = 0
-    #: The card, from cudaMemGetInfo: all processes on it.
+    #: The GPU, from cudaMemGetInfo: all of its processes.
     device_total: int = 0
     device_used: int = 0
-    #: cudaMalloc calls that failed and were repeated after the cache was emptied; and those that failed for good.
+    #: cudaMalloc calls that failed and were repeated after the cache was emptied; and those that finally failed.
     retries: int = 0
     ooms: int = 0
-    #: Why there is no reading ("" where there is one).
+    #: The error where there is no reading; else "".
     error: str = ""
 
     @property
     def outside(self) -> int:
-        """What the driver counts and torch's allocator does not hold: context, NCCL, graphs, other processes."""
+        """Memory outside of torch's allocator: context, NCCL, graphs, other processes."""
         return max(0, self.device_used - self.reserved)
 
     @property
     def headroom(self) -> int:
-        """What the card has left if this rank reaches its highest reservation again."""
+        """Free memory of the GPU if this rank reaches its highest reservation again."""
         return self.device_total - self.outside - self.max_reserved
 
     def to_json(self) -> dict[str, int | str]:
@@ -48,8 +48,8 @@ class Reading:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Reading:
-        """What ``to_json`` gave; keys that are not known are ignored. Raises TypeError where the rank is missing, or a
-        figure is no integer."""
+        """The inverse of ``to_json``; unknown keys are ignored. Raises TypeError where the rank is missing or a figure
+        is not an integer."""
         known = {key: record[key] for key in cls.__dataclass_fields__ if key in record}
         for key, value in known.items():
             if not (isinstance(value, str) if key == "error" else is_figure(value)):
@@ -77,4 +77,4 @@ def read_cuda(rank: int, stage: int) -> Reading:
             ooms=int(stats.get("num_ooms", 0)),
         )
     except Exception as error:
-        return Reading(rank=rank, stage=stage, error=said(error))
+        return Reading(rank=rank, stage=stage, error=error_words(error))

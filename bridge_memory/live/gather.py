@@ -1,10 +1,9 @@
-"""Readings of all ranks, through torch.distributed's own key-value store.
+"""Readings of all ranks, through the key-value store of torch.distributed.
 
-No collective is used, so none can be joined by some ranks only: every rank leaves its reading in the store (one
-small message, nobody waits), and one rank collects what is there until a deadline. A rank that fails leaves its
-error, a rank that is slow is listed as missing, and training never waits for either beyond the deadline, on the
-collecting rank alone. Ranks that stay away for two reports in a row are not waited for again (``Collector``,
-``Fetcher``): the callback may be on some ranks only.
+No collective is used, so the callback may run on some ranks only. Every rank puts its reading into the store (one small
+message, without waiting); one rank collects until a deadline. A failing rank leaves its error, a slow rank is listed as
+missing. Only the collecting rank ever waits, up to the deadline. Ranks missing from two reports in a row are no longer
+waited for (``Collector``, ``Fetcher``).
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from bridge_memory.calibration.records import ReportRecord
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.guard import TRIES
 
-#: Seconds the collecting rank waits for the others, who have just finished the same step.
+#: Seconds that the collecting rank waits for the others, which have just finished the same step.
 DEADLINE = 10.0
-#: Seconds between two looks at the store.
+#: Seconds between two polls of the store.
 PAUSE = 0.02
-#: Seconds it waits after ``TRIES`` reports in a row that others were missing from.
+#: Seconds that it waits after ``TRIES`` consecutive incomplete reports.
 GRACE = 0.5
-#: Ranks given up that one report looks for again: one question to the store each.
+#: Ranks no longer waited for that one report polls again, with one request to the store each.
 LOOKED_FOR = 64
 
 
 class Store(Protocol):
-    """What is used of ``torch.distributed.Store``."""
+    """The part of ``torch.distributed.Store`` that is used."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -53,7 +52,7 @@ def default_store() -> Store | None:
 
 
 class Publisher:
-    """Leaves this rank's readings in the store, and clears its own older ones away."""
+    """Puts this rank's readings into the store and deletes its older ones."""
 
     def __init__(self) -> None:
         self._left: deque[str] = deque()
@@ -64,7 +63,7 @@ class Publisher:
         store.set(key, json.dumps(reading.to_json()))
         if key not in self._left:
             self._left.append(key)
-        # The collecting rank takes part in every training step, so it is done with the report before the last one.
+        # The collecting rank takes part in every step, so it has finished the report before the last one.
         while len(self._left) > 2:
             store.delete_key(self._left.popleft())
 
@@ -72,8 +71,8 @@ class Publisher:
 def collect(
     store: Store, moment: str, ranks: Sequence[int], *, deadline: float = DEADLINE
 ) -> tuple[list[Reading], list[int]]:
-    """(readings that arrived, ranks that are missing). Waits ``deadline`` seconds in all; never raises for a
-    rank that is late or wrote nonsense."""
+    """(readings that arrived, missing ranks). Waits ``deadline`` seconds in all; never raises for a late rank or an
+    invalid reading."""
     keys = {rank: _key(moment, rank) for rank in ranks}
     arrived = sorted(_wait(store, keys, deadline))
     texts = _get_all(store, [keys[rank] for rank in arrived])
@@ -89,10 +88,10 @@ def collect(
 
 
 class Collector:
-    """``collect`` at every report of a run, with a patience that ends.
+    """``collect`` at every report of a run, with limited patience.
 
-    A report fails where a rank that it waits for is missing. After ``TRIES`` failures in a row the ranks that were
-    missing from them are given up: looked for, not waited for, until they are there again.
+    A report is incomplete where a rank that it waits for is missing. After ``TRIES`` consecutive incomplete reports the
+    missing ranks are polled but not waited for, until they are back.
     """
 
     def __init__(self) -> None:
@@ -124,7 +123,7 @@ class Collector:
         return readings + back, sorted({*missing, *gone})
 
     def _next_given_up(self) -> list[int]:
-        """Some of them, others each time."""
+        """Some of the ranks no longer waited for, in rotation."""
         some = [self._given_up[i] for i in range(min(LOOKED_FOR, len(self._given_up)))]
         self._given_up.rotate(-len(some))
         return some
@@ -146,8 +145,8 @@ def _get(store: Store, key: str) -> bytes:
 
 
 def share(store: Store, name: str, iteration: int, report: ReportRecord | None) -> None:
-    """Leave the collected report for the rank that holds the loggers, in place of the one before; None: there will be
-    none for this iteration, which that rank need not wait for."""
+    """Put the collected report into the store for the rank with the loggers, replacing the last one. None: there is
+    none for this iteration, so that rank need not wait."""
     store.set(_key(name, "table"), json.dumps({"iteration": iteration} if report is None else report.to_json()))
 
 
@@ -157,8 +156,8 @@ def fetch(store: Store, name: str, iteration: int, *, deadline: float = DEADLINE
 
 
 class Fetcher:
-    """``fetch`` at every report of a run. After ``TRIES`` in a row for which nothing came it looks and does not wait,
-    until something comes again."""
+    """``fetch`` at every report of a run. After ``TRIES`` consecutive misses it polls without waiting, until a report
+    arrives again."""
 
     def __init__(self) -> None:
         self._failures = 0
@@ -176,7 +175,7 @@ class Fetcher:
             if time.monotonic() >= end:
                 break
             time.sleep(PAUSE)
-        # Another report than was seen last: the collecting rank is at work again, so the next one is waited for.
+        # A new report: the collecting rank is active again, so the next one is waited for.
         last = None if value is None else value.get("iteration")
         again = not patient and last is not None and last != self._last
         self._failures = TRIES - 1 if again else self._failures + 1

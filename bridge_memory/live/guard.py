@@ -1,4 +1,4 @@
-"""Training goes on whatever happens to its report."""
+"""Guards: a failing report never stops training."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _warned: set[str] = set()
 
-#: Failures in a row after which a report no longer spends time on what fails.
+#: Consecutive slow failures after which a report skips the failing step.
 TRIES = 2
-#: Seconds: what fails faster than this costs nothing, and is tried again.
+#: Seconds: a failure faster than this is cheap, and the step is tried again.
 QUICK = 0.1
 
 
-def said(error: BaseException) -> str:
+def error_words(error: BaseException) -> str:
     """The error's kind and message on one line of at most 200 characters, whatever the error is."""
     try:
         text = " ".join(str(error).split())
     except Exception:
-        text = "it has no message"
+        text = "no message"
     return f"{type(error).__name__}: {text}"[:200]
 
 
@@ -33,13 +33,14 @@ def warn_once(what: str, error: BaseException) -> None:
         return
     _warned.add(what)
     try:
-        print(f"bridge-memory: {what} failed ({said(error)})", file=sys.stderr, flush=True)
-    except Exception:  # a closed stderr is no reason to stop training either
+        print(f"bridge-memory: {what} failed ({error_words(error)})", file=sys.stderr, flush=True)
+    except Exception:  # a closed stderr must not stop training either
         return
 
 
 def never_raises(function: F) -> F:
-    """An Exception inside becomes one warning, and the result None. KeyboardInterrupt and SystemExit pass."""
+    """Wrap ``function``: an Exception becomes one warning and the result None. KeyboardInterrupt and SystemExit
+    pass."""
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -53,10 +54,10 @@ def never_raises(function: F) -> F:
 
 
 class Attempts:
-    """One thing that every report does, and that may fail each time: a file, a logger, the store.
+    """A step of every report that may fail each time: a file, a logger, the store.
 
-    An Exception inside becomes one warning. After ``TRIES`` failures in a row that took their time it is left out for
-    good; what fails at once (a full disk, say) is tried at every report.
+    An Exception becomes one warning. After ``TRIES`` consecutive slow failures the step is skipped for good; a step
+    that fails quickly (a full disk, say) is tried at every report.
     """
 
     def __init__(self, what: str) -> None:
@@ -64,7 +65,7 @@ class Attempts:
         self._slow_failures = 0
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``function`` returns; None where it fails or is left out. KeyboardInterrupt and SystemExit pass."""
+        """The result of ``function``; None where it fails or is skipped. KeyboardInterrupt and SystemExit pass."""
         if self._slow_failures >= TRIES:
             return None
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""``MemoryReportCallback`` for the Trainer of Hugging Face: prediction beside torch.cuda while it trains.
+"""``MemoryReportCallback`` for the Trainer of Hugging Face: predicted and measured memory during training.
 
     trainer = Trainer(model, args, ..., callbacks=[MemoryReportCallback()])
 
@@ -7,36 +7,68 @@ This module imports transformers; nothing else of the package does.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
-from transformers import TrainerCallback
+try:
+    from transformers import TrainerCallback
+except ModuleNotFoundError as missing:
+    if missing.name != "transformers":
+        raise
+    TrainerCallback = None
 
 from bridge_memory.live.callback import MemoryReport
 from bridge_memory.live.guard import never_raises
 from bridge_memory.live.runs import run_of_trainer
 from bridge_memory.spec import RunSpec
 
+#: The journal where nobody says another place: beside the checkpoints of the run.
+JOURNAL = "{output_dir}/memory_report.jsonl"
 
-class MemoryReportCallback(TrainerCallback):  # type: ignore[misc]  # Any to mypy, which does not read transformers
-    """``MemoryReport`` in the Trainer's events; ``options`` are its own.
 
-    ``run``: what is trained, where TrainingArguments and the model do not say it (a model without a Hugging Face
-    config). ``seq_length``: tokens of a sequence; None: those of the longest batch up to the second step, from which
-    predictions are made. Training never ends by anything in here.
+class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # Any to mypy: transformers is not read
+    """Prints predicted and measured memory from inside the Trainer of Hugging Face.
+
+    It reports when training begins, after the first and second optimizer step, and then every ``logging_steps``.
+    The run is read from TrainingArguments, the model and its batches. Nothing in it raises into training.
+
+    Args:
+        path: The journal, a file of JSON lines. ``{output_dir}`` is the Trainer's ``output_dir``. None: no journal.
+        run: What is trained, where TrainingArguments and the model do not say it, as of a model without a Hugging Face
+            config.
+        seq_length: Tokens of a sequence. None: those of the longest batch up to the second step.
+        every: Optimizer steps from report to report. None: ``logging_steps``.
+        html: A page of all reports, written anew at each; ``{output_dir}`` as in ``path``. None: no page.
+        options: Further arguments of ``MemoryReport``.
+
+    Raises:
+        ImportError: transformers is not installed.
+
+    Example:
+        >>> from bridge_memory import MemoryReportCallback
+        >>> callback = MemoryReportCallback()  # Trainer(model, args, ..., callbacks=[callback])
     """
 
     def __init__(
-        self, path: Any = "memory_report.jsonl", *, run: RunSpec | None = None, seq_length: int | None = None,
-        every: int | None = None, **options: Any,
+        self, path: str | os.PathLike[str] | None = JOURNAL, *, run: RunSpec | None = None,
+        seq_length: int | None = None, every: int | None = None, html: str | os.PathLike[str] | None = None,
+        **options: Any,
     ) -> None:  # fmt: skip
+        if TrainerCallback is None:
+            raise ImportError(
+                "MemoryReportCallback is for the Trainer of transformers, which is not installed; install it: "
+                "pip install transformers",
+                name="transformers",
+            )
         self._given = run
         self._seq_length = seq_length
         self._args: Any = None
         self._model: Any = None
         self._seen: tuple[int, int] | None = None
         self._unhook: Callable[[], None] | None = None
-        self._report = MemoryReport(path, run=self._run, every=every, **options)
+        self._files = path, html
+        self._report = MemoryReport(None, run=self._run, every=every, **options)
 
     def _run(self) -> RunSpec:
         if self._given is not None:
@@ -51,36 +83,38 @@ class MemoryReportCallback(TrainerCallback):  # type: ignore[misc]  # Any to myp
         self._args, self._model = args, kwargs.get("model")
         if self._report.every is None:
             self._report.every = max(1, int(args.logging_steps)) if getattr(args, "logging_steps", 0) >= 1 else None
-        self._look_at_batches()
+        path, html = (_placed(file, args) for file in self._files)
+        self._report.write_to(path, html=html)
+        self._watch_batches()
         self._report.start()
 
     @never_raises
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._report.step()
         if self._report.steps >= 2:
-            self._look_no_more()
+            self._stop_watching()
 
     @never_raises
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._look_no_more()
+        self._stop_watching()
         self._report.end()
 
     # ---- the shape of a batch ----
 
-    def _look_at_batches(self) -> None:
-        """Note the shape of ``input_ids``, with a hook that is gone after the second step; none on a compiled model."""
+    def _watch_batches(self) -> None:
+        """Register a hook that notes the shape of ``input_ids`` until the second step; none on a compiled model."""
         if self._given is not None or self._model is None or getattr(self._args, "torch_compile", False):
             return
-        handle = self._model.register_forward_pre_hook(self._look, with_kwargs=True)
+        handle = self._model.register_forward_pre_hook(self._note_shape, with_kwargs=True)
         self._unhook = handle.remove
 
-    def _look_no_more(self) -> None:
+    def _stop_watching(self) -> None:
         unhook, self._unhook = self._unhook, None
         if unhook is not None:
             unhook()
 
     @never_raises
-    def _look(self, module: Any, args: Any, kwargs: Any) -> None:
+    def _note_shape(self, module: Any, args: Any, kwargs: Any) -> None:
         ids = kwargs.get("input_ids")
         shape: tuple[Any, ...] = getattr(args[0] if ids is None and args else ids, "shape", ())
         if len(shape) == 2 and getattr(module, "training", True):
@@ -88,3 +122,13 @@ class MemoryReportCallback(TrainerCallback):  # type: ignore[misc]  # Any to myp
             if self._seen is None or seen[0] * seen[1] > self._seen[0] * self._seen[1]:
                 self._seen = seen
                 self._report.forget()
+
+
+def _placed(file: str | os.PathLike[str] | None, args: Any) -> str | None:
+    """The file, in the Trainer's folder where its name says so; None where the Trainer has none."""
+    if file is None:
+        return None
+    name, folder = os.fspath(file), getattr(args, "output_dir", None)
+    if "{output_dir}" in name and not folder:
+        return None
+    return name.replace("{output_dir}", str(folder))

@@ -1,4 +1,4 @@
-"""The figures of a report under ``memory/...`` in whatever loggers a Megatron Bridge state has."""
+"""Writes the figures of a report as ``memory/...`` to the loggers of a Megatron Bridge state."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bridge_memory.calibration.records import StageRecord
+from bridge_memory.components import GIB
 from bridge_memory.live.guard import Attempts
 
-GIB = 1 << 30
 _FIGURES = (
     "predicted_static", "predicted_peak", "allocated", "max_allocated", "reserved", "outside", "headroom", "residual",
     "spread",
 )  # fmt: skip
-#: Of them in one chart.
+#: Those in one chart.
 _TOGETHER = ("predicted_static", "predicted_peak", "allocated", "max_allocated", "reserved")
 
 
@@ -34,7 +34,7 @@ def metrics(stages: Sequence[StageRecord]) -> dict[str, float]:
 
 
 class Loggers:
-    """The loggers of a state. One that fails does not stop the others, and is left alone in the end (``Attempts``)."""
+    """The loggers of a state. A failing one does not affect the others and is skipped in the end (``Attempts``)."""
 
     def __init__(self) -> None:
         self._attempts = {name: Attempts(name) for name in _SENDERS}
@@ -57,8 +57,8 @@ class Loggers:
 
 
 def charts(values: dict[str, float]) -> dict[str, dict[str, list[Any]]]:
-    """TensorBoard's layout of its tab "custom scalars" (``SummaryWriter.add_custom_scalars``): one chart a stage, with
-    what was predicted and what was measured in it."""
+    """TensorBoard's layout of its tab "custom scalars" (``SummaryWriter.add_custom_scalars``): one chart per stage,
+    with predicted and measured figures."""
     stages: dict[str, list[Any]] = {}
     for name in values:
         _, stage, figure = name.split("/")

@@ -1,4 +1,4 @@
-"""What this process runs on: GPU, releases, allocator. Reads what is loaded and set, imports and starts nothing."""
+"""GPU, releases and allocator settings of this process. Imports nothing and does not start CUDA."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge_memory.calibration.records import FactRecord, MachineRecord
+from bridge_memory.cards.generations import DEFAULT_GENERATION, generation_of
 from bridge_memory.readers import environment
 from bridge_memory.releases import release_in, release_words
 from bridge_memory.spec import RunSpec
-from bridge_memory.spec.gpu_names import DEFAULT_GENERATION, generation_of, taken_as_nvidia
+from bridge_memory.spec.gpus import taken_as_nvidia
 
 #: Field of ImplementationSpec -> (module, name) of a package whose releases have rules.
 _PACKAGES = {
@@ -27,7 +28,7 @@ _AS_DEFAULT = f"library workspaces as on a {DEFAULT_GENERATION.capitalize()} GPU
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A field of ImplementationSpec as it is here, for people, and where it was found."""
+    """A field of ImplementationSpec in this process: its value, in words, and its source."""
 
     value: Any
     words: str
@@ -36,14 +37,14 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``facts`` by field of ImplementationSpec; a field that is not there keeps its default, which ``notes`` say."""
+    """``facts`` by field of ImplementationSpec; a missing field keeps its default, as ``notes`` say."""
 
     facts: Mapping[str, Fact] = field(default_factory=dict)
-    #: As ``torch.cuda.get_device_name`` has it, "" where no device is in use.
+    #: ``torch.cuda.get_device_name``; "" where no device is in use.
     gpu: str = ""
-    #: Assumptions that a prediction for this machine makes.
+    #: Assumptions of a prediction for this machine.
     notes: tuple[str, ...] = ()
-    #: Fields of packages whose absence is said.
+    #: Packages whose absence is reported.
     expected: tuple[str, ...] = tuple(_PACKAGES)
 
     @classmethod
@@ -54,8 +55,8 @@ class Machine:
         modules: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Machine:
-        """The machine of this process. ``config``: a container, whose ``env_vars`` count where the process has not set
-        them (Megatron Bridge 0.6 calls them defaults of the process). Never raises: what fails is not known."""
+        """The machine of this process. ``config``: a container, whose ``env_vars`` are defaults of the process's
+        environment (Megatron Bridge 0.6). Never raises: a fact that cannot be read is left out."""
         modules = sys.modules if modules is None else modules
         environ = os.environ if environ is None else environ
         facts: dict[str, Fact] = {}
@@ -78,7 +79,7 @@ class Machine:
         return {name: fact.value for name, fact in self.facts.items()}
 
     def line(self) -> str:
-        """One line for people: what was found, and what stays the default."""
+        """One line: what was found, and what stays the default."""
         missing = [f"{words} not imported" for name, (_, words) in _PACKAGES.items()
                    if name in self.expected and name not in self.facts]
         found = [fact.words for fact in self.facts.values() if fact.words]
@@ -100,7 +101,7 @@ def _device(torch: Any, facts: dict[str, Fact], notes: list[str]) -> str:
     rocm = getattr(getattr(torch, "version", None), "hip", None)
     if rocm:
         notes.append(taken_as_nvidia(f"ROCm {rocm}", DEFAULT_GENERATION))
-    # A device that nobody has used yet is left alone: asking for its properties would start CUDA.
+    # An unused device is not queried: reading its properties would start CUDA.
     if cuda is None or not cuda.is_available() or not cuda.is_initialized():
         notes.append(f"no CUDA device is in use: {_AS_DEFAULT}")
         return ""
@@ -110,14 +111,14 @@ def _device(torch: Any, facts: dict[str, Fact], notes: list[str]) -> str:
     major, minor = cuda.get_device_capability()
     generation = generation_of((int(major), int(minor)))
     if generation is None:
-        notes.append(f"compute capability {major}.{minor} is of no generation that is known here: {_AS_DEFAULT}")
+        notes.append(f"compute capability {major}.{minor} is of an unknown generation: {_AS_DEFAULT}")
     else:
         facts["gpu_arch"] = Fact(generation, f"{generation} {major}.{minor}", DEVICE)
     return name
 
 
 def _variables(environ: Mapping[str, str], config: Any, facts: dict[str, Fact]) -> None:
-    """Settings of the environment. One that is unset is a fact too: the process runs with the library's default."""
+    """Settings of the environment. An unset variable is a fact too: the library's default applies."""
     theirs = getattr(config, "env_vars", None)
     theirs = {str(k): str(v) for k, v in theirs.items()} if isinstance(theirs, Mapping) else {}
     env = {name: value for name in environment.VARIABLES if (value := environ.get(name, theirs.get(name))) is not None}

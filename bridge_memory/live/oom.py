@@ -1,4 +1,4 @@
-"""Out of memory: the rank's predicted breakdown beside the live figures, and what would free the most."""
+"""Out of memory: the rank's live figures, its predicted breakdown, and the changes that free the most."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from bridge_memory.components import GIB
 from bridge_memory.estimation import peaks
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.guard import never_raises
@@ -14,12 +15,10 @@ from bridge_memory.live.prediction import Prediction, StagePrediction
 from bridge_memory.plan.changes import changes
 from bridge_memory.spec import RunSpec, SpecError
 
-GIB = 1 << 30
-
 
 def best_options(run: RunSpec, stage: int, most: int = 3) -> list[tuple[str, int]]:
-    """(change, bytes freed at the peak of ``stage``), the most first, of the single changes that ``whatif`` tries.
-    Where a change moves layers to other stages, its highest stage counts."""
+    """(change, bytes freed at the peak of ``stage``) of the single changes that ``whatif`` tries, largest first. Where
+    a change moves layers between stages, the highest stage counts."""
     before = peaks(run)[stage].peak_bytes
     found: dict[str, int] = {}
     for change in changes(run):
@@ -34,7 +33,7 @@ def best_options(run: RunSpec, stage: int, most: int = 3) -> list[tuple[str, int
 
 
 def report(prediction: Prediction | None, reading: Reading, wanted: int | None = None) -> str:
-    """The text shown for the rank that ran out of memory. ``wanted``: bytes of the allocation that failed."""
+    """The text for the rank that ran out of memory. ``wanted``: bytes of the failed allocation."""
     asked = "" if wanted is None else f" asking for {wanted / GIB:.2f} GiB"
     lines = [f"bridge-memory: rank {reading.rank} (pipeline stage {reading.stage}) ran out of GPU memory{asked}"]
     if reading.error:
@@ -42,7 +41,7 @@ def report(prediction: Prediction | None, reading: Reading, wanted: int | None =
     else:
         lines.append(
             f"  torch: allocated {reading.allocated / GIB:.2f}, highest {reading.max_allocated / GIB:.2f}, reserved "
-            f"{reading.reserved / GIB:.2f}; outside {reading.outside / GIB:.2f}; card {reading.device_total / GIB:.2f} "
+            f"{reading.reserved / GIB:.2f}; outside {reading.outside / GIB:.2f}; GPU {reading.device_total / GIB:.2f} "
             f"GiB; retries {reading.retries}"
         )
     if prediction is None or reading.stage >= len(prediction.stages):
@@ -60,7 +59,7 @@ def _breakdown(stage: StagePrediction) -> list[str]:
     static = stage.peak - stage.activation - stage.transient
     lines = [
         f"  predicted: peak {stage.peak / GIB:.2f} GiB = static {static / GIB:.2f} + activations "
-        f"{stage.activation / GIB:.2f} + in passing {stage.transient / GIB:.2f}"
+        f"{stage.activation / GIB:.2f} + temporaries {stage.transient / GIB:.2f}"
     ]
     for component in sorted(stage.components, key=lambda c: -c.bytes):
         if component.bytes >= stage.peak * 0.005:
@@ -75,20 +74,20 @@ def is_out_of_memory(error: BaseException | type[BaseException] | None) -> bool:
 
 
 class Watch:
-    """Calls ``tell(wanted)`` once between ``start`` and ``stop`` when an allocation fails for good; the error itself is
-    left alone. Any number of them may watch at a time.
+    """Calls ``report(wanted)`` once between ``start`` and ``stop`` when an allocation finally fails. The error itself
+    passes unchanged. Several can be active at a time.
 
-    With CUDA through torch's observer, which runs where the allocation fails; elsewhere (and where torch has no
-    observer) through ``sys.excepthook``, when an OutOfMemoryError ends the process.
+    With CUDA it uses torch's observer, called where the allocation fails; otherwise ``sys.excepthook``, when an
+    OutOfMemoryError ends the process.
     """
 
-    def __init__(self, tell: Callable[[int | None], None]) -> None:
-        self._tell = never_raises(tell)
-        self._told = False
+    def __init__(self, report: Callable[[int | None], None]) -> None:
+        self._report = never_raises(report)
+        self._reported = False
 
     def start(self) -> None:
         with _lock:
-            self._told = False
+            self._reported = False
             if self not in _watching:
                 _watching.append(self)
             _observe()
@@ -101,10 +100,10 @@ class Watch:
             if not _watching:
                 _Hook.remove()
 
-    def tell(self, wanted: int | None) -> None:
-        if not self._told:
-            self._told = True
-            self._tell(wanted)
+    def report(self, wanted: int | None) -> None:
+        if not self._reported:
+            self._reported = True
+            self._report(wanted)
 
 
 _lock = threading.RLock()
@@ -112,14 +111,14 @@ _watching: list[Watch] = []
 _observed = False
 
 
-def _tell_all(wanted: int | None) -> None:
+def _report_all(wanted: int | None) -> None:
     for watch in list(_watching):
-        watch.tell(wanted)
+        watch.report(wanted)
 
 
 class _Hook:
-    """Ours in ``sys.excepthook``, in front of the one that it found there. Where somebody has put another in front of
-    it since, it stays there and only passes errors on; the next one is then a new object, so that none calls itself."""
+    """Our ``sys.excepthook``; it calls the previous hook. If another hook was installed over it, it stays in place and
+    only passes errors on; ``put`` then installs a new object, so that no hook calls itself."""
 
     current: ClassVar[_Hook | None] = None
 
@@ -128,7 +127,7 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if is_out_of_memory(kind):
-            _tell_all(None)
+            _report_all(None)
         self._previous(kind, error, trace)
 
     @classmethod
@@ -147,7 +146,7 @@ class _Hook:
 
 @never_raises
 def _observe() -> None:
-    """torch's observer cannot be taken off again: there is one a process."""
+    """Attach torch's observer. It cannot be detached, so there is one per process."""
     global _observed
     torch: Any = sys.modules.get("torch")
     if _observed or torch is None or not torch.cuda.is_available():
@@ -155,5 +154,5 @@ def _observe() -> None:
     attach = getattr(torch._C, "_cuda_attachOutOfMemoryObserver", None)
     if attach is not None:
         # (device, bytes asked for, bytes allocated on the device, bytes free)
-        attach(lambda device, wanted, *rest: _tell_all(int(wanted)))
+        attach(lambda device, wanted, *rest: _report_all(int(wanted)))
         _observed = True

@@ -1,9 +1,9 @@
-"""``install()``: an existing training script prints our table beside its own reports, without a change to the script.
+"""``install()``: an unchanged training script prints our table next to its own reports.
 
-Patched, wherever they were imported to: ``report_theoretical_memory`` and ``report_memory`` of Megatron Bridge
+Patched in every module that imported them: ``report_theoretical_memory`` and ``report_memory`` of Megatron Bridge
 (``training/utils/theoretical_memory_utils.py``, ``train_utils.py``) and of Megatron-LM
-(``megatron/training/theoretical_memory_usage.py``, ``utils.py``). The originals are called: what they print, return
-and raise is theirs, whatever the release. The first says for which run a report is due, the second when.
+(``megatron/training/theoretical_memory_usage.py``, ``utils.py``). The originals are still called, so
+their output, results and errors stay the same. The first names the run of a report, the second triggers it.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _lock = threading.RLock()
 
 
 class Installed:
-    """The patches in place; ``uninstall()`` or the end of a ``with`` takes them out."""
+    """The active patches; ``uninstall()`` or the end of a ``with`` removes them."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
-        #: The function that was replaced and ours, and where ours was put.
+        #: Each replaced function with ours, and the patched names.
         self._replaced: list[tuple[Any, Any]] = []
         self._patched: list[str] = []
         self._active = False
-        #: What Megatron's report was given: a container, or Megatron-LM's parsed arguments; and the container of it.
+        #: The argument of Megatron's report (a container, or Megatron-LM's parsed arguments), and its container.
         self._given: Any = None
         self._config: Any = None
         self._due = False
         self._remarks = False
-        self._watch = oom.Watch(self._tell_out_of_memory)
+        self._watch = oom.Watch(self._report_out_of_memory)
 
     def __enter__(self) -> Installed:
         return self
@@ -62,12 +62,12 @@ class Installed:
 
     @property
     def patched(self) -> list[str]:
-        """ "module.function" of every place that was patched."""
+        """ "module.function" of every patched place."""
         return list(self._patched)
 
     @never_raises
     def apply(self, modules: Sequence[Any]) -> None:
-        """``modules``: those of ``_SOURCES``, None for one that is not there."""
+        """``modules``: those of ``_SOURCES``; None for a missing one."""
         makers = {"report_theoretical_memory": self._theoretical, "report_memory": self._memory}
         self._active = True
         for (_, name), module in zip(_SOURCES, modules, strict=True):
@@ -82,7 +82,8 @@ class Installed:
 
     @never_raises
     def undo(self) -> None:
-        """Modules that imported ours since get the original too; a copy that is elsewhere only calls it from now on."""
+        """Restore the originals, in modules that imported ours since too; other copies of ours only call the
+        original."""
         self._active = False
         self._watch.stop()
         for original, ours in reversed(self._replaced):
@@ -103,7 +104,7 @@ class Installed:
 
     @never_raises
     def _announce(self, given: Any, bridge: bool) -> None:
-        """A run is reported once, though Megatron's own reports stay on to the second iteration."""
+        """A run is reported once, although Megatron reports again in the second iteration."""
         if not self._active or given is None or given is self._given:
             return
         self._given, self._remarks, self._config, self._due = given, bridge, given, True
@@ -120,8 +121,8 @@ class Installed:
 
     @never_raises
     def _report(self) -> None:
-        """Every rank leaves its reading; rank 0 prints the table in the report that named the run. Ranks may call
-        this a different number of times (the logging rank does): a reading replaces the one before it."""
+        """Every rank publishes its reading; rank 0 prints the table. Ranks may call this a different number of times
+        (the logging rank does): a reading replaces the previous one."""
         if not self._active:
             return
         where = self._reporter.place(self._config)
@@ -135,24 +136,40 @@ class Installed:
             readings, missing = self._reporter.collect(store, key, reading, where)
             self._reporter.show_patched(self._config, readings, missing, where.world_size, remark=self._remarks)
 
-    def _tell_out_of_memory(self, wanted: int | None) -> None:
+    def _report_out_of_memory(self, wanted: int | None) -> None:
         where = self._reporter.place(self._config)
         prediction = self._reporter.prediction(self._config) if self._config is not None else None
         self._reporter.emit(oom.report(prediction, self._reporter.reading(where), wanted))
 
 
 def install(
-    path: str | os.PathLike[str] | None = "memory_report.jsonl",
+    path: str | os.PathLike[str] | None = None,
     *,
     html: str | os.PathLike[str] | None = None,
     deadline: float = gather.DEADLINE,
     emit: Callable[[str], None] | None = None,
     read: Callable[[int, int], Reading] = read_cuda,
 ) -> Installed:
-    """Patch this process; use as a function or in a ``with``. Every rank must do it, as every rank reports.
+    """Print the table of ``MemoryReport`` beside the memory reports of an unchanged Megatron script.
 
-    Installing twice changes nothing. What Megatron prints and returns stays as it is. What cannot be patched is left as
-    it is, with a warning.
+    ``report_theoretical_memory`` and ``report_memory`` of Megatron Bridge and of Megatron-LM are patched wherever they
+    were imported to. What they print and return stays as it is. Every rank must call this, as every rank reports.
+    Installing twice changes nothing. What cannot be patched is left as it is, with a warning.
+
+    Args:
+        path: The journal, a file of JSON lines that ``compare`` reads. None: no file is written.
+        html: A page of all reports, written anew at each. None: no page.
+        deadline: Seconds that rank 0 waits for the readings of the others.
+        emit: Called with the text of every report. None: it is printed.
+        read: Called with (rank, stage); returns the Reading of this process.
+
+    Returns:
+        The patches in place. ``uninstall()``, or the end of a ``with``, takes them out; ``patched`` lists them.
+
+    Example:
+        >>> from bridge_memory import install
+        >>> with install() as installed:
+        ...     places = installed.patched  # pretrain(...) here; without Megatron there is nothing to patch
     """
     global _installed
     # Not under the lock: a module that is being imported may itself install.
@@ -165,7 +182,12 @@ def install(
 
 
 def uninstall() -> None:
-    """Put the original functions back; nothing happens where none was replaced."""
+    """Put back the functions that ``install`` replaced; nothing happens where none was.
+
+    Example:
+        >>> from bridge_memory import uninstall
+        >>> uninstall()
+    """
     global _installed
     with _lock:
         if _installed is not None:
@@ -174,7 +196,7 @@ def uninstall() -> None:
 
 
 def _import(name: str) -> Any:
-    """The module if it is loaded or can be, None where its package is not installed or does not import."""
+    """The module, imported if needed; None where its package is not installed or does not import."""
     if name in sys.modules:
         return sys.modules[name]
     try:
@@ -186,8 +208,8 @@ def _import(name: str) -> Any:
 
 
 def _names(module: object) -> dict[str, Any]:
-    """The namespace of an entry of ``sys.modules``, which may be any object. Nothing of the module runs: lazy ones stay
-    unloaded, and their ``__getattr__`` is not asked."""
+    """The namespace of an entry of ``sys.modules``, which may be any object. No code of the module runs: lazy modules
+    stay unloaded, and ``__getattr__`` is not called."""
     try:
         names = object.__getattribute__(module, "__dict__")
     except Exception:
@@ -196,7 +218,7 @@ def _names(module: object) -> dict[str, Any]:
 
 
 def _replace(old: Any, new: Any) -> list[str]:
-    """Put ``new`` wherever a module holds ``old``, under whatever name; the places, as "module.name"."""
+    """Replace ``old`` by ``new`` in every module, under any name. Returns the places as "module.name"."""
     places = []
     for module_name, module in list(sys.modules.items()):
         names = _names(module)

@@ -1,4 +1,4 @@
-"""Where this process is in the job: rank, world, pipeline stage. Reads what is initialised, initialises nothing."""
+"""Rank, world size and pipeline stage of this process. Initialises nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Place:
 
 
 def place(stages: int) -> Place:
-    """``stages``: pipeline stages of the run, for the rank's stage where megatron-core cannot be asked."""
+    """The place of this process. ``stages``: pipeline stages of the run, used where megatron-core is not
+    initialised."""
     rank, world = _rank_and_world()
     stage = _megatron_stage()
     if stage is None:
@@ -29,7 +30,7 @@ def place(stages: int) -> Place:
 
 
 def world_size() -> int:
-    """Ranks of the job."""
+    """Number of ranks of the job."""
     return _rank_and_world()[1]
 
 

@@ -1,4 +1,4 @@
-"""What the inventory predicts for each stage at the moments at which a training run is looked at."""
+"""Predicted memory of each stage at the moments of a report."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class StagePrediction:
     activation: int
     transient: int
     peak: int
-    #: Allocated before the first step: no moments, no workspaces, nothing kept.
+    #: Allocated before the first step: without optimizer moments, workspaces and carried-over tensors.
     built: int
     components: tuple[Component, ...]
 
     def expected(self, moment: str) -> tuple[str, int]:
-        """(which of torch's figures, predicted bytes) that a report at ``moment`` is held against."""
+        """(torch's figure, predicted bytes) that a report at ``moment`` compares."""
         if moment == BUILT:
             return "allocated", self.built
         if moment == FIRST_STEP:
@@ -80,22 +80,22 @@ def _stage(s: StageEstimate) -> StagePrediction:
 
 
 def likely_component(stage: StagePrediction, residual: int, static_residual: int, spread: int) -> str:
-    """One sentence on where ``residual`` (measured minus predicted) may sit; a lead, not a proof.
+    """A likely cause of ``residual`` (measured minus predicted, bytes) in one sentence; a hint, not a proof.
 
-    ``static_residual`` is the same for what lasts between steps; ``spread`` the range over the stage's ranks.
+    ``static_residual``: the same for memory between steps; ``spread``: the range over the stage's ranks.
     """
     routed: Sequence[Component] = [c for c in stage.components if c.routed and c.role is Role.ACTIVATION]
     if routed and spread > abs(residual) / 2:
         return f"routing is uneven: ranks of the stage differ by {spread / 2**30:.2f} GiB ({routed[0].name})"
     roles: tuple[Role, ...]
     if abs(static_residual) * 2 >= abs(residual):
-        roles, where, size = STATIC_ROLES, "model state or lasting buffers", abs(static_residual)
+        roles, where, size = STATIC_ROLES, "model state or persistent buffers", abs(static_residual)
     else:
-        roles, where = (Role.ACTIVATION, Role.TRANSIENT), "activations or passing tensors"
+        roles, where = (Role.ACTIVATION, Role.TRANSIENT), "activations or temporaries"
         size = abs(residual - static_residual)
-    # A component that is there twice, or not at all, is off by its own size.
+    # A component counted twice, or not at all, is off by its own size.
     candidates = [c for c in stage.components if c.role in roles and size <= 2 * c.bytes <= 4 * size]
     if not candidates:
-        return f"in {where}, of which none has that size"
+        return f"in {where}; no component has that size"
     nearest = min(candidates, key=lambda c: abs(c.bytes - size))
-    return f"in {where}; nearest in size: {nearest.name} ({nearest.bytes / 2**30:.2f} GiB)"
+    return f"in {where}; closest in size: {nearest.name} ({nearest.bytes / 2**30:.2f} GiB)"

@@ -1,4 +1,4 @@
-"""One report: every rank leaves its reading, rank 0 makes the table, the last rank feeds the loggers."""
+"""One report: every rank publishes its reading, rank 0 makes the table, the last rank writes to the loggers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bridge_memory.calibration.residuals import versions
 from bridge_memory.files import write_whole
 from bridge_memory.live import gather, loggers
 from bridge_memory.live.cuda import Reading, read_cuda
-from bridge_memory.live.guard import Attempts, never_raises, said, warn_once
+from bridge_memory.live.guard import Attempts, error_words, never_raises, warn_once
 from bridge_memory.live.machine import Machine
 from bridge_memory.live.place import Place, place
 from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predict
@@ -29,12 +29,12 @@ from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.theoretical_memory_utils import remarks, theoretical_memory_line
 
 _serial = itertools.count()
-#: Seconds after which a browser reads the page of ``html`` again.
+#: Seconds after which a browser reloads the page of ``html``.
 REFRESH = 20
 
 
 class Reporter:
-    """What ``MemoryReport`` and ``install()`` share. Its public methods never raise."""
+    """The report of ``MemoryReport`` and ``install()``. Public methods never raise."""
 
     def __init__(
         self,
@@ -47,48 +47,52 @@ class Reporter:
         emit: Callable[[str], None] | None = None,
         read: Callable[[int, int], Reading] = read_cuda,
     ) -> None:
-        self.path = path
         self.calibration_path = calibration_path
-        self.html = html
         self.history = History()
         self.threshold = threshold
         self.deadline = deadline
         self.emit = emit or (lambda text: print(text, flush=True))
         self.read = read
-        #: Reporters are made in the same order on every rank, so this names one in the store.
+        #: Every rank creates reporters in the same order, so this name is the same on all of them.
         self.name = f"reporter{next(_serial)}"
         self.loggers = loggers.Loggers()
         self._publisher = gather.Publisher()
         self._collector = gather.Collector()
         self._fetcher = gather.Fetcher()
-        #: What a report does besides: each may fail at every report, and none keeps the others from being done.
-        self._publishing = Attempts("leaving a reading in the store")
+        #: Steps of a report; each may fail without affecting the others.
+        self._publishing = Attempts("publishing a reading")
         self._sharing = Attempts("sharing the report")
-        self._writing = Attempts(f"writing {path}")
-        self._drawing = Attempts(f"writing {html}")
+        self.write_to(path, html)
         self._calibrating = Attempts(f"writing {calibration_path}")
-        self._showing = Attempts("showing the report")
+        self._showing = Attempts("printing the report")
         self._machine: Machine | None = None
         self._prediction: Prediction | None = None
         self._predicted = False
         self._started = False
         self._line_printed = False
 
+    def write_to(self, path: str | os.PathLike[str] | None, html: str | os.PathLike[str] | None) -> None:
+        """The journal and the page, from the next report on."""
+        self.path = path
+        self.html = html
+        self._writing = Attempts(f"writing {path}")
+        self._drawing = Attempts(f"writing {html}")
+
     # ---- prediction ----
 
     def machine(self, config: Any) -> Machine:
-        """Looked at once, where it is first needed: at the first report, when the model is on its device."""
+        """Read once, at the first report, when the model is on its device."""
         if self._machine is None:
             self._machine = Machine.of_process(config)
         return self._machine
 
     def prediction(self, config: Any) -> Prediction | None:
-        """Made once, where it is first needed; None where the container cannot be estimated."""
+        """Made once, at the first report; None where the run cannot be estimated."""
         if not self._predicted:
             self._predicted = True
             try:
                 if config is None:
-                    raise SpecError("what is trained is not known; give MemoryReport a run")
+                    raise SpecError("the run is not known; give MemoryReport a run")
                 machine = self.machine(config)
                 made = predict(
                     _on_machine(config, machine) if isinstance(config, RunSpec)
@@ -100,7 +104,7 @@ class Reporter:
         return self._prediction
 
     def forget(self) -> None:
-        """Predict anew at the next report."""
+        """Predict again at the next report."""
         self._predicted, self._prediction = False, None
 
     def place(self, config: Any) -> Place:
@@ -109,11 +113,11 @@ class Reporter:
         return place(stages)
 
     def reading(self, where: Place) -> Reading:
-        """This rank's reading; whatever goes wrong in it becomes its ``error``."""
+        """This rank's reading; an exception becomes its ``error``."""
         try:
             return self.read(where.rank, where.stage)
         except Exception as error:
-            return Reading(where.rank, where.stage, error=said(error))
+            return Reading(where.rank, where.stage, error=error_words(error))
 
     # ---- the report ----
 
@@ -177,10 +181,10 @@ class Reporter:
     def show_patched(
         self, config: Any, readings: list[Reading], missing: list[int], world_size: int, *, remark: bool
     ) -> None:
-        """The table of a patched ``report_memory``, which has printed Megatron's line itself; ``remark``: it is
-        Bridge's, on which there may be something to say. Raises."""
+        """The table of a patched ``report_memory``, which prints Megatron's line itself. ``remark``: the line is
+        Bridge's, so remarks on it follow. Raises."""
         self._line_printed = True
-        # Megatron logs memory in the first step that is logged.
+        # Megatron logs memory at the first logged step.
         iteration = getattr(getattr(config, "logger", None), "log_interval", None) or 1
         moment = STEADY if iteration >= 2 else FIRST_STEP
         self._show(config, self.table(config, readings, missing, moment, iteration, world_size), None, remark=remark)
@@ -188,14 +192,14 @@ class Reporter:
     def _show(
         self, config: Any, table: ReportRecord, num_microbatches: int | None, *, remark: bool = False
     ) -> None:
-        """Files first, then what is printed: nobody may be reading that."""
+        """Write files first, then print: the printed text may have no reader."""
         first, self._started = not self._started, True
         if first:
             self._write(self._run_record(config))
         self._write(table)
         self._keep_residuals(config, table)
         if first and not self._line_printed:
-            remark = self._say_line(config, num_microbatches)
+            remark = self._print_line(config, num_microbatches)
         if remark:
             self._remark(config)
         title = f"GPU memory by pipeline stage, GiB ({table.moment}, iteration {table.iteration})"
@@ -215,8 +219,8 @@ class Reporter:
             not_modelled=prediction.not_modelled, predicted=_predicted(prediction),
         )  # fmt: skip
 
-    def _say_line(self, config: Any, num_microbatches: int | None) -> bool:
-        """Bridge's own line, for whoever parses logs; whether there is one. Loops that are not Bridge's have none."""
+    def _print_line(self, config: Any, num_microbatches: int | None) -> bool:
+        """Print Bridge's own line, for log parsers; True if there is one. Other loops have none."""
         if config is None or isinstance(config, RunSpec):
             return False
         try:
@@ -229,7 +233,7 @@ class Reporter:
         return bool(line)
 
     def _remark(self, config: Any) -> None:
-        """Where Bridge's line is not this run's memory, in a line of its own."""
+        """Print where Bridge's line differs from this run's memory."""
         try:
             found = remarks(config)
         except Exception as error:
@@ -254,17 +258,17 @@ class Reporter:
 
     @never_raises
     def finish(self) -> None:
-        """Training is over: the page is not read again."""
+        """Training is over: write the page without reloading."""
         if self.html is not None and self.history.reports:
             self._drawing(draw, self.html, self.history)
 
 
 def draw(path: str | os.PathLike[str], history: History, *, refresh: int = 0) -> None:
-    """The page beside a journal, whole or not at all. ``refresh``: seconds after which a browser reads it again. Raises
-    OSError."""
+    """Write the page of a journal, whole or not at all. ``refresh``: seconds after which a browser reloads it; 0:
+    never. Raises OSError."""
     from bridge_memory.report.page.one_file import blocks_page
 
-    under = history.under() + (f"; this page is read again every {refresh} s" if refresh else "; training is over")
+    under = history.under() + (f"; reloads every {refresh} s" if refresh else "; training is over")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, blocks_page(history.title, history.blocks(), under=under, refresh=refresh))
 
@@ -280,7 +284,7 @@ def _predicted(prediction: Prediction) -> list[PredictedStage]:
 
 
 def _on_machine(run: RunSpec, machine: Machine) -> RunSpec:
-    """``run`` with what this process has of torch and the GPU."""
+    """``run`` with this process's torch release, GPU generation and allocator settings."""
     names = ("gpu_arch", "torch", "expandable_segments", "cublas_workspace_bytes")
     found = {name: fact.value for name, fact in machine.facts.items() if name in names}
     return run.with_(implementation=replace(run.implementation, **found))

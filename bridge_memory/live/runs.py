@@ -1,12 +1,12 @@
-"""What training loops hold in their hands -> the RunSpec of a report.
+"""The RunSpec of a report from the objects of a training loop.
 
     MemoryReport(run=lambda: run_of_accelerator(accelerator, model, micro_batch_size=4, seq_length=2048))
     MemoryReport(run=lambda: run_of_deepspeed(engine, seq_length=2048))
     MemoryReport(run=lambda: run_of_torchtitan(job_config))
 
-Everything is read from the objects by the readers of the files that made them; nothing of accelerate, DeepSpeed or
-torchtitan is imported. Each raises SpecError where the run cannot be estimated, and whatever an object raises that is
-not what it seems: ``MemoryReport`` turns either into one warning.
+The objects are read by the readers of the corresponding files; accelerate, DeepSpeed and torchtitan are not imported.
+Each function raises SpecError where the run cannot be estimated, and whatever an unexpected object raises;
+``MemoryReport`` turns either into one warning.
 """
 
 from __future__ import annotations
@@ -37,22 +37,46 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 def run_of_trainer(
     args: Any, model: Any, *, seq_length: int | None = None, micro_batch_size: int | None = None
 ) -> RunSpec:
-    """``args``: a TrainingArguments; ``model``: the Trainer's. ``seq_length``, ``micro_batch_size``: of a batch that
-    was seen; None: as ``args`` say."""
+    """Read what a Trainer of Hugging Face holds as the run that it trains.
+
+    Args:
+        args: Its TrainingArguments.
+        model: Its model, wrapped or not.
+        seq_length: Tokens of a sequence. None: 4096.
+        micro_batch_size: Sequences of a batch. None: as ``args`` say.
+
+    Returns:
+        The run, on the GPUs of the job that this process is part of.
+
+    Raises:
+        SpecError: The run cannot be estimated.
+
+    Example:
+        >>> from bridge_memory import run_of_trainer
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(
+        ...     LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+        ... )
+        >>> from transformers import TrainingArguments
+        >>> args = TrainingArguments(output_dir="out", per_device_train_batch_size=4, use_cpu=True, report_to=[])
+        >>> run = run_of_trainer(args, model, seq_length=512)
+        >>> run.data_parallel.engine, run.batch.micro_batch_size
+        ('single', 4)
+    """
     spec = model_of(model)
     settings = Settings(Notes("TrainingArguments"))
-    told = _told(spec)
+    known = _known(spec)
     given = args.to_dict()
-    # What TrainingArguments made of themselves: lists of words, tables that they read from files.
+    # TrainingArguments convert some fields: words become lists, files become tables.
     given["fsdp"] = [getattr(word, "value", word) for word in given.get("fsdp") or []]
     filled = getattr(args, "hf_deepspeed_config", None)
     if filled is not None:
         given["deepspeed"] = dict(filled.config)
-    if getattr(args, "n_gpu", 1) > 1 and told.world_size == 1:
+    if getattr(args, "n_gpu", 1) > 1 and known.world_size == 1:
         raise SpecError(f"n_gpu is {args.n_gpu}: DataParallel in one process is not estimated; start it with torchrun")
     given["use_cpu"] = False
     given["dtype"] = _adapted(_inner(model), settings)
-    read_training_args(given, settings, told, _no_files)
+    read_training_args(given, settings, known, _no_files)
     if getattr(args, "world_size", 1) > 1 and settings.engine is None:
         settings.set(data_parallel__engine="ddp")
     settings.set(batch__seq_length=seq_length, batch__micro_batch_size=micro_batch_size)
@@ -62,23 +86,49 @@ def run_of_trainer(
 def run_of_accelerator(
     accelerator: Any, model: Any, *, micro_batch_size: int, seq_length: int, optimizer: Any = None
 ) -> RunSpec:
-    """``accelerator``: an ``accelerate.Accelerator``, ``model``: the Hugging Face model that it prepared."""
+    """Read what a loop with accelerate holds as the run that it trains.
+
+    Args:
+        accelerator: The ``accelerate.Accelerator``.
+        model: The Hugging Face model that it prepared.
+        micro_batch_size: Sequences of a batch of one GPU.
+        seq_length: Tokens of a sequence.
+        optimizer: The optimizer that it prepared. None: torch's AdamW.
+
+    Returns:
+        The run, on the GPUs of the job that this process is part of.
+
+    Raises:
+        SpecError: The run cannot be estimated.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> from bridge_memory import MemoryReport, run_of_accelerator
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(
+        ...     LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+        ... )
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = accelerator.prepare(model)
+        >>> run = run_of_accelerator(accelerator, model, micro_batch_size=4, seq_length=512)
+        >>> report = MemoryReport(run=run)  # with report: ... report.step()
+    """
     spec = model_of(model)
     settings = Settings(Notes("accelerate"))
-    told = _told(spec)
+    known = _known(spec)
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     precision = str(accelerator.mixed_precision)
     settings.set(batch__micro_batch_size=micro_batch_size)
     config: dict[str, Any] = {
-        "distributed_type": kind if told.world_size != 1 or kind in ("FSDP", "DEEPSPEED") else "NO",
-        "mixed_precision": precision, "num_processes": told.world_size,
+        "distributed_type": kind if known.world_size != 1 or kind in ("FSDP", "DEEPSPEED") else "NO",
+        "mixed_precision": precision, "num_processes": known.world_size,
     }  # fmt: skip
     if kind == "DEEPSPEED":
-        read_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, settings, told)
+        read_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, settings, known)
     else:
         if kind == "FSDP":
             config["fsdp_config"] = _fsdp(accelerator.state.fsdp_plugin)
-        read_accelerate(config, settings, told, _no_files)
+        read_accelerate(config, settings, known, _no_files)
     settings.accumulation = settings.accumulation or int(accelerator.gradient_accumulation_steps)
     settings.set(batch__micro_batch_size=micro_batch_size, batch__seq_length=seq_length)
     _optimizer(optimizer, settings)
@@ -86,12 +136,38 @@ def run_of_accelerator(
 
 
 def run_of_deepspeed(engine: Any, *, seq_length: int, model: Any = None) -> RunSpec:
-    """``engine``: what ``deepspeed.initialize`` returned; ``model``: the Hugging Face model, if not its module."""
+    """Read what ``deepspeed.initialize`` returned as the run that it trains.
+
+    Args:
+        engine: The DeepSpeed engine.
+        seq_length: Tokens of a sequence.
+        model: The Hugging Face model. None: the engine's module.
+
+    Returns:
+        The run, on the GPUs of the job that this process is part of.
+
+    Raises:
+        SpecError: The run cannot be estimated.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from bridge_memory import run_of_deepspeed
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(
+        ...     LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+        ... )
+        >>> engine = SimpleNamespace(  # engine, *_ = deepspeed.initialize(model=model, config=...)
+        ...     module=model,
+        ...     config={"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}},
+        ... )
+        >>> run_of_deepspeed(engine, seq_length=512).data_parallel.engine
+        'zero2'
+    """
     model = engine.module if model is None else model
     spec = model_of(model)
     settings = Settings(Notes("DeepSpeed"))
     config = getattr(engine, "config", None)
-    read_deepspeed(config if isinstance(config, Mapping) else engine._config._param_dict, settings, _told(spec))
+    read_deepspeed(config if isinstance(config, Mapping) else engine._config._param_dict, settings, _known(spec))
     settings.set(batch__seq_length=seq_length)
     if settings.get("optimizer", "optimizer") is None:
         _optimizer(getattr(engine, "basic_optimizer", None), settings)
@@ -99,7 +175,29 @@ def run_of_deepspeed(engine: Any, *, seq_length: int, model: Any = None) -> RunS
 
 
 def run_of_torchtitan(job_config: Any, model: ModelSpec | str | None = None) -> RunSpec:
-    """``job_config``: torchtitan's JobConfig; ``model``: where it names none that is known here."""
+    """Read torchtitan's JobConfig as the run that it trains.
+
+    Args:
+        job_config: The JobConfig, a dataclass.
+        model: What is trained, where ``job_config`` names no model that is known here.
+
+    Returns:
+        The run, on the GPUs of the job that this process is part of.
+
+    Raises:
+        SpecError: The run cannot be estimated, or its model is not known.
+
+    Example:
+        >>> from dataclasses import dataclass, field
+        >>> from bridge_memory import run_of_torchtitan
+        >>> @dataclass
+        ... class JobConfig:  # torchtitan.config.JobConfig
+        ...     model: dict = field(default_factory=lambda: {"name": "llama3", "flavor": "8B"})
+        ...     training: dict = field(default_factory=lambda: {"local_batch_size": 2, "seq_len": 4096})
+        ...     activation_checkpoint: dict = field(default_factory=lambda: {"mode": "none"})
+        >>> run_of_torchtitan(JobConfig()).model.name
+        'meta-llama/Llama-3.1-8B'
+    """
     settings = Settings(Notes("torchtitan"))
     table = {k: _written(v) for k, v in dataclasses.asdict(job_config).items()}
     read_torchtitan(
@@ -112,7 +210,7 @@ def run_of_torchtitan(job_config: Any, model: ModelSpec | str | None = None) -> 
 
 
 def model_of(model: Any) -> ModelSpec:
-    """The spec of a Hugging Face model, wrapped or not, by its config."""
+    """The spec of a Hugging Face model, wrapped or not, from its config. Raises SpecError."""
     for _ in range(8):
         config = getattr(model, "config", None)
         if config is not None and hasattr(config, "to_dict"):
@@ -125,12 +223,12 @@ def model_of(model: Any) -> ModelSpec:
     raise SpecError(f"model ({type(model).__name__}) has no Hugging Face config; give MemoryReport a RunSpec as run")
 
 
-def _told(spec: ModelSpec) -> Specified:
+def _known(spec: ModelSpec) -> Specified:
     import sys
 
     release = release_in(getattr(sys.modules.get("transformers"), "__version__", None))
-    told = Specified(world_size=world_size(), hidden_size=spec.hidden_size)
-    return told if release is None else dataclasses.replace(told, transformers=release)
+    known = Specified(world_size=world_size(), hidden_size=spec.hidden_size)
+    return known if release is None else dataclasses.replace(known, transformers=release)
 
 
 def _no_files(path: str) -> Mapping[str, Any]:
@@ -138,14 +236,14 @@ def _no_files(path: str) -> Mapping[str, Any]:
 
 
 def _written(value: Any) -> Any:
-    """A dataclass's fields as a TOML would have them."""
+    """The fields of a dataclass as TOML would hold them."""
     if not isinstance(value, Mapping):
         return value
     return {k: _written(v) for k, v in value.items() if v is not None}
 
 
 def _fsdp(plugin: Any) -> dict[str, Any]:
-    """A FullyShardedDataParallelPlugin as the YAML that would make it."""
+    """A FullyShardedDataParallelPlugin as its accelerate YAML."""
     def name(value: Any) -> Any:
         return getattr(value, "name", value)
 
@@ -166,7 +264,7 @@ def _fsdp(plugin: Any) -> dict[str, Any]:
     return {k: v for k, v in found.items() if v is not None}
 
 
-#: Class of an optimizer -> (spec's name, how it updates where that is not said).
+#: Class of an optimizer -> (spec's name, its implementation where that is fixed).
 _OPTIMIZERS = {
     "AdamW": ("adamw", None), "Adam": ("adam", None), "SGD": ("sgd", None), "FusedAdam": ("adamw", "fused"),
     "DeepSpeedCPUAdam": ("adamw", None), "Lion": ("lion", "fused"), "FusedLion": ("lion", "fused"),
@@ -176,12 +274,12 @@ _OPTIMIZERS = {
 
 
 def _optimizer(optimizer: Any, settings: Settings) -> None:
-    """The optimizer that runs, behind accelerate's wrapper; one that is not known leaves AdamW, which is said."""
+    """Set the optimizer behind accelerate's wrapper. An unknown one counts as AdamW, which becomes an assumption."""
     inner = getattr(optimizer, "optimizer", optimizer)
     known = _OPTIMIZERS.get(type(inner).__name__)
     if known is None:
         settings.set(optimizer__optimizer="adamw")
-        settings.notes.assume(f"torch's AdamW in place of the optimizer ({type(inner).__name__})")
+        settings.notes.assume(f"torch's AdamW instead of the optimizer ({type(inner).__name__})")
         return
     defaults = getattr(inner, "defaults", {})
     asked = "fused" if defaults.get("fused") else "for-loop" if defaults.get("foreach") is False else "foreach"
@@ -193,14 +291,14 @@ def _optimizer(optimizer: Any, settings: Settings) -> None:
 
 
 def _inner(model: Any) -> Any:
-    """The model behind what an engine wrapped it in."""
+    """The model inside an engine's wrappers."""
     while getattr(model, "module", None) is not None:
         model = model.module
     return model
 
 
 def _loaded(model: Any, settings: Settings) -> None:
-    """What the model that was built says of itself."""
+    """Set what the built model itself determines: attention, checkpointing, dtypes."""
     inner = _inner(model)
     config = getattr(inner, "config", None)
     attention = getattr(config, "_attn_implementation", None)
@@ -219,8 +317,8 @@ def _loaded(model: Any, settings: Settings) -> None:
 
 
 def _adapted(model: Any, settings: Settings) -> str | None:
-    """Read what peft and bitsandbytes made of the model. Returns torch's dtype of its own weights, those that are
-    frozen where adapters train; None where they are of several."""
+    """Read peft's adapters and bitsandbytes' quantisation. Returns the dtype of the model's own weights (frozen ones
+    where adapters train); None where there are several."""
     parameters = list(model.parameters()) if hasattr(model, "parameters") else []
     adapters = getattr(model, "peft_config", None)
     if not adapters:
@@ -230,18 +328,20 @@ def _adapted(model: Any, settings: Settings) -> str | None:
         settings.notes.refuse("peft_config", f"has {len(adapters)} adapters", "train one")
     read_peft({k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}, settings, Specified())
     own = _one_dtype(p for p in parameters if not p.requires_grad and p.is_floating_point())
-    told: Any = getattr(getattr(model, "config", None), "quantization_config", None)
-    if hasattr(told, "to_dict"):
-        told = told.to_dict()
-    if isinstance(told, Mapping) and (told.get("load_in_4bit") or told.get("load_in_8bit")):
-        four = bool(told.get("load_in_4bit"))
+    quantization: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if hasattr(quantization, "to_dict"):
+        quantization = quantization.to_dict()
+    if isinstance(quantization, Mapping) and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
+        four = bool(quantization.get("load_in_4bit"))
         settings.set(
             transformers__load_in_4bit=four or None, transformers__load_in_8bit=None if four else True,
-            transformers__bnb_4bit_use_double_quant=(bool(told.get("bnb_4bit_use_double_quant")) and four) or None,
+            transformers__bnb_4bit_use_double_quant=(
+                bool(quantization.get("bnb_4bit_use_double_quant")) and four
+            ) or None,
             transformers__prepare_model_for_kbit_training=True if own == "float32" else None,
         )
         if four:
-            compute = str(told.get("bnb_4bit_compute_dtype")).rsplit(".", 1)[-1]
+            compute = str(quantization.get("bnb_4bit_compute_dtype")).rsplit(".", 1)[-1]
             settings.set(transformers__bnb_4bit_compute_dtype=_DTYPES.get(compute))
     elif own != "float32" and _one_dtype(p for p in parameters if p.requires_grad) == own:
         settings.set(transformers__autocast_adapter_dtype=False)

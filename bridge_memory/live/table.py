@@ -1,4 +1,4 @@
-"""Readings and a prediction -> one record by stage, and its table in plain text."""
+"""Readings and a prediction as one record per stage, and as a plain-text table."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bridge_memory.calibration.records import StageRecord
+from bridge_memory.components import GIB
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
-from bridge_memory.report.gpus import Verdict, margin_bytes, verdict_of
+from bridge_memory.report.units import format_ticks, ticks
 from bridge_memory.spec.unmodelled import bounds
+from bridge_memory.verdict import Verdict, limit_of, verdict_of
 from bridge_memory.workspaces.driver import driver_bytes
-
-GIB = 1 << 30
 
 #: Residual, as a share of what was measured, beyond which a stage gets a line of explanation.
 THRESHOLD = 0.10
@@ -21,7 +21,7 @@ THRESHOLD = 0.10
 def stage_records(
     prediction: Prediction | None, readings: Sequence[Reading], moment: str
 ) -> list[StageRecord]:
-    """One record a stage. Predicted fields are None without a prediction, measured ones without a reading."""
+    """One record per stage. Predicted fields are None without a prediction, measured ones without a reading."""
     predicted = {s.stage: s for s in prediction.stages} if prediction is not None else {}
     stages = sorted(set(predicted) | {r.stage for r in readings})
     return [_record(stage, predicted.get(stage), [r for r in readings if r.stage == stage], moment) for stage in stages]
@@ -57,7 +57,7 @@ def _record(stage: int, predicted: StagePrediction | None, readings: list[Readin
 def notes(
     prediction: Prediction | None, records: Sequence[StageRecord], threshold: float = THRESHOLD
 ) -> list[str]:
-    """A line for each stage that is beyond ``threshold``, and for each rank whose reading failed."""
+    """A line for each stage whose residual exceeds ``threshold``, and for each rank whose reading failed."""
     out = []
     for record in records:
         for rank, error in record.failed.items():
@@ -75,27 +75,30 @@ def notes(
 
 
 def verdict(prediction: Prediction | None, records: Sequence[StageRecord], world_size: int) -> list[str]:
-    """One line: whether every predicted peak fits the cards that the stages run on, with the margin that estimates
-    take; by the stage with the least room. Empty where no card or no prediction is known."""
+    """One line: whether every predicted peak fits its GPU with the margin of estimates, for the stage with the least
+    free memory. Empty without a prediction or a GPU."""
     judged = []
     for record in records:
         peak, card = record.predicted_peak, record.device_total
         if prediction is not None and peak is not None and card:
             driver = driver_bytes(prediction.run) if prediction.run is not None else 0
-            margin = margin_bytes(peak, world_size, driver)
+            left = limit_of(card, world_size).headroom(peak, driver)
             word = verdict_of(bounds(peak, prediction.not_modelled), card, world_size, driver=driver)
-            judged.append((card - peak - margin, record.stage, peak, margin, card, word))
+            judged.append((left, record.stage, peak, card, word))
     if not judged:
         return []
     words = {word for *_, word in judged}
     order = (Verdict.DOES_NOT_FIT, Verdict.UNKNOWN, Verdict.FITS)
     answer = next(word for word in order if word in words)
-    left, stage, peak, margin, card, _ = min(one for one in judged if one[-1] is answer)
-    room = f"{_gib(left)} GiB left" if left >= 0 else f"{_gib(-left)} GiB too much"
-    why = "; what is not modelled decides" if answer is Verdict.UNKNOWN else ""
+    left, stage, peak, card, _ = min(one for one in judged if one[-1] is answer)
+    # The margin takes the rounding, as in an estimate's line, so that the numbers add up.
+    usable, top, free = (ticks(nbytes, "GiB") for nbytes in (card, peak, left))
+    shown = [format_ticks(number, "GiB") for number in (top, usable - top - free, usable, abs(free))]
+    room = f"{shown[3]} free" if left >= 0 else f"over by {shown[3]}"
+    why = "; features that are not modelled decide" if answer is Verdict.UNKNOWN else ""
     return [
-        f"verdict: {answer}: stage {stage} is predicted to peak at {_gib(peak)} GiB, with a margin of {_gib(margin)} "
-        f"on a card of {_gib(card)}: {room}{why}"
+        f"verdict: {answer}: predicted peak {shown[0]} (stage {stage}) + margin {shown[1]} of {shown[2]} GiB, "
+        f"{room}{why}"
     ]
 
 
@@ -112,13 +115,13 @@ def _count(value: int | None) -> str:
 
 
 def _percent(residual: int | None, measured: int | None) -> str:
-    """Of what was measured, as everywhere in this project."""
+    """Percent of the measured figure."""
     return "-" if residual is None or not measured else f"{100 * residual / measured:+.1f} %"
 
 
 _HEAD = (
     ("", "stage"), ("predicted", "static"), ("", "activ."), ("", "trans."), ("", "peak"), ("torch", "alloc"),
-    ("", "max"), ("", "reserved"), ("", "outside"), ("residual", "GiB"), ("", "%"), ("left on", "card"),
+    ("", "max"), ("", "reserved"), ("", "outside"), ("residual", "GiB"), ("", "%"), ("", "free"),
     ("worst", "rank"), ("", "spread"), ("", "retries"),
 )  # fmt: skip
 

@@ -13,10 +13,8 @@ from bridge_memory.plan.megatron.splits import NO_SPLIT, splits
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import OFFLOAD_MODULES
 from bridge_memory.spec.transformers import usable_attention
-from bridge_memory.speed.cards import card_of
-from bridge_memory.speed.hardware import HARDWARE, Hardware
-from bridge_memory.speed.megatron.step_time import not_timed, step_time
-from bridge_memory.speed.torch.step_time import TIMED, engine_time, not_timed_here
+from bridge_memory.speed.hardware import Hardware
+from bridge_memory.speed.step_time import not_timed, step_time
 
 #: Changes that stand a chance in a pair or a set: the rest frees less than the best of these alone.
 MOST_COMBINED = 12
@@ -29,7 +27,13 @@ _FP8_RECIPES = {"hopper": "tensorwise", "blackwell": "mxfp8"}
 
 
 class Change(NamedTuple):
-    """One option, changed: fields of a RunSpec (``RunSpec.with_fields``) and their new values."""
+    """One option, changed: fields of a RunSpec (``RunSpec.with_fields``) and their new values.
+
+    Example:
+        >>> from bridge_memory import Change
+        >>> Change("gradient dtype", (("grad_reduce_in_fp32", False),)).words
+        'grad_reduce_in_fp32=False'
+    """
 
     #: Changes of one kind exclude each other.
     kind: str
@@ -46,7 +50,14 @@ class Change(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What one or more changes do, in bytes and as a factor."""
+    """What one or more changes do to a run, in bytes and as a factor of time.
+
+    Example:
+        >>> from bridge_memory import RunSpec, peaks, whatif
+        >>> effect = whatif(RunSpec(model="meta-llama/Llama-3.2-1B"), gpu="H100").singles[0]
+        >>> effect.peak == max(stage.peak_bytes for stage in peaks(effect.run))
+        True
+    """
 
     changes: tuple[Change, ...]
     run: RunSpec
@@ -256,13 +267,20 @@ def _splits(run: RunSpec, pp: int, vpp: int, kind: str, **fields: Any) -> Iterat
 
 
 class WhatIf:
-    """What changes make of one run; each is applied once."""
+    """What changes do to one run. ``whatif`` makes one; each change is applied once, when it is asked for.
+
+    Example:
+        >>> from bridge_memory import RunSpec, whatif
+        >>> changes = whatif(RunSpec(model="meta-llama/Llama-3.2-1B"), gpu="H100")
+        >>> changes.pairs(3)[0].freed >= changes.singles[0].freed
+        True
+    """
 
     def __init__(self, run: RunSpec, hardware: Hardware | None = None) -> None:
         self.run, self.hardware = run, hardware
         #: Highest peak of all stages, bytes.
         self.before = max(s.peak_bytes for s in peaks(run))
-        self._seconds = _seconds(run, hardware) if hardware and not untimed(run) else 0.0
+        self._seconds = _seconds(run, hardware) if hardware and not not_timed(run) else 0.0
         self._applied: dict[tuple[Change, ...], Effect | None] = {}
 
     @cached_property
@@ -321,7 +339,7 @@ class WhatIf:
         except SpecError:
             return None
         slowdown = None
-        if self.hardware is not None and self._seconds and not untimed(changed):
+        if self.hardware is not None and self._seconds and not not_timed(changed):
             slowdown = _seconds(changed, self.hardware) / self._seconds
         return Effect(chosen, changed, peak, self.before - peak, slowdown)
 
@@ -336,15 +354,4 @@ def _sets(singles: Sequence[Effect], number: int) -> Iterator[tuple[Change, ...]
 def _seconds(run: RunSpec, hardware: Hardware) -> float:
     """Seconds a sequence: where no global batch size is given, a step's sequences vary with the sizes."""
     sequences = run.num_microbatches * run.batch.micro_batch_size * run.parallel.data_parallel_size
-    time = engine_time if run.data_parallel.engine in TIMED else step_time
-    return time(run, hardware).seconds / sequences
-
-
-def hardware_for(run: RunSpec, gpu: str) -> Hardware | None:
-    """The figures of a card as far as the run's time model has them."""
-    return card_of(gpu) if run.data_parallel.engine in TIMED else HARDWARE.get(gpu)
-
-
-def untimed(run: RunSpec) -> tuple[str, ...]:
-    """What of ``run`` moves its step time and is in no time model, by the names of its fields."""
-    return not_timed_here(run) if run.data_parallel.engine in TIMED else not_timed(run)
+    return step_time(run, hardware).seconds / sequences

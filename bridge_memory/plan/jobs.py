@@ -92,9 +92,12 @@ def _cluster(name: str, address: str) -> AbstractContextManager[Any]:
         return nullcontext()
     from distributed import Client, get_client
 
-    if not address:
+    client: AbstractContextManager[Any]
+    if address:
+        client = Client(address, timeout=10)
+    else:
         try:
-            return nullcontext(get_client())
+            client = nullcontext(get_client())
         except ValueError:  # none yet: that of DASK_SCHEDULER_ADDRESS, or one on this machine
-            return Client()
-    return Client(address, timeout=10)
+            client = Client()
+    return client

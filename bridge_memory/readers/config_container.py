@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from bridge_memory.cards.generations import DEFAULT_GENERATION
 from bridge_memory.readers.container_fields import container_part, data_parallel_size, vocabulary
 from bridge_memory.readers.container_gaps import (
     PARTS,
@@ -66,7 +67,6 @@ from bridge_memory.spec import (
     divide,
 )
 from bridge_memory.spec.dtypes import dtype_name
-from bridge_memory.spec.gpu_names import DEFAULT_GENERATION
 from bridge_memory.spec.layout_string import layout_string
 from bridge_memory.spec.parts import GRAPHED_MODULES
 from bridge_memory.spec.unmodelled import ADAPTERS, UNKNOWN_SIZE, Effect, Unmodelled
@@ -118,14 +118,47 @@ def run_from_config_container(
     name: str | None = None,
     implementation: Mapping[str, Any] | None = None,
 ) -> RunSpec:
-    """The run that ``pretrain(config, ...)`` would start.
+    """Read a ConfigContainer of Megatron Bridge as the run that ``pretrain(config, ...)`` would start.
 
-    ``world_size`` None: the container's data_parallel_size times its model-parallel sizes, else
-    ``config.world_size``, torch.distributed's, or WORLD_SIZE; refused where none is known. ``num_microbatches``
-    None: from the global batch size. ``megatron_core``, ``transformer_engine``, ``torch`` None: the releases that
-    this process has imported. ``implementation``: fields of ImplementationSpec that the machine decides; its
-    attention_backend only where the container leaves the choice. Raises SpecError naming the field that is missing or
-    wrong; what changes memory and is not modelled is listed in ``RunSpec.not_modelled``.
+    Args:
+        config: The ConfigContainer, or any object with its groups.
+        world_size: GPUs of the job. None: the container's data_parallel_size times its model-parallel sizes, else
+            ``config.world_size``, torch.distributed's, or WORLD_SIZE.
+        num_microbatches: Microbatches of a step. None: from the global batch size.
+        gpu_arch: The generation of the GPU.
+        megatron_core: The release that runs, as (major, minor). None: the one that this process has imported.
+        transformer_engine: Likewise.
+        torch: Likewise.
+        name: What results call the run.
+        implementation: Fields of ``ImplementationSpec`` that the machine decides. Its attention_backend counts only
+            where the container leaves the choice.
+
+    Returns:
+        The run. Its ``not_modelled`` lists what changes memory and is not modelled.
+
+    Raises:
+        SpecError: A field is missing or wrong, or no number of GPUs is known.
+
+    Example:
+        >>> import math
+        >>> from types import SimpleNamespace as Group
+        >>> from bridge_memory import run_from_config_container
+        >>> def silu(x):
+        ...     return x / (1 + math.exp(-x))
+        >>> config = Group(  # ConfigContainer(...), or a recipe's
+        ...     model=Group(
+        ...         num_layers=24, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16, num_query_groups=4,
+        ...         gated_linear_unit=True, activation_func=silu, add_bias_linear=False, normalization="RMSNorm",
+        ...         position_embedding_type="rope", seq_length=4096, vocab_size=32000, bf16=True,
+        ...         tensor_model_parallel_size=2,
+        ...     ),
+        ...     train=Group(micro_batch_size=1, global_batch_size=16),
+        ...     optimizer=Group(optimizer="adam", use_distributed_optimizer=True),
+        ...     ddp=Group(grad_reduce_in_fp32=True),
+        ... )
+        >>> run = run_from_config_container(config, world_size=8)
+        >>> run.parallel.data_parallel_size, run.num_microbatches
+        (4, 4)
     """
     found = implementation or {}
     running = Running(
@@ -389,7 +422,10 @@ def _refuse(config: Any, model: Any) -> None:
     """What would make every number meaningless."""
     provider_of(model)
     if _get(getattr(config, "dist", None), "use_torch_fsdp2", False):
-        raise SpecError("dist.use_torch_fsdp2 is set; PyTorch FSDP2 is not estimated, use Megatron's DDP or FSDP")
+        raise SpecError(
+            "dist.use_torch_fsdp2 is set; a container is not read as a run of PyTorch FSDP2; estimate its model with "
+            "--engine fsdp2, or set it to False for Megatron's DDP or FSDP"
+        )
 
 
 def _data_parallel(config: Any, model: Any, world_size: int | None) -> int:

@@ -117,12 +117,12 @@ def encoder_gaps(model: Any) -> Iterator[Unmodelled]:
         encoder = _at(model, path)
         if encoder is None or f"model.{path}" in counted:
             continue
-        what = f"a tower of another modality{_size(encoder)}; the text model alone is counted"
+        what = f"a modality encoder{_size(encoder)}; only the language model is counted"
         yield Unmodelled(f"model.{path}: {what}", Effect.UP, order=ENCODER)
     if not provider:
         for path in ("vision_config", "vision_transformer_config"):
             if getattr(model, path, None):
-                yield Unmodelled(f"model.{path}: the vision tower", Effect.UP, order=ENCODER)
+                yield Unmodelled(f"model.{path}: the vision encoder", Effect.UP, order=ENCODER)
 
 
 def _size(encoder: Any) -> str:

@@ -159,8 +159,8 @@ GAPS: dict[str, dict[str, Listed]] = {
             True, UP, "the whole embedding's output beside the scattered one", _divided,
             order="s b h elements, of the first stage",
         ),
-        "dist_train": Listed(None, EITHER, "towers on ranks of their own", _apart,
-                                 order="as large as the tower's weights, their states and activations"),
+        "dist_train": Listed(None, EITHER, "modality encoders on separate ranks", _apart,
+                                 order="as large as the encoder's weights, their states and activations"),
         # MiniMax-M3: frozen weights that nothing runs (models/minimax_m3: lightning_indexer_layers)
         "lightning_indexer_layers": Listed(None, UP, "the frozen weights of an indexer that is not run",
                                                order="2 h (heads + 1) width bytes for each of these layers"),
@@ -232,7 +232,7 @@ GAPS: dict[str, dict[str, Listed]] = {
 # ---------------------------------------------------------------------------------------------------------------
 
 _CALLED = "what the training loop calls, set by itself"
-_ENCODER = "the tower of another modality, which is listed where the model has one"
+_ENCODER = "the encoder of another modality, which is listed where the model has one"
 _TOKENS = "ids of tokens"
 _ROTARY = "numbers in a kernel whose tensors are the same"
 _SUPPLIED = "what a field that is read or listed was made from, or says once more"

@@ -62,12 +62,12 @@ def take_apart(config: Mapping[str, Any], name: str) -> Encoders:
     if not key and not isinstance(config.get("vision_config"), Mapping):
         return Encoders(config, "", (), ())
     text = {k: v for k, v in text.items() if k not in beside}
-    names = " and ".join(beside) or "other towers"
+    names = " and ".join(beside) or "other modality encoders"
     encoder = encoder_of(config, names, name)
     if encoder is None:
-        assumptions = [f"text tower only: the parameters and activations of {names} are left out"]
+        assumptions = [f"language model only: the parameters and activations of {names} are left out"]
     else:
-        assumptions = [f"{held_by(encoder)}, on the first stage; activations are those of the text tower only"]
+        assumptions = [f"{held_by(encoder)}, on the first stage; activations are those of the language model only"]
     if left:
         assumptions.append(f"{' and '.join(left)}: Megatron Bridge builds the thinker alone")
     if config.get("model_type") in _WITHOUT_MTP and text.pop("num_nextn_predict_layers", None):

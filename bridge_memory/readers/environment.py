@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from bridge_memory.cards.generations import since_hopper
 from bridge_memory.releases import FLASH_IS_DETERMINISTIC, Running
-from bridge_memory.spec.gpu_names import GENERATIONS
 
 #: Every variable that is read here.
 VARIABLES = (
@@ -83,7 +83,7 @@ def implementation_of(
     if domain.isascii() and domain.isdecimal() and int(domain[:9]):
         fields["moe_hybridep_ranks_per_nvlink_domain"] = int(domain[:9])
     left = attention_backend(env)
-    before_hopper = GENERATIONS[gpu_arch] < GENERATIONS["hopper"]
+    before_hopper = not since_hopper(gpu_arch)
     if left is None and deterministic and before_hopper and not FLASH_IS_DETERMINISTIC(running):
         left = "unfused"
     if left is not None:

@@ -116,8 +116,10 @@ def _reachable(endpoint: str) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No progress bars and no retry warnings: the outcome is one line of our own."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-    from huggingface_hub.utils.logging import ERROR, get_verbosity, set_verbosity
+    from logging import ERROR
+
+    from huggingface_hub.utils.logging import get_verbosity, set_verbosity
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     verbosity, bars = get_verbosity(), not are_progress_bars_disabled()
     set_verbosity(ERROR)

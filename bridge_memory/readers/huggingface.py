@@ -93,13 +93,31 @@ NESTED_DEFAULTS = {
 def model_from_hf_config(
     config: Mapping[str, Any], name: str, *, make_vocab_size_divisible_by: int | None = None
 ) -> ModelSpec:
-    """Read a Hugging Face config as the model Megatron would build from it.
+    """Read a Hugging Face config as the model that Megatron builds of it.
 
-    ``config``: the parsed config.json; ``name``: what to call it in results and errors;
-    ``make_vocab_size_divisible_by``: the vocabulary is padded to a multiple of this times TP, None: as Megatron Bridge
-    keeps it, which the model's assumptions say. Dropouts follow
-    Megatron Bridge and mbridge: hidden dropout 0 unless the config names one, attention dropout from it.
-    Raises SpecError (one line) for anything missing, absurd, or not understood.
+    Args:
+        config: The parsed config.json.
+        name: What results and errors call the model.
+        make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times TP. None: as Megatron Bridge
+            keeps it, which the model's assumptions say.
+
+    Returns:
+        The architecture, in global sizes. Dropouts follow Megatron Bridge and mbridge: hidden dropout is 0 unless the
+        config names one, attention dropout is the config's.
+
+    Raises:
+        SpecError: A key is missing, absurd or not understood.
+
+    Example:
+        >>> from bridge_memory import model_from_hf_config
+        >>> config = {
+        ...     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24,
+        ...     "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
+        ...     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        ...     "tie_word_embeddings": False,
+        ... }
+        >>> model_from_hf_config(config, "mine").num_layers
+        24
     """
     if not isinstance(config, Mapping):
         raise SpecError(f"{name}: the config is {shown(config)}; it must be a JSON object")

@@ -40,7 +40,7 @@ def model_from_mbridge(
             "Hugging Face vocabulary as it is"
         )
     if "vision_config" in config:
-        assumptions.append("text tower only: the parameters and activations of vision_config are left out")
+        assumptions.append("language model only: the parameters and activations of vision_config are left out")
     return model_from_transformer_config(
         bridge.config,
         vocab_size=text.vocab_size,

@@ -26,11 +26,28 @@ _MAX_CONFIG_BYTES = 16 * 2**20
 def resolve_model(
     source: str | os.PathLike[str], mapping: str = "builtin", *, make_vocab_size_divisible_by: int | None = None
 ) -> ModelSpec:
-    """The model that ``source`` names; its vocabulary as in ``model_from_hf_config``.
+    """Read the model that a name means.
 
-    In this order: a preset ``org/name``; a path to a config.json or to a folder that holds one; the bare name
-    of a preset; a Hub id ``org/name`` (huggingface_hub's cache, token, HF_HUB_OFFLINE and HF_ENDPOINT hold).
-    Raises SpecError of one line, with the nearest presets where a name is not found.
+    Args:
+        source: In this order: a preset ``org/name``; a path to a config.json or to a folder that holds one; the bare
+            name of a preset; a Hub id ``org/name`` (huggingface_hub's cache, token, HF_HUB_OFFLINE and HF_ENDPOINT
+            hold).
+        mapping: Who reads the config: "builtin", or "mbridge" or "bridge" where mbridge or Megatron Bridge is
+            installed.
+        make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times TP. None: as in
+            ``model_from_hf_config``.
+
+    Returns:
+        The architecture, in global sizes.
+
+    Raises:
+        SpecError: There is no such model (the nearest presets are named), or its config cannot be read.
+
+    Example:
+        >>> from bridge_memory import resolve_model
+        >>> model = resolve_model("Qwen/Qwen3-30B-A3B")
+        >>> model.num_layers, model.hidden_size, model.has_experts
+        (48, 2048, True)
     """
     name, config = resolve_config(source)
     return model_from_config(config, name, mapping, make_vocab_size_divisible_by)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridge_memory.readers import gemma4_provider
 from bridge_memory.readers.config_attributes import ConfigAttributes
@@ -93,15 +93,48 @@ def model_from_transformer_config(
     megatron_core: Release = DEFAULT_MEGATRON_CORE,
     assumptions: tuple[str, ...] = (),
 ) -> ModelSpec:
-    """The model that GPTModel or MambaModel builds from ``config``.
+    """Read a megatron-core TransformerConfig as the model that GPTModel or MambaModel builds of it.
 
-    What a TransformerConfig does not hold comes as keywords; None takes the attribute of that name where ``config`` has
-    one (Bridge's providers), else GPTModel's default. ``make_vocab_size_divisible_by`` 0: the vocab_size is final.
-    ``post_layernorms``, ``full_qk_layernorm``, ``dense_mtp`` (a dense feed-forward block in MTP depths) and
-    ``activation``: what a custom layer spec changes. ``provider``: the class of Megatron Bridge that makes modules of
-    its own of ``config`` (Gemma 4). ``megatron_core``: the release that builds it. ``model_type``:
-    "gpt" or "mamba" where not given.
-    Raises SpecError naming the attribute.
+    What a TransformerConfig does not hold comes as keywords. None takes the attribute of that name where ``config`` has
+    one (Bridge's providers), else GPTModel's default.
+
+    Args:
+        config: A TransformerConfig, or any object with its attributes.
+        vocab_size: Tokens of the vocabulary.
+        name: What results and errors call the model.
+        model_type: "gpt" or "mamba" where it is not given.
+        max_sequence_length: Rows of a table of learned positions.
+        position_embedding_type: "rope", "learned_absolute" or "none".
+        rotary_percent: The share of the head dimension that is rotated.
+        share_embeddings_and_output_weights: Whether the output layer has the embedding's weights.
+        make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times TP. 0: ``vocab_size`` is
+            final.
+        post_layernorms: A custom layer spec has norms after attention and after the feed-forward block.
+        full_qk_layernorm: A custom layer spec normalises queries and keys over all heads.
+        dense_mtp: MTP depths have a dense feed-forward block.
+        activation: The activation of a custom layer spec.
+        provider: The class of Megatron Bridge that makes modules of its own of ``config`` (Gemma 4).
+        megatron_core: The release that builds the model, as (major, minor).
+        assumptions: Sentences that are added to the model's own.
+
+    Returns:
+        The architecture, in global sizes.
+
+    Raises:
+        SpecError: An attribute is missing, absurd or not understood.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> import math
+        >>> from bridge_memory import model_from_transformer_config
+        >>> def silu(x):
+        ...     return x / (1 + math.exp(-x))
+        >>> config = SimpleNamespace(  # TransformerConfig(...)
+        ...     num_layers=24, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16, num_query_groups=4,
+        ...     gated_linear_unit=True, activation_func=silu, add_bias_linear=False, normalization="RMSNorm",
+        ... )
+        >>> model_from_transformer_config(config, vocab_size=32000, position_embedding_type="rope").num_layers
+        24
     """
     c = ConfigAttributes(config, name, megatron_core)
     pattern = None if provider == FALCON_H1 else pattern_of(config, name)
@@ -113,74 +146,18 @@ def model_from_transformer_config(
     act = activation or _activation(c)
     kind = _position(c, position_embedding_type, pattern)
     rotary = kind == "rope"
-    unmodelled: list[Unmodelled] = []
-    if c.flag("qk_l2_norm"):
-        unmodelled.append(
-            Unmodelled(
-                "qk_l2_norm of the TransformerConfig: a weightless norm of queries and keys", Effect.UP,
-                order="as large as queries and keys, in every layer",
-            )
-        )
-    if c.flag("use_kitchen"):
-        unmodelled.append(
-            Unmodelled(
-                "use_kitchen of the TransformerConfig: another quantisation library", Effect.UNKNOWN,
-                order=UNKNOWN_SIZE,
-            )
-        )
-    if c.get("num_moe_experts") and c.get("moe_router_score_function") == "sqrtsoftplus":
-        unmodelled.append(
-            Unmodelled(
-                "moe_router_score_function (sqrtsoftplus): one more fp32 copy of the router's scores", Effect.UP,
-                order="4 bytes for each token and expert, in every layer",
-            )
-        )
+    unmodelled = list(_unmodelled(c))
     depths = c.get("mtp_num_layers", 0)
-    mtp_layer: LayerSpec | None = None
     if pattern is not None:
-        kinds = _hybrid_kinds(c, pattern, hidden_size, act, rotary)
-        if len(pattern.layers) != n:
-            key = "hybrid_layer_pattern" if c.get("hybrid_layer_pattern") else "hybrid_override_pattern"
-            raise c.error(f"{key} has {len(pattern.layers)} layers and num_layers says {n}")
-        layers = [kinds[symbol] for symbol in pattern.layers]
-        if pattern.mtp:
-            depths = depths or len(pattern.mtp)
-            mtp_layer = _hybrid_mtp(pattern, kinds)
-            if mtp_layer is None:
-                what = f"MTP depths with the layers {'/'.join(pattern.mtp)}"
-                unmodelled.append(Unmodelled(what, Effect.UNKNOWN, order="as large as one MTP depth"))
-    elif provider == FALCON_H1:
-        layers = [_side_by_side(c, hidden_size, act, rotary)] * n
-    elif provider in GEMMA4_DENSE:
-        layers = gemma4_provider.dense_layers(c, n, act)
-    elif provider in GEMMA4_WITH_EXPERTS:
-        layers = gemma4_provider.layers_with_experts(c, n, act, lambda: _moe(c, hidden_size, act))
-    elif c.get("heterogeneous_block_specs"):
-        layers = _heterogeneous_layers(c, n, hidden_size, act, rotary)
+        stack = _hybrid_stack(c, pattern, n, depths, _hybrid_kinds(c, pattern, hidden_size, act, rotary))
     else:
-        mixers, depth = _mixers(c, n, hidden_size, rotary, full_qk_layernorm), None
-        if provider in LAYERWISE:
-            mixers, depth = LAYERWISE[provider](c, n, _attention(c, hidden_size, rotary, full_qk_layernorm))
-        layers = _gpt_layers(c, n, hidden_size, act, mixers)
-        if (dense_mtp or depth) and depths:
-            mtp_layer = LayerSpec(depth or layers[-1].mixer, _mlp(c, hidden_size, act))
-        elif depths and _variant(c) == "dsv4_hybrid":
-            mtp_layer = LayerSpec(_compressed(c, n), layers[-1].ffn)
+        stack = _gpt_stack(c, n, hidden_size, act, rotary, provider, full_qk_layernorm, depths, dense_mtp)
+    unmodelled += stack.unmodelled
     streams = c.size("num_residual_streams", 4) if c.flag("enable_hyper_connections") else 1
     if _variant(c) == "dsv4_hybrid":
-        unmodelled += list(_gaps_of_compressed(c, megatron_core))
-        if megatron_core <= (0, 19):
-            assumptions = (
-                *assumptions,
-                "experimental_attention_variant dsv4_hybrid: megatron-core up to 0.19 refuses it; counted as in "
-                "Megatron-LM's main branch of 2026",
-            )
-        if not c.flag("apply_dsa_kernel_fusion"):
-            assumptions = (
-                *assumptions,
-                "apply_dsa_kernel_fusion is off: attention gathers the keys of every query, once more in fp32, "
-                "which is most of its memory",
-            )
+        unmodelled += _gaps_of_compressed(c)
+        assumptions = (*assumptions, *_assumptions_of_compressed(c, megatron_core))
+    layers, depths = stack.layers, stack.depths
     if post_layernorms:
         layers = [replace(layer, post_layernorms=True) for layer in layers]
     gemma4 = provider in GEMMA4_DENSE + GEMMA4_WITH_EXPERTS
@@ -207,7 +184,7 @@ def model_from_transformer_config(
         softcapped_logits=bool(provider) and c.get("final_logit_softcapping") is not None,
         mtp_num_layers=depths,
         # gpt_layer_specs.get_gpt_mtp_block_spec: the last decoder layer's spec.
-        mtp_layer=(mtp_layer or layers[-1]) if depths else None,
+        mtp_layer=(stack.mtp_layer or layers[-1]) if depths else None,
         mtp_use_repeated_layer=c.flag("mtp_use_repeated_layer"),
         hybrid=pattern is not None or provider == FALCON_H1,
         pattern_splits_pipeline=pattern is not None and pattern.splits_pipeline,
@@ -216,7 +193,91 @@ def model_from_transformer_config(
     )
 
 
-def _gaps_of_compressed(c: ConfigAttributes, megatron_core: Release) -> Iterator[Unmodelled]:
+class _Stack(NamedTuple):
+    """The decoder layers, and what MTP depths repeat where that is not the last of them."""
+
+    layers: Sequence[LayerSpec]
+    depths: int
+    mtp_layer: LayerSpec | None = None
+    unmodelled: tuple[Unmodelled, ...] = ()
+
+
+def _hybrid_stack(
+    c: ConfigAttributes, pattern: HybridPattern, n: int, depths: int, kinds: dict[str, LayerSpec]
+) -> _Stack:
+    """The layers of a MambaModel, by the symbols of its pattern."""
+    if len(pattern.layers) != n:
+        key = "hybrid_layer_pattern" if c.get("hybrid_layer_pattern") else "hybrid_override_pattern"
+        raise c.error(f"{key} has {len(pattern.layers)} layers and num_layers says {n}")
+    layers = [kinds[symbol] for symbol in pattern.layers]
+    if not pattern.mtp:
+        return _Stack(layers, depths)
+    mtp_layer = _hybrid_mtp(pattern, kinds)
+    unmodelled: tuple[Unmodelled, ...] = ()
+    if mtp_layer is None:
+        what = f"MTP depths with the layers {'/'.join(pattern.mtp)}"
+        unmodelled = (Unmodelled(what, Effect.UNKNOWN, order="as large as one MTP depth"),)
+    return _Stack(layers, depths or len(pattern.mtp), mtp_layer, unmodelled)
+
+
+def _gpt_stack(
+    c: ConfigAttributes, n: int, hidden_size: int, act: str, rotary: bool, provider: str, full_qk_layernorm: bool,
+    depths: int, dense_mtp: bool,
+) -> _Stack:  # fmt: skip
+    """The layers of a GPTModel, or of a provider that builds them itself."""
+    if provider == FALCON_H1:
+        return _Stack([_side_by_side(c, hidden_size, act, rotary)] * n, depths)
+    if provider in GEMMA4_DENSE:
+        return _Stack(gemma4_provider.dense_layers(c, n, act), depths)
+    if provider in GEMMA4_WITH_EXPERTS:
+        layers = gemma4_provider.layers_with_experts(c, n, act, lambda: _moe(c, hidden_size, act))
+        return _Stack(layers, depths)
+    if c.get("heterogeneous_block_specs"):
+        return _Stack(_heterogeneous_layers(c, n, hidden_size, act, rotary), depths)
+    mixers, mixer_of_depths = _mixers(c, n, hidden_size, rotary, full_qk_layernorm), None
+    if provider in LAYERWISE:
+        attention = _attention(c, hidden_size, rotary, full_qk_layernorm)
+        mixers, mixer_of_depths = LAYERWISE[provider](c, n, attention)
+    layers = _gpt_layers(c, n, hidden_size, act, mixers)
+    mtp_layer = None
+    if (dense_mtp or mixer_of_depths) and depths:
+        mtp_layer = LayerSpec(mixer_of_depths or layers[-1].mixer, _mlp(c, hidden_size, act))
+    elif depths and _variant(c) == "dsv4_hybrid":
+        mtp_layer = LayerSpec(_compressed(c, n), layers[-1].ffn)
+    return _Stack(layers, depths, mtp_layer)
+
+
+def _unmodelled(c: ConfigAttributes) -> Iterator[Unmodelled]:
+    if c.flag("qk_l2_norm"):
+        yield Unmodelled(
+            "qk_l2_norm of the TransformerConfig: a weightless norm of queries and keys", Effect.UP,
+            order="as large as queries and keys, in every layer",
+        )  # fmt: skip
+    if c.flag("use_kitchen"):
+        yield Unmodelled(
+            "use_kitchen of the TransformerConfig: another quantisation library", Effect.UNKNOWN, order=UNKNOWN_SIZE
+        )
+    if c.get("num_moe_experts") and c.get("moe_router_score_function") == "sqrtsoftplus":
+        yield Unmodelled(
+            "moe_router_score_function (sqrtsoftplus): one more fp32 copy of the router's scores", Effect.UP,
+            order="4 bytes for each token and expert, in every layer",
+        )  # fmt: skip
+
+
+def _assumptions_of_compressed(c: ConfigAttributes, megatron_core: Release) -> Iterator[str]:
+    if megatron_core <= (0, 19):
+        yield (
+            "experimental_attention_variant dsv4_hybrid: megatron-core up to 0.19 refuses it; counted as in "
+            "Megatron-LM's main branch of 2026"
+        )
+    if not c.flag("apply_dsa_kernel_fusion"):
+        yield (
+            "apply_dsa_kernel_fusion is off: attention gathers the keys of every query, once more in fp32, "
+            "which is most of its memory"
+        )
+
+
+def _gaps_of_compressed(c: ConfigAttributes) -> Iterator[Unmodelled]:
     if c.get("moe_n_hash_layers", 0):
         yield Unmodelled(
             f"moe_n_hash_layers ({c.get('moe_n_hash_layers')}): layers whose router looks experts up by the token, "

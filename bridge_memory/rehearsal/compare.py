@@ -7,20 +7,15 @@ key and value"). What is left unmatched is the difference, and says where to loo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from bridge_memory.inventory.layer import embedding_block, layer_block
-from bridge_memory.inventory.layer_links import layer_links
-from bridge_memory.inventory.tail import tail_blocks
-from bridge_memory.rehearsal.run import PassRecord, rehearse_layer, saved_tensors
+from bridge_memory.inventory.layer import layer_block
+from bridge_memory.rehearsal.run import PassRecord, rehearse_layer
 from bridge_memory.rehearsal.tracker import SavedRecord
 from bridge_memory.spec import RunSpec
-from bridge_memory.spec.layout import ChunkShape, layout
 from bridge_memory.tapes.alive import BlockCost, SavedTensor
-from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
 
 _EXPERT = re.compile(r"local_experts\.\d+")
@@ -81,9 +76,9 @@ class LayerComparison:
                 f"{name:<14}{ours:>16,}{theirs:>16,}{ours - theirs:>+16,}{ours / theirs - 1:>+9.2%}  {where}"
             )
         out += [f"  predicted only: {t.name}, {t.bytes:,} bytes" for t in self.only_predicted]
-        out += [f"  found only: {r}" for r in self.only_found]
+        out += [f"  rehearsed only: {r}" for r in self.only_found]
         out += [
-            f"  held to the next microbatch, in no peak: {a.module}: {a.made_by}, {a.bytes:,} bytes"
+            f"  kept until the next microbatch, in no peak: {a.module}: {a.made_by}, {a.bytes:,} bytes"
             for a in f.held if a.bytes > 64
         ]
         return out
@@ -97,7 +92,7 @@ def _where(predicted: str, peak: object) -> str:
 
 
 def compare_layer(run: RunSpec, layer: int, architecture: Any = None) -> LayerComparison:
-    """Rehearse decoder layer ``layer`` (0-based) and set it beside the inventory's cost of it.
+    """Rehearse decoder layer ``layer`` (0-based) and compare it with the inventory's cost.
 
     ``architecture`` as for ``rehearse``.
     """
@@ -105,86 +100,6 @@ def compare_layer(run: RunSpec, layer: int, architecture: Any = None) -> LayerCo
     found = rehearse_layer(run, layer, architecture)
     mine, real = unmatched(list(cost.tensors), over_experts(found.saved))
     return LayerComparison(layer, cost, found, tuple(mine), tuple(real))
-
-
-# ---- a model chunk, component by component ----
-
-#: In the order in which they run.
-COMPONENTS = ("embedding", "layers", "final norm", "MTP", "output layer and loss")
-
-
-@dataclass(frozen=True, slots=True)
-class ComponentComparison:
-    """What one component of a chunk keeps for the backward pass of one microbatch."""
-
-    name: str
-    predicted: int
-    found: int
-    only_predicted: tuple[SavedTensor, ...]
-    only_found: tuple[SavedRecord, ...]
-
-    @property
-    def error(self) -> float:
-        """(predicted - found) / found."""
-        return self.predicted / self.found - 1 if self.found else float(self.predicted != 0)
-
-    def lines(self) -> list[str]:
-        """A few lines for people."""
-        error = f"{self.error:>+9.2%}" if self.found else ""
-        out = [f"{self.name:<22}{self.predicted:>16,}{self.found:>16,}{self.predicted - self.found:>+16,}{error}"]
-        out += [f"  predicted only: {t.name}, {t.bytes:,} bytes" for t in self.only_predicted]
-        return out + [f"  found only: {r}" for r in self.only_found]
-
-
-def compare_chunk(
-    run: RunSpec, stage: int, chunk: int = 0, records: Iterable[SavedRecord] | None = None
-) -> list[ComponentComparison]:
-    """Rehearse one model chunk of a pipeline stage and set what it keeps beside the inventory's, by component.
-
-    ``records``: what it was found to keep, where that is known already.
-    The loss mask is left out: it is part of the batch, which is counted on its own (``workspaces.batch_bytes``).
-    """
-    ours = _predicted(run, layout(run.model, run.parallel).shapes(run.model)[stage][chunk])
-    found: dict[str, list[SavedRecord]] = {name: [] for name in COMPONENTS}
-    for record in saved_tensors(run, stage, chunk) if records is None else records:
-        if component_of(record) != COMPONENTS[-1] or not record.made_by.startswith("batch"):
-            found[component_of(record)].append(record)
-    out = []
-    for name in COMPONENTS:
-        theirs = over_experts(tuple(found[name]))
-        mine, real = unmatched(ours[name], theirs)
-        total = sum(t.bytes for t in ours[name]), sum(r.bytes for r in theirs)
-        if any(total):
-            out.append(ComponentComparison(name, *total, tuple(mine), tuple(real)))
-    return out
-
-
-def component_of(record: SavedRecord) -> str:
-    """The component of a chunk that a saved tensor belongs to."""
-    if record.part == "decoder":
-        return "final norm" if record.module.startswith("decoder.final") else "layers"
-    return {"embedding": "embedding", "mtp": "MTP"}.get(record.part, "output layer and loss")
-
-
-#: Of each link of a chunk.
-_COMPONENT = {
-    Label.EMBEDDING: "embedding", Label.FINAL_NORM: "final norm", Label.MTP: "MTP",
-    Label.LOSS: "output layer and loss",
-}  # fmt: skip
-
-
-def _predicted(run: RunSpec, shape: ChunkShape) -> dict[str, list[SavedTensor]]:
-    """The inventory's saved tensors of a chunk by component; a recomputed group of layers is one tensor."""
-    model, ctx = run.model, context_of(run)
-    out: dict[str, list[SavedTensor]] = {name: [] for name in COMPONENTS}
-    if shape.embedding:
-        out["embedding"] += embedding_block(model, ctx).cost.tensors
-    for link, count in layer_links(model, shape, ctx):
-        kept = link.cost.tensors if link.cost is not None else (SavedTensor(link.label.value, link.retained),)
-        out["layers"] += kept * count
-    for block, label in tail_blocks(model, shape, ctx):
-        out[_COMPONENT[label]] += block.cost.tensors
-    return out
 
 
 def over_experts(records: tuple[SavedRecord, ...]) -> list[SavedRecord]:

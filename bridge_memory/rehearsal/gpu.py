@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bridge_memory.components import State
+from bridge_memory.components import GIB, State
 from bridge_memory.readers.megatron_args import gpu_architecture
 from bridge_memory.rehearsal import patches
 from bridge_memory.rehearsal.adapters import adapt
@@ -28,8 +28,6 @@ from bridge_memory.rehearsal.world import RehearsalUnavailable, fake_world
 from bridge_memory.releases import GRAPH_OF_THE_ITERATION, release_in
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
 from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
-
-GIB = 1 << 30
 
 #: What the passes on meta tensors can do without and this loop cannot: steps of a real optimizer, a real batch.
 _NOT_REHEARSED_HERE = ("packed_sequences", "log_params_norm", "create_attention_mask")

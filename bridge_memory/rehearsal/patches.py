@@ -1,7 +1,7 @@
 """Everything megatron-core needs in order to run a rank without that rank's GPUs, in one place.
 
 Seen to run with torch 2.13.0 (for CPU, and its CUDA build without a GPU) and megatron-core 0.13.1, 0.14.0, 0.15.3,
-0.16.0, 0.16.1, 0.17.1, 0.18.0 and 0.19.2 (``tests/rehearse/test_releases.py``): dense, experts, multi-latent
+0.16.0, 0.16.1, 0.17.1, 0.18.0 and 0.19.2 (``tests/rehearsal/test_releases.py``): dense, experts, multi-latent
 attention, Mamba, MTP, virtual stages, layout strings, recomputation, local and with Transformer Engine's Python. A name
 that a release does not have is skipped; what a release cannot do is refused in one line that says which one can
 (``model.py``). Not with every release: softmax sinks and windows in some of the layers from 0.15; gates on attention's

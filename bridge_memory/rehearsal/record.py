@@ -11,11 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from bridge_memory.components import GIB
 from bridge_memory.files import write_whole
 from bridge_memory.readers.run_spec import run_to_json
 from bridge_memory.spec import RunSpec, SpecError
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

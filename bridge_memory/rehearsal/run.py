@@ -19,10 +19,10 @@ import torch
 from bridge_memory.components import allocated
 from bridge_memory.rehearsal import patches, te_kernels
 from bridge_memory.rehearsal.adapters import adapt
-from bridge_memory.rehearsal.model import TORCH_DTYPES, NotBuildable, build_chunks
+from bridge_memory.rehearsal.model import TORCH_DTYPES, build_chunks
 from bridge_memory.rehearsal.refusals import refuse_what_is_ignored
 from bridge_memory.rehearsal.tracker import Alive, Peak, SavedRecord, Tracker, parts_of
-from bridge_memory.rehearsal.world import RehearsalUnavailable, fake_world, quiet, refusals_named
+from bridge_memory.rehearsal.world import NotBuildable, RehearsalUnavailable, fake_world, quiet, refusals_named
 from bridge_memory.spec import AttentionSpec, MoESpec, RunSpec, SpecError
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
@@ -34,10 +34,8 @@ class BufferLayout:
 
     experts: bool
     elements: int
-    unpadded_elements: int
     parameter_bytes: int
     gradient_bytes: int
-    shard_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +144,6 @@ def rank_in_stage(run: RunSpec, stage: int) -> int:
     """The last rank of the stage's first context-parallel ring, which attends with all of its queries in every step:
     the one that the estimate is of. Without context parallelism, the stage's first rank."""
     return rank_of_stage(run.parallel, stage) + (run.parallel.cp - 1) * run.parallel.tp
-
-
-def saved_tensors(run: RunSpec, stage: int, chunk: int = 0) -> list[SavedRecord]:
-    """What one chunk keeps for the backward pass of one microbatch."""
-    return list(rehearse(run, stage).chunks[chunk].passes.saved)
 
 
 @contextmanager
@@ -335,10 +328,8 @@ def _buffers(ddp: Any) -> list[BufferLayout]:
                 BufferLayout(
                     experts=experts,
                     elements=buffer.numel,
-                    unpadded_elements=buffer.numel_unpadded,
                     parameter_bytes=own + (0 if weights is None else weights.numel() * weights.element_size()),
                     gradient_bytes=buffer.grad_data.numel() * buffer.grad_data.element_size(),
-                    shard_size=buffer.data_parallel_world_size,
                 )
             )
     return out

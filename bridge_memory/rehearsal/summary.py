@@ -1,4 +1,4 @@
-"""One table a stage: what the inventory predicts, what the rehearsal found, and the difference."""
+"""The table of a stage: predicted, rehearsed, and the difference."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from bridge_memory.tapes.context import context_of
 
 
 class Quantity(str, Enum):
-    """What a row is about."""
+    """The quantity of a row."""
 
     PARAMETERS = "parameters (elements)"
     WEIGHTS = "weights"
     FP8_COPIES = "fp8 weight copies"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer state"
-    DISPATCHERS = "held by MoE dispatchers"
-    SAVED = "saved for backward, a microbatch"
+    DISPATCHERS = "kept by MoE dispatchers"
+    SAVED = "saved for backward, per microbatch"
     FORWARD = "forward peak"
     BACKWARD = "backward peak"
     SCHEDULE = "schedule peak above static memory"
-    SHARED = "buffers, the same in both"
+    SHARED = "buffers, counted in both columns"
     PEAK = "peak"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """``found`` is None where the rehearsal cannot see it. Bytes, or elements for parameters."""
+class ComparedQuantity:
+    """``found``: None where the rehearsal does not cover it. Bytes, or elements for parameters."""
 
     quantity: Quantity
     predicted: int
     found: int | None
-    #: Of which model chunk, where the stage has several.
+    #: The model chunk, where the stage has several.
     chunk: int | None = None
 
     @property
@@ -57,30 +57,29 @@ class Row:
         }  # fmt: skip
 
 
-def rows(rehearsal: Rehearsal) -> list[Row]:
-    """Component by component; the last row is the peak of the stage, predicted as ``estimate`` has it.
+def rows(rehearsal: Rehearsal) -> list[ComparedQuantity]:
+    """Rows by component; the last is the peak of the stage, predicted as by ``estimate``.
 
-    The rehearsed peak takes from the estimate what the rehearsal does not see, see ``shared``.
-
-    What dispatchers hold is replaced, not added to, by the next microbatch: it is a row of its own, and no part of a
-    pass's peaks.
+    The rehearsed peak takes from the estimate what the rehearsal does not cover (``shared``). Tensors kept by
+    dispatchers are replaced by the next microbatch: they have a separate row, and are in no peak of a pass.
     """
     run, stage = rehearsal.run, rehearsal.stage
     predicted = estimate(run).stages[stage]
-    # Its shards; the fullest rank's, which the peak is of, may have less padding in them.
+    # This rank's shards; those of the rank with the highest peak may have less padding.
     state = explain(run, stage, rank=rehearsal.rank).optimizer_bytes
     copies = sum(c.bytes for c in predicted.components if c.state is State.FP8_COPIES)
+    fp8 = ComparedQuantity(Quantity.FP8_COPIES, copies, rehearsal.fp8_copies_bytes)
     out = [
-        Row(Quantity.PARAMETERS, predicted.parameters, rehearsal.parameters),
-        Row(Quantity.WEIGHTS, predicted.weights_bytes - copies, rehearsal.weights_bytes),
-        *([Row(Quantity.FP8_COPIES, copies, rehearsal.fp8_copies_bytes)] if run.precision.quantizes else []),
-        Row(Quantity.GRADIENTS, predicted.gradients_bytes, rehearsal.gradients_bytes),
-        Row(Quantity.OPTIMIZER, state, rehearsal.optimizer_bytes),
+        ComparedQuantity(Quantity.PARAMETERS, predicted.parameters, rehearsal.parameters),
+        ComparedQuantity(Quantity.WEIGHTS, predicted.weights_bytes - copies, rehearsal.weights_bytes),
+        *([fp8] if run.precision.quantizes else []),
+        ComparedQuantity(Quantity.GRADIENTS, predicted.gradients_bytes, rehearsal.gradients_bytes),
+        ComparedQuantity(Quantity.OPTIMIZER, state, rehearsal.optimizer_bytes),
     ]
     routing = sum(c.bytes for c in predicted.components if _held_by_dispatchers(c))
     held = sum(c.passes.held_bytes for c in rehearsal.chunks)
     if routing or held:
-        out.append(Row(Quantity.DISPATCHERS, routing, held))
+        out.append(ComparedQuantity(Quantity.DISPATCHERS, routing, held))
     ctx = context_of(run)
     shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
     inventories = [chunk_inventory(run.model, shape, ctx) for shape in shapes]
@@ -88,9 +87,9 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         chunk = record.chunk if len(inventories) > 1 else None
         passes = record.passes
         out += [
-            Row(Quantity.SAVED, ours.retained, passes.saved_bytes, chunk),
-            Row(Quantity.FORWARD, ours.forward_peak, passes.forward_bytes, chunk),
-            Row(Quantity.BACKWARD, ours.backward_peak, passes.backward_bytes, chunk),
+            ComparedQuantity(Quantity.SAVED, ours.retained, passes.saved_bytes, chunk),
+            ComparedQuantity(Quantity.FORWARD, ours.forward_peak, passes.forward_bytes, chunk),
+            ComparedQuantity(Quantity.BACKWARD, ours.backward_peak, passes.backward_bytes, chunk),
         ]
     found = [
         ChunkCost(passes.saved_bytes, passes.forward_bytes, passes.backward_bytes)
@@ -103,7 +102,7 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         ).bytes
         for costs in (stage_costs(inventories), found)
     ]  # fmt: skip
-    out.append(Row(Quantity.SCHEDULE, peaks[0], peaks[1]))
+    out.append(ComparedQuantity(Quantity.SCHEDULE, peaks[0], peaks[1]))
     if rehearsal.optimizer_bytes is not None:
         static = (
             predicted.weights_bytes + predicted.gradients_bytes + predicted.optimizer_bytes + routing,
@@ -113,27 +112,28 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         if predicted.peak_phase == OPTIMIZER_STEP:
             peaks = [0, 0]
         shared = predicted.peak_bytes - static[0] - peaks[0]
-        out.append(Row(Quantity.SHARED, shared, shared))
-        out.append(Row(Quantity.PEAK, predicted.peak_bytes, static[1] + peaks[1] + shared))
+        out.append(ComparedQuantity(Quantity.SHARED, shared, shared))
+        out.append(ComparedQuantity(Quantity.PEAK, predicted.peak_bytes, static[1] + peaks[1] + shared))
     return out
 
 
-#: What the difference of the last rows says nothing about.
+#: What the difference of the last rows does not test.
 SHARED = (
-    "both columns take from the estimate when microbatches are alive (the schedule) and {buffers}: of these the "
-    "rehearsal proves nothing",
-    "written by hand for both columns, after the same sources: what attention's backward needs inside its kernel, and "
-    "the shapes of what Transformer Engine's kernels return",
+    "both columns take the schedule (which microbatches are alive when) and {buffers} from the estimate: the "
+    "rehearsal does not test these",
+    "written by hand for both columns from the same sources: temporaries inside the kernel of attention's backward, "
+    "and "
+    "the shapes of the outputs of Transformer Engine's kernels",
 )
 
 
 def _held_by_dispatchers(component: Component) -> bool:
-    """At all times; what is there between steps alone is in no peak of a pass."""
+    """Whether dispatchers keep it during passes; tensors kept only between steps are in no peak of a pass."""
     return component.part is Part.DISPATCHER and component.lifetime is not Lifetime.BETWEEN_STEPS
 
 
 def shared(rehearsal: Rehearsal) -> list[str]:
-    """What the two columns have in common, in sentences."""
+    """What both columns take from the same source, in sentences."""
     stage = estimate(rehearsal.run).stages[rehearsal.stage]
     here = (Role.WEIGHTS, Role.GRADIENTS, Role.OPTIMIZER, Role.ACTIVATION)
     names = [
@@ -144,7 +144,7 @@ def shared(rehearsal: Rehearsal) -> list[str]:
     return [text.format(buffers=", ".join(dict.fromkeys(names)) or "no buffers") for text in SHARED]
 
 
-def lines(table: list[Row], unit: int = 1 << 30) -> list[str]:
+def lines(table: list[ComparedQuantity], unit: int = 1 << 30) -> list[str]:
     """The table as text, in GiB; elements stay elements."""
     width = max(len(r.name) for r in table)
     out = [f"{'':<{width}}  {'predicted':>15}  {'rehearsed':>15}  {'difference':>15}"]
@@ -157,5 +157,5 @@ def lines(table: list[Row], unit: int = 1 << 30) -> list[str]:
 
 def _cell(quantity: Quantity, value: int | None, unit: int) -> str:
     if value is None:
-        return "not seen"
+        return "not covered"
     return f"{value:,}" if quantity is Quantity.PARAMETERS else f"{value / unit:,.4f} GiB"

@@ -28,11 +28,12 @@ from typing import Any
 
 import torch
 
+from bridge_memory.cards.generations import GENERATIONS
+from bridge_memory.cards.rows import GPUS
 from bridge_memory.rehearsal import imports
 from bridge_memory.rehearsal.patches import META, _Done, coalesced, replaced
 from bridge_memory.rehearsal.world import RehearsalUnavailable
 from bridge_memory.releases import release_in, release_words
-from bridge_memory.spec.gpu_names import GENERATIONS
 
 PACKAGE = "transformer_engine"
 COMPILED = "transformer_engine_torch"
@@ -162,8 +163,8 @@ def _environment(name: str, value: str) -> Iterator[None]:
 class _Device:
     """Properties of the GPU that the rehearsal stands on."""
 
-    multi_processor_count = 132
-    total_memory = 141 * 10**9
+    multi_processor_count = GPUS["H200"].multiprocessors
+    total_memory = GPUS["H200"].capacity_bytes
     name = "rehearsal"
 
     def __init__(self, arch: str) -> None:

@@ -170,9 +170,9 @@ def _constructors() -> list[type]:
 
 
 def _answer(jobs: Sequence[Job]) -> list[Shapes | str]:
-    from bridge_memory.rehearsal.model import NotBuildable, build_chunks, parameter_shapes
+    from bridge_memory.rehearsal.model import build_chunks, parameter_shapes
     from bridge_memory.rehearsal.patches import building
-    from bridge_memory.rehearsal.world import fake_world
+    from bridge_memory.rehearsal.world import NotBuildable, fake_world
     from bridge_memory.spec.ranks import rank_of_stage
 
     answers: list[Shapes | str] = []

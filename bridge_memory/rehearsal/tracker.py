@@ -187,7 +187,6 @@ class Tracker(TorchDispatchMode):
         self._saved: dict[int, tuple[SavedRecord, Any]] = {}
         self._names: dict[int, str] = {}
         self._path: list[str] = [""]
-        self._module_saving: dict[int, str] = {}
         self.live_bytes = 0
         #: Told of every storage that comes (its number and bytes) and goes (its number and None).
         self.heard: Callable[[int, int | None], None] | None = None

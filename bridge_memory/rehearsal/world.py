@@ -27,7 +27,13 @@ NEWEST_RELEASE = (0, 19)
 
 
 class RehearsalUnavailable(SpecError):
-    """The ``megatron`` extra is missing, or this process cannot host a rehearsal. One line, with the fix."""
+    """A SpecError: what a rehearsal needs is not installed, or this process cannot host one.
+
+    Example:
+        >>> from bridge_memory import RehearsalUnavailable, SpecError
+        >>> issubclass(RehearsalUnavailable, SpecError)
+        True
+    """
 
 
 #: How megatron-core and torch come, since no index has this package.

@@ -1,1 +1,1 @@
-"""Reports: an Estimate as text, as JSON, in a file. A report knows an Estimate and nothing of how it came about."""
+"""Reports: an Estimate as text, JSON or a page. Reports depend only on `Estimate`."""

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from bridge_memory.cards.rows import GPUS
 from bridge_memory.evidence import evidence_of
-from bridge_memory.report.gpus import Fit, Verdict, answer, verdict_of
-from bridge_memory.report.units import format_bytes
+from bridge_memory.report.summary import configuration, host_place
+from bridge_memory.report.units import coarser, format_bytes, format_ticks, ticks
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate
+from bridge_memory.verdict import Fit, Verdict, answer, verdict_of
 from bridge_memory.workspaces.driver import driver_bytes
 
-#: Names of what is not modelled that one line has room for.
-_GAPS_NAMED = 2
-#: GPUs up to which each has its bytes beside it.
+#: Unmodelled features that one line names; the rest are counted.
+_FEATURES_NAMED = 2
+#: Up to so many GPUs, each is followed by its free or missing memory.
 _WITH_BYTES = 3
 
 
 class Answer(NamedTuple):
-    """``verdict``: as ``gpus.answer`` has it, None without a GPU; ``words``: the line that people read; ``evidence``:
-    what stands behind it."""
+    """``verdict``: that of ``gpus.answer``, None without a GPU; ``words``: the line that people read; ``evidence``: how
+    accurate predictions of similar measured runs were."""
 
     verdict: str | None
     words: str
@@ -27,27 +29,45 @@ class Answer(NamedTuple):
 
 
 def answer_of(result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: str = "") -> Answer:
-    """``fix``: what would make it fit, in words, where somebody has looked for it."""
+    """``unit``: a name of ``units.UNITS``; ``fix``: a change that makes the run fit, in words, appended to the line."""
     verdict = answer(fits)
-    evidence = evidence_of(result.run, fits[0].gpu_arch if len(fits) == 1 else None)
+    evidence = str(evidence_of(result.run, fits[0].gpu_arch if len(fits) == 1 else None))
+    gpu = GPUS.get(fits[0].gpu) if len(fits) == 1 else None
+    if gpu is not None and gpu.arch is None:
+        counted_as = result.run.implementation.gpu_arch.capitalize()
+        evidence = f"accuracy: not measured on {gpu.vendor.upper()} GPUs; the run is counted as on {counted_as}"
     if not fits:
-        return Answer(None, _sentence(peak_words(result, unit), result), str(evidence))
-    if len(fits) == 1:
-        words = _of_one(result, fits[0], unit)
+        words = peak_words(result, unit)
+    elif len(fits) == 1:
+        words = _one_gpu(result, fits[0], unit)
     else:
-        said = []
-        for one, start in _SAID.items():
-            named = [_beside(result, fit, unit, len(fits) <= _WITH_BYTES) for fit in fits if fit.verdict is one]
+        by_verdict = []
+        for one in _BEST_FIRST:
+            named = [_among_several(result, fit, unit, len(fits) <= _WITH_BYTES) for fit in fits if fit.verdict is one]
             if named:
-                said.append(f"{start} {', '.join(named)}")
-        words = _sentence("; ".join(said), result)
-    return Answer(verdict, words + (f"; {fix}" if fix else ""), str(evidence))
+                by_verdict.append(f"{_VERDICT_WORDS[one]} {', '.join(named)}")
+        words = "; ".join(by_verdict)
+    host = max(stage.host_bytes for stage in result.stages)
+    parts = (
+        words,
+        f"{host_place(result)} {format_bytes(host, unit)} per rank" if host else "",
+        f"not modelled: {feature_names(result)}" if result.unmodelled and not _names_features(fits) else "",
+        fix,
+    )
+    return Answer(verdict, "; ".join(filter(None, parts)), evidence)
 
 
-#: How a verdict on several GPUs begins, the best first.
-_SAID = {
-    Verdict.FITS: "fits", Verdict.TIGHT: "tight on", Verdict.UNKNOWN: "unknown on",
-    Verdict.DOES_NOT_FIT: "does not fit",
+def brief(result: Estimate, answer: Answer) -> str:
+    """The answer with the precision and the releases that it is for, as one line."""
+    about = dict(configuration(result))
+    return "; ".join((answer.words, about["precision"], about["releases"]))
+
+
+_BEST_FIRST = (Verdict.FITS, Verdict.TIGHT, Verdict.UNKNOWN, Verdict.DOES_NOT_FIT)
+#: A verdict as the line begins with it.
+_VERDICT_WORDS = {
+    Verdict.FITS: "FITS", Verdict.TIGHT: "TIGHT on", Verdict.UNKNOWN: "UNKNOWN for",
+    Verdict.DOES_NOT_FIT: "DOES NOT FIT",
 }  # fmt: skip
 
 
@@ -59,13 +79,13 @@ def peak_words(result: Estimate, unit: str = "GiB") -> str:
 
 
 def phase_words(stage: StageEstimate) -> str:
-    """In what its peak is."""
+    """The phase of the stage's peak: "forward", "the optimizer step"."""
     phases = {OPTIMIZER_STEP: "the optimizer step", "overlapped": "overlapped forward and backward"}
     return phases.get(stage.peak_phase, stage.peak_phase)
 
 
 def bounded_peak(result: Estimate, unit: str) -> str:
-    """"12.34 GiB", or between what it lies."""
+    """"12.34 GiB", or its bounds where unmodelled features move it."""
     peak, bounds = result.peak_stage.peak_bytes, result.peak_bounds
     if bounds.least is not None and bounds.most is not None:
         low, high = format_bytes(bounds.least, unit), format_bytes(bounds.most, unit)
@@ -77,52 +97,75 @@ def bounded_peak(result: Estimate, unit: str) -> str:
     return f"{format_bytes(peak, unit)}, higher or lower"
 
 
-def _of_one(result: Estimate, fit: Fit, unit: str) -> str:
-    stage = result.stages[fit.peak_stage]
-    several = len(result.stages) > 1
-    card = f"{fit.gpu} ({format_bytes(fit.capacity_bytes, unit)})"
+class FitTicks(NamedTuple):
+    """A fit in ticks of a unit (``units.ticks``): ``usable`` = ``peak`` + ``margin`` + ``free``, exactly. ``free`` is
+    negative where memory is missing."""
+
+    usable: int
+    peak: int
+    margin: int
+    free: int
+
+
+def fit_ticks(capacity: int, peak: int, free: int, unit: str, decimals: int | None = None) -> FitTicks:
+    """Of bytes. Usable memory, peak and free memory are rounded to nearest; the margin, an allowance, takes the
+    difference."""
+    usable, highest, left = (ticks(nbytes, unit, decimals) for nbytes in (capacity, peak, free))
+    return FitTicks(usable, highest, usable - highest - left, left)
+
+
+def room_words(capacity: int, peak: int, free: int, where: str = "", unit: str = "GiB") -> tuple[str, str]:
+    """("peak 15.0 (stage 1) + margin 3.1 of 79.1 GiB", "61.0 free" or "over by 3.9"), of bytes; they add up as shown.
+    ``where``: of the peak."""
+    decimals = coarser(unit, free)
+    found = fit_ticks(capacity, peak, free, unit, decimals)
+    usable, highest, margin, left = (format_ticks(value, unit, decimals) for value in found)
+    place = f" ({where})" if where else ""
+    room = f"{left} free" if free >= 0 else f"over by {format_ticks(-found.free, unit, decimals)}"
+    return f"peak {highest}{place} + margin {margin} of {usable} {unit}", room
+
+
+def _one_gpu(result: Estimate, fit: Fit, unit: str) -> str:
+    """"FITS H100: peak 15.0 + margin 3.1 of 79.1 GiB, 61.0 free"."""
     if fit.lacks:
-        return f"does not fit {fit.gpu}: it has no {fit.lacks}"
+        return f"DOES NOT FIT {fit.gpu}: it has no {fit.lacks}"
+    start = f"{_VERDICT_WORDS[fit.verdict]} {fit.gpu}"
+    stage = result.stages[fit.peak_stage]
+    where = f"stage {stage.stage}, {phase_words(stage)}" if len(result.stages) > 1 else ""
+    counted, room = room_words(fit.capacity_bytes, fit.peak_bytes, fit.headroom_bytes, where, unit)
     if fit.verdict is Verdict.UNKNOWN:
-        return f"unknown whether it fits {card}: not modelled: {gap_names(result)}"
-    if fit.verdict is Verdict.DOES_NOT_FIT:
-        # What is not modelled may be what does not fit.
-        missing = max(-fit.headroom_bytes, 0)
-        need = f"{f'stage {stage.stage}' if several else 'it'} needs {format_bytes(missing, unit)} more"
-        # Without the margin the peak, and what is said to be missing, puzzle beside the card's bytes.
-        less = f"{card[:-1]}, less {format_bytes(fit.margin_bytes, unit)} margin)"
-        return _sentence(f"does not fit {less}: {need}" if missing else f"does not fit {card}", result)
-    tightest = f"; tightest is stage {stage.stage}, in {phase_words(stage)}" if several else ""
-    spare = f"{format_bytes(fit.headroom_bytes, unit)} to spare{tightest}"
-    if fit.verdict is Verdict.TIGHT:
-        return _sentence(f"tight on {card}: {spare}", result)
-    return _sentence(f"fits {card} with {spare}", result)
+        return f"{start}: modelled {counted}; not modelled: {feature_names(result)}"
+    if fit.headroom_bytes >= 0 and fit.verdict is Verdict.DOES_NOT_FIT:
+        least = format_bytes(result.peak_bounds.least or fit.peak_bytes, unit)
+        return f"{start}: modelled {counted}; with what is not modelled the peak is at least {least}"
+    return f"{start}: {counted}, {room}"
 
 
-def _sentence(words: str, result: Estimate) -> str:
-    return f"{words}; not modelled: {gap_names(result)}" if result.unmodelled else words
+def _names_features(fits: Sequence[Fit]) -> bool:
+    """Whether ``_one_gpu`` lists the unmodelled features itself."""
+    return len(fits) == 1 and fits[0].verdict is Verdict.UNKNOWN and not fits[0].lacks
 
 
-def _beside(result: Estimate, fit: Fit, unit: str, with_bytes: bool) -> str:
-    """A card among several, with what is left or missing; with the peak on its own generation where that decides."""
+def _among_several(result: Estimate, fit: Fit, unit: str, with_bytes: bool) -> str:
+    """A GPU with its free or missing memory, and with its own peak where its generation changes the verdict."""
     if fit.lacks:
         return f"{fit.gpu} (no {fit.lacks})"
     own = verdict_of(
         result.peak_bounds, fit.capacity_bytes, result.run.parallel.world_size, driver=driver_bytes(result.run)
     )
-    there = f"peak {format_bytes(fit.peak_bytes, unit)} there" if (own is not Verdict.DOES_NOT_FIT) != (
-        fit.verdict is not Verdict.DOES_NOT_FIT
-    ) else ""
-    left = ""
+    changed = (own is not Verdict.DOES_NOT_FIT) != (fit.verdict is not Verdict.DOES_NOT_FIT)
+    peak = f"peak {format_bytes(fit.peak_bytes, unit)} on this GPU" if changed else ""
+    room = ""
     if with_bytes and fit.verdict is not Verdict.UNKNOWN:
-        spare = "to spare" if fit.headroom_bytes >= 0 else "missing"
-        left = f"{format_bytes(abs(fit.headroom_bytes), unit)} {spare}"
-    more = ", ".join(filter(None, (there, left)))
+        decimals = coarser(unit, fit.headroom_bytes)
+        size = f"{format_ticks(ticks(abs(fit.headroom_bytes), unit, decimals), unit, decimals)} {unit}"
+        room = f"{size} free" if fit.headroom_bytes >= 0 else f"over by {size}"
+    more = ", ".join(filter(None, (peak, room)))
     return f"{fit.gpu} ({more})" if more else fit.gpu
 
 
-def gap_names(result: Estimate) -> str:
-    """What is not modelled, by the names that its sentences begin with."""
+def feature_names(result: Estimate) -> str:
+    """Unmodelled features by the field names that their sentences begin with."""
     names = list(dict.fromkeys(str(feature).partition(":")[0] for feature in result.unmodelled))
-    more = len(names) - _GAPS_NAMED
-    return ", ".join(names[:_GAPS_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _FEATURES_NAMED
+    return ", ".join(names[:_FEATURES_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,7 +1,4 @@
-"""Tensor by tensor: what a stage's totals are made of, for ``--verbose`` and for explanations.
-
-Rows are derived from the same inventories as the estimate; nothing is computed a second way.
-"""
+"""The tensors of a stage, for ``--verbose``: rows of the inventories that the estimate is made of."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ from bridge_memory.tapes.context import BlockContext, context_of
 
 @dataclass(frozen=True, slots=True)
 class DetailRow:
-    """One tensor (or parameter) of a block and how often the stage has it.
+    """One tensor (or parameter) of a block and its number of instances on the stage.
 
-    ``section``: "parameters" or "saved for backward"; ``block``: the layers or the end of the model it belongs
-    to; ``bytes`` of one instance; ``count`` instances a microbatch on this rank.
+    ``section``: "parameters" or "saved for backward"; ``block``: the layers, embedding or output that it
+    belongs to; ``bytes`` of one instance; ``count``: instances per microbatch on this rank.
     """
 
     section: str
@@ -41,10 +38,10 @@ class DetailRow:
 
 
 def stage_details(result: Estimate, stage: int) -> tuple[DetailRow, ...]:
-    """Every parameter and every saved tensor of one pipeline stage, equal layers counted together.
+    """Every parameter and every saved tensor of one pipeline stage; equal layers are one row.
 
-    Parameter bytes are in the parameter dtype; saved tensors are those of one microbatch, without full
-    recomputation (which keeps layer inputs in their place: see the stage's components).
+    Parameter bytes are in the parameter dtype. Saved tensors are those of one microbatch without full recomputation
+    (which keeps layer inputs instead: see the stage's components).
     """
     run = result.run
     ctx = context_of(run)
@@ -60,10 +57,10 @@ def _parameters(units: Sequence[Unit], width: int) -> Iterator[DetailRow]:
     for unit in units:
         layer = unit.label is Label.LAYER
         for number in range(1 if layer else unit.times):
-            block = "every decoder layer of its kind" if layer else unit.prefix.format(number).rstrip(".")
+            block = "all decoder layers" if layer else unit.prefix.format(number).rstrip(".")
             for parameters, count in unit.parameters.rows:
                 for p in parameters:
-                    key = (block or "ends of the model", p.name, p.shape)
+                    key = (block or "embedding and output", p.name, p.shape)
                     counted[key] = counted.get(key, 0) + count * (unit.times if layer else 1)
     for (block, name, shape), count in counted.items():
         yield DetailRow("parameters", block, name, width * prod(shape), count, " x ".join(map(str, shape)))
@@ -85,7 +82,7 @@ def layer_name(layer: LayerSpec) -> str:
     """"attention + MLP" and the like."""
     short = {
         "AttentionSpec": "attention", "CompressedAttentionSpec": "compressed attention",
-        "SideBySideSpec": "attention beside Mamba", "MLASpec": "MLA", "MambaSpec": "Mamba",
+        "SideBySideSpec": "attention and Mamba in parallel", "MLASpec": "MLA", "MambaSpec": "Mamba",
         "GatedDeltaNetSpec": "gated delta net",
         "MLPSpec": "MLP", "MoESpec": "MoE",
     }

@@ -1,5 +1,4 @@
-"""What a printed report is made of. Knows nothing of memory; ``plain`` and ``terminal`` show the same blocks,
-``printing`` chooses between them."""
+"""Blocks of a printed report, independent of memory. ``plain`` and ``terminal`` render them; ``printing`` chooses."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from typing import Any, NamedTuple
 
 
 class Column(NamedTuple):
-    """A heading, and whether its cells are ``words`` (left, may wrap) or numbers (right, whole). Cells of ``bars`` are
-    words without blanks whose letters stand for parts, which a terminal shows as colours."""
+    """A column: its title, and whether its cells are ``words`` (left-aligned, may wrap) or numbers (right-aligned,
+    never broken). Cells of ``bars`` are words whose letters a terminal shows as colours."""
 
     title: str
     words: bool = False
@@ -17,7 +16,7 @@ class Column(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A table. ``emphasis``: the index of the row that matters, if any."""
+    """A table. ``emphasis``: the index of the highlighted row, if any."""
 
     title: str
     columns: tuple[Column, ...]
@@ -27,14 +26,14 @@ class Grid(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Names and values, one a line."""
+    """Names and values, one per line."""
 
     title: str
     pairs: tuple[tuple[str, str], ...]
 
 
 class Words(NamedTuple):
-    """Lines of words, the first of which may matter: ``tone`` is "good", "bad", "open" or nothing."""
+    """Lines of text; ``tone`` ("good", "bad", "open" or "") colours the first."""
 
     title: str
     lines: tuple[str, ...]
@@ -49,8 +48,8 @@ class Bullets(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """What a page draws and text leaves to the table beside it: ``kind``, "plot", "pairs" or "stages", is who draws
-    ``data``, JSON, in ``page/plots.js``."""
+    """A chart of a page, left out of text. ``kind`` ("plot", "pairs" or "stages"): the function of ``page/plots.js``
+    that draws ``data``, JSON."""
 
     title: str
     kind: str
@@ -58,7 +57,7 @@ class Chart(NamedTuple):
 
 
 Block = Grid | Pairs | Bullets | Words
-#: What a page is made of.
+#: A block of a page.
 Drawn = Block | Chart
 
 

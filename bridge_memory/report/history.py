@@ -1,4 +1,4 @@
-"""A run over its steps, from the records of its journal: predicted and measured by stage, as blocks of a page."""
+"""A run over its steps, from its journal: predicted and measured memory by stage, as blocks of a page."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from datetime import datetime, timezone
 from typing import Any
 
 from bridge_memory.calibration.records import ReportRecord, RunRecord, StageRecord
-from bridge_memory.components import Role
+from bridge_memory.components import GIB, Role
 from bridge_memory.report.document import Bullets, Chart, Column, Drawn, Grid, Words
 
-GIB = 1 << 30
-#: Reports that are kept; where there are more, every second of the older ones goes.
+#: Reports that are kept; beyond that, every second of the older ones is dropped.
 MOST_REPORTS = 400
-#: Stages that get a chart of their own, those with the highest peaks.
+#: Stages with a chart each: those with the highest peaks.
 MOST_CHARTS = 6
-#: A card's bytes, as a multiple of the highest line, up to which it is drawn.
+#: A GPU's capacity is drawn where it is at most so many times the highest line.
 _NEAR = 1.6
-#: How the note begins that says whether the predicted peaks fit (``live.table.verdict``).
+#: Beginning of the note with the verdict (``live.table.verdict``).
 _VERDICT = "verdict: "
 
 
 class History:
-    """What a journal says of its last run. ``add`` takes records in their order; memory and time are bounded."""
+    """The last run of a journal. ``add`` takes records in order; memory and time are bounded."""
 
     def __init__(self, records: Iterable[RunRecord | ReportRecord] = ()) -> None:
         self.run: RunRecord | None = None
@@ -36,7 +35,7 @@ class History:
             return
         self.reports.append(record)
         if len(self.reports) > MOST_REPORTS:
-            # The first reports are of other moments, the last is what counts now.
+            # The first reports are of other moments (model built, first step); the last is the current one.
             self.reports = [*self.reports[:2], *self.reports[2:-1:2], self.reports[-1]]
 
     @property
@@ -45,7 +44,7 @@ class History:
         return f"GPU memory of {model}" if model else "GPU memory by pipeline stage"
 
     def under(self) -> str:
-        """One line: of which step, when it was written, on what."""
+        """One line: moment, iteration, time, GPUs."""
         if not self.reports:
             return "no report yet"
         last = self.reports[-1]
@@ -57,7 +56,7 @@ class History:
         return "; ".join(words)
 
     def blocks(self) -> list[Drawn]:
-        """How far off the prediction is, stages as bars, each stage over the steps, and all of it as a table."""
+        """The error of the prediction, stages as bars, each stage over the steps, and a table."""
         if not self.reports:
             return [Bullets("", ("no report yet",))]
         last = self.reports[-1]
@@ -77,7 +76,7 @@ class History:
         if last.missing_ranks:
             notes.append(f"no reading in time from {len(last.missing_ranks):,} ranks")
         if notes:
-            found.append(Bullets("Of this report", tuple(notes)))
+            found.append(Bullets("Notes", tuple(notes)))
         return [*found, *self._about()]
 
     def _bars(self, last: ReportRecord) -> Chart | None:
@@ -100,10 +99,10 @@ class History:
             str(n): {"peak_bytes": s.max_allocated, "static_bytes": s.allocated} for n, s in measured.items()
             if s.max_allocated is not None
         }  # fmt: skip
-        return Chart("Predicted peaks in parts, and what was measured", "stages", {"stages": rows, "measured": found})
+        return Chart("Predicted peaks by role, and measured peaks", "stages", {"stages": rows, "measured": found})
 
     def _steps(self, stage: StageRecord) -> Chart:
-        """One stage over the steps, GiB: what was measured, and as lines what was predicted."""
+        """One stage over the steps, GiB: measured figures as curves, predicted ones as lines."""
         measured = {name: self._series(stage.stage, name) for name in ("max_allocated", "allocated", "reserved")}
         steps = [point[0] for points in measured.values() for point in points] or [0, 1]
         ends = sorted({min(steps), max(steps)}) if min(steps) < max(steps) else [min(steps), min(steps) + 1]
@@ -117,8 +116,8 @@ class History:
             ("predicted between steps", "other", stage.predicted_static),
         ]
         highest = max([0, stage.predicted_peak or 0, *(p[1] * GIB for points in measured.values() for p in points)])
-        if (stage.device_total or 0) < _NEAR * highest:  # a card far above would press the lines together
-            levels.append(("the card", "limit", stage.device_total))
+        if (stage.device_total or 0) < _NEAR * highest:  # a much larger card would compress the lines
+            levels.append(("GPU memory", "limit", stage.device_total))
         for name, tone, level in levels:
             if level is not None:
                 series.append({"name": name, "tone": tone, "line": "dashed", "dots": False,
@@ -144,7 +143,7 @@ class History:
         found: list[Drawn] = []
         titles: Mapping[str, Sequence[str]] = {
             "Assumed": self.run.assumptions, "Not modelled": self.run.not_modelled,
-            "On this machine": [f"{name} {version}" for name, version in self.run.versions.items()],
+            "Packages of this machine": [f"{name} {version}" for name, version in self.run.versions.items()],
         }  # fmt: skip
         found += [Bullets(title, tuple(items)) for title, items in titles.items() if items]
         return found
@@ -155,23 +154,23 @@ def _line(name: str, tone: str, points: list[list[Any]], line: str) -> dict[str,
 
 
 def words_off(share: float) -> str:
-    """How far off a prediction is; ``share``: measured less predicted, of what was measured."""
+    """The error of a prediction in words; ``share``: (measured - predicted) / measured."""
     if abs(share) < 0.0005:
-        return "what was measured"
+        return "equal to the measured figure"
     return f"{abs(share):.1%} too {'low' if share > 0 else 'high'}"
 
 
 def _answer(last: ReportRecord) -> Words:
-    """How far the measured figures are from the predicted, at the stage that is furthest off; the verdict's line."""
+    """The error of the stage with the largest error, and the verdict's line."""
     off = [(s.residual / s.measured, s) for s in last.stages if s.residual is not None and s.measured]
-    beside = [note for note in last.notes if note.startswith(_VERDICT)]
+    verdict = [note for note in last.notes if note.startswith(_VERDICT)]
     if not off:
-        return Words("", ("nothing is predicted to hold the measured figures against", *beside), "open")
+        return Words("", ("there is no prediction to compare the measured figures with", *verdict), "open")
     share, worst = max(off, key=lambda one: abs(one[0]))
     of = f"stage {worst.stage}" if len(last.stages) > 1 else "the GPU"
-    words = f"what was predicted of {of}{', the furthest off,' * (len(off) > 1)} is {words_off(share)}"
+    words = f"the prediction for {of}{' (the largest error)' * (len(off) > 1)} is {words_off(share)}"
     tone = "good" if abs(share) <= 0.03 else "open" if abs(share) <= 0.10 else "bad"
-    return Words("", (words, *beside), tone)
+    return Words("", (words, *verdict), tone)
 
 
 def _gib(value: int | None, sign: str = "") -> str:
@@ -182,7 +181,7 @@ def _table(last: ReportRecord) -> Grid:
     heads = (
         "stage", "predicted between steps", "allocated", "predicted peak", "max allocated", "difference", "%",
         "reserved",
-        "left on the card", "worst rank", "spread", "retries",
+        "free", "worst rank", "spread", "retries",
     )  # fmt: skip
     rows = tuple(
         (

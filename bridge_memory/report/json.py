@@ -1,7 +1,7 @@
 """An Estimate as JSON, schema ``bridge-memory/estimate/3`` (``estimate.schema.json`` beside this file).
 
-Other commands' schemas stand beside it. Keys may be added to a version of the schema; none is renamed or dropped
-without a new version. Bytes are ints on one rank; parameters are elements.
+The schemas of other commands are in the same folder. A version may gain keys; renaming or removing one makes a new
+version. Bytes are ints on one rank; parameters are elements.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bridge_memory.result import SCHEMA, Estimate
 
 if TYPE_CHECKING:
     from bridge_memory.report.details import DetailRow
-    from bridge_memory.report.gpus import Fit
+    from bridge_memory.verdict import Fit
 
 #: The JSON Schema (draft 2020-12) of what ``estimate_to_json`` returns.
 SCHEMA_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "estimate.schema.json")
@@ -31,9 +31,11 @@ def estimate_to_json(
     details: Mapping[int, Sequence[DetailRow]] | None = None,
     fix: str = "",
 ) -> dict[str, Any]:
-    """``result.to_dict()``, what it fits on, and the verdict. ``stage`` leaves only that one among ``stages``;
-    ``details`` maps a stage to the rows of ``details.stage_details``, which become its ``tensors``;
-    ``fix``: what would make it fit, in words."""
+    """``result.to_dict()`` with the GPUs of ``fits`` and the verdict.
+
+    ``stage``: keep only this one of ``stages``; ``details``: stage -> rows of ``details.stage_details``, which become
+    its ``tensors``; ``fix``: a change that makes it fit, in words.
+    """
     out = result.to_dict(stage=stage)
     for shown in out["stages"]:
         if shown["stage"] in (details or {}):
@@ -49,19 +51,19 @@ def estimate_to_json(
 
 def _verdict(result: Estimate, fits: Sequence[Fit], fix: str) -> dict[str, Any]:
     from bridge_memory.report.answer import answer_of
-    from bridge_memory.report.gpus import Verdict
+    from bridge_memory.verdict import Verdict
 
-    said = answer_of(result, fits, fix=fix)
+    found = answer_of(result, fits, fix=fix)
 
     def of(verdict: Verdict) -> list[str]:
         return [fit.gpu for fit in fits if fit.verdict is verdict]
 
     return {
-        "answer": said.verdict,
+        "answer": found.verdict,
         "peak_at_least_bytes": result.peak_bounds.least,
         "peak_at_most_bytes": result.peak_bounds.most,
-        "words": said.words,
-        "evidence": said.evidence,
+        "words": found.words,
+        "evidence": found.evidence,
         "fits": of(Verdict.FITS),
         "tight": of(Verdict.TIGHT),
         "does_not_fit": of(Verdict.DOES_NOT_FIT),

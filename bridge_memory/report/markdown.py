@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 from bridge_memory.report.document import Block, Bullets, Grid, Pairs, Words
 
-#: What Markdown would read as its own, in a cell or a sentence.
+#: Characters with a meaning in Markdown.
 _ESCAPED = str.maketrans({c: f"\\{c}" for c in "\\`*_[]<>|#"})
 
 
 def markdown(blocks: Iterable[Block], text: str = "") -> str:
-    """Headings, tables and lists; ``text`` as it is, indented."""
+    """Headings, tables and lists; ``text`` unchanged, indented."""
     parts = ["\n".join(_lines(block)) for block in blocks]
     if text:
         parts.append("\n".join(f"    {line}".rstrip() for line in text.splitlines()))
@@ -43,7 +43,7 @@ def _escaped(text: str) -> str:
 
 
 def first_table(blocks: Iterable[Block]) -> str:
-    """The first table as CSV; nothing where there is none."""
+    """The first table as CSV; "" where there is none."""
     grid = next((block for block in blocks if isinstance(block, Grid)), None)
     if grid is None:
         return ""

@@ -1,7 +1,7 @@
-"""Blocks of a report as plain text of a given width, and the layout that the terminal shares with it.
+"""Blocks of a report as plain text of a given width; the terminal shares the layout.
 
-Numbers are never broken or cut: columns that do not fit beside each other go into a further table under the same
-first column. Words wrap between words, the dotted names of tensors after a dot.
+Numbers are never broken or cut: columns that exceed the width go into a further table with the same first column. Text
+wraps between words, dotted names of tensors after a dot.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from bridge_memory.report.document import Block, Bullets, Grid, Pairs, Words
 
-#: Characters between two columns, and where only that makes a table fit.
+#: Characters between two columns; the second where the first does not fit.
 GAP, NARROW_GAP = 2, 1
 #: A column of words takes at least this (or its longest word) before a table is split.
 WORDS_WIDTH = 14
@@ -19,8 +19,8 @@ WORDS_WIDTH = 14
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A part of a grid cut to a width: its columns' widths, whether they are ``bars``, and each row's lines of padded
-    cells."""
+    """A part of a grid laid out for a width: widths of its columns, whether they are ``bars``, and each row's lines of
+    padded cells."""
 
     feature: int
     widths: tuple[int, ...]
@@ -30,7 +30,7 @@ class Laid:
 
 
 def render(blocks: Iterable[Block], width: int) -> str:
-    """All blocks, lines of at most ``width`` characters (what is wider and has no blank or dot stays whole)."""
+    """All blocks in lines of at most ``width`` characters; a longer word without a dot is not broken."""
     return "\n\n".join("\n".join(_lines(block, width)) for block in blocks) + "\n"
 
 
@@ -67,7 +67,7 @@ def bullet_lines(block: Bullets, width: int) -> list[str]:
 
 
 def word_lines(block: Words, width: int) -> list[str]:
-    """Every line, wrapped under itself."""
+    """The lines, wrapped."""
     return [line for words in block.lines for line in wrap(words, width)]
 
 
@@ -95,7 +95,7 @@ def _widest_atom(cells: Iterable[str]) -> int:
 
 
 def lay_out(grid: Grid, width: int) -> list[Laid]:
-    """Cut ``grid`` into tables of at most ``width``; its first column opens each of them."""
+    """Cut ``grid`` into tables of at most ``width``, each beginning with its first column."""
     natural, least = [], []
     for i, column in enumerate(grid.columns):
         widest = max(len(column.title), *(len(row[i]) for row in grid.rows), 0)
@@ -119,7 +119,7 @@ def _table(
 ) -> Laid:
     widths = {i: least[i] for i in indices}
     spare = max(0, width - _total(widths.values(), feature))
-    for i in indices:  # words take what is left, first come first served
+    for i in indices:  # columns of words share the remaining width, leftmost first
         more = min(natural[i] - widths[i], spare)
         widths[i] += more
         spare -= more

@@ -1,4 +1,4 @@
-"""Where a report is printed: through rich on a terminal, as plain text elsewhere."""
+"""Prints a report: with rich on a terminal, as plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import TextIO
 from bridge_memory.report.document import Block, Bullets, Chart, Drawn, Grid, Pairs, Words, one_line
 from bridge_memory.report.plain import render
 
-#: Characters of a line where nothing says otherwise.
+#: Default line width, characters.
 WIDTH = 80
-#: Above this nothing gets any wider.
+#: Largest line width.
 WIDEST = 10_000
-#: Below this a line of words is no longer readable; narrower terminals get longer lines.
+#: Smallest line width: narrower text is not readable.
 NARROWEST = 40
 
 
 def print_blocks(blocks: Iterable[Drawn], stream: TextIO | None = None) -> None:
-    """Write ``blocks`` to ``stream`` (default: stdout): through rich on a terminal, as plain text elsewhere. Charts are
-    for pages alone.
+    """Write ``blocks`` to ``stream`` (default: stdout): with rich on a terminal, as plain text elsewhere. Charts are
+    skipped: they are for pages.
 
     The width is COLUMNS where it is set, else the terminal's on a terminal, else 80.
     """
@@ -36,9 +36,9 @@ def print_blocks(blocks: Iterable[Drawn], stream: TextIO | None = None) -> None:
     clean = [_clean(block) for block in blocks if not isinstance(block, Chart)]
     if terminal and os.environ.get("TERM") != "dumb":
         try:
-            from bridge_memory.report.terminal import print_rich  # rich takes its time
+            from bridge_memory.report.terminal import print_rich  # importing rich is slow
         except ImportError:
-            pass  # a clone that is not installed may have no rich
+            pass  # a clone that is not installed may lack rich
         else:
             print_rich(clean, out, width)
             return
@@ -50,7 +50,7 @@ _collected: list[list[Drawn]] = []
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[Drawn]]:
-    """What is printed inside to standard output, as blocks and not as text."""
+    """Collects the blocks that are printed to standard output within the context."""
     blocks: list[Drawn] = []
     _collected.append(blocks)
     try:
@@ -60,13 +60,13 @@ def collected() -> Iterator[list[Drawn]]:
 
 
 def _columns() -> int:
-    """COLUMNS or 80: what goes into a file does not depend on the window it was started from."""
+    """COLUMNS or 80: output to a file does not depend on the terminal's width."""
     columns = os.environ.get("COLUMNS", "")
     return (int(columns) if columns.isdecimal() and len(columns) < 10 else 0) or WIDTH
 
 
 def _clean(block: Block) -> Block:
-    """Names come from files, and a terminal obeys what it is sent."""
+    """Escapes control characters: names come from files, and terminals interpret them."""
     if isinstance(block, Pairs):
         return Pairs(one_line(block.title), tuple((one_line(n), one_line(v)) for n, v in block.pairs))
     if isinstance(block, Bullets):

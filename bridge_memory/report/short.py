@@ -1,6 +1,6 @@
-"""An estimate on one screen: the answer, the stages as bars of their parts, the largest parts of the tightest stage.
+"""An estimate on one screen: the answer, the stages as bars, the largest components of the stage with the highest peak.
 
-At 100 columns at most 40 lines; ``table`` has the rest.
+At most 40 lines of 100 columns; ``table`` has the rest.
 """
 
 from __future__ import annotations
@@ -11,34 +11,37 @@ from itertools import accumulate
 from bridge_memory.components import Role
 from bridge_memory.report.answer import answer_of, phase_words
 from bridge_memory.report.document import Block, Column, Grid, Pairs, Words
-from bridge_memory.report.gpus import Fit
 from bridge_memory.report.summary import configuration
-from bridge_memory.report.table import alike, components_grid, head, stage_span
+from bridge_memory.report.table import ALL_MODELLED, Cells, alike, components_grid, head, stage_span
 from bridge_memory.report.units import check_unit, format_bytes, format_ticks, ticks
 from bridge_memory.result import Estimate, StageEstimate
 from bridge_memory.spec import DataParallelSpec, SpecError
+from bridge_memory.verdict import Fit
 
-#: Components of the tightest stage that are listed.
+#: Components that are listed.
 LARGEST = 5
 #: Rows of stages; of more groups those with the highest peaks are shown.
-MOST_ROWS = 7
+MOST_ROWS = 6
 #: Characters of a bar.
 BAR = 28
-#: A letter for each role, as it stands in a bar.
+#: The letter of a role in a bar.
 LETTERS = {
     Role.WEIGHTS: "W", Role.GRADIENTS: "G", Role.OPTIMIZER: "O", Role.BUFFERS: "B", Role.ACTIVATION: "A",
     Role.TRANSIENT: "T",
 }  # fmt: skip
-_TITLES = {Role.ACTIVATION: "activations", Role.TRANSIENT: "in passing"}
-#: Up to so many times the highest peak a card's capacity is marked in the bars.
+_TITLES = {Role.ACTIVATION: "activations", Role.TRANSIENT: "temporaries"}
+#: A GPU's capacity is marked in the bars where it is at most so many times the highest peak.
 _NEAR = 1.6
 
 
 def short_blocks(
     result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", stage: int | None = None, fix: str = "", more: str = ""
 ) -> list[Block]:
-    """``stage`` is explained in place of the tightest; ``fix``: what would make it fit, in words; ``more``: how to get
-    the rest, for the last line."""
+    """The blocks of the default text.
+
+    ``stage``: explained instead of the stage with the highest peak; ``fix``: a change that makes the run fit, in words;
+    ``more``: how to get the rest, for the last line. Raises SpecError for an unknown unit or stage.
+    """
     unit = check_unit(unit)
     if stage is not None and not 0 <= stage < len(result.stages):
         raise SpecError(f"--stage is {stage}; the stages of this run are 0 to {len(result.stages) - 1}")
@@ -46,22 +49,18 @@ def short_blocks(
     shown = result.stages if stage is None else (explained,)
     of = f" of stage {explained.stage}" if len(result.stages) > 1 else ""
     moment = f"{phase_words(explained)}: {explained.peak_operation}".removesuffix(": ")
-    largest = components_grid(explained, unit, LARGEST, f"The largest parts{of} at its peak, in {moment}")
-    wanted = ["model", "parallelism", "batch", "recompute"]
-    if result.run.precision.quantizes:
-        wanted.append("precision")
+    largest = components_grid(explained, unit, LARGEST, f"Largest components{of} at the peak, in {moment}")
+    wanted = ["model", "parallelism", "batch", "precision", "recompute", "releases", "host memory"]
     if result.run.data_parallel.engine != DataParallelSpec().engine or result.run.peft.freezes:
         wanted.append("optimizer")
     run = Pairs("The run", tuple(pair for pair in configuration(result) if pair[0] in wanted))
     answer = answer_of(result, fits, unit=unit, fix=fix)
     blocks: list[Block] = [head(result, answer, unit), _stages(result, shown, fits, unit), largest, run]
     assumed = len(dict.fromkeys(result.assumptions))
-    words = (
-        f"{assumed} assumption{'s' * (assumed != 1)}, {len(result.unmodelled)} not modelled"
-        if result.unmodelled
-        else (f"{assumed} assumption{'s' * (assumed != 1)}, nothing known to be left out")
-    )
-    blocks.append(Words("", (f"{words}{f': {more}' if more else ''}",)))
+    number = len(result.unmodelled)
+    left_out = f"{number} feature{'s' * (number != 1)} not modelled" if number else ALL_MODELLED
+    words = f"{assumed} assumption{'s' * (assumed != 1)}; {left_out}"
+    blocks.append(Words("", (f"{words}{f'; {more}' if more else ''}",)))
     return blocks
 
 
@@ -77,13 +76,13 @@ def _stages(result: Estimate, stages: Sequence[StageEstimate], fits: Sequence[Fi
     rows = tuple(
         (
             stage_span(group) + " *" * (worst in group and len(result.stages) > 1), str(len(group[0].layers)),
-            format_ticks(ticks(group[0].static_bytes, unit), unit), bar(group[0], most, limit),
+            format_ticks(Cells(group[0], unit).static, unit), bar(group[0], most, limit),
             format_ticks(ticks(group[0].peak_bytes, unit), unit), phase_words(group[0]),
         )
         for group in shown
     )  # fmt: skip
     columns = (
-        Column("stage", words=True), Column("layers"), Column("static"), Column("peak in parts", words=True, bars=True),
+        Column("stage", words=True), Column("layers"), Column("static"), Column("peak by role", words=True, bars=True),
         Column("peak"), Column("in", words=True),
     )
     notes = []
@@ -93,16 +92,16 @@ def _stages(result: Estimate, stages: Sequence[StageEstimate], fits: Sequence[Fi
         highest = format_bytes(max(group[0].peak_bytes for group in hidden), unit)
         notes.append(f"{number} more stage{'s' * (number > 1)} with lower peaks, up to {highest}")
     used = [role for role in Role if any(group[0].bytes_of(role) for group in shown)]
-    letters = ", ".join(f"{LETTERS[role]} {_TITLES.get(role, role)}" for role in used)
-    notes.append(letters)
+    letters = [f"{LETTERS[role]} {_TITLES.get(role, role)}" for role in used]
     if limit is not None and card is not None:
-        notes.append(f"| {card.gpu}: {format_bytes(limit, unit)}")
+        letters.append(f"| {card.gpu}, {format_bytes(limit, unit)}")
+    notes.append(", ".join(letters))
     emphasis = next((i for i, group in enumerate(shown) if worst in group), None) if len(result.stages) > 1 else None
     return Grid(f"Memory of one rank, {unit}", columns, rows, emphasis, tuple(notes))
 
 
 def bar(stage: StageEstimate, most: int, limit: int | None = None, width: int = BAR) -> str:
-    """The peak in letters, ``most`` bytes wide; "|" stands at ``limit`` bytes."""
+    """The peak in letters; ``width`` characters are ``most`` bytes, and "|" marks ``limit`` bytes."""
     ends = [round(width * nbytes / most) for nbytes in accumulate(stage.bytes_of(role) for role in Role)]
     text, at = "", 0
     for role, end in zip(Role, ends, strict=True):

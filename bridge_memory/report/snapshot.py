@@ -1,8 +1,8 @@
-"""A training step as a memory snapshot that PyTorch's memory_viz (pytorch.org/memory_viz) opens, and ``compare`` reads.
+"""A training step as a memory snapshot for PyTorch's memory_viz (pytorch.org/memory_viz) and ``compare``.
 
 Format: what ``torch.cuda.memory._dump_snapshot`` pickles (``torch/cuda/_memory_viz.py``): segments with the blocks that
-are alive at the end, and a trace of allocations and frees. In place of stack frames stand the names of layers and
-components. What a microbatch saves is one block a layer, not one a tensor.
+are alive at the end, and a trace of allocations and frees. Names of layers and components replace stack frames. What a
+microbatch saves is one block per layer, not one per tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TICK = 10
 
 
 class _Allocator:
-    """Events in order, and what is alive."""
+    """The trace of events, and the live allocations."""
 
     def __init__(self) -> None:
         self.trace: list[dict[str, Any]] = []
@@ -49,9 +49,9 @@ class _Allocator:
         )  # fmt: skip
 
     def once(self, nbytes: int, name: str, place: str) -> None:
-        """Allocated and freed."""
-        self.alloc("in passing", nbytes, name, place)
-        self.free("in passing")
+        """Allocate and free."""
+        self.alloc("temporary", nbytes, name, place)
+        self.free("temporary")
 
 
 def snapshot(result: Estimate, stage: int) -> bytes:
@@ -59,7 +59,7 @@ def snapshot(result: Estimate, stage: int) -> bytes:
     memory = _Allocator()
     for number, c in enumerate(result.stages[stage].components):
         if c.role in STATIC_ROLES and c.lifetime is not Lifetime.BETWEEN_STEPS:
-            memory.alloc(("lasting", number), c.bytes, c.name, str(c.role))
+            memory.alloc(("persistent", number), c.bytes, c.name, str(c.role))
     _follow(memory, step_timeline(result.run, stage))
     blocks = [
         {"address": address, "size": nbytes, "requested_size": nbytes, "state": "active_allocated", "frames": frames}
@@ -76,10 +76,10 @@ def snapshot(result: Estimate, stage: int) -> bytes:
 
 def _follow(memory: _Allocator, timeline: Timeline) -> None:
     hidden = 0
-    memory.alloc("left", timeline.carried_over, "left by the last step", "left by the last step")
+    memory.alloc("carried over", timeline.carried_over, "carried over from the last step", "carried over")
 
     def hold(count: int) -> None:
-        """So many hidden states of the schedule."""
+        """Keep ``count`` hidden states of the schedule alive."""
         nonlocal hidden
         while hidden > count:
             hidden -= 1
@@ -101,17 +101,17 @@ def _follow(memory: _Allocator, timeline: Timeline) -> None:
         number = point.pass_number
         if number < 0:
             continue
-        memory.free("left")
+        memory.free("carried over")
         if number >= len(timeline.passes):
             hold(0)
             if point.step >= 0:
-                memory.alloc("left", timeline.carried_over, "left by the last step", "left by the last step")
-                memory.once(timeline.in_step, "narrow optimizer states in fp32", "optimizer step")
+                memory.alloc("carried over", timeline.carried_over, "carried over from the last step", "carried over")
+                memory.once(timeline.in_step, "fp32 copies of optimizer states", "optimizer step")
             continue
         one = timeline.passes[number]
         hold(one.hidden)
         if one.phase == "overlapped":
-            # Where the two chunks trade places layer by layer is not told: their sum is, and then who is left.
+            # The layer-by-layer order of the two chunks is not modelled: only their sum, and what remains afterwards.
             held = sum(size for _, size, _ in memory.alive.values())
             memory.once(point.total - held, timeline.operation(point), "forward and backward at the same time")
             for step in range(len(timeline.chunks[one.chunk].steps)):
@@ -125,11 +125,11 @@ def _follow(memory: _Allocator, timeline: Timeline) -> None:
 def _pass(memory: _Allocator, timeline: Timeline, point: Point, kept: Any) -> None:
     one = timeline.passes[point.pass_number]
     if point.step < 0:
-        memory.once(point.passing, timeline.operation(point), one.phase)
+        memory.once(point.transient, timeline.operation(point), one.phase)
         return
     forward = one.phase == "forward"
     if forward:
         kept(one.chunk, one.microbatch, point.step, there=True)
-    memory.once(point.passing, timeline.operation(point), one.phase)
+    memory.once(point.transient, timeline.operation(point), one.phase)
     if not forward:
         kept(one.chunk, one.microbatch, point.step, there=False)

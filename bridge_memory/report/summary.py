@@ -1,17 +1,29 @@
-"""The run in words: what was estimated, in Megatron's terms, one line a subject."""
+"""The run in words: what was estimated, in Megatron's terms, one line per subject."""
 
 from __future__ import annotations
 
 from bridge_memory.estimation import Estimate
-from bridge_memory.releases import release_words
-from bridge_memory.report.units import format_count
+from bridge_memory.releases import (
+    DEFAULT_TORCH,
+    DEFAULT_TRANSFORMER_ENGINE,
+    ENGINE_RELEASES,
+    Release,
+    release_words,
+)
+from bridge_memory.report.units import format_bytes, format_count
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.layout import layout
+from bridge_memory.spec.parts import ENGINE_OPTIONS
+
+#: GPUs of one host on most training clusters (HGX boards), by which host memory is added up.
+RANKS_OF_NODE = 8
 
 
 def configuration(result: Estimate) -> tuple[tuple[str, str], ...]:
-    """(subject, words) of everything about the run that people look for first."""
+    """(subject, words): model, parallelism, batch, precision, optimizer, recompute, kernels, releases; "host memory"
+    where the run offloads something."""
     run = result.run
+    host = max(stage.host_bytes for stage in result.stages)
     return (
         ("model", _model(result)),
         ("parallelism", _parallelism(run)),
@@ -20,6 +32,8 @@ def configuration(result: Estimate) -> tuple[tuple[str, str], ...]:
         ("optimizer", _optimizer(run)),
         ("recompute", _recompute(run)),
         ("kernels", _kernels(run)),
+        ("releases", _releases(run)),
+        *((("host memory", _host(result, host)),) if host else ()),
     )
 
 
@@ -35,7 +49,7 @@ def _model(result: Estimate) -> str:
         f"{model.num_layers} layers",
         f"hidden size {model.hidden_size}",
         f"{format_count(result.parameters)} parameters",
-        f"{mtp} MTP {'depth' if mtp == 1 else 'depths'} of {format_count(result.mtp_parameters)} more" if mtp else "",
+        f"plus {mtp} MTP {'depth' if mtp == 1 else 'depths'} of {format_count(result.mtp_parameters)}" if mtp else "",
     )
 
 
@@ -65,24 +79,73 @@ def _batch(run: RunSpec) -> str:
     b, m = run.batch, run.num_microbatches
     total = m * b.micro_batch_size * run.parallel.data_parallel_size
     return _join(
-        f"{'packed ' if b.packed_sequences else ''}sequences of {b.seq_length} tokens",
+        f"{'packed to ' if b.packed_sequences else ''}sequence length {b.seq_length}",
         f"micro batch {b.micro_batch_size}",
-        f"global batch {total}{' (by default)' if b.global_batch_size is None else ''}",
-        f"{m} {'microbatch' if m == 1 else 'microbatches'} a step",
+        f"global batch {total}{' (default)' if b.global_batch_size is None else ''}",
+        f"{m} {'microbatch' if m == 1 else 'microbatches'} per step",
     )
 
 
 def _precision(run: RunSpec) -> str:
     p = run.precision
     return _join(
-        p.params_dtype,
         f"fp4 {p.fp4}{' (parameters too)' if p.fp4_param else ''}" if p.fp4 else "",
         f"fp8 {p.fp8} ({p.fp8_recipe}{', parameters too' if p.fp8_param else ''})" if p.fp8 else "",
-        f"gradients in {'fp32' if run.data_parallel.grad_reduce_in_fp32 else p.params_dtype}"
-        if run.data_parallel.of_megatron else "",
+        _weights(run),
+        _gradients(run),
+        f"optimizer states {_optimizer_states(run)}",
         f"computes in {run.compute_dtype}" if run.compute_dtype != p.params_dtype else "",
         "fp32 residual stream" if p.fp32_residual_connection else "",
     )
+
+
+def _weights(run: RunSpec) -> str:
+    """"weights bf16", and the dtype of what trains where that is not the same."""
+    spec = run.transformers
+    quantized = "4-bit" if spec.load_in_4bit else "int8" if spec.load_in_8bit else ""
+    weights = f"weights {quantized or run.params_dtype}"
+    return weights + (f" (frozen), adapters {run.adapters_dtype}" if run.peft.freezes else "")
+
+
+def _trained_dtype(run: RunSpec) -> str:
+    return run.adapters_dtype if run.peft.freezes else run.params_dtype
+
+
+def _gradients(run: RunSpec) -> str:
+    if run.data_parallel.of_megatron:
+        fp32 = run.data_parallel.grad_reduce_in_fp32 or run.params_dtype == "fp32"
+        return f"gradients {'fp32' if fp32 else run.params_dtype}"
+    return f"gradients {(_of_deepspeed(run) and run.deepspeed.grad_accum_dtype) or _trained_dtype(run)}"
+
+
+def _of_deepspeed(run: RunSpec) -> bool:
+    return ENGINE_OPTIONS.get(run.data_parallel.engine) == "deepspeed"
+
+
+def _optimizer_states(run: RunSpec) -> str:
+    """Their dtype, or that of each."""
+    o, z = run.optimizer, run.deepspeed
+    if _of_deepspeed(run):
+        main = "bf16" if z.bf16_master_weights_and_grads else "fp32"
+        moments = "bf16" if z.bf16_optimizer_states else "fp32"
+        return main if main == moments else f"{main} (main parameters), {moments} (moments)"
+    if not run.data_parallel.of_megatron:
+        if o.optimizer in ("adamw_8bit", "lion_8bit"):
+            return "8-bit (embeddings: fp32)"
+        # Adafactor, Lion and bitsandbytes' paged AdamW keep fp32 states whatever the parameters are.
+        return "fp32" if o.optimizer in ("adafactor", "lion") or o.paged else _trained_dtype(run)
+    if not o.use_precision_aware_optimizer or o.optimizer_cpu_offload:
+        return "fp32"
+    main = o.main_params_dtype
+    if o.store_param_remainders and o.fused_main_parameters and (main, run.params_dtype) == ("fp32", "bf16"):
+        main = "16-bit remainders"  # bf16 weights are the upper halves of fp32 main parameters
+    states = {"main parameters": main, "exp_avg": o.exp_avg_dtype, "exp_avg_sq": o.exp_avg_sq_dtype}
+    names: dict[str, list[str]] = {}
+    for name, dtype in states.items():
+        names.setdefault(dtype, []).append(name)
+    if len(names) == 1:
+        return main
+    return ", ".join(f"{dtype} ({', '.join(of)})" for dtype, of in names.items())
 
 
 def _optimizer(run: RunSpec) -> str:
@@ -92,8 +155,7 @@ def _optimizer(run: RunSpec) -> str:
         d.engine_title if not d.of_megatron else
         "distributed" if d.use_distributed_optimizer else "state replicated over data parallel ranks",
         o.torch_implementation if not d.of_megatron and o.optimizer in ("adam", "adamw", "sgd") else "",
-        f"precision-aware (main params {o.main_params_dtype}, main grads {o.main_grads_dtype}, "
-        f"exp_avg {o.exp_avg_dtype}, exp_avg_sq {o.exp_avg_sq_dtype})" if o.use_precision_aware_optimizer else "",
+        f"precision-aware (main gradients {o.main_grads_dtype})" if o.use_precision_aware_optimizer else "",
         f"{o.optimizer_offload_fraction:.0%} offloaded to the CPU" if o.optimizer_cpu_offload else "",
         f"{d.engine_title} {d.data_parallel_sharding_strategy}" if d.data_parallel_sharding_strategy else "",
         f"PEFT {run.peft.scheme}" if run.peft.freezes else "",
@@ -124,8 +186,7 @@ def _recompute(run: RunSpec) -> str:
 def _of_transformers(run: RunSpec) -> str:
     i, spec = run.implementation, run.transformers
     return _join(
-        f"{i.transformer_impl}'s layers" if i.own_layers
-        else f"transformers {release_words(spec.transformers_version)}",
+        f"{i.transformer_impl}'s layers" if i.own_layers else "transformers' layers",
         f"{spec.attn_implementation} attention ({i.gpu_arch})",
         f"autocast to {spec.autocast}" if spec.autocast else "",
         f"liger-kernel: {' '.join(spec.liger_kernel)}" if spec.liger_kernel else "",
@@ -134,7 +195,6 @@ def _of_transformers(run: RunSpec) -> str:
         "cut cross entropy" if spec.cut_cross_entropy else "",
         "optimizer steps in backward" if spec.optimizer_in_bwd else "",
         "activations offloaded" if spec.enable_activation_offloading else "",
-        f"torch {release_words(i.torch)}" if i.torch else "",
     )
 
 
@@ -152,7 +212,37 @@ def _kernels(run: RunSpec) -> str:
         f"{i.moe_token_dispatcher_type} dispatcher" if run.model.has_experts else "",
         offloaded,
         f"offloaded: {' '.join(i.offload_modules)}" if i.offload_modules else "",
-        f"megatron-core {release_words(i.megatron_core)}",
-        f"Transformer Engine {release_words(i.transformer_engine)}" if i.transformer_engine else "",
-        f"torch {release_words(i.torch)}" if i.torch else "",
     )
+
+
+def _releases(run: RunSpec) -> str:
+    """"megatron-core 0.16, torch 2.9, Transformer Engine 2.17 (assumed)": whose rules the numbers follow."""
+    i = run.implementation
+
+    def named(package: str, release: Release | None, default: Release) -> str:
+        return f"{package} {release_words(release or default)}{'' if release else ' (assumed)'}"
+
+    layers = i.transformer_impl if i.own_layers else ""
+    engine = "DeepSpeed" if _of_deepspeed(run) else ""
+    return _join(
+        f"transformers {release_words(run.transformers.transformers_version)}" if i.torch_layers and not layers else "",
+        "" if i.torch_layers else f"megatron-core {release_words(i.megatron_core)}",
+        named("Transformer Engine", i.transformer_engine, DEFAULT_TRANSFORMER_ENGINE) if i.te else "",
+        named("torch", i.torch, DEFAULT_TORCH),
+        *(named(name, None, ENGINE_RELEASES[name]) for name in (layers, engine) if name),
+    )
+
+
+def _host(result: Estimate, nbytes: int) -> str:
+    """Of the rank with the most, and of a node."""
+    ranks = min(RANKS_OF_NODE, result.run.parallel.world_size)
+    place = "" if host_place(result) == "host memory" else f" in {host_place(result)}"
+    node = f"{format_bytes(ranks * nbytes)} per node of {ranks} GPU{'s' * (ranks > 1)}"
+    return f"{format_bytes(nbytes)} per rank{place}, {node}"
+
+
+def host_place(result: Estimate) -> str:
+    """Where an engine keeps what it offloads: "host memory", or with NVMe."""
+    d = result.run.deepspeed
+    nvme = "nvme" in (d.offload_optimizer_device, d.offload_param_device)
+    return "host memory and NVMe" if nvme else "host memory"

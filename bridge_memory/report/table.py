@@ -1,4 +1,4 @@
-"""The printed estimate: every stage, what its peak is made of, what it fits on, what was assumed and left out."""
+"""The full text of an estimate: stages, components of the peak, GPUs, assumptions, unmodelled features."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, TextIO
 
 from bridge_memory.components import STATIC_ROLES, Component, Role
 from bridge_memory.estimation import Estimate, StageEstimate
-from bridge_memory.report.answer import Answer, answer_of, bounded_peak
+from bridge_memory.report.answer import Answer, answer_of, bounded_peak, fit_ticks
 from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs, Words
 from bridge_memory.report.printing import print_blocks
-from bridge_memory.report.summary import configuration
+from bridge_memory.report.summary import configuration, host_place
 from bridge_memory.report.units import (
     FINER,
     check_unit,
@@ -26,14 +26,16 @@ from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
 if TYPE_CHECKING:
     from bridge_memory.report.details import DetailRow
-    from bridge_memory.report.gpus import Fit
+    from bridge_memory.verdict import Fit
 
+#: Where the list of unmodelled features is empty.
+ALL_MODELLED = "no option in use is left out of the count"
 #: Components of the peak stage that are listed; the rest is summed in one line.
 LARGEST = 10
 
 _ROLE_TITLES = {
     "weights": "weights", "gradients": "gradients", "optimizer": "optimizer", "buffers": "buffers",
-    "activation": "activations", "transient": "transient",
+    "activation": "activations", "transient": "temporaries",
 }
 
 
@@ -94,15 +96,15 @@ def estimate_blocks(
         blocks.append(_fits(fits, result, unit))
     if explained.host:
         lines = tuple(f"{name}: {format_bytes(nbytes, unit)}" for name, nbytes in explained.host)
-        blocks.append(Bullets("In host memory, of one rank", lines))
+        blocks.append(Bullets(f"{host_place(result).capitalize().replace('nvme', 'NVMe')} of one rank", lines))
     blocks.append(Bullets("Assumed", _once(result.assumptions) or ("nothing beyond the configuration",)))
     unmodelled = tuple(f"{feature} ({moves_words(feature, unit)})" for feature in result.unmodelled)
-    blocks.append(Bullets("Not modelled", unmodelled or ("no option in use is known to be left out",)))
+    blocks.append(Bullets("Not modelled", unmodelled or (ALL_MODELLED,)))
     return blocks
 
 
 def head(result: Estimate, answer: Answer, unit: str) -> Words:
-    """The name, the answer, what stands behind it: a line each."""
+    """Title, answer and accuracy, one line each."""
     title = f"Estimate of {result.run.model.name}: peak {bounded_peak(result, unit)}"
     return Words(title, (answer.words, answer.evidence), _TONES.get(answer.verdict or "", ""))
 
@@ -112,28 +114,28 @@ _TONES = {"fits": "good", "does not fit": "bad", "tight": "open", "unknown": "op
 
 _MOVES = {
     Effect.UP: "adds memory", Effect.DOWN: "saves memory", Effect.EITHER: "may add or save memory",
-    Effect.UNKNOWN: "its effect is not known",
+    Effect.UNKNOWN: "effect unknown",
 }  # fmt: skip
 
 
 def moves_words(feature: Unmodelled, unit: str) -> str:
-    """Where it can move the peak, and by how much: between bounds where those are known, else the order."""
+    """How the feature moves the peak, and by how much: its bounds where known, else its order of magnitude."""
     words = _MOVES[feature.effect]
     if not feature.least and not feature.most:
         words += f": {feature.order}"
     if feature.least:
-        words += f", {format_bytes(feature.least, unit)} at least"
+        words += f", at least {format_bytes(feature.least, unit)}"
     if feature.most:
-        words += f", {format_bytes(feature.most, FINER.get(unit, unit))} at most"
-    return words + ", outside of what torch reports of training steps" * feature.outside
+        words += f", at most {format_bytes(feature.most, FINER.get(unit, unit))}"
+    return words + ", not in what torch reports of training steps" * feature.outside
 
 
 def _once(sentences: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(sentences))
 
 
-class _Cells:
-    """A stage's numbers in ticks of the unit, so rounded that every total is the sum of its parts."""
+class Cells:
+    """A stage's numbers in ticks of the unit, rounded so that every total is the sum of its parts."""
 
     def __init__(self, stage: StageEstimate, unit: str) -> None:
         by_role = [stage.bytes_of(role) for role in Role]
@@ -146,7 +148,7 @@ class _Cells:
         self.static = persistent + self.carried_over
 
     def components(self, stage: StageEstimate, unit: str) -> list[tuple[int, Component]]:
-        """Every component with its ticks, which add up to those of its role."""
+        """Every component with its ticks, largest first; ticks add up to those of each role."""
         out = []
         for role in Role:
             parts = [c for c in stage.components if c.role == role]
@@ -160,7 +162,7 @@ class _Cells:
 
 
 def alike(stages: Sequence[StageEstimate]) -> list[tuple[StageEstimate, ...]]:
-    """Neighbours in one group where all their numbers are the same."""
+    """Groups of neighbouring stages whose numbers are all the same."""
 
     def numbers(s: StageEstimate) -> tuple[object, ...]:
         return (
@@ -193,7 +195,7 @@ def _stages(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | 
     rows = []
     carried_over: dict[str, list[int]] = {}
     for group in groups:
-        cells, one = _Cells(group[0], unit), group[0]
+        cells, one = Cells(group[0], unit), group[0]
         rows.append(
             (
                 _label(group, worst), _layers(group), format_count(one.parameters), str(sum(one.in_flight)),
@@ -211,11 +213,11 @@ def _stages(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | 
     if marked is not None:
         notes.append(f"* the highest peak: stage{'s' * (len(groups[marked]) > 1)} {stage_span(groups[marked])}")
     if any(len(group) > 1 for group in groups):
-        notes.append("Stages in one row are alike in every number, the number of layers included.")
+        notes.append("Stages in one row have the same numbers throughout.")
     virtual = any(len(group[0].in_flight) > 1 for group in groups)
     notes.append(
-        "parameters: of one rank's shard; in flight: microbatches whose activations are held at the peak"
-        f"{', summed over its virtual stages' * virtual}; static: allocated after a step, weights + gradients "
+        "parameters: in one rank's shard; in flight: microbatches whose activations are alive at the peak"
+        f"{', summed over virtual stages' * virtual}; static: allocated between steps, weights + gradients "
         f"+ optimizer + buffers{_extra(carried_over, unit)}"
     )
     return Grid(f"Pipeline stages, {unit}", columns, tuple(rows), marked, tuple(notes))
@@ -234,22 +236,22 @@ def _moment(stage: StageEstimate) -> str:
 def _memory(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | None, unit: str) -> Grid:
     rows = []
     for group in groups:
-        cells = _Cells(group[0], unit)
+        cells = Cells(group[0], unit)
         numbers = [*(cells.roles[role] for role in Role), cells.peak]
         rows.append((_label(group, worst), *(format_ticks(n, unit) for n in numbers)))
     columns = (Column("stage", words=True), *(Column(_ROLE_TITLES[role]) for role in Role), Column("= peak"))
-    note = "peak: max allocated from the second step on; last digits are rounded so that totals add up"
-    return Grid(f"Memory of one rank at its peak, {unit}", columns, tuple(rows), _marked(groups, worst), (note,))
+    note = "peak: torch.cuda.max_memory_allocated from the second step on; rounded so that totals add up"
+    return Grid(f"Memory of one rank at the peak, {unit}", columns, tuple(rows), _marked(groups, worst), (note,))
 
 
 def _extra(carried_over: Mapping[str, Sequence[int]], unit: str) -> str:
-    """What a step leaves until the next one begins; dead by the time of the peak, so in no column."""
+    """Tensors carried over from one step into the next; freed before the peak, so in no column."""
     if not carried_over:
         return ""
-    said = "; ".join(
+    amounts = "; ".join(
         f"{amount} {unit} on stage{'s' * (len(stages) > 1)} {ranges(stages)}" for amount, stages in carried_over.items()
     )
-    return f" + what a step leaves behind until the next ({said})"
+    return f" + carried over from the last step ({amounts})"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -266,7 +268,7 @@ def _why(stage: StageEstimate, worst: StageEstimate, result: Estimate, unit: str
 def components_grid(
     stage: StageEstimate, unit: str, limit: int | None, title: str
 ) -> Grid:
-    cells = _Cells(stage, unit)
+    cells = Cells(stage, unit)
     listed = cells.components(stage, unit)
     head = listed if limit is None or len(listed) <= limit + 1 else listed[:limit]
     rows = [
@@ -278,18 +280,18 @@ def components_grid(
         value, nbytes = sum(v for v, _ in rest), sum(c.bytes for _, c in rest)
         rows.append((format_ticks(value, unit), _percent(nbytes, stage.peak_bytes), "", f"{len(rest)} smaller ones"))
     rows.append((format_ticks(cells.peak, unit), "", "", "peak"))
-    columns = (Column(unit), Column("%"), Column("known as", words=True), Column("component", words=True))
+    columns = (Column(unit), Column("%"), Column("basis", words=True), Column("component", words=True))
     return Grid(title, columns, tuple(rows), len(rows) - 1)
 
 
 def components_csv(result: Estimate, stage: int | None = None) -> str:
-    """A line a component of every stage's peak, or of one stage's, in bytes."""
+    """CSV with a line per component of every stage's peak, or of one stage's, in bytes."""
     import csv
     import io
 
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("stage", "component", "bytes", "role", "known as", "divided over", "lifetime"))
+    writer.writerow(("stage", "component", "bytes", "role", "basis", "sharded over", "lifetime"))
     for s in result.stages if stage is None else (result.stages[stage],):
         for c in s.components:
             writer.writerow((s.stage, c.name, c.bytes, c.role, c.provenance, c.shard, c.lifetime))
@@ -301,12 +303,12 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _named(component: Component) -> str:
-    """With the groups that divide it."""
+    """Its name with the groups that shard it."""
     return f"{component.name} (over {component.shard})" if component.shard else component.name
 
 
 def _tensors(stage: int, rows: Sequence[DetailRow], unit: str) -> list[Block]:
-    """Every tensor of a stage, block by block: bytes of one exactly, totals in a finer unit."""
+    """Every tensor of a stage by block: exact bytes of one instance, totals in a finer unit."""
     finer = FINER.get(unit, unit)
     blocks: list[Block] = []
     groups: dict[tuple[str, str], list[DetailRow]] = {}
@@ -325,7 +327,7 @@ def _tensors(stage: int, rows: Sequence[DetailRow], unit: str) -> list[Block]:
     return blocks
 
 
-#: What a section's numbers are of; see ``details.stage_details``.
+#: What a section counts; see ``details.stage_details``.
 _SECTION_NOTES = {
     "parameters": " (in the parameter dtype)",
     "saved for backward": " by one microbatch (without full recomputation)",
@@ -343,31 +345,34 @@ def _tensor(row: DetailRow) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-#: ``gpus.Verdict`` -> a cell.
+#: ``verdict.Verdict`` -> a cell.
 _FITS = {"fits": "yes", "tight": "tight", "does not fit": "no", "unknown": "unknown"}
 
 
 def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
-    from bridge_memory.report.gpus import margin_words
+    from functools import partial
+
+    from bridge_memory.verdict import margin_words
 
     rows = []
     for fit in fits:
-        usable, peak, margin = (ticks(n, unit) for n in (fit.capacity_bytes, fit.peak_bytes, fit.margin_bytes))
         rows.append(
             (
-                fit.gpu, *(format_ticks(n, unit) for n in (usable, peak, margin, usable - peak - margin)),
+                fit.gpu,
+                *(format_ticks(n, unit)
+                  for n in fit_ticks(fit.capacity_bytes, fit.peak_bytes, fit.headroom_bytes, unit)),
                 _FITS[fit.verdict] + f" {fit.lacks}".rstrip(),
             )
         )
     columns = (
-        Column("GPU", words=True), Column("usable"), Column("- peak"), Column("- margin"), Column("= headroom"),
+        Column("GPU", words=True), Column("usable"), Column("- peak"), Column("- margin"), Column("= free"),
         Column("fits", words=True),
     )
     at = {fit.peak_stage for fit in fits}
-    title = f"Fits, by the highest peak{f' (stage {at.pop()})' if len(at) == 1 else ''}, {unit}"
-    notes = [margin_words(result.run, unit)]
+    title = f"GPUs, by the highest peak{f' (stage {at.pop()})' if len(at) == 1 else ''}, {unit}"
+    notes = [margin_words(result.run, partial(format_bytes, unit=unit))]
     if len({fit.peak_bytes for fit in fits}) > 1:
-        notes.append("peak: with the attention kernels, workspaces and fp8 layouts of each card's own generation")
+        notes.append("peak: with the attention kernels, workspaces and fp8 layouts of each GPU's own generation")
     if result.unmodelled:
-        notes.append("unknown: what is not modelled, of which nothing is in these numbers, can decide it")
+        notes.append("unknown: features that are not modelled, and not in these numbers, can change the verdict")
     return Grid(title, columns, tuple(rows), None, tuple(notes))

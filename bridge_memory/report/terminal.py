@@ -1,4 +1,4 @@
-"""Blocks of a report on a terminal, through rich: the plain layout with headings, rules and colour."""
+"""Blocks of a report on a terminal with rich: the plain layout with headings, rules and colour."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def print_rich(blocks: Iterable[Block], stream: TextIO, width: int) -> None:
 
 
 def _table(grid: Grid, laid: Laid) -> Table:
-    # Between two columns the box draws one space; padding adds what the layout has beyond it.
+    # The box draws one space between columns; padding adds the rest of the gap.
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, laid.feature - NARROW_GAP, 0, 0),
         header_style=_HEADER,
@@ -69,7 +69,7 @@ def _table(grid: Grid, laid: Laid) -> Table:
 
 
 def _bar(cell: str) -> Text:
-    """The letters of a bar in their colours."""
+    """A bar with its letters coloured."""
     text = Text()
     for letter in cell:
         text.append(letter, style=_COLOURS.get(letter, ""))

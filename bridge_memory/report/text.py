@@ -1,4 +1,4 @@
-"""Megatron Bridge's printed line, which log parsers know letter by letter."""
+"""Megatron Bridge's printed line. Log parsers depend on its exact text."""
 
 from __future__ import annotations
 

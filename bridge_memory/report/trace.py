@@ -1,8 +1,8 @@
-"""A training step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: memory of every stage as
-counters, passes and the layers in them as slices.
+"""A training step as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: memory of every stage as counters,
+passes and their layers as slices.
 
-Format: Trace Event Format ("M" names, "X" slices, "C" counters); times in microseconds. How long anything takes is not
-known: one layer forward is drawn as a millisecond, backward as two.
+Format: Trace Event Format ("M" names, "X" slices, "C" counters); times in microseconds. Durations are not
+modelled: one layer is drawn as a millisecond forward and two backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def perfetto(result: Estimate, stage: int | None = None) -> str:
     events: list[dict[str, Any]] = []
     for s in result.stages if stage is None else (result.stages[stage],):
         events += _stage(step_timeline(result.run, s.stage))
-    other = {"model": result.run.model.name, "time": "one layer forward is drawn as 1 ms: no times are known"}
+    time = "durations are not modelled: one layer is drawn as 1 ms forward, 2 ms backward"
+    other = {"model": result.run.model.name, "time": time}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":"))
 
 
@@ -51,7 +52,7 @@ def _stage(timeline: Timeline) -> list[dict[str, Any]]:
                 step = timeline.chunks[timeline.passes[number].chunk].steps[point.step]
                 events.append(
                     {"ph": "X", "name": step_name(step), "cat": phase, "pid": pid, "tid": links, "ts": now,
-                     "dur": length, "args": {"at its peak": timeline.operation(point), "bytes": point.total}}
+                     "dur": length, "args": {"operation at its peak": timeline.operation(point), "bytes": point.total}}
                 )  # fmt: skip
         elif not inside:
             length = _LAYER
@@ -59,10 +60,10 @@ def _stage(timeline: Timeline) -> list[dict[str, Any]]:
             begins.setdefault(number, now)
             ends[number] = now + length
         parts = {
-            **persistent, "activations": point.activations, "pipeline": point.pipeline, "in passing": point.passing,
-            "left by the last step": point.carried_over,
+            **persistent, "activations": point.activations, "pipeline": point.pipeline, "temporaries": point.transient,
+            "carried over from the last step": point.carried_over,
         }  # fmt: skip
-        # The moment of an operation's peak is somewhere inside of it.
+        # The peak of an operation lies somewhere within it.
         at = now + length // 2
         events.append({"ph": "C", "name": "memory, bytes", "pid": pid, "ts": at, "args": parts})
         events.append({"ph": "C", "name": "allocated, bytes", "pid": pid, "ts": at, "args": {"total": point.total}})
@@ -70,7 +71,7 @@ def _stage(timeline: Timeline) -> list[dict[str, Any]]:
     for number, one in enumerate(timeline.passes):
         name = f"{one.phase} {one.microbatch}"
         if one.phase == "overlapped":
-            name = f"forward {one.forward_microbatch} beside backward {one.microbatch}"
+            name = f"forward {one.forward_microbatch}, overlapped with backward {one.microbatch}"
         if len(timeline.chunks) > 1:
             name += f", virtual stage {one.chunk}"
         events.append(

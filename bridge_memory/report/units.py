@@ -1,4 +1,4 @@
-"""Units of memory as people read them. Inside the project bytes are ints; a unit is chosen where they are shown."""
+"""Units of memory for people. Inside the package memory is an int of bytes; reports choose the unit."""
 
 from __future__ import annotations
 
@@ -15,22 +15,29 @@ FINER = {"GiB": "MiB", "GB": "MB"}
 
 
 def check_unit(unit: str) -> str:
-    """``unit`` as UNITS calls it, whatever its case. Raises SpecError for one that is not there."""
+    """``unit`` spelled as in UNITS; its case does not matter. Raises SpecError for an unknown unit."""
     known = {name.casefold(): name for name in UNITS}
     if not isinstance(unit, str) or unit.casefold() not in known:
         raise SpecError(f"unit ({unit!r}) is unknown; use one of {', '.join(UNITS)}")
     return known[unit.casefold()]
 
 
-def ticks(nbytes: int, unit: str) -> int:
-    """``nbytes`` in units of the last digit shown, rounded half up (ints: sums of ticks are exact)."""
-    size, scale = UNITS[unit], int(10 ** DECIMALS[unit])
+def ticks(nbytes: int, unit: str, decimals: int | None = None) -> int:
+    """``nbytes`` in units of the last digit shown, rounded half up (ints: sums of ticks are exact). ``decimals``:
+    digits after the point (None: those of ``unit``)."""
+    size, scale = UNITS[unit], int(10 ** (DECIMALS[unit] if decimals is None else decimals))
     return (2 * nbytes * scale + size) // (2 * size)
 
 
-def format_ticks(value: int, unit: str) -> str:
-    """The number alone, "1,234.56"."""
-    decimals = DECIMALS[unit]
+def coarser(unit: str, nbytes: int) -> int:
+    """Digits after the point for a sentence: one fewer than in tables, unless ``nbytes`` is below one ``unit``, where
+    the last digit matters."""
+    return DECIMALS[unit] if abs(nbytes) < UNITS[unit] else max(0, DECIMALS[unit] - 1)
+
+
+def format_ticks(value: int, unit: str, decimals: int | None = None) -> str:
+    """The number alone, "1,234.56"; ``decimals`` as for ``ticks``."""
+    decimals = DECIMALS[unit] if decimals is None else decimals
     if not decimals:
         return f"{value:,}"
     whole, rest = divmod(abs(value), 10**decimals)
@@ -46,9 +53,9 @@ def format_bytes(nbytes: int, unit: str = "GiB") -> str:
 def share(parts: Sequence[int], unit: str, total: int | None = None) -> list[int]:
     """Ticks of ``parts`` (bytes) that add up to ``total`` ticks (default: those of their sum), exactly.
 
-    Each part is rounded up or down, the largest remainders up, so no part is off by a whole tick and zero stays
-    zero. ``total`` must be the sum of the parts rounded up or down. Totals that a reader can add up are worth more
-    than a last digit rounded to nearest.
+    Each part is rounded up or down, the largest remainders up: no part is off by a whole tick, and zero stays zero.
+    ``total`` must be the sum of the parts rounded up or down. Readers add up the numbers of a table, so exact sums
+    matter more than a last digit rounded to nearest.
     """
     size, scale = UNITS[unit], 10 ** DECIMALS[unit]
     rounded = [part * scale // size for part in parts]
@@ -60,7 +67,7 @@ def share(parts: Sequence[int], unit: str, total: int | None = None) -> list[int
 
 
 def format_count(elements: int) -> str:
-    """Parameters for people: "671.03 B", "494.03 M", "1,234"."""
+    """A number of parameters: "671.03 B", "494.03 M", "1,234"."""
     for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if elements >= size:
             return f"{elements / size:.2f} {letter}"

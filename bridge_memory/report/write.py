@@ -1,4 +1,4 @@
-"""Writing a report to a file: whole or not at all, and never over another without being told to."""
+"""Writes a report to a file: whole or not at all, and over an existing file only with ``force``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bridge_memory.spec import SpecError
 
 
 def check_target(path: str, *, force: bool = False, flag: str = "--output") -> None:
-    """Raise SpecError, which names ``flag``, if ``path`` cannot be written to, before any work is done."""
+    """Raise SpecError, naming ``flag``, if ``path`` cannot be written; called before any work is done."""
     if not path:
         raise SpecError(f"{flag} is empty; name a file")
     try:
@@ -31,7 +31,7 @@ def check_target(path: str, *, force: bool = False, flag: str = "--output") -> N
 def write_text(path: str, text: str | bytes, *, force: bool = False, flag: str = "--output") -> None:
     """Write ``text`` as UTF-8 to ``path``. Raises SpecError.
 
-    Without ``force`` an existing file stays as it is, even one that appeared in between.
+    Without ``force`` an existing file is kept, even one created meanwhile.
     """
     check_target(path, force=force, flag=flag)
     try:

@@ -1,5 +1,6 @@
-"""The schedule: when the chunks of a pipeline rank are alive. A chunk is three numbers; nothing here knows a layer.
+"""The schedule: which microbatches of which chunks are alive when on a pipeline rank. A chunk is three numbers of
+bytes.
 
-``events`` follows megatron-core's schedules pass by pass; ``peak.dynamic_peak`` finds the moment of most bytes in
-closed form. A property test holds the two equal.
+``events`` follows megatron-core's schedules pass by pass; ``peak.dynamic_peak`` finds the peak in closed form. A
+property test asserts that the two agree.
 """

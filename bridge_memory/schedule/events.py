@@ -1,7 +1,7 @@
-"""Schedule events -> what is alive when: pipeline schedules followed event by event.
+"""Pipeline schedules followed event by event: which microbatches are alive when.
 
-A schedule knows nothing of layers: a chunk (virtual stage) is three numbers. ``peak`` looks only at the moments that
-can be the highest, and is held to the walk here.
+A schedule does not depend on layers: a chunk (virtual stage) is three numbers of bytes. ``peak`` examines only moments
+that can be the peak, and is tested against ``walk`` here.
 
 Source: megatron-core ``pipeline_parallel/schedules.py``: ``get_pp_rank_microbatches`` (warm-up),
 ``get_schedule_table`` (order of an interleaved schedule), ``forward_backward_no_pipelining``,
@@ -9,26 +9,28 @@ Source: megatron-core ``pipeline_parallel/schedules.py``: ``get_pp_rank_microbat
 ``forward_backward_pipelining_with_interleaving``, and ``combined_1f1b.py`` for
 ``overlap_moe_expert_parallel_comm`` (0.14 and later). The order of events is the same in 0.12 to 0.16.
 
-Beside what chunks save, the schedules themselves hold hidden states of [s / cp (/ tp under SP), b, h]:
-received inputs and output gradients that wait for their turn, an output that waits to be sent, gradients that
-a Python name still holds. ``Moment.hidden`` counts them. What each schedule holds, read off the same
-functions with ``deallocate_pipeline_outputs`` (which Megatron-LM sets, and most recipes of Megatron Bridge; without it
-outputs are there until their backward pass is over, the fresh one among them, and chunks count them themselves; a name
-holds the one that was used last in 1F1B's forward passes, and interleaved that of the last forward pass to the end):
+In addition to what chunks save, the schedules hold hidden states of [s / cp (/ tp under SP), b, h]: received inputs and
+output gradients that wait for their turn, an output that waits to be sent, gradients that a Python variable still
+refers to. ``Moment.hidden`` counts them.
 
-* 1F1B: the sent input gradient of the last backward pass is held until the end of the next one, the received
-  output gradient until the next is received; the input until the next forward pass has ended, by the graph of
-  the output that ``output_tensor`` names.
-* Interleaved: the received output gradient waits during the forward pass before its backward pass; the fresh
-  output of a forward pass is freed only after the backward pass that follows; the sent input gradient is held
-  as in 1F1B; with ``overlap_p2p_comm`` the next input is received during the backward pass, and the last input
-  received in warm-up, with its gradient, is held by ``input_tensor`` to the end of the step. So is, but on the
-  last rank, that of the last forward pass, by the graph of ``output_tensor``.
+The list below is of the same functions with ``deallocate_pipeline_outputs``, which Megatron-LM sets, and most recipes
+of Megatron Bridge. Without it outputs stay until their backward pass is over, the newest included, and chunks count
+them themselves; in addition a variable holds the output used last in 1F1B's forward passes, and with interleaving that
+of the last forward pass until the end of the step.
+
+* 1F1B: the sent input gradient of the last backward pass is held until the end of the next one; the received output
+  gradient until the next is received; the input until the next forward pass has ended, by the graph of the output to
+  which ``output_tensor`` refers.
+* Interleaved: the received output gradient waits during the forward pass before its backward pass; the new output of a
+  forward pass is freed only after the backward pass that follows; the sent input gradient is held as in 1F1B. With
+  ``overlap_p2p_comm`` the next input is received during the backward pass, and ``input_tensor`` holds the last input
+  received in warm-up, with its gradient, until the end of the step. Except on the last rank, the graph of
+  ``output_tensor`` likewise holds the input of the last forward pass.
 * Interleaved with a microbatch group larger than the pipeline: the first rank's inputs, and the last rank's
   output gradients, arrive early and wait.
 
-Not in here, because a chunk's own cost holds them: the chunk's input (``input_tensors`` keeps it, as the
-saved input of the chunk's first operation does) and the gradient of its output during its backward pass.
+Not counted here but in a chunk's own cost: the chunk's input (``input_tensors`` holds it, as the saved input of the
+chunk's first operation does) and the gradient of its output during its backward pass.
 """
 
 from __future__ import annotations
@@ -38,52 +40,44 @@ from operator import mul
 from typing import NamedTuple
 
 
-class Apart(NamedTuple):
-    """A chunk in the parts that run one by one where two chunks are overlapped, in bytes of one microbatch."""
+class OverlapCost(NamedTuple):
+    """The parts of a chunk that run separately when two chunks are overlapped, in bytes of one microbatch."""
 
-    #: Saved by what runs before its layers, and by what runs after them.
+    #: Saved by the blocks before its layers, and by those after them.
     before: int
     after: int
-    #: The most that one layer needs in passing, beyond what it saves: forward, and backward.
+    #: Largest temporary memory of one layer, beyond what it saves: forward, and backward.
     forward: int
     backward: int
-    #: What layers that have run backward still hold until the chunk's forward and backward are over.
+    #: Held by layers that have run backward, until the chunk's forward and backward are over.
     held: int = 0
 
 
 class ChunkCost(NamedTuple):
     """One virtual chunk of one stage, for one microbatch, in bytes.
 
-    ``saved`` lives from its forward to its backward. ``forward_peak`` and ``backward_peak`` are the most
-    alive during either pass of this chunk and microbatch, its own saved tensors included.
+    ``saved`` is alive from its forward to its backward. ``forward_peak`` and ``backward_peak`` are the most alive
+    during each pass of this chunk and microbatch, its saved tensors included.
 
-    ``saved`` includes the chunk's input where it came from another stage. ``backward_peak`` includes the
-    gradient of the chunk's output, where it came from another stage to the end of the pass: ``backward_step``
-    holds it. Without ``deallocate_pipeline_outputs``, ``saved`` includes the output too.
+    ``saved`` includes an input that was received from another stage. ``backward_peak`` includes the gradient of the
+    chunk's output; one that was received is alive until the end of the pass, since ``backward_step`` holds it. Without
+    ``deallocate_pipeline_outputs``, ``saved`` includes the output too.
     """
 
     saved: int
     forward_peak: int
     backward_peak: int
-    #: Asked for where chunks are overlapped; None: as if all of either pass may meet all of the other.
-    apart: Apart | None = None
-
-
-class Event(NamedTuple):
-    """One pass of one microbatch through one chunk. ``phase`` is "forward" or "backward"."""
-
-    phase: str
-    microbatch: int
-    chunk: int
+    #: Used if chunks are overlapped. None: assume that the peak of either pass can coincide with that of the other.
+    overlap: OverlapCost | None = None
 
 
 class Moment(NamedTuple):
     """What is alive on a rank while a pass runs.
 
-    ``phase``: "forward", "backward" or, under ``overlap_moe_expert_parallel_comm``, "overlapped": ``chunk``
-    runs backward while ``forward_chunk`` runs forward, layer by layer. ``alive[c]``: microbatches of chunk c
-    whose saved tensors are alive, those that run included. ``hidden``: hidden states that the schedule holds
-    beside them.
+    ``phase``: "forward", "backward" or, under ``overlap_moe_expert_parallel_comm``, "overlapped": ``chunk`` runs
+    backward while ``forward_chunk`` runs forward, layer by layer. ``alive[c]``: number of microbatches of chunk c whose
+    saved tensors are alive, the running ones included. ``hidden``: number of hidden states that the schedule holds in
+    addition.
     """
 
     phase: str
@@ -94,10 +88,11 @@ class Moment(NamedTuple):
 
 
 class PeakMoment(NamedTuple):
-    """The moment of most bytes, in bytes: ``bytes`` in all, of them ``hidden_bytes`` held by the schedule.
+    """The peak of a rank: ``bytes`` in total, of which the schedule holds ``hidden_bytes``.
 
-    ``alive`` times what the chunks save, and ``hidden_bytes``, leave what the running pass needs in passing. Under
-    "overlapped", where two chunks trade places layer by layer, ``alive`` counts the one of the two that saves more.
+    The remainder of ``bytes``, after ``hidden_bytes`` and ``alive`` times what the chunks save, is temporary memory of
+    the running pass. In phase "overlapped", while one chunk's saved tensors replace the other's layer by layer,
+    ``alive`` counts only the chunk that saves more.
     """
 
     phase: str
@@ -105,14 +100,14 @@ class PeakMoment(NamedTuple):
     bytes: int
     alive: tuple[int, ...]
     hidden_bytes: int = 0
-    #: Under "overlapped": the chunk that runs forward at the same time.
+    #: In phase "overlapped": the chunk that runs forward at the same time.
     forward_chunk: int = -1
 
 
 def num_warmup(
     pp: int, rank: int, num_microbatches: int, v: int = 1, group: int | None = None, extra: bool = False
 ) -> int:
-    """Forward passes (microbatch, chunk) before the first backward pass, less the one beside it.
+    """Number of warm-up forward passes (microbatch, chunk): those before the first pair of forward and backward.
 
     ``group``: microbatch_group_size_per_vp_stage (None: ``pp``); ``extra``: overlap_moe_expert_parallel_comm.
     Source: ``get_pp_rank_microbatches``; ``combined_1f1b_schedule_for_no_pipelining`` for ``pp`` 1.
@@ -126,15 +121,8 @@ def num_warmup(
     return min(warmup, num_microbatches * v)
 
 
-def in_flight(
-    pp: int, rank: int, num_microbatches: int, v: int = 1, group: int | None = None, extra: bool = False
-) -> int:
-    """The most (microbatch, chunk) pairs alive at once on a rank: min(p - r, m) under 1F1B."""
-    return min(num_warmup(pp, rank, num_microbatches, v, group, extra) + 1, num_microbatches * v)
-
-
 def schedule_table(num_microbatches: int, v: int, group: int) -> list[tuple[int, int]]:
-    """(microbatch, chunk) of every forward pass in order: a group through chunk 0, then through chunk 1, ...
+    """(microbatch, chunk) of every forward pass, in order: a group through chunk 0, then through chunk 1, ...
 
     Source: ``get_schedule_table``.
     """
@@ -144,21 +132,6 @@ def schedule_table(num_microbatches: int, v: int, group: int) -> list[tuple[int,
         for chunk in range(v)
         for microbatch in range(first, min(first + group, num_microbatches))
     ]
-
-
-def schedule_events(
-    pp: int, rank: int, num_microbatches: int, v: int = 1, group: int | None = None, extra: bool = False
-) -> list[Event]:
-    """Every pass of one rank in order: warm-up, one forward and one backward in turn, cool-down."""
-    table = schedule_table(num_microbatches, v, group or pp)
-    warmup = num_warmup(pp, rank, num_microbatches, v, group, extra)
-    forward = [Event("forward", m, c) for m, c in table]
-    # Backward passes take chunks in reverse; within a chunk, microbatches come in order (a queue).
-    backward = [Event("backward", m, v - 1 - c) for m, c in table]
-    events = forward[:warmup]
-    for f, b in zip(forward[warmup:], backward, strict=False):
-        events += (f, b)
-    return events + backward[len(forward) - warmup :]
 
 
 def walk(
@@ -171,10 +144,11 @@ def walk(
     overlap_p2p_comm: bool = True,
     keeps_outputs: bool = False,
 ) -> Iterator[Moment]:
-    """What is alive during every pass of one rank, in order. ``keeps_outputs``: chunks count theirs.
+    """What is alive during every pass of one rank, in order. ``keeps_outputs``: chunks count the outputs that they
+    send.
 
-    ``overlap_p2p_comm`` says something only for interleaved schedules, where Megatron-LM and Megatron Bridge
-    switch it on; ``overlap_p2p_comm_warmup_flush`` is not followed.
+    ``overlap_p2p_comm`` only affects interleaved schedules, for which Megatron-LM and Megatron Bridge switch it on;
+    ``overlap_p2p_comm_warmup_flush`` is not modelled.
     """
     group = group or pp
     first, last = rank == 0, rank == pp - 1
@@ -187,13 +161,13 @@ def walk(
     alive = [0] * v
     inputs = 0  # received, waiting for their forward pass
     grads = 0  # received, waiting for their backward pass
-    held_input_grad = 0  # sent, held by a name
+    held_input_grad = 0  # sent, held by a variable
     held_in_forward = 0  # 1F1B: the used output gradient, and the used input that the used output's graph holds
-    # Pairs whose input a name keeps to the end, with its gradient, and how many of the two are kept by now.
+    # Pairs whose input a variable keeps to the end, with its gradient, and how many of the two are kept by now.
     named: dict[tuple[int, int], int] = {}
     if interleaved and not last:
         named[order[-1]] = 0  # the graph of ``output_tensor``
-    held_output = False  # that of the last forward pass, by ``output_tensor``
+    held_output = False  # the last forward pass's output, which ``output_tensor`` refers to
     # Likewise, pairs whose output gradient is kept.
     named_grads: dict[tuple[int, int], int] = {}
     slots = group - pp + 1 if overlap_p2p_comm else 1
@@ -201,19 +175,19 @@ def walk(
     grad_buffer: list[tuple[int, int] | None] = [None] * (slots if last else 1)
 
     def receives_input(x: int) -> bool:
-        """``recv_tensor_from_previous_stage`` after forward pass x."""
+        """Whether an input is received after forward pass x (``recv_tensor_from_previous_stage``)."""
         if x == total - 1:
             return False
         return not first or (x >= pp - 1 and table[x - (pp - 1)] != v - 1)
 
     def receives_grad(k: int) -> bool:
-        """The same after backward pass k; the table tells the chunk from the other end."""
+        """Whether an output gradient is received after backward pass k; chunks are counted from the last."""
         if k == total - 1:
             return False
         return not last or (k >= pp - 1 and table[k - (pp - 1)] != v - 1)
 
     def next_chunk(x: int) -> tuple[int, int]:
-        """The pair that what arrives after pass x at the leading rank is for, chunks counted in pass order."""
+        """The (microbatch, chunk) for which the leading rank receives something after pass x; chunks in pass order."""
         microbatch, chunk = order[x - (pp - 1)]
         return microbatch, chunk + 1
 
@@ -230,8 +204,7 @@ def walk(
             if overlap_p2p_comm and x == warmup - 1:
                 named[next_chunk(x) if first else order[warmup]] = 0  # ``input_tensor``
     if interleaved and not last:
-        # With all microbatches in warm-up it is received later, but before the first backward pass all the
-        # same.
+        # With all microbatches in warm-up it is received later, but still before the first backward pass.
         grads = 1
     for k in range(total):
         x = warmup + k
@@ -253,7 +226,7 @@ def walk(
                     inputs += 1
         if interleaved and not (last and chunk == v - 1):
             grads -= 1
-        # 1F1B: receiving the new output gradient lets go of the last one; the new one is the chunk's own.
+        # 1F1B: receiving the new output gradient frees the last one; the chunk counts the new one.
         hidden = inputs + grads + held_input_grad + fresh_output + kept
         if extra and steady:
             yield Moment("overlapped", chunk, tuple(alive), hidden, forward_chunk)
@@ -264,7 +237,7 @@ def walk(
         done = (order[k][0], chunk)
         for pair, n in named.items():
             if n or pair == done:
-                named[pair] = min(2, n + 1)  # at first the gradient still counts as the sent one
+                named[pair] = min(2, n + 1)  # at first the gradient is still counted as the sent one
         if done in named_grads:
             named_grads[done] = 1
         held_output = held_output or (keeps_outputs and interleaved and not last and done == order[-1])
@@ -274,7 +247,7 @@ def walk(
             if receives_grad(k):
                 grads += 1
             if steady and overlap_p2p_comm:
-                # The receive buffers: what is still in a slot when the steady state ends stays there.
+                # The receive buffers: a tensor that is still in a slot when the steady state ends stays there.
                 for buffer, i, received, leads in (
                     (input_buffer, x, receives_input(x), first),
                     (grad_buffer, k, receives_grad(k), last),
@@ -289,49 +262,23 @@ def walk(
             held_in_forward = (not last) * (1 + keeps_outputs) + (not first)
 
 
-def walked_peak(
-    pp: int,
-    rank: int,
-    num_microbatches: int,
-    chunks: Sequence[ChunkCost],
-    group_size: int | None = None,
-    *,
-    hidden_bytes: int = 0,
-    overlap_moe_expert_parallel_comm: bool = False,
-    overlap_p2p_comm: bool = True,
-    keeps_outputs: bool = False,
-) -> PeakMoment:
-    """``dynamic_peak`` by the walk over every event: slow, and the truth that the closed form is held to."""
-    moments = walk(
-        pp,
-        rank,
-        num_microbatches,
-        len(chunks),
-        group_size,
-        overlap_moe_expert_parallel_comm,
-        overlap_p2p_comm,
-        keeps_outputs,
-    )
-    return highest(moments, chunks, hidden_bytes)
-
-
 def overlapped(f: ChunkCost, b: ChunkCost) -> int:
-    """The most bytes that a forward pass of ``f`` and a backward pass of ``b`` beside it have of both.
+    """The most bytes of both chunks while ``f`` runs forward and ``b`` backward, overlapped.
 
-    Layer by layer the saved tensors of one come as the other's go: the larger of the two is there. What comes after
-    the layers runs backward before them, and forward after them, beside nothing of the other chunk but what came before
-    its layers (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).
+    Layer by layer ``f`` saves tensors while those of ``b`` are freed: at most the larger of the two is alive. Blocks
+    after the layers run backward before the layers, and forward after them; of the other chunk only what was saved
+    before its layers is alive then (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).
     """
-    if f.apart is None or b.apart is None:
+    if f.overlap is None or b.overlap is None:
         return f.forward_peak + b.backward_peak - min(f.saved, b.saved)
-    layers = max(f.saved - f.apart.after, b.saved - b.apart.after) + f.apart.forward + b.apart.backward
+    layers = max(f.saved - f.overlap.after, b.saved - b.overlap.after) + f.overlap.forward + b.overlap.backward
     return max(
-        b.backward_peak + f.apart.before, layers + b.apart.held, f.forward_peak + b.apart.before + b.apart.held
+        b.backward_peak + f.overlap.before, layers + b.overlap.held, f.forward_peak + b.overlap.before + b.overlap.held
     )
 
 
 def highest(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes: int) -> PeakMoment:
-    """The moment of most bytes; of equal ones the first."""
+    """The moment with the most bytes, the first of equals."""
     saved, forward, backward, _ = zip(*chunks, strict=True)
     largest = max(saved)
     most, peak = -1, None
@@ -345,7 +292,7 @@ def highest(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes
         else:
             n += overlapped(chunks[forward_chunk], chunks[chunk]) - saved[forward_chunk] - saved[chunk]
         if n + sum(alive) * largest <= most:
-            continue  # Not even where every chunk saves the most that one does.
+            continue  # even if every chunk saved as much as the largest
         n += sum(map(mul, alive, saved))
         if n > most:
             most, peak = n, moment

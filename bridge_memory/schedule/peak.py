@@ -1,7 +1,7 @@
-"""The peak of a schedule in closed form: the moments of which one is the highest, whatever chunks cost.
+"""The peak of a schedule in closed form: the few moments of which one is the peak, whatever chunks cost.
 
-They are kept per schedule, so that a search pays a few multiplications. ``events.walk`` is the truth that this is held
-to. Source: as there.
+They are cached per schedule, so that a search pays only a few multiplications. Tested against ``events.walk``; source
+as there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TypeVar
 from bridge_memory.schedule.events import ChunkCost, Moment, PeakMoment, highest, num_warmup
 
 Cost = TypeVar("Cost")
-#: Those of a ``Moment``, which is one of them.
+#: The fields of a ``Moment`` as a plain tuple.
 _Fields = tuple[str, int, tuple[int, ...], int, int]
 
-#: Chunks of which ``kinds_of`` counts each apart.
+#: Up to so many chunks ``kinds_of`` counts each separately.
 FEW_CHUNKS = 4
 
 
@@ -36,12 +36,11 @@ def dynamic_peak(
 ) -> PeakMoment:
     """The most activation bytes alive on one pipeline rank during forward and backward passes, and when.
 
-    ``phase``: "forward" or "backward", of these passes alone, and of those in which chunks trade places layer by layer.
-
-    ``chunks``: one cost a virtual stage of this rank, in order. ``group_size``:
-    microbatch_group_size_per_vp_stage (None: ``pp``, megatron-core's default). ``hidden_bytes``: one hidden
-    state as it travels between stages, 2 s b h / cp, over tp too under sequence parallelism (bf16).
-    ``keeps_outputs``: chunks count what they send (no ``deallocate_pipeline_outputs``).
+    ``chunks``: the cost of each virtual stage of this rank, in order. ``group_size``:
+    microbatch_group_size_per_vp_stage (None: ``pp``, megatron-core's default). ``hidden_bytes``: bytes of one hidden
+    state that is sent between stages, 2 s b h / cp, over tp too under sequence parallelism (bf16). ``keeps_outputs``:
+    chunks count the outputs that they send (no ``deallocate_pipeline_outputs``). ``phase``: "forward" or "backward":
+    consider only these passes, and overlapped ones.
     """
     v, group = len(chunks), group_size or pp
     m = few_microbatches(pp, num_microbatches, v, group, overlap_moe_expert_parallel_comm)
@@ -63,7 +62,7 @@ def peak_bytes(
     overlap_p2p_comm: bool = True,
     keeps_outputs: bool = False,
 ) -> int:
-    """``dynamic_peak(...).bytes`` alone: virtual stages that cost the same are counted together."""
+    """Only ``dynamic_peak(...).bytes``, faster: virtual stages with equal costs are counted together."""
     kinds, which = kinds_of(chunks)
     v, group = len(chunks), group_size or pp
     m = few_microbatches(pp, num_microbatches, v, group, overlap_moe_expert_parallel_comm)
@@ -74,8 +73,8 @@ def peak_bytes(
 
 
 def kinds_of(chunks: Sequence[Cost]) -> tuple[Sequence[Cost], tuple[int, ...] | None]:
-    """(what chunks cost, which of these each does), where of many chunks no more than two differ from all others, as
-    the first and the last mostly do. Else all of them are counted apart (None), which serves whatever they cost."""
+    """(distinct costs, which of these each chunk has), if of many chunks at most two differ from all others, as the
+    first and the last mostly do. Else (``chunks``, None): each is counted separately."""
     kinds = list(dict.fromkeys(chunks))
     if (len(kinds) > 1 and len(chunks) <= FEW_CHUNKS) or len(kinds) > 3:
         return chunks, None
@@ -88,8 +87,8 @@ def kinds_of(chunks: Sequence[Cost]) -> tuple[Sequence[Cost], tuple[int, ...] | 
 def few_microbatches(pp: int, m: int, v: int, group: int, extra: bool = False) -> int:
     """A small number of microbatches with which the schedule has the same moments as with ``m``.
 
-    More groups repeat the same round: warm-up and cool-down are over within two each, and between them every round is
-    like the last; where chunks are overlapped one round more is of its own (``tests/test_schedule.py``).
+    More groups repeat the same round: warm-up and cool-down each end within two groups, and the rounds between them are
+    equal; if chunks are overlapped one more round differs (``tests/test_schedule.py``).
     """
     if v == 1 or pp == 1:
         return min(m, pp + 2)
@@ -104,8 +103,8 @@ def peak_moments(
 ) -> tuple[Moment, ...]:  # fmt: skip
     """The moments of a schedule of which one is the peak, whatever chunks cost.
 
-    ``which``: of which kind each chunk is, from 0 on, where chunks of a kind cost the same. Moments then count alive by
-    kind, and their chunks are kinds.
+    ``which``: the kind of each chunk, from 0 on; chunks of one kind have equal costs. Moments then count ``alive`` by
+    kind, and their chunks are numbers of kinds.
     """
     if pp == 1 or v == 1:
         moments: Sequence[_Fields] = _moments_of_1f1b(pp, rank, m, v, extra, keeps_outputs)
@@ -115,8 +114,8 @@ def peak_moments(
 
 
 def _undominated(moments: Sequence[_Fields]) -> tuple[Moment, ...]:
-    """Without those that another of the same kind holds at least as much of everything as."""
-    #: Phase and chunks -> what is alive -> the most hidden states beside it, and where they are.
+    """Moments without those that another with the same phase and chunks dominates in every count."""
+    #: Phase and chunks -> what is alive -> (the most hidden states with it, position of that moment).
     kinds: dict[tuple[str, int, int], dict[tuple[int, ...], tuple[int, int]]] = {}
     for i, (phase, chunk, alive, hidden, forward_chunk) in enumerate(moments):
         same = kinds.get((phase, chunk, forward_chunk))
@@ -132,7 +131,7 @@ def _undominated(moments: Sequence[_Fields]) -> tuple[Moment, ...]:
             continue
         ordered = sorted([(-sum(alive), -hidden, i) for alive, (hidden, i) in same.items()])
         kept: list[Moment] = []
-        more: list[Moment] = []  # of these, with more alive than the one that is looked at
+        more: list[Moment] = []  # of these, the moments with more alive than the current one
         before = 0
         for number, _, i in ordered:
             n = Moment(*moments[i])
@@ -145,7 +144,7 @@ def _undominated(moments: Sequence[_Fields]) -> tuple[Moment, ...]:
 
 
 def _moments_of_1f1b(pp: int, rank: int, m: int, v: int, extra: bool, keeps_outputs: bool) -> list[Moment]:
-    """No pipelining, and 1F1B: the number alive rises to warm-up + 1, stays, and falls."""
+    """No pipelining, and 1F1B: the number of microbatches alive rises to warm-up + 1, stays there, and falls."""
     if v > 1:
         raise ValueError("virtual stages need a pipeline")
     warmup = num_warmup(pp, rank, m, 1, None, extra)
@@ -171,9 +170,9 @@ def _moments_of_1f1b(pp: int, rank: int, m: int, v: int, extra: bool, keeps_outp
 class _Interleaved:
     """An interleaved schedule as counts: how many of the first x passes are of chunk c.
 
-    Between two passes at which a chunk begins or ends its turn (in forward or in backward, or p - 1 passes
-    earlier, where early arrivals come from) all counts grow by the same step a pass, and bytes with them: the
-    peak is at either end of such a stretch. Once warm, a round of one whole group is like the last.
+    Between two passes at which a chunk begins or ends its turn (in forward or in backward, or p - 1 passes earlier,
+    which matters for early arrivals) all counts, and so the bytes, change by the same amount with every pass: the peak
+    of such a stretch is at one of its ends. In the steady state every round of a whole group is like the one before.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class _Interleaved:
         self.pp, self.v, self.group, self.m = pp, v, group, m
         self.extra, self.overlap_p2p = extra, overlap_p2p
         self.first, self.last = rank == 0, rank == pp - 1
-        whole, self.rest = divmod(m, group)
+        whole, self.remainder = divmod(m, group)
         self.span = group * v
         self.whole = whole * group * v  # passes in whole groups
         self.whole_microbatches = whole * group
@@ -193,20 +192,20 @@ class _Interleaved:
         self._counts: dict[int, tuple[int, ...]] = {}
         self.which = which or tuple(range(v))
         self.kinds = max(self.which) + 1
-        #: The kind of most chunks, and the others' chunks with their kinds.
+        #: The most frequent kind, and the chunks of other kinds with their kinds.
         self.most = max(range(self.kinds), key=self.which.count)
         self.others = [(chunk, kind) for chunk, kind in enumerate(self.which) if kind != self.most]
         self.kept_inputs, self.kept_grads = self._kept()
 
     def done(self, x: int, chunk: int) -> int:
-        """Of the first x forward passes, those of ``chunk``; of x backward ones, of ``v - 1 - chunk``."""
+        """How many of the first x forward passes are of ``chunk``; of backward passes, of chunk ``v - 1 - chunk``."""
         size = self.group
         if x <= self.whole:
             groups, x = divmod(x, self.span)
             before = groups * size
         else:
             x -= self.whole
-            before, size = self.whole_microbatches, self.rest
+            before, size = self.whole_microbatches, self.remainder
         x -= chunk * size
         return before if x <= 0 else before + size if x >= size else before + x
 
@@ -214,7 +213,7 @@ class _Interleaved:
         """The chunk of forward pass x."""
         if x < self.whole:
             return x % (self.group * self.v) // self.group
-        return (x - self.whole) // self.rest
+        return (x - self.whole) // self.remainder
 
     def counts(self, x: int) -> tuple[int, ...]:
         """``done(x, chunk)`` of every chunk."""
@@ -224,7 +223,7 @@ class _Interleaved:
                 groups, i = divmod(x, self.group * self.v)
                 begun, size = groups * self.group, self.group
             else:
-                begun, size, i = self.whole_microbatches, self.rest, x - self.whole
+                begun, size, i = self.whole_microbatches, self.remainder, x - self.whole
             full, part = divmod(i, size)
             known = (begun + size,) * full
             if full < self.v:
@@ -233,22 +232,22 @@ class _Interleaved:
         return known
 
     def alive(self, forwards: int, backwards: int) -> tuple[int, ...]:
-        """Of every kind."""
+        """How many microbatches are alive, by kind of chunk."""
         if self.kinds == self.v:
             return tuple(map(sub, self.counts(forwards), self.counts(backwards)[::-1]))
-        out, rest = [0] * self.kinds, forwards - backwards
+        out, remainder = [0] * self.kinds, forwards - backwards
         for chunk, kind in self.others:
             n = self.done(forwards, chunk) - self.done(backwards, self.v - 1 - chunk)
             out[kind] += n
-            rest -= n
-        out[self.most] = rest
+            remainder -= n
+        out[self.most] = remainder
         return tuple(out)
 
     def waiting(self, received: int, used: int) -> int:
-        """Early arrivals at the leading rank, after ``received`` and ``used`` passes.
+        """Number of early arrivals that wait at the leading rank, after ``received`` and ``used`` passes.
 
-        Every pass but those of the last chunk sends something that arrives p - 1 passes later; every pass but
-        those of the first chunk uses one.
+        Every pass, except of the last chunk, sends something that arrives p - 1 passes later; every pass, except of the
+        first chunk, uses one.
         """
         sent = max(0, received - (self.pp - 1))
         return sent - self.done(sent, self.v - 1) - (used - self.done(used, 0))
@@ -269,23 +268,25 @@ class _Interleaved:
         return int(k > 0 and not (self.first and self.chunk(k - 1) == self.v - 1))
 
     def _at(self, microbatch: int, chunk: int) -> int:
-        """Which forward pass (microbatch, chunk) is; which backward pass (microbatch, v - 1 - chunk) is."""
+        """The number of the forward pass of (microbatch, chunk), or of the backward pass of (microbatch, v - 1 -
+        chunk).
+        """
         if microbatch < self.whole_microbatches:
             groups, i = divmod(microbatch, self.group)
             return (groups * self.v + chunk) * self.group + i
-        return self.whole + chunk * self.rest + microbatch - self.whole_microbatches
+        return self.whole + chunk * self.remainder + microbatch - self.whole_microbatches
 
     def _microbatch(self, x: int) -> int:
         if x < self.whole:
             return x // (self.group * self.v) * self.group + x % self.group
-        return self.whole_microbatches + (x - self.whole) % self.rest
+        return self.whole_microbatches + (x - self.whole) % self.remainder
 
     def _kept(self) -> tuple[list[int], list[int]]:
-        """The backward passes after which a name keeps an input and its gradient, or an output gradient."""
+        """(backward passes after which a variable keeps an input and its gradient, those for an output gradient)."""
         steady, behind = self.total - self.warmup, self.pp - 1
 
         def next_chunk(x: int) -> tuple[int, int] | None:
-            """The pair, chunks counted in pass order, that what arrives after pass x is for."""
+            """The (microbatch, chunk) for which something is received after pass x; chunks in pass order."""
             if x < behind or x == self.total - 1 or self.chunk(x - behind) == self.v - 1:
                 return None
             return self._microbatch(x - behind), self.chunk(x - behind) + 1
@@ -311,7 +312,7 @@ class _Interleaved:
         )
 
     def kept(self, k: int) -> int:
-        """Hidden states that names keep during backward pass k and the forward pass before it."""
+        """Hidden states that variables keep during backward pass k and the forward pass before it."""
         n = 0
         for i in self.kept_inputs:
             n += (k > i) + (k > i + 1)
@@ -322,17 +323,17 @@ class _Interleaved:
         return n
 
     def _like_a_round_before(self) -> list[range]:
-        """Steady passes at which everything is as it was one whole round earlier: no pass since has changed what names
-        keep, and both rounds are whole and past what is particular to the first passes."""
+        """Steady passes at which everything is as one whole round earlier: no pass since has changed what variables
+        keep, and both rounds are whole and after the first passes, which differ."""
         span, first = self.group * self.v, self.pp - 2
         beyond = min(self.whole, self.total - 1) - self.warmup
         ends = sorted({beyond, *[i for i in (*self.kept_inputs, *self.kept_grads) if first < i < beyond]})
-        # What names keep changes in the two passes after one of these.
+        # What variables keep changes in the two passes after one of these.
         return [range(start + 2 + span, end) for start, end in zip([first, *ends], ends, strict=False)]
 
     def _turns(self) -> list[int]:
-        """Chunks, in the order of passes, whose turn changes what a pass adds: where another kind begins, forward or
-        backward, and where a leading rank begins or ends to receive what its first and last chunk are for."""
+        """Chunks, in pass order, at whose turn the change per pass differs: where another kind begins, in forward or in
+        backward, and where a leading rank begins or ends to receive early for its first and last chunk."""
         if self.kinds == self.v:
             return list(range(self.v))
         w, ends = self.which, (0, 1, self.v - 1) if self.first or self.last else ()
@@ -344,7 +345,7 @@ class _Interleaved:
         span = self.group * self.v
         steady = self.total - self.warmup
         turns = {c * self.group + g for g in range(0, self.whole, span) for c in self._turns()}
-        turns |= {self.whole + c * self.rest for c in range(self.v + 1)}
+        turns |= {self.whole + c * self.remainder for c in range(self.v + 1)}
         if self.group > self.pp:
             turns |= {t + self.pp - 1 for t in turns}
         ends = {t + d for t in turns for d in (-1, 0, 1)}
@@ -355,7 +356,7 @@ class _Interleaved:
             if max(0, self.warmup - span - 1) <= x < self.warmup:
                 hidden = self.inputs(x, after=False)
                 out.append(("forward", which[self.chunk(x)], self.alive(x + 1, 0), hidden, -1))
-        # The last forward pass receives nothing more.
+        # After the last forward pass nothing more is received.
         within = {k for k in ends | {x - self.warmup for x in ends} if not any([k in few for few in alike])}
         for k in sorted(within | kept | {0, steady - 2, steady - 1}):
             if 0 <= k < steady:

@@ -1,7 +1,7 @@
-"""The moments of a schedule as rows of a matrix: bytes at each are the row times what chunks cost.
+"""The moments of a schedule as rows of a matrix: the bytes at a moment are its row times the costs of the chunks.
 
-Of many runs with one schedule the costs are columns, and the highest of all moments is one product of matrices. What
-is alive at a moment is counted in ``peak``; what a moment adds up to is said in ``events.highest``.
+For many runs with the same schedule the costs are the columns of a second matrix, and one matrix product gives all
+moments. ``peak`` counts what is alive at a moment, ``events.highest`` defines its bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from bridge_memory.schedule.peak import kinds_of, peak_moments
 
-#: Columns of a chunk's cost: what it saves, and its peaks forward and backward.
+#: Columns of a chunk's cost: saved bytes, forward peak, backward peak.
 SAVED, FORWARD, BACKWARD = range(3)
 
 
@@ -20,10 +20,10 @@ SAVED, FORWARD, BACKWARD = range(3)
 def peak_rows(
     pp: int, ranks: tuple[int, ...], m: int, group: int, costs: tuple[int, ...], keeps_outputs: bool = False
 ) -> np.ndarray:
-    """A row for each moment of any of ``ranks`` that may be the highest; of equal ones one.
+    """One row for each distinct moment of any of ``ranks`` that may be the peak.
 
-    ``costs``: which of the distinct costs each chunk of a rank has. Columns are three a distinct cost, and the last is
-    of hidden states that the schedule holds. ``m``: ``few_microbatches``.
+    ``costs``: which of the distinct costs each chunk of a rank has. There are three columns for each distinct cost, and
+    a last one for the hidden states that the schedule holds. ``m``: from ``few_microbatches``.
     """
     number = max(costs) + 1
     kinds, which = kinds_of(costs)

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bridge_memory.spec.errors import SpecError, divide
+from bridge_memory.spec.errors import divide
 from bridge_memory.spec.limits import Limits
 from bridge_memory.spec.model import AttentionSpec, CompressedAttentionSpec, MLASpec, ModelSpec
-from bridge_memory.spec.parts import ALL_LINEAR, ParallelSpec, PeftSpec
+from bridge_memory.spec.parts import ALL_LINEAR, PeftSpec
 
 #: Linears whose input is split over TP (RowParallelLinear).
 ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
@@ -41,38 +41,9 @@ class Linear(NamedTuple):
     features: tuple[str, int] | None = None
 
 
-def check_adapters(peft: PeftSpec, parallel: ParallelSpec, model: ModelSpec, limits: Limits) -> None:
-    """Raise SpecError for a rank, or features, that an adapter cannot divide over its ranks.
-
-    What a full name or one with ``*`` means is known once layers are laid out, and refused there.
-    """
-    if peft.scheme != "lora" or not peft.dim:
-        return
-    for linear in _linears(model, limits):
-        ranks = parallel.etp if linear.experts else parallel.tp
-        if linear.name in peft.target_modules:
-            if linear.name not in ROW_PARALLEL:
-                split_rank(peft.dim, ranks, experts=linear.experts)
-            if linear.features:
-                divide_features(*linear.features, ranks, experts=linear.experts)
-
-
-def check_targets(peft: PeftSpec, model: ModelSpec, limits: Limits) -> None:
-    """Raise SpecError where no target is a linear of megatron-core's layers: nothing would train."""
-    if peft.scheme != "lora" or not peft.dim:
-        return
-    targets = peft.target_modules
-    if len(list(idle_targets(peft, model, limits, torch_layers=False))) == len(targets):
-        names = dict.fromkeys(linear.name for linear in _linears(model, limits))
-        raise SpecError(
-            f"peft.target_modules ({', '.join(targets)}) names no linear of this model: nothing would train; use some "
-            f"of {', '.join(names)}"
-        )
-
-
 def idle_targets(peft: PeftSpec, model: ModelSpec, limits: Limits, *, torch_layers: bool) -> Iterator[str]:
     """Targets that are the name of no linear here; those with ``*`` or a full name may be anything."""
-    names = set(OF_TRANSFORMERS) if torch_layers else {linear.name for linear in _linears(model, limits)}
+    names = set(OF_TRANSFORMERS) if torch_layers else {linear.name for linear in linears_of(model, limits)}
     for target in peft.target_modules:
         if torch_layers and target == ALL_LINEAR:
             continue
@@ -120,7 +91,8 @@ def _matches(target: str, linear: str, module: str) -> bool:
     return re.fullmatch(re.escape(target).replace(r"\*", "(.*)"), module) is not None
 
 
-def _linears(model: ModelSpec, limits: Limits) -> Iterator[Linear]:
+def linears_of(model: ModelSpec, limits: Limits) -> Iterator[Linear]:
+    """The kinds of linear of ``model`` in megatron-core's layers."""
     hidden = ("hidden_size", model.hidden_size)
     for m in limits.mixers:
         if isinstance(m, AttentionSpec):

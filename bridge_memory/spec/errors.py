@@ -11,7 +11,18 @@ LONGEST = 1000
 
 
 class SpecError(ValueError):
-    """A user's input that cannot be estimated. One line of at most LONGEST characters: field, value, fix."""
+    """What cannot be estimated: a ValueError of one line with the field, its value and what to give instead.
+
+    Example:
+        >>> from bridge_memory import ParallelSpec, RunSpec, SpecError
+        >>> try:
+        ...     RunSpec(
+        ...         model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=3, tensor_model_parallel_size=3)
+        ...     )
+        ... except SpecError as refusal:
+        ...     print(str(refusal).partition(";")[0])
+        num_attention_heads (32) is not divisible by tensor_model_parallel_size (3)
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(bounded(message))

@@ -89,6 +89,10 @@ def release(default: tuple[int, int] | None) -> Any:
     return _declared(default, (tuple,), "a release as (major, minor)", release=True)
 
 
+#: How a field is declared, for who declares one otherwise.
+_DECLARATIONS = "flag(...), count(...), positive(...), number(...), fraction(...), choice(...), choices(...), text(...)"
+
+
 class _Group(NamedTuple):
     """Fields of one class that share types: checked together in a few comparisons."""
 
@@ -111,7 +115,13 @@ class Checked:
 
 
 def rules_of(cls: type) -> dict[str, Rule]:
-    """Field -> its rule. Every field of a group has one."""
+    """Field -> its rule. Every field of a group has one; raises TypeError by the name of one that has none."""
+    for f in fields(cls):
+        if "rule" not in f.metadata:
+            raise TypeError(
+                f"{cls.__name__}.{f.name} is declared without a rule; give its default by one of {_DECLARATIONS} or "
+                f"release(...) of {rules_of.__module__}"
+            )
     return {f.name: f.metadata["rule"] for f in fields(cls)}
 
 

@@ -259,7 +259,14 @@ def _check_groups(moe: MoESpec) -> None:
         )
 
 
-def divisors(size: int, most: int) -> str:
-    """The largest sizes up to ``most`` that would do, for a message."""
-    fitting = (n for n in range(min(most, size, 100_000), 0, -1) if size % n == 0)
-    return " or ".join(str(n) for n, _ in zip(fitting, range(3), strict=False))
+def divisors(size: int, near: int, *, above: bool = True) -> str:
+    """Sizes near ``near`` that divide ``size``, for a message: the next one ``above``, and the largest ones below."""
+    more = [n for n in range(near + 1, min(size, 100_000) + 1) if above and size % n == 0]
+    fitting = (n for n in range(min(near, size, 100_000), 0, -1) if size % n == 0)
+    below = [n for n, _ in zip(fitting, range(3), strict=False)]
+    return " or ".join(map(str, [*more[:1], *below][:3]))
+
+
+def next_multiple(value: int, of: int) -> int:
+    """The smallest multiple of ``of`` that is not below ``value``."""
+    return -(-value // of) * of

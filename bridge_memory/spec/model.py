@@ -11,7 +11,15 @@ from bridge_memory.spec.errors import SpecError, divide, show
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Softmax attention with a, g, d as in ``megatron.core.transformer.attention.SelfAttention``."""
+    """Softmax attention with a heads, g query groups and head dimension d, as in ``megatron.core.transformer.attention:
+    SelfAttention``.
+
+    Example:
+        >>> from bridge_memory import AttentionSpec, resolve_model
+        >>> mixer = resolve_model("meta-llama/Llama-3.1-8B").layers[0].mixer
+        >>> mixer == AttentionSpec(num_attention_heads=32, num_query_groups=8, kv_channels=128)
+        True
+    """
 
     num_attention_heads: int
     num_query_groups: int
@@ -45,8 +53,15 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
-    """What chooses the keys of sparse attention (``experimental_attention_variant/dsa.py: DSAIndexer``). Every rank of
-    a tensor-parallel group holds its parameters whole."""
+    """What chooses the keys of sparse attention (``experimental_attention_variant/dsa.py: DSAIndexer``).
+
+    Every rank of a tensor-parallel group holds its parameters whole.
+
+    Example:
+        >>> from bridge_memory import IndexerSpec
+        >>> IndexerSpec(num_heads=64, head_dim=128).topk
+        2048
+    """
 
     num_heads: int
     head_dim: int
@@ -56,7 +71,17 @@ class IndexerSpec:
 
 @dataclass(frozen=True, slots=True)
 class CompressedAttentionSpec:
-    """DeepSeek-V4's attention over a window and compressed keys (Megatron-LM ``csa.py: CompressedSparseAttention``)."""
+    """DeepSeek-V4's attention over a window and compressed keys (Megatron-LM ``csa.py: CompressedSparseAttention``).
+
+    Example:
+        >>> from bridge_memory import CompressedAttentionSpec
+        >>> mixer = CompressedAttentionSpec(
+        ...     num_attention_heads=64, head_dim=512, rope_dim=64, q_lora_rank=1024, output_groups=8,
+        ...     output_lora_rank=1024, window_size=128, compress_ratio=4,
+        ... )
+        >>> mixer.fused
+        False
+    """
 
     num_attention_heads: int
     #: Width of queries, of the one key and of its value.
@@ -82,6 +107,11 @@ SPARSE_KERNELS = ("none", "tilelang", "cudnn")
 @dataclass(frozen=True, slots=True)
 class SparseSpec:
     """How DeepSeek Sparse Attention runs over the chosen keys (``experimental_attention_variant/dsa.py: DSAttention``).
+
+    Example:
+        >>> from bridge_memory import SparseSpec
+        >>> SparseSpec(topk=1024, kernels="tilelang").indexer_loss
+        True
     """
 
     #: Keys that a token attends to.
@@ -101,7 +131,14 @@ class SparseSpec:
 
 @dataclass(frozen=True, slots=True)
 class MLASpec:
-    """Multi-latent attention (``megatron.core.transformer.multi_latent_attention.MLASelfAttention``)."""
+    """Multi-latent attention (``megatron.core.transformer.multi_latent_attention: MLASelfAttention``).
+
+    Example:
+        >>> from bridge_memory import resolve_model
+        >>> mixer = resolve_model("deepseek-ai/DeepSeek-V3").layers[0].mixer
+        >>> mixer.q_lora_rank, mixer.kv_lora_rank
+        (1536, 512)
+    """
 
     num_attention_heads: int
     q_lora_rank: int | None
@@ -120,7 +157,13 @@ class MLASpec:
 
 @dataclass(frozen=True, slots=True)
 class MambaSpec:
-    """Mamba-2 mixer (``megatron.core.ssm.mamba_mixer.MambaMixer``)."""
+    """Mamba-2 mixer (``megatron.core.ssm.mamba_mixer: MambaMixer``).
+
+    Example:
+        >>> from bridge_memory import MambaSpec
+        >>> MambaSpec(num_heads=128, head_dim=64, state_dim=128, num_groups=8).conv_kernel
+        4
+    """
 
     num_heads: int
     head_dim: int
@@ -136,7 +179,13 @@ class MambaSpec:
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNetSpec:
-    """Gated delta net (``megatron.core.ssm.gated_delta_net.GatedDeltaNet``, Qwen3-Next)."""
+    """Gated delta net of Qwen3-Next (``megatron.core.ssm.gated_delta_net: GatedDeltaNet``).
+
+    Example:
+        >>> from bridge_memory import GatedDeltaNetSpec
+        >>> GatedDeltaNetSpec(num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128).conv_kernel
+        4
+    """
 
     num_key_heads: int
     num_value_heads: int
@@ -147,7 +196,13 @@ class GatedDeltaNetSpec:
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
-    """A dense feed-forward block of inner width f (``megatron.core.transformer.mlp.MLP``)."""
+    """A dense feed-forward block of inner width f (``megatron.core.transformer.mlp: MLP``).
+
+    Example:
+        >>> from bridge_memory import MLPSpec, resolve_model
+        >>> resolve_model("meta-llama/Llama-3.1-8B").layers[0].ffn == MLPSpec(ffn_hidden_size=14336, gated=True)
+        True
+    """
 
     ffn_hidden_size: int
     gated: bool
@@ -157,7 +212,14 @@ class MLPSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """A mixture-of-experts block (``megatron.core.transformer.moe.moe_layer.MoELayer``)."""
+    """A mixture-of-experts block of E experts, k a token (``megatron.core.transformer.moe.moe_layer: MoELayer``).
+
+    Example:
+        >>> from bridge_memory import resolve_model
+        >>> ffn = resolve_model("Qwen/Qwen3-30B-A3B").layers[0].ffn
+        >>> ffn.num_experts, ffn.topk, ffn.moe_ffn_hidden_size
+        (128, 8, 768)
+    """
 
     num_experts: int
     topk: int
@@ -186,7 +248,15 @@ class MoESpec:
 
 @dataclass(frozen=True, slots=True)
 class SideBySideSpec:
-    """Attention and a Mamba mixer over one norm's output, their outputs added up (Falcon-H1)."""
+    """Attention and a Mamba mixer over one norm's output, whose outputs are added (Falcon-H1).
+
+    Example:
+        >>> from bridge_memory import AttentionSpec, MambaSpec, SideBySideSpec
+        >>> attention = AttentionSpec(num_attention_heads=8, num_query_groups=2, kv_channels=64)
+        >>> mamba = MambaSpec(num_heads=24, head_dim=64, state_dim=128, num_groups=1)
+        >>> SideBySideSpec(attention, mamba).scaled
+        True
+    """
 
     attention: AttentionSpec
     mamba: MambaSpec
@@ -230,7 +300,14 @@ def _check_types(spec: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One entry of the layer stack: a mixer, a feed-forward block, or both (None where absent)."""
+    """One entry of the layer stack: a mixer, a feed-forward block, or both. None stands for one that is absent.
+
+    Example:
+        >>> from bridge_memory import AttentionSpec, LayerSpec, MLPSpec
+        >>> attention = AttentionSpec(num_attention_heads=32, num_query_groups=8, kv_channels=128)
+        >>> LayerSpec(mixer=attention, ffn=MLPSpec(ffn_hidden_size=14336, gated=True)).post_layernorms
+        False
+    """
 
     mixer: Mixer | None
     ffn: FeedForward | None
@@ -272,8 +349,13 @@ class LayerSpec:
 class EncoderSpec:
     """An encoder of images or sounds beside the language model, and what joins it to that: its parameters alone.
 
-    ``sharded``: of them those of which tensor-parallel ranks have a share each; a tower of transformers' own modules is
-    whole on every rank.
+    ``sharded``: of them those of which tensor-parallel ranks have a share each. An encoder of transformers' own modules
+    is whole on every rank.
+
+    Example:
+        >>> from bridge_memory import EncoderSpec
+        >>> EncoderSpec("vision encoder", parameters=600_000_000).sharded
+        0
     """
 
     name: str
@@ -284,14 +366,30 @@ class EncoderSpec:
         _check_types(self)
         if not 0 <= self.sharded <= self.parameters:
             raise SpecError(
-                f"sharded ({self.sharded}) is not a part of the tower's parameters ({self.parameters}); give 0 to "
+                f"sharded ({self.sharded}) is not a part of the encoder's parameters ({self.parameters}); give 0 to "
                 f"{max(0, self.parameters)}"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The architecture. ``layers`` lists the decoder layers in order (MTP depths apart)."""
+    """The architecture. ``layers`` lists the decoder layers in order, without those of multi-token prediction (MTP).
+
+    ``resolve_model`` and ``model_from_hf_config`` read one from a config; it can be written out as well.
+
+    Example:
+        >>> from bridge_memory import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RunSpec, estimate
+        >>> layer = LayerSpec(
+        ...     mixer=AttentionSpec(num_attention_heads=16, num_query_groups=4, kv_channels=64),
+        ...     ffn=MLPSpec(ffn_hidden_size=2816, gated=True),
+        ... )
+        >>> model = ModelSpec(
+        ...     name="mine", model_type="llama", hidden_size=1024, vocab_size=32000, layers=(layer,) * 24
+        ... )
+        >>> attention, mlp, norms = 1024 * (16 + 2 * 4) * 64 + 16 * 64 * 1024, 3 * 1024 * 2816, 2 * 1024
+        >>> estimate(RunSpec(model=model)).parameters == 2 * 32000 * 1024 + 24 * (attention + mlp + norms) + 1024
+        True
+    """
 
     name: str
     model_type: str
@@ -354,7 +452,7 @@ class ModelSpec:
             if type(layers) is not tuple or not all(type(layer) is LayerSpec for layer in layers):
                 raise SpecError(f"{name} ({show(getattr(self, name))}) is not made of LayerSpecs; give them in a tuple")
         if type(self.encoders) is not tuple or not all(type(encoder) is EncoderSpec for encoder in self.encoders):
-            raise SpecError(f"towers ({show(self.encoders)}) is not made of TowerSpecs; give them in a tuple")
+            raise SpecError(f"encoders ({show(self.encoders)}) is not made of EncoderSpecs; give them in a tuple")
         kinds = tuple(dict.fromkeys(self.layers))
         runs: list[tuple[LayerSpec, int, int]] = []
         for i, layer in enumerate(self.layers):

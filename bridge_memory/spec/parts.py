@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from bridge_memory.cards.generations import DEFAULT_GENERATION, GENERATIONS, since_hopper
 from bridge_memory.releases import DEFAULT_MEGATRON_CORE, TE_GROUPED_GEMM
 from bridge_memory.spec.engine_options import TORCH_IMPLEMENTATIONS
 from bridge_memory.spec.errors import SpecError
@@ -25,7 +26,6 @@ from bridge_memory.spec.fields import (
     release,
     text,
 )
-from bridge_memory.spec.gpu_names import DEFAULT_GENERATION, GENERATIONS
 
 #: Who keeps model state over data-parallel ranks, each a module of ``bridge_memory.engines``, and its name in reports.
 ENGINES = {
@@ -75,7 +75,14 @@ WITHOUT_ATTENTION_KERNELS = ("volta", "turing")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSpec(Checked):
-    """Megatron's parallel sizes; the data-parallel size follows from ``world_size``."""
+    """Megatron's parallel sizes. The data-parallel size follows from ``world_size``.
+
+    Example:
+        >>> from bridge_memory import ParallelSpec
+        >>> sizes = ParallelSpec(world_size=64, tensor_model_parallel_size=8, pipeline_model_parallel_size=2)
+        >>> sizes.data_parallel_size
+        4
+    """
 
     world_size: int = positive(1, below=MOST_GPUS)
     tensor_model_parallel_size: int = positive(1)
@@ -146,7 +153,17 @@ class ParallelSpec(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec(Checked):
-    """Sequences and tokens of a step. ``seq_length`` is s before CP."""
+    """Sequences and tokens of a step.
+
+    ``seq_length`` is s before context parallelism divides it, ``micro_batch_size`` is b.
+
+    Example:
+        >>> from bridge_memory import BatchSpec, ParallelSpec, RunSpec
+        >>> batch = BatchSpec(seq_length=8192, micro_batch_size=2, global_batch_size=64)
+        >>> run = RunSpec(model="Qwen/Qwen3-8B", parallel=ParallelSpec(world_size=8), batch=batch)
+        >>> run.num_microbatches
+        4
+    """
 
     seq_length: int = positive(4096, below=2**28)
     micro_batch_size: int = positive(1, below=2**20)
@@ -165,7 +182,13 @@ class BatchSpec(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionSpec(Checked):
-    """Compute and parameter formats."""
+    """Formats of computation and of parameters.
+
+    Example:
+        >>> from bridge_memory import PrecisionSpec
+        >>> PrecisionSpec(fp8="hybrid", fp8_recipe="blockwise").quantizes
+        True
+    """
 
     #: "bf16", "fp16" or "fp32": the dtype of parameters and activations.
     params_dtype: str = choice("bf16", "bf16", "fp16", "fp32")
@@ -210,8 +233,17 @@ class PrecisionSpec(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallelSpec(Checked):
-    """Who keeps parameters, gradients and optimizer state over data-parallel ranks, and what moves while a unit runs
-    (``distributed/distributed_data_parallel_config.py: DistributedDataParallelConfig``)."""
+    """The engine: who keeps parameters, gradients and optimizer state over data-parallel ranks.
+
+    Fields are those of ``distributed/distributed_data_parallel_config.py: DistributedDataParallelConfig``.
+
+    Example:
+        >>> from bridge_memory import DataParallelSpec, ParallelSpec, RunSpec
+        >>> sizes = ParallelSpec(world_size=8)
+        >>> run = RunSpec(model="Qwen/Qwen3-8B", parallel=sizes, data_parallel=DataParallelSpec(engine="fsdp2"))
+        >>> run.implementation.transformer_impl  # PyTorch's engines train the modules of Hugging Face transformers
+        'transformers'
+    """
 
     #: A module of ``bridge_memory.engines``.
     engine: str = choice("megatron_ddp", *ENGINES)
@@ -261,7 +293,15 @@ class DataParallelSpec(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec(Checked):
-    """The optimizer and the dtypes of its state (``optimizer/optimizer_config.py: OptimizerConfig``)."""
+    """The optimizer and the dtypes of its state (``optimizer/optimizer_config.py: OptimizerConfig``).
+
+    Example:
+        >>> from bridge_memory import OptimizerSpec, RunSpec, explain
+        >>> run = RunSpec(model="meta-llama/Llama-3.2-1B")
+        >>> offloaded = run.with_(optimizer=OptimizerSpec(optimizer_cpu_offload=True))
+        >>> explain(offloaded, 0).optimizer_bytes < explain(run, 0).optimizer_bytes
+        True
+    """
 
     optimizer: str = choice("adam", *OPTIMIZERS, *TORCH_OPTIMIZERS)
     #: How torch's own optimizers update: "foreach" (torch's default on a GPU), "fused" or "for-loop".
@@ -309,7 +349,15 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftSpec(Checked):
-    """Which parameters train: all ("none"), or adapters beside frozen ones (Megatron Bridge ``peft/``)."""
+    """Which parameters train: all of them, or adapters beside frozen ones (Megatron Bridge ``peft/``).
+
+    Example:
+        >>> from bridge_memory import PeftSpec, RunSpec, explain
+        >>> run = RunSpec(model="meta-llama/Llama-3.2-1B")
+        >>> adapted = run.with_(peft=PeftSpec(scheme="lora", dim=16))
+        >>> explain(adapted, 0).optimizer_bytes < explain(run, 0).optimizer_bytes
+        True
+    """
 
     _prefix: ClassVar[str] = "peft."
 
@@ -334,7 +382,15 @@ class PeftSpec(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeSpec(Checked):
-    """Activation recomputation, as in TransformerConfig."""
+    """Activation recomputation, as in megatron-core's ``TransformerConfig``.
+
+    Example:
+        >>> from bridge_memory import RecomputeSpec, RunSpec, explain
+        >>> run = RunSpec(model="meta-llama/Llama-3.2-1B")
+        >>> full = run.with_(recompute=RecomputeSpec(granularity="full", method="uniform", num_layers=1))
+        >>> explain(full, 0).activation_bytes < explain(run, 0).activation_bytes
+        True
+    """
 
     _prefix: ClassVar[str] = "recompute_"
     _unprefixed: ClassVar[tuple[str, ...]] = ("distribute_saved_activations",)
@@ -352,7 +408,15 @@ class RecomputeSpec(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImplementationSpec(Checked):
-    """Which code runs: the same mathematics saves different tensors in different implementations."""
+    """Which code runs: the same mathematics saves different tensors in different implementations and releases.
+
+    Example:
+        >>> from bridge_memory import ImplementationSpec, RunSpec, explain
+        >>> run = RunSpec(model="meta-llama/Llama-3.2-1B")
+        >>> unfused = run.with_(implementation=ImplementationSpec(attention_backend="unfused"))
+        >>> explain(unfused, 0).peak_bytes > explain(run, 0).peak_bytes
+        True
+    """
 
     #: "transformer_engine" or "local", megatron-core's; "transformers": Hugging Face's modules (``TransformersSpec``);
     #: "torchtitan", "torchtune": their own, under the same options.
@@ -436,7 +500,7 @@ class ImplementationSpec(Checked):
     offload_modules: tuple[str, ...] = choices((), *OFFLOAD_MODULES)
     #: Elements; tensors with fewer stay on the GPU.
     min_offloaded_tensor_size: int = count(1 << 20)
-    #: GPU generation, for workspace sizes, attention kernels and fp8 layouts (``gpu_names.GENERATIONS``).
+    #: GPU generation, for workspace sizes, attention kernels and fp8 layouts (``generations.GENERATIONS``).
     gpu_arch: str = choice(DEFAULT_GENERATION, *GPU_ARCHITECTURES)
     #: Transformer Engine and PyTorch releases, as (major, minor); None where unknown (``releases``).
     transformer_engine: tuple[int, int] | None = release(None)
@@ -509,4 +573,4 @@ class ImplementationSpec(Checked):
     def prefers_flash(self) -> bool:
         """Whether Transformer Engine takes FlashAttention 2 where it and cuDNN both can: before compute capability
         9.0 (``get_attention_backend``: "FusedAttention preference on Hopper+")."""
-        return GENERATIONS[self.gpu_arch] < GENERATIONS["hopper"]
+        return not since_hopper(self.gpu_arch)

@@ -73,9 +73,26 @@ UNSET_IMPLEMENTATION = ImplementationSpec()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """One training run. Building it checks everything that can be checked without laying out layers.
+    """One training run: what is trained, and how. Building it refuses what does not go together, in one line.
 
-    ``model`` may be given as what ``bridge_memory.readers.resolve_model`` takes: a preset, a path or a Hub id.
+    ``model`` may be given as what ``resolve_model`` takes: a preset, a path or a Hub id. ``with_fields`` makes a copy
+    with other values of single fields, ``with_`` one with other groups.
+
+    Raises:
+        SpecError: A field is wrong, or fields do not go together.
+
+    Example:
+        >>> from bridge_memory import BatchSpec, ParallelSpec, RunSpec
+        >>> run = RunSpec(
+        ...     model="meta-llama/Llama-3.1-70B",
+        ...     parallel=ParallelSpec(world_size=64, tensor_model_parallel_size=8, pipeline_model_parallel_size=2),
+        ...     batch=BatchSpec(seq_length=8192, global_batch_size=256),
+        ... )
+        >>> run.num_microbatches
+        64
+        >>> wider = run.with_fields(pipeline_model_parallel_size=4, recompute_granularity="selective")
+        >>> wider.parallel.data_parallel_size
+        2
     """
 
     model: ModelSpec
@@ -239,8 +256,6 @@ class RunSpec:
 
     def with_fields(self, **values: Any) -> RunSpec:
         """A copy with single fields replaced, validated again.
-
-            run.with_fields(tensor_model_parallel_size=4, recompute_granularity="full", exp_avg_dtype="bf16")
 
         A field is called as Megatron calls it and finds its group; ``group.field`` names it in full, as it must where
         two groups have it: ``with_fields(**{"precision.fp8_recipe": "mxfp8"})``. Whole groups may stand beside.

@@ -34,7 +34,19 @@ _LIGER_OF_MISTRAL = ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersSpec(Checked):
-    """How transformers runs a model; of ``transformer_impl`` transformers alone."""
+    """How Hugging Face transformers, torchtitan or torchtune runs a model. Read under those implementations alone.
+
+    Example:
+        >>> from bridge_memory import DataParallelSpec, ParallelSpec, RunSpec, TransformersSpec, explain
+        >>> run = RunSpec(
+        ...     model="meta-llama/Llama-3.2-1B",
+        ...     parallel=ParallelSpec(world_size=8),
+        ...     data_parallel=DataParallelSpec(engine="fsdp2"),
+        ... )
+        >>> checkpointed = run.with_(transformers=TransformersSpec(gradient_checkpointing=True))
+        >>> explain(checkpointed, 0).activation_bytes < explain(run, 0).activation_bytes
+        True
+    """
 
     #: Release of transformers, as (major, minor).
     transformers_version: tuple[int, int] = release(DEFAULT_TRANSFORMERS)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bridge_memory.cards.generations import AMD_GENERATIONS
+
 
 class Constants(NamedTuple):
     """Shares are of the hardware's peak rate; dimensions in elements; times in seconds."""
@@ -37,10 +39,10 @@ class Constants(NamedTuple):
     network_latency: float = 5e-5
 
     def gemm(self, generation: str) -> float:
-        """``gemm_*`` of a generation."""
+        """``gemm_*`` of a generation; AMD's, of which no step was fitted, as the lowest."""
         if generation == "hopper":
             return self.gemm_hopper
-        return self.gemm_blackwell if generation in ("blackwell", "cdna3") else self.gemm_ampere
+        return self.gemm_blackwell if generation in ("blackwell", *AMD_GENERATIONS) else self.gemm_ampere
 
 
 #: Where the fit starts, and what it is pulled to: judgement, not measurement, of what kernels and NCCL usually reach.

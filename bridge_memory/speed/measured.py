@@ -16,13 +16,13 @@ _COMPUTING = ("gemm_ampere", "gemm_hopper", "gemm_blackwell", "memory"), ("layer
 _SENDING = ("nvlink", "network"), ("nvlink_latency", "network_latency")
 #: A measured step so many times longer or shorter than predicted is a mistake and no measurement.
 MOST = 10.0
-#: Shares of sending in the measured steps that differ by less do not tell computing from sending.
-_TOLD_APART = 0.05
+#: Shares of sending in the measured steps that differ by less cannot separate computing from sending.
+_DISTINCT = 0.05
 #: Weight of a factor's being 1 beside one measured step, both in squares of logarithms.
 _PRIOR = 0.01
 
 
-class Measured(NamedTuple):
+class MeasuredStep(NamedTuple):
     """One measured step."""
 
     #: As it was given.
@@ -38,7 +38,7 @@ class Calibrated(NamedTuple):
     words: str
 
 
-def calibrated(measured: Sequence[Measured], hardware: Hardware, c: Constants = DEFAULT) -> Calibrated:
+def calibrated(measured: Sequence[MeasuredStep], hardware: Hardware, c: Constants = DEFAULT) -> Calibrated:
     """``c`` with its rates multiplied by what the steps say. Raises SpecError for a step that none could take.
 
     One measured step moves all rates together, which changes seconds and no rank. Several with different shares of
@@ -57,7 +57,7 @@ def calibrated(measured: Sequence[Measured], hardware: Hardware, c: Constants = 
     all_rates = exp(-sum(logs) / len(logs))
     shares = [_sent(time) for time in times]
     said = ", ".join(f"{m.name}: predicted {time.seconds:.3g} s" for m, time in zip(measured, times, strict=True))
-    if max(shares) - min(shares) < _TOLD_APART:
+    if max(shares) - min(shares) < _DISTINCT:
         both = _scaled(_scaled(c, _COMPUTING, all_rates), _SENDING, all_rates)
         return Calibrated(both, f"all rates x {all_rates:.3g} by the measured step times ({said}); ranks stay")
 
@@ -77,14 +77,12 @@ def calibrated(measured: Sequence[Measured], hardware: Hardware, c: Constants = 
     computing, sending = map(exp, best)
     return Calibrated(
         _scaled(_scaled(c, _COMPUTING, computing), _SENDING, sending),
-        f"rates of computing x {computing:.3g}, of sending x {sending:.3g} by the measured step times ({said})",
+        f"rates of computing x {computing:.3g}, of communication x {sending:.3g} by the measured step times ({said})",
     )
 
 
 def _sent(time: StepTime) -> float:
-    parts = time.passes
-    sent = parts.tensor_parallel + parts.expert_parallel + parts.context_parallel + time.data_parallel + time.pipeline
-    return sent / time.seconds
+    return time.exposed_communication / time.seconds
 
 
 def _scaled(c: Constants, of: tuple[Sequence[str], Sequence[str]], factor: float) -> Constants:

@@ -1,8 +1,8 @@
 """The Megatron paper's closed forms, as Megatron Bridge 0.6.2 states them: the method "table2".
 
-Estimates of another kind than the inventory's (see ``bridge_memory.estimation``); they exist because people compare
-against them. ``closed_forms`` knows numbers, ``container`` reads them, ``stages`` and ``remarks`` are ours on top;
-``theoretical_memory_utils`` is their face.
+Not the inventory's estimate (see ``bridge_memory.estimation``): people compare with these. ``closed_forms`` computes,
+``container`` reads a ConfigContainer, ``stages`` and ``remarks`` are additions; ``theoretical_memory_utils`` is the
+public module.
 """
 
 from bridge_memory.table2.closed_forms import ACTIVATION, DENSE, ROUTED, Activations, HeldLayers, Layers, ModelState

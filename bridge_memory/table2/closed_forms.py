@@ -187,13 +187,13 @@ class ModelState:
         if first is None and last is None:
             return None
         layers, pp = len(self.layers.decoder), self.pp
-        said = f"num_layers_in_first/last_pipeline_stage ({first}, {last})"
+        field = f"num_layers_in_first/last_pipeline_stage ({first}, {last})"
         if pp <= 1:
-            raise SpecError(f"{said} need more than one pipeline stage; unset them or raise PP")
+            raise SpecError(f"{field} need more than one pipeline stage; unset them or raise PP")
         named = [n for n in (first, last) if n is not None]
         others, rest = pp - len(named), layers - sum(named)
         if (others and (rest <= 0 or rest % others)) or (not others and rest):
-            raise SpecError(f"{said} do not fit num_layers ({layers}) over {pp} stages; change them")
+            raise SpecError(f"{field} do not fit num_layers ({layers}) over {pp} stages; change them")
         sizes = [rest // others if others else 0] * pp
         if first is not None:
             sizes[0] = first

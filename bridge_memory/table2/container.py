@@ -102,7 +102,7 @@ def is_mimo(config: Any) -> bool:
 
 
 def counts_a_gate(model: Any) -> bool:
-    """Bridge's rule: gated_linear_unit, and the activation is torch's silu (told by name: torch may be absent)."""
+    """Bridge's rule: gated_linear_unit, and the activation is torch's silu (compared by name: torch may be absent)."""
     function = getattr(model, "activation_func", None)
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     return bool(getattr(model, "gated_linear_unit", False)) and name in ("silu", "swiglu")
@@ -134,8 +134,8 @@ def _padded_vocab_size(config: Any, tp: int) -> float:
     by = getattr(model, "make_vocab_size_divisible_by", None)
     multiple = (128 if by is None else by) * tp
     if vocab <= 0 or multiple <= 0:
-        told = f"model.vocab_size ({show(vocab)}) or make_vocab_size_divisible_by ({show(by)})"
-        raise SpecError(f"{told} is not positive")
+        fields = f"model.vocab_size ({show(vocab)}) or make_vocab_size_divisible_by ({show(by)})"
+        raise SpecError(f"{fields} is not positive")
     return int(-(-vocab // multiple) * multiple)
 
 

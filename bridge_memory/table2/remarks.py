@@ -1,4 +1,4 @@
-"""Where Megatron Bridge's closed forms are not this container's memory, a sentence each. Its numbers stay."""
+"""Sentences on what Megatron Bridge's closed forms leave out for a container. Its numbers are not changed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from bridge_memory.table2.closed_forms import ModelState
 from bridge_memory.table2.container import activations_are_reported, counts_a_gate, is_mimo, model_state
 from bridge_memory.table2.stages import stages_of
 
-#: A stage is named where it holds this much more or less than Bridge's most loaded GPU.
+#: Smallest relative difference from Bridge's most loaded GPU at which the heaviest stage is named.
 _NAMED_FROM = 0.01
 
 
 def remarks(config: Any, *, include_activation: bool | None = None) -> tuple[str, ...]:
-    """What the figures of ``estimate_training_memory`` leave out or suppose. ``include_activation`` None: as in the
-    report of this container. Raises SpecError as the estimate does."""
-    if is_mimo(config):  # of which Bridge says nothing
+    """What the figures of ``estimate_training_memory`` leave out or assume, a sentence each.
+
+    ``include_activation``: None: as in the report of this container. Raises SpecError as the estimate does.
+    """
+    if is_mimo(config):  # Bridge prints nothing for these
         return ()
     state = model_state(config)
     found = [*_of_the_model(config.model, state), *_of_the_state(config, state), *_of_the_stages(config.model, state)]
@@ -43,7 +45,7 @@ def _of_the_model(model: Any, state: ModelState) -> Iterator[str]:
         yield "routers and expert biases are not counted"
     if state.layers.mtp_depths:
         copy = ", nor the second copy of the embedding" if state.pp > 1 else ""
-        yield f"an MTP depth is counted as one more layer: its projection and its own norms are not{copy}"
+        yield f"an MTP depth is counted as one more layer: its projection and its extra norms are not{copy}"
 
 
 def _of_the_state(config: Any, state: ModelState) -> Iterator[str]:
@@ -51,7 +53,7 @@ def _of_the_state(config: Any, state: ModelState) -> Iterator[str]:
     if state.use_distributed_optimizer and getattr(config, "data_parallel_size", None) is None:
         yield "data_parallel_size is not set (the container was not validated): 1 is counted"
     if getattr(ddp, "use_distributed_optimizer", False) and not state.use_distributed_optimizer:
-        yield "ddp.use_distributed_optimizer is not looked at, only optimizer.use_distributed_optimizer"
+        yield "ddp.use_distributed_optimizer is ignored; optimizer.use_distributed_optimizer decides"
     # With expert parallelism Megatron Bridge makes an unset one 1 itself (``models/transformer_config.py:
     # _set_moe_expert_tensor_parallel_default``).
     alone = (getattr(config.model, "expert_model_parallel_size", None) or 1) == 1
@@ -59,7 +61,7 @@ def _of_the_state(config: Any, state: ModelState) -> Iterator[str]:
     if state.layers.moe and state.tp > 1 and unset and alone:
         yield f"expert_tensor_parallel_size is not set: 1 is counted, Megatron takes {state.tp} (tensor parallelism)"
     if getattr(ddp, "use_megatron_fsdp", False):
-        yield "weights and gradients are counted whole although Megatron-FSDP may shard them"
+        yield "weights and gradients are counted unsharded although Megatron-FSDP may shard them"
     if (name := getattr(optimizer, "optimizer", "adam")) != "adam":
         yield f"the optimizer is counted as Adam although it is {name}"
     if getattr(optimizer, "use_precision_aware_optimizer", False):
@@ -69,7 +71,7 @@ def _of_the_state(config: Any, state: ModelState) -> Iterator[str]:
 
 
 def _of_the_stages(model: Any, state: ModelState) -> Iterator[str]:
-    """The heaviest stage by the same closed forms, where the layers that it holds are not Bridge's average."""
+    """The heaviest stage by the same closed forms, where its layers differ from Bridge's average."""
     try:
         stages = stages_of(model, state.layers, state.pp, state.vpp)
     except SpecError as error:
@@ -84,5 +86,5 @@ def _of_the_stages(model: Any, state: ModelState) -> Iterator[str]:
     if abs(alone[heaviest] - counted) >= _NAMED_FROM * counted:
         yield (
             f"by the same closed forms the heaviest stage is {heaviest}, with {alone[heaviest] / 2**30:.2f} GiB of "
-            f"weights and optimizer; {counted / 2**30:.2f} GiB are counted for the most loaded GPU"
+            f"weights and optimizer; Bridge counts {counted / 2**30:.2f} GiB for the most loaded GPU"
         )

@@ -1,1 +1,1 @@
-"""The machinery of traces: operations on a tape, what is alive when, symbolic sizes, blocks put in a chain."""
+"""The machinery of traces: operations on a tape, what is alive when, symbolic sizes, chains of blocks."""

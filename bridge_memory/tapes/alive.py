@@ -1,19 +1,19 @@
-"""What of a tape is alive when: by reference counting, as in PyTorch itself.
+"""What is alive at every moment of a tape, by reference counting, as in PyTorch.
 
 The rules, with their source:
 
 * A tensor made in forward lives until its last use in forward, and as long as an operation saves it.
 * Backward runs the operations in reverse (``torch/csrc/autograd/engine.cpp``: highest sequence number first).
   While an operation runs backward, its output gradients, its saved tensors, its scratch and its input gradients
-  are alive together; then saved tensors and output gradients go.
-* A tensor used twice gets two gradients which are summed in place when the first is nobody else's, else into a
+  are alive together; then saved tensors and output gradients are freed.
+* A tensor used twice gets two gradients. They are summed in place if the first has no other reference, else into a
   third (``torch/csrc/autograd/input_buffer.cpp: accumulate``).
 * Checkpoints, discarding regions and delayed weight gradients as in ``tape``.
 
 Following the tape (``Structure``) and putting in the numbers (``BlockCost``) are two steps. Which tensors are alive at
-which moment depends on the tape alone, so a structure counts how often each size is there; the moments that can be the
-highest, whatever the sizes are, are few. Counts are kept in one big integer, a lane of bits a size, which makes a sum
-of any sizes one addition.
+which moment depends on the tape alone, so a structure counts how many tensors of each size are alive. Few moments can
+be the peak, whatever the sizes are; the others are dropped. The counts of a moment are packed into one big integer, a
+field of bits for each size, so that adding all counts is one addition.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from bridge_memory.components import Part, Provenance
 from bridge_memory.tapes.symbolic import SymInt
 from bridge_memory.tapes.tape import Discard, Flush, Landmark, Node, Op, Region, Tape, Tensor
 
-#: Bits of one count; no size is there 2^23 times at once.
+#: Bits of one count. The highest bit is for comparisons, so no size may be alive 2^23 times at once.
 _FIELD = 24
 _ONE_FIELD = (1 << _FIELD) - 1
 COUNT_BYTES = _FIELD // 8
-#: Moments that every other is held against; what they do not dominate is kept, needlessly at worst.
+#: Moments with which every other is compared. A moment that none of these dominates is kept, at worst needlessly.
 _DOMINATORS = 8
 
 
 class SavedTensor(NamedTuple):
-    """Storages of one name that stay alive from forward to backward, in bytes."""
+    """All storages of one name that stay alive from forward to backward, in bytes."""
 
     name: str
     bytes: int
@@ -44,17 +44,17 @@ class SavedTensor(NamedTuple):
 
 
 class Atoms:
-    """The sizes of a tape, each once: a position, and the lane in which it is counted."""
+    """The distinct sizes of a tape: each has a position, and a field of bits in which it is counted."""
 
     def __init__(self) -> None:
-        #: Units of plain numbers, and of sizes by their register.
+        #: Unit of each plain number, and of each symbolic size by its register.
         self._of_numbers: dict[Any, int] = {0: 0}
         self._of_registers: dict[int, int] = {}
         #: In order of their positions.
         self.sizes: list[Any] = []
 
     def unit(self, size: Any) -> int:
-        """One of ``size`` in its lane; 0 of what has no size."""
+        """A count of 1 in the field of ``size``; 0 for the size 0."""
         known, key = (self._of_registers, size.register) if type(size) is SymInt else (self._of_numbers, size)
         found = known.get(key)
         if found is None:
@@ -64,11 +64,11 @@ class Atoms:
 
     @property
     def highest_bits(self) -> int:
-        """The highest bit of every lane."""
+        """The highest bit of every field."""
         return ((1 << _FIELD * len(self.sizes)) - 1) // _ONE_FIELD << (_FIELD - 1)
 
     def positions(self, units: int) -> tuple[int, ...]:
-        """Positions of the sizes in a sum, as often as they count."""
+        """Positions of the sizes in a sum, each as often as it is counted."""
         out: list[int] = []
         while units:
             position = (units & -units).bit_length() // _FIELD
@@ -79,26 +79,26 @@ class Atoms:
 
 
 class Moment(NamedTuple):
-    """Something that runs, and all that is alive beside it and in it."""
+    """What runs (``name``), and the counts of everything alive meanwhile, its scratch included (``units``)."""
 
     name: str
     units: int
 
 
-class _Passage:
-    """Moments of a pass of which one is the highest, as a walk from one to the next over sizes that come and go.
+class _PeakCandidates:
+    """Moments of a pass of which one is its peak.
 
-    Before a moment first leaves what is no longer there and then comes what is new, so that no step of the walk is
-    higher than the moments at its ends.
+    They are evaluated as a walk from one moment to the next, one size at a time. From one moment to the next, freed
+    sizes are subtracted before new ones are added, so that no step of the walk is higher than both moments.
     """
 
     __slots__ = ("_moments", "_names", "_number", "_order")
 
     def __init__(self, moments: Sequence[Moment], atoms: Atoms) -> None:
         self._moments = moments
-        #: Of sizes.
+        #: Number of sizes.
         self._number = len(atoms.sizes)
-        #: The walk, once it is asked for.
+        #: The walk, made on first use.
         self._order: list[int] | None = None
         self._names: list[str] = []
 
@@ -129,11 +129,11 @@ class _Passage:
         return order
 
     def highest(self, signed: Sequence[int]) -> int:
-        """Bytes; ``signed``: every atom's size, then every atom's size less than zero."""
+        """The peak in bytes. ``signed``: the bytes of every size, then the same negated."""
         return max(accumulate(map(signed.__getitem__, self._walk())), default=0)
 
     def named(self, signed: Sequence[int]) -> tuple[int, str]:
-        """(bytes, what runs) at the highest moment, the first of equals."""
+        """(bytes, what runs) at the peak, the first of equals."""
         walk = list(accumulate(map(signed.__getitem__, self._walk())))
         if not walk:
             return 0, ""
@@ -145,23 +145,23 @@ class _Passage:
 
     @property
     def steps(self) -> Sequence[int]:
-        """The walk: of n sizes, i is one more of the i-th, and n + i one less."""
+        """The walk: with n sizes, i adds one of the i-th size and n + i removes one."""
         return self._walk()
 
     def counts(self) -> bytes:
-        """How often each size is there, moment after moment: ``COUNT_BYTES`` a size, the lowest first."""
+        """Counts of each size, moment after moment: ``COUNT_BYTES`` bytes a size, little-endian."""
         width = COUNT_BYTES * self._number
         return b"".join([units.to_bytes(width, "little") for _, units in self._moments])
 
 
 class _Peaks:
-    """The moments of a pass before its landmark and after it."""
+    """The candidates of a pass before its landmark and after it."""
 
     __slots__ = ("after", "before")
 
     def __init__(self, before: Sequence[Moment], after: Sequence[Moment], atoms: Atoms) -> None:
-        self.before = _Passage(_undominated(before, atoms), atoms)
-        self.after = _Passage(_undominated(after, atoms), atoms)
+        self.before = _PeakCandidates(_undominated(before, atoms), atoms)
+        self.after = _PeakCandidates(_undominated(after, atoms), atoms)
 
     def highest(self, signed: Sequence[int]) -> int:
         before = self.before.highest(signed)
@@ -173,18 +173,18 @@ class _Peaks:
 
 
 def _undominated(moments: Sequence[Moment], atoms: Atoms) -> list[Moment]:
-    """Without those at which another has at least as much of everything."""
+    """Moments without those that another dominates, that is, counts at least as many of every size."""
     top = atoms.highest_bits
     kept: list[Moment] = []
     for moment in moments:
-        # Neighbours first: while a pass grows, each moment has all of the last.
+        # Neighbours first: while memory grows, each moment dominates the last.
         if kept and (kept[-1].units + top - moment.units) & top == top:
             continue
         while kept and (moment.units + top - kept[-1].units) & top == top:
             kept.pop()
         kept.append(moment)
     out: list[Moment] = []
-    # Those with most in them first: they are the likeliest to have all of another.
+    # Moments with the most bits set first: they are the likeliest to dominate another.
     largest = sorted({m.units for m in kept}, key=int.bit_count, reverse=True)[:_DOMINATORS]
     highest = [units + top for units in largest]
     seen: set[int] = set()
@@ -210,19 +210,21 @@ class Structure:
     )
 
     def __init__(self, tape: Tape, atoms: Atoms, *, without_gradients: bool = True) -> None:
-        """``without_gradients``: also of a forward pass that saves nothing, which full recomputation runs first."""
+        """``without_gradients``: also follow a forward pass that saves nothing, the first one under full recomputation.
+        """
         plan = _Plan(tape, atoms)
         run = _Run(plan)
         run.forward(save=True)
-        away = run.offloaded_tensors()
-        away_units = sum(plan.units[i] for i in away)
-        handed_on = sum(plan.units[i] for i in set(plan.output_storages) if run.refs[i] == run.scope[i])
-        self.retained = atoms.positions(run.alive - handed_on - away_units)
-        self.offloaded = atoms.positions(away_units)
+        offloaded = run.offloaded_tensors()
+        offloaded_units = sum(plan.units[i] for i in offloaded)
+        # Outputs that nothing saves belong to the caller.
+        unsaved_outputs = sum(plan.units[i] for i in set(plan.output_storages) if run.refs[i] == run.scope[i])
+        self.retained = atoms.positions(run.alive - unsaved_outputs - offloaded_units)
+        self.offloaded = atoms.positions(offloaded_units)
         saved = [i for i in run.order if run.refs[i] > run.scope[i]]
         self.tensors = tuple(
             (t.name, t.part, t.provenance, atoms.positions(t.units)[0])
-            for i in saved if i not in run.emptied and i not in away and (t := plan.tensors[i]).units
+            for i in saved if i not in run.discarded and i not in offloaded and (t := plan.tensors[i]).units
         )
         self.input_retained = bool(plan.inputs) and plan.inputs[0] in saved
         self.inputs = atoms.positions(sum(t.units for t in tape.input_tensors))
@@ -232,27 +234,26 @@ class Structure:
         backward, held = run, run.copy()
         backward.backward(hold=False)
         held.backward(hold=True)
-        dry = _Run(plan)
+        no_grad = _Run(plan)
         if without_gradients:
-            dry.forward(save=False)
+            no_grad.forward(save=False)
         self.no_grad_retained = atoms.positions(
-            sum(plan.units[i] for i in dry.order if dry.refs[i] > dry.scope[i])
+            sum(plan.units[i] for i in no_grad.order if no_grad.refs[i] > no_grad.scope[i])
         )
         self.forward = _split(*forward, atoms)
         self.backward = _split(backward.moments, backward.landmark, atoms)
         self.backward_held = _split(held.moments, held.landmark, atoms)
-        self.no_grad = _split(dry.moments, dry.landmark, atoms)
-
+        self.no_grad = _split(no_grad.moments, no_grad.landmark, atoms)
 
     def sums(self) -> dict[str, Sequence[int]]:
-        """Properties of a ``BlockCost`` that are sums -> positions of their sizes."""
+        """Properties of ``BlockCost`` that are sums -> positions of the sizes to add up."""
         return {
             "retained": self.retained, "offloaded": self.offloaded, "input_bytes": self.inputs,
             "output_bytes": self.outputs, "no_grad_retained": self.no_grad_retained,
         }  # fmt: skip
 
-    def passages(self) -> dict[str, tuple[_Passage, _Passage]]:
-        """Properties that are peaks -> what is alive before the landmark and after it."""
+    def peak_candidates(self) -> dict[str, tuple[_PeakCandidates, _PeakCandidates]]:
+        """Properties of ``BlockCost`` that are peaks -> their candidates before the landmark and after it."""
         passes = {
             "forward_peak": self.forward, "backward_peak": self.backward, "backward_peak_held": self.backward_held,
             "no_grad_peak": self.no_grad,
@@ -267,9 +268,9 @@ def _split(moments: Sequence[Moment], landmark: int, atoms: Atoms) -> _Peaks:
 class BlockCost:
     """What one block costs on one rank, in bytes.
 
-    ``retained`` stays alive between forward and backward and includes the block's input where it is saved.
-    Peaks are the most that is alive during a pass, counting the block's own input, saved tensors and gradients, and
-    nothing of its neighbours.
+    ``retained`` stays alive between forward and backward and includes the block's input where that is saved. A peak is
+    the most that is alive during a pass: the block's input, saved tensors, gradients and temporaries, without those of
+    other blocks.
     """
 
     __slots__ = ("_backward", "_forward", "_held", "_retained", "_signed", "_structure")
@@ -290,7 +291,7 @@ class BlockCost:
 
     @property
     def offloaded(self) -> int:
-        """Bytes that leave for host memory between forward and backward; not part of ``retained``."""
+        """Bytes in host memory between forward and backward; not part of ``retained``."""
         return self._sum(self._structure.offloaded)
 
     @property
@@ -307,7 +308,7 @@ class BlockCost:
 
     @property
     def output_reached(self) -> bool:
-        """Whether its output has a gradient."""
+        """Whether a gradient arrives at its output."""
         return self._structure.output_reached
 
     @property
@@ -332,7 +333,7 @@ class BlockCost:
 
     @property
     def backward_peak_held(self) -> int:
-        """``backward_peak`` where the caller holds the gradient of the output until the pass is over."""
+        """``backward_peak`` if the caller keeps the gradient of the output until the pass is over."""
         if self._held < 0:
             self._held = self._structure.backward_held.highest(self._signed)
         return self._held
@@ -344,18 +345,18 @@ class BlockCost:
 
     @property
     def no_grad_retained(self) -> int:
-        """Bytes that such a pass keeps as long as its output lives."""
+        """Bytes that such a pass keeps until its output is freed."""
         return self._sum(self._structure.no_grad_retained)
 
     @property
     def before_landmark_forward(self) -> int:
-        """``forward_peak`` before the landmark; 0 where there is none."""
+        """``forward_peak`` before the landmark; 0 without a landmark."""
         return self._structure.forward.before.highest(self._signed)
 
     @property
     def before_landmark(self) -> tuple[int, int, int, int]:
-        """Peaks before the landmark (in backward, from it on): forward, backward, ``backward_peak_held``,
-        ``no_grad_peak``; of all 0 where there is none."""
+        """Peaks of forward up to the landmark and of backward from it on: (``forward_peak``, ``backward_peak``,
+        ``backward_peak_held``, ``no_grad_peak``); zeros without a landmark."""
         s, signed = self._structure, self._signed
         return (
             s.forward.before.highest(signed), s.backward.after.highest(signed), s.backward_held.after.highest(signed),
@@ -364,7 +365,7 @@ class BlockCost:
 
     @property
     def tensors(self) -> tuple[SavedTensor, ...]:
-        """What ``retained`` is made of, storages of one name together."""
+        """The saved tensors whose sum is ``retained``, those of one name together."""
         sums: dict[tuple[str, Part, Provenance], int] = {}
         for name, part, provenance, position in self._structure.tensors:
             key = name, part, provenance
@@ -372,17 +373,11 @@ class BlockCost:
         return tuple(SavedTensor(n, nbytes, part, how) for (n, part, how), nbytes in sums.items() if nbytes)
 
     def by_part(self) -> dict[tuple[Part, Provenance], int]:
-        """``retained`` by part of the model and how it is known."""
+        """``retained`` by part of the model and provenance."""
         sums: dict[tuple[Part, Provenance], int] = {}
         for _, part, provenance, position in self._structure.tensors:
             sums[part, provenance] = sums.get((part, provenance), 0) + self._signed[position]
         return {key: nbytes for key, nbytes in sums.items() if nbytes}
-
-
-def cost_of(tape: Tape) -> BlockCost:
-    """The cost of a tape that was recorded with plain numbers."""
-    atoms = Atoms()
-    return BlockCost(Structure(tape, atoms), atoms.sizes)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -391,7 +386,7 @@ def cost_of(tape: Tape) -> BlockCost:
 
 
 class _Grad:
-    """One gradient storage, shared by every tensor whose gradient it is."""
+    """One gradient storage; several tensors may share it."""
 
     __slots__ = ("refs", "units")
 
@@ -401,34 +396,34 @@ class _Grad:
 
 
 class _Step:
-    """An operation in numbers of tensors, and what it is the last to use among its neighbours."""
+    """An ``Op`` with tensors by number, and the storages for which it is the last use in its region."""
 
     __slots__ = (
-        "alias", "always_saves", "backward_workspace", "delayed", "dry_workspace", "gone", "in_place", "inputs", "name",
-        "offloaded", "outputs", "saves", "storages", "workspace",
+        "alias", "always_saves", "backward_workspace", "delayed", "in_place", "inputs", "last_uses", "name",
+        "no_grad_workspace", "offloaded", "outputs", "saves", "storages", "workspace",
     )
 
     name: str
-    #: Storages that forward makes, keeps, and no longer uses afterwards.
+    #: Storages that forward makes, saves, and uses for the last time.
     storages: list[int]
     saves: list[int]
-    gone: list[int]
-    #: Tensors with gradients that backward brings and takes.
+    last_uses: list[int]
+    #: Tensors whose gradients backward consumes, and those to which it adds one.
     outputs: list[int]
     inputs: list[int]
     workspace: int
-    dry_workspace: int
+    no_grad_workspace: int
     backward_workspace: int
     alias: bool
     in_place: int
     offloaded: bool
     always_saves: bool
-    #: What its weight's gradient waits with.
+    #: What stays for its delayed weight gradient.
     delayed: _Delayed | None
 
 
 class _Delayed(NamedTuple):
-    """``tape.Delayed`` in numbers of tensors and units."""
+    """``tape.Delayed`` with tensors by number and sizes as units."""
 
     flush: Flush
     #: Storages.
@@ -439,21 +434,21 @@ class _Delayed(NamedTuple):
 
 
 class _Part:
-    """A region in numbers of tensors."""
+    """A ``Region`` with tensors by number."""
 
     __slots__ = (
-        "discards", "gone", "inputs", "later", "made", "made_tensors", "name", "offloaded", "outputs", "refills",
+        "discards", "inputs", "last_uses", "later", "made", "made_tensors", "name", "offloaded", "outputs", "refills",
         "steps",
     )
 
     name: str
     steps: list[_Node]
     inputs: list[int]
-    #: Storages, and tensors, that it makes; storages of these that are used after it.
+    #: Storages, and tensors, that it makes; which of these storages are used after it.
     made: set[int]
     made_tensors: list[int]
     later: set[int]
-    gone: list[int]
+    last_uses: list[int]
     outputs: list[int]
     discards: bool
     refills: bool
@@ -461,32 +456,32 @@ class _Part:
 
 
 class _Scope:
-    """What is no longer used after a point at which variables held it."""
+    """A point at which variables still hold storages, and those for which that is the last use."""
 
-    __slots__ = ("gone",)
+    __slots__ = ("last_uses",)
 
     def __init__(self) -> None:
-        self.gone: list[int] = []
+        self.last_uses: list[int] = []
 
 
-class _Emptied(NamedTuple):
+class _DiscardPoint(NamedTuple):
     """Where a discarding region's outputs lose their storage."""
 
     part: _Part
 
 
-_Node = _Step | _Part | _Scope | _Emptied | Landmark | Flush
+_Node = _Step | _Part | _Scope | _DiscardPoint | Landmark | Flush
 
 
 class _Plan:
-    """A tape in numbers of its tensors: whatever can be worked out before anything runs is."""
+    """A tape with tensors by number, and everything that can be worked out before a pass runs."""
 
     def __init__(self, tape: Tape, atoms: Atoms) -> None:
         self.tensors: list[Tensor] = []
         self.least_offloaded = tape.least_offloaded
         self._number: dict[Tensor, int] = {}
         self._atoms = atoms
-        #: By the number of a tensor: its bytes and those of its gradient in units, and its storage.
+        #: By the number of a tensor: the unit of its bytes, that of its gradient's, and its storage.
         self.units: list[int] = []
         self.grad_units: list[int] = []
         self.storage: list[int] = []
@@ -524,7 +519,7 @@ class _Plan:
             self.storage.append(number if t.whole is None else self.storage[known[t.whole]])
 
     def _steps(self, nodes: Sequence[Node]) -> tuple[list[_Node], list[int]]:
-        """(the steps, every storage that they read)."""
+        """(``nodes`` as steps, every storage that they read)."""
         out: list[_Node] = []
         reads: list[list[int]] = []
         makes: list[Sequence[int]] = []
@@ -548,17 +543,18 @@ class _Plan:
             elif type(node) is Discard:
                 part = self._parts[id(node.region)]
                 part.outputs = [storage[i] for i in map(number, node.region.outputs)]
-                out.append(_Emptied(part))
+                out.append(_DiscardPoint(part))
             elif isinstance(node, (Landmark, Flush)):
                 out.append(node)
             for i in read:
                 last[i] = at
             reads.append(read)
             makes.append(made)
-        # What is used for the last time, or made and never used, goes.
+        # A storage made and never used is freed at once: that is its last use.
         for at, (made_node, read, made) in enumerate(zip(out, reads, makes, strict=True)):
             if type(made_node) in (_Step, _Part, _Scope):
-                made_node.gone = [i for i in dict.fromkeys([*read, *made]) if last.get(i, -1) <= at]  # type: ignore[union-attr]
+                last_uses = [i for i in dict.fromkeys([*read, *made]) if last.get(i, -1) <= at]
+                made_node.last_uses = last_uses  # type: ignore[union-attr]
             if type(made_node) is _Part:
                 made_node.later = {i for i in made_node.made if last.get(i, -1) > at}
         return out, [i for read in reads for i in read]
@@ -572,20 +568,21 @@ class _Plan:
         step.saves = [storage[i] for i in map(number, op.saves)]
         step.inputs = [i for i in dict.fromkeys(map(number, op.inputs)) if self.grad_units[i]]
         step.workspace, step.backward_workspace = unit(op.workspace), unit(op.backward_workspace)
-        step.dry_workspace = step.workspace if op.dry_workspace is op.workspace else unit(op.dry_workspace)
+        same = op.no_grad_workspace is op.workspace
+        step.no_grad_workspace = step.workspace if same else unit(op.no_grad_workspace)
         step.alias, step.in_place = op.alias, op.in_place
         step.offloaded, step.always_saves = op.offloaded, op.always_saves
         step.delayed = None
         if op.delayed is not None and op.flush is not None:
-            waits = op.delayed
+            delayed = op.delayed
             step.delayed = _Delayed(
-                op.flush, [storage[i] for i in map(number, waits.inputs)], waits.gradient, unit(waits.made),
-                unit(waits.weight),
+                op.flush, [storage[i] for i in map(number, delayed.inputs)], delayed.gradient, unit(delayed.made),
+                unit(delayed.weight),
             )
         return step
 
     def _part(self, region: Region) -> tuple[_Part, list[int]]:
-        """(the region in numbers, every storage that it reads)."""
+        """(the region with tensors by number, every storage that it reads)."""
         part = self._parts[id(region)] = _Part()
         part.name, part.offloaded = region.name, region.offloaded
         part.discards, part.refills = region.discards, region.refills
@@ -607,40 +604,40 @@ def _made(node: Node) -> Iterator[Tensor]:
 
 
 class _Run:
-    """One forward pass over a tape and, after it, one backward pass. Tensors are numbers of the plan."""
+    """One forward pass over a tape and, after it, one backward pass. Tensors are those of the plan, by number."""
 
     def __init__(self, plan: _Plan) -> None:
         number = len(plan.tensors)
         self.plan = plan
         self.refs = [0] * number
-        #: Forward-scope references (0 or 1 a tensor).
+        #: References of the forward function's variables (0 or 1 a storage).
         self.scope = [0] * number
         self.alive = 0
-        #: Tensors in the order in which they came.
+        #: Storages in the order in which they were made.
         self.order: dict[int, None] = {}
-        #: What was alive when, in order; and how many of them are before the landmark.
+        #: All moments in order, and how many of them are before the landmark.
         self.moments: list[Moment] = []
         self.landmark = 0
         #: Discarded storages: referenced, but without bytes.
-        self.emptied: set[int] = set()
-        #: Saves by offloading operations.
+        self.discarded: set[int] = set()
+        #: How often offloading operations save a storage.
         self._offloaded: dict[int, int] = {}
         self._grads: dict[int, _Grad] = {}
         self._grad_units = 0
-        #: Outputs that discarding regions made anew, and the one of them that is running forward again.
-        self._anew: dict[int, list[int]] = {}
-        self._making = -1
-        #: What waits for weight gradients, by the point at which they are made: what runs there, and what goes then.
-        self._waiting: dict[int, list[tuple[_Step, list[_Grad]]]] = {}
+        #: Outputs that discarding regions have recomputed, by region, and the region that is being recomputed.
+        self._recomputed: dict[int, list[int]] = {}
+        self._recomputing = -1
+        #: By the point at which they are made, delayed weight gradients: the operation, and the gradients it holds.
+        self._delayed: dict[int, list[tuple[_Step, list[_Grad]]]] = {}
 
     def copy(self) -> _Run:
-        """The same moment between the passes."""
+        """A copy, made between the passes."""
         other = _Run.__new__(_Run)
         other.plan, other.alive = self.plan, self.alive
-        other.refs, other.scope, other.emptied = self.refs.copy(), self.scope.copy(), self.emptied.copy()
+        other.refs, other.scope, other.discarded = self.refs.copy(), self.scope.copy(), self.discarded.copy()
         other.order, other._offloaded = self.order, self._offloaded
-        other._grads, other._grad_units, other._anew, other._making = {}, 0, {}, -1
-        other._waiting = {}
+        other._grads, other._grad_units, other._recomputed, other._recomputing = {}, 0, {}, -1
+        other._delayed = {}
         other.moments, other.landmark = [], 0
         return other
 
@@ -656,27 +653,27 @@ class _Run:
         refs = self.refs
         refs[i] -= 1
         if not refs[i]:
-            if i in self.emptied:
-                self.emptied.discard(i)
+            if i in self.discarded:
+                self.discarded.discard(i)
             else:
                 self.alive -= self.plan.units[i]
 
     def offloaded_tensors(self) -> set[int]:
-        """Storages that only offloading operations keep, of enough elements to be worth the copy
+        """Storages that only offloading operations save, if they have enough elements to be offloaded
         (``fine_grained_activation_offload.py: ChunkOffloadHandler.tensor_need_offloading_checker``)."""
         return {
             i for i, n in self._offloaded.items()
-            if n == self.refs[i] - self.scope[i] and i not in self.emptied
+            if n == self.refs[i] - self.scope[i] and i not in self.discarded
             and (t := self.plan.tensors[i]).bytes >= self.plan.least_offloaded * t.item
         }
 
     def _enter_scope(self, storages: Iterable[int]) -> None:
         refs, scope, units = self.refs, self.scope, self.plan.units
         for i in storages:
-            if self._making >= 0 and i in self.emptied:
-                # Made again beside the storage without bytes.
+            if self._recomputing >= 0 and i in self.discarded:
+                # A second storage: the discarded one is still referenced, without bytes.
                 self.alive += units[i]
-                self._anew[self._making].append(i)
+                self._recomputed[self._recomputing].append(i)
             if not scope[i]:
                 scope[i] = 1
                 if not refs[i]:
@@ -700,33 +697,34 @@ class _Run:
         self._run(self.plan.steps, save, set(self.plan.output_storages), None)
 
     def _run(self, steps: Sequence[_Node], save: bool, keep: set[int], own: set[int] | None) -> None:
-        """Run steps forward. ``keep``: never leaves scope here; ``own``: all that may (None: everything)."""
+        """Run steps forward. ``keep``: storages that must not leave scope here. ``own``: the only ones that may (None:
+        all)."""
         scope = self.scope
         for step in steps:
             kind = type(step)
             if kind is _Step:
                 assert isinstance(step, _Step)
                 self._enter_scope(step.storages)
-                self._mark(step.name, step.workspace if save else step.dry_workspace)
+                self._mark(step.name, step.workspace if save else step.no_grad_workspace)
                 if save or step.always_saves:
                     self._save(step.saves, step.offloaded)
-                gone = step.gone
+                last_uses = step.last_uses
             elif kind is _Scope:
                 assert isinstance(step, _Scope)
-                gone = step.gone
+                last_uses = step.last_uses
             elif kind is _Part:
                 assert isinstance(step, _Part)
                 if save:
                     self._save(step.inputs, step.offloaded)
                 # The first pass of a region saves nothing inside.
                 self._run(step.steps, False, keep | step.later, step.made)
-                gone = step.gone
-            elif kind is _Emptied:
-                assert isinstance(step, _Emptied)
+                last_uses = step.last_uses
+            elif kind is _DiscardPoint:
+                assert isinstance(step, _DiscardPoint)
                 if save:
                     for i in step.part.outputs:
-                        if self.refs[i] and i not in self.emptied:
-                            self.emptied.add(i)
+                        if self.refs[i] and i not in self.discarded:
+                            self.discarded.add(i)
                             self.alive -= self.plan.units[i]
                 continue
             elif kind is Flush:
@@ -734,7 +732,7 @@ class _Run:
             else:
                 self.landmark = len(self.moments)
                 continue
-            for i in gone:
+            for i in last_uses:
                 if scope[i] and i not in keep and (own is None or i in own):
                     scope[i] = 0
                     self._release(i)
@@ -748,9 +746,9 @@ class _Run:
     # ---- backward ----
 
     def backward(self, *, hold: bool) -> None:
-        """The caller has consumed the outputs: only saved references remain. Gradients of outputs arrive.
+        """The caller has consumed the outputs, so that only saved references remain. Gradients of outputs arrive.
 
-        ``hold``: a variable of the caller keeps them to the end, so that nothing is added into them either.
+        ``hold``: a variable of the caller keeps these gradients to the end, so that nothing is added into them either.
         """
         for i, inside in enumerate(self.scope):
             if inside:
@@ -765,27 +763,27 @@ class _Run:
         passed = self._back(self.plan.steps)
         self.landmark = passed if passed is not None else len(self.moments)
 
-    def _let_go(self, g: _Grad) -> None:
+    def _release_grad(self, g: _Grad) -> None:
         g.refs -= 1
         if g.refs == 0:
             self._grad_units -= g.units
 
     def _add_grad(self, i: int, g: _Grad, op: str) -> None:
-        """Accumulate ``g`` (whose reference is handed over) into the gradient of tensor ``i``."""
+        """Accumulate ``g`` into the gradient of tensor ``i``; the caller's reference to ``g`` passes to it."""
         have = self._grads.get(i)
         if have is None:
             self._grads[i] = g
             return
-        if have.refs > 1 and g.refs > 1:  # neither is ours to add into: a third storage
+        if have.refs > 1 and g.refs > 1:  # others refer to both, so the sum is a third storage
             units = self.plan.grad_units[i]
             self._grad_units += units
             self._mark(op + " (gradient sum)")
-            self._let_go(have)
+            self._release_grad(have)
             self._grads[i] = _Grad(units)
-            self._let_go(g)
+            self._release_grad(g)
             return
-        keep, gone = (have, g) if have.refs == 1 else (g, have)
-        self._let_go(gone)
+        keep, drop = (have, g) if have.refs == 1 else (g, have)
+        self._release_grad(drop)
         self._grads[i] = keep
 
     def _back(self, steps: Sequence[_Node]) -> int | None:
@@ -800,7 +798,7 @@ class _Run:
             elif kind is _Part:
                 inner = self._back_part(step)  # type: ignore[arg-type]
                 passed = passed if inner is None else inner
-            elif kind is _Emptied:
+            elif kind is _DiscardPoint:
                 self._refill(step.part)  # type: ignore[union-attr]
             elif kind is Flush:
                 self._flush(step)  # type: ignore[arg-type]
@@ -838,53 +836,53 @@ class _Run:
         for i in saves:
             self._release(i)
         for i in grads:
-            self._let_go(found.pop(i))
+            self._release_grad(found.pop(i))
 
     def _delay(self, step: _Step, grads: Sequence[int]) -> None:
-        """Its weight's gradient is not made yet: what it is made of stays."""
-        waits = step.delayed
-        assert waits is not None
-        for i in waits.inputs:
+        """Its weight gradient is not made yet: hold what that needs."""
+        delayed = step.delayed
+        assert delayed is not None
+        for i in delayed.inputs:
             self._acquire(i)
-        held = [self._grads[i] for i in grads] if waits.gradient else []
+        held = [self._grads[i] for i in grads] if delayed.gradient else []
         for g in held:
             g.refs += 1
-        self._grad_units += waits.made
-        self._waiting.setdefault(id(waits.flush), []).append((step, held))
+        self._grad_units += delayed.made
+        self._delayed.setdefault(id(delayed.flush), []).append((step, held))
 
     def _flush(self, point: Flush) -> None:
-        """The weight gradients that wait for this point are made, in the order in which they came."""
-        for step, held in self._waiting.pop(id(point), ()):
-            waits = step.delayed
-            assert waits is not None
-            self._mark(f"{step.name} ({point.name})", waits.weight)
-            for i in waits.inputs:
+        """Make the weight gradients that were delayed to this point, in the order of their operations' backward."""
+        for step, held in self._delayed.pop(id(point), ()):
+            delayed = step.delayed
+            assert delayed is not None
+            self._mark(f"{step.name} ({point.name})", delayed.weight)
+            for i in delayed.inputs:
                 self._release(i)
             for g in held:
-                self._let_go(g)
-            self._grad_units -= waits.made
+                self._release_grad(g)
+            self._grad_units -= delayed.made
 
     def _refill(self, part: _Part) -> None:
         """Recompute a discarded region when its consumer's gradient arrives."""
         outs = {i for i in part.made_tensors if self.refs[i]}
-        self._making = id(part)
-        anew = self._anew[self._making] = []
+        self._recomputing = id(part)
+        recomputed = self._recomputed[self._recomputing] = []
         self._replay(part, outs)
-        self._making = -1
+        self._recomputing = -1
         for i in part.outputs:
-            if i in self.emptied:
-                self.emptied.discard(i)
+            if i in self.discarded:
+                self.discarded.discard(i)
                 if part.refills:
                     self.alive += self.plan.units[i]
         if not part.refills:
-            for i in anew:
+            for i in recomputed:
                 self.refs[i] += 1
         self._mark(part.name + " (recomputed)")
         for i in outs:
             self._leave_scope(i)
 
     def _replay(self, part: _Part, outs: set[int]) -> None:
-        """Run a region's forward again, now saving; storages of ``outs`` stay in scope."""
+        """Run a region's forward again, this time saving; storages of ``outs`` stay in scope."""
         self._enter_scope(part.inputs)
         self._run(part.steps, True, {self.plan.storage[i] for i in outs} | set(part.inputs), None)
         for i in part.inputs:
@@ -904,12 +902,12 @@ class _Run:
             for g in grads:
                 g.refs += 1
         passed = self._back(part.steps)
-        # Variables of ``CheckpointFunction.backward`` hold the recomputed outputs and their gradients to its end.
+        # Variables of ``CheckpointFunction.backward`` hold recomputed outputs and their gradients until it returns.
         for i in outs:
             self._leave_scope(self.plan.storage[i])
         for g in grads:
-            self._let_go(g)
-        for i in self._anew.pop(id(part), ()):
+            self._release_grad(g)
+        for i in self._recomputed.pop(id(part), ()):
             if part.refills:
                 self.alive -= self.plan.units[i]
             else:

@@ -1,7 +1,7 @@
-"""A block's storages one by one, in the order in which they come and go: what ``alive`` counts, told apart.
+"""A block's allocation trace: each storage that it allocates and frees, one by one, in order.
 
-A pass over a tape (``alive``) makes and lets go of storages by reference counting; here each has a number of its own,
-under which it is handed from one block to the next, and every coming and going is told. That is what an allocator sees.
+``alive`` counts bytes while it follows a tape; here each storage has a number, under which it passes from one block to
+the next, and each allocation and free is reported. That is what a caching allocator sees.
 """
 
 from __future__ import annotations
@@ -10,29 +10,33 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bridge_memory.tapes.alive import Atoms, _Grad, _Plan, _Run, _Step
+from bridge_memory.tapes.blocks import PlainTraces
 from bridge_memory.tapes.context import BlockContext
 from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.tapes.tape import Tape
 
 
 class Storages:
-    """References to storages, by number. ``told``: of every storage that comes (its number and bytes) and goes (None);
-    those without bytes are not told of."""
+    """References to storages, by number.
 
-    def __init__(self, told: Callable[[int, int | None], None]) -> None:
-        self._told = told
+    ``report`` is called with (number, bytes) of each storage that is allocated and (number, None) when it is freed;
+    zero-size storages are skipped.
+    """
+
+    def __init__(self, report: Callable[[int, int | None], None]) -> None:
+        self._report = report
         self._refs: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._next = 0
 
     def make(self, nbytes: int) -> int:
-        """A new one, with one reference."""
+        """The number of a new storage, with one reference."""
         number = self._next
         self._next += 1
         self._refs[number] = 1
         if nbytes > 0:
             self._sizes[number] = nbytes
-            self._told(number, nbytes)
+            self._report(number, nbytes)
         return number
 
     def hold(self, number: int) -> int:
@@ -44,10 +48,10 @@ class Storages:
         if not self._refs[number]:
             del self._refs[number]
             if self._sizes.pop(number, 0):
-                self._told(number, None)
+                self._report(number, None)
 
     def size(self, number: int) -> int:
-        """Bytes of one that is there."""
+        """Bytes of a storage; 0 once it is freed."""
         return self._sizes.get(number, 0)
 
     def drop_all(self, numbers: Iterable[int]) -> None:
@@ -55,29 +59,17 @@ class Storages:
             self.drop(number)
 
 
-class _Tapes:
-    """In the place of blocks of many runs (``context.ManyBlocks``): the tape itself, with this run's numbers."""
-
-    def __init__(self, ctx: BlockContext) -> None:
-        self._ctx = ctx
-
-    def block(self, key: Any, record: Callable[[Recorder], None]) -> Tape:
-        r = Recorder(BlockContext(self._ctx.cache, self._ctx.dimensions))
-        record(r)
-        return r.tape
-
-
 def tape_of(ctx: BlockContext, block: Callable[[BlockContext], Any]) -> Tape:
-    """The tape of a block of one run; ``block`` asks for it (``layer_block(kind, ctx)``)."""
+    """The tape of a block of one run. ``block`` gets the block from a context (as ``layer_block(kind, ctx)``)."""
     own = BlockContext(ctx.cache, ctx.dimensions, ctx.recompute)
-    own.many = _Tapes(own)  # type: ignore[assignment]
+    own.many = PlainTraces(own)  # type: ignore[assignment]
     found = block(own)
-    assert isinstance(found, Tape)
-    return found
+    assert isinstance(found, Recorder)
+    return found.tape
 
 
 class _Gradient(_Grad):
-    """A gradient's storage by number."""
+    """A gradient with the number of its storage."""
 
     __slots__ = ("number",)
 
@@ -87,17 +79,17 @@ class _Gradient(_Grad):
 
 
 class _Walk(_Run):
-    """One forward pass, and maybe one backward pass, in which every storage is told of. ``given``: numbers of storages
-    that are there already, by their number on the plan."""
+    """One forward pass, and possibly one backward pass, that reports every storage. ``given``: numbers of storages that
+    exist already, by their number in the plan."""
 
     def __init__(self, plan: _Plan, atoms: Atoms, storages: Storages, given: dict[int, int]) -> None:
         super().__init__(plan)
         self._atoms, self._storages, self._given = atoms, storages, given
         self.numbers: dict[int, int] = {}
-        #: To be held from when they are made, beside everything else; and those that are.
+        #: Storages, by number in the plan, that a selective checkpoint keeps; those that it holds so far.
         self.kept: Sequence[int] = ()
         self.held: dict[int, int] = {}
-        #: Held by a checkpoint until they come again.
+        #: Storages that a checkpoint holds until the recomputation reaches them.
         self.until: dict[int, int] = {}
 
     # ---- storages ----
@@ -130,20 +122,23 @@ class _Walk(_Run):
             super()._enter_scope((i,))
 
     def leave(self) -> None:
-        """What variables held is theirs no longer."""
+        """Release the references of variables."""
         for i, inside in enumerate(self.scope):
             if inside:
                 self._leave_scope(i)
 
     def _mark(self, name: str, extra: int = 0) -> None:
-        """Scratch comes and goes."""
+        """Allocate and free the scratch of one operation."""
         sizes = self._atoms.sizes
         self._storages.drop_all([self._storages.make(sizes[at]) for at in self._atoms.positions(extra)])
 
     # ---- gradients ----
 
     def back(self, gradient: int | None) -> dict[int, int]:
-        """``gradient``: of the output, whose reference is handed over. -> gradients of inputs by their place."""
+        """Run backward; returns the storages of the inputs' gradients, by the position of the input.
+
+        ``gradient``: the storage of the output's gradient; the caller's reference passes to this.
+        """
         self.leave()
         for i in self.plan.outputs:
             if self.plan.tensors[i].has_gradient:
@@ -156,14 +151,14 @@ class _Walk(_Run):
                 assert isinstance(left, _Gradient)
                 found[place] = left.number
         for left in self._grads.values():
-            self._let_go(left)
+            self._release_grad(left)
         self._grads = {}
         return found
 
     def _gradient(self, i: int) -> _Gradient:
         return _Gradient(self._storages.make(self.plan.tensors[i].grad_bytes))
 
-    def _let_go(self, g: _Grad) -> None:
+    def _release_grad(self, g: _Grad) -> None:
         g.refs -= 1
         if not g.refs:
             assert isinstance(g, _Gradient)
@@ -175,12 +170,12 @@ class _Walk(_Run):
             self._grads[i] = g
         elif have.refs > 1 and g.refs > 1:
             self._grads[i] = self._gradient(i)
-            self._let_go(have)
-            self._let_go(g)
+            self._release_grad(have)
+            self._release_grad(g)
         else:
-            kept, gone = (have, g) if have.refs == 1 else (g, have)
-            self._let_go(gone)
-            self._grads[i] = kept
+            keep, drop = (have, g) if have.refs == 1 else (g, have)
+            self._release_grad(drop)
+            self._grads[i] = keep
 
     def _back_step(self, step: _Step) -> None:
         found = self._grads
@@ -203,23 +198,23 @@ class _Walk(_Run):
         for i in saves:
             self._release(i)
         for i in grads:
-            self._let_go(found.pop(i))
+            self._release_grad(found.pop(i))
 
 
 class Passes:
-    """A block that runs forward and backward in turn, as often as it is asked to, each run by itself.
+    """Forward and backward passes of one block, any number of them, each independent of the others.
 
-    ``again``: it keeps its input, and if it ``keeps`` what its tape says (``Tape.kept_by_checkpoint``) that, and runs
-    forward once more before it runs backward.
+    ``recompute``: the block is checkpointed: it keeps its input (and, with ``keeps``, ``Tape.kept_by_checkpoint``) and
+    runs forward once more before it runs backward.
     """
 
-    def __init__(self, tape: Tape, storages: Storages, *, again: bool = False, keeps: bool = False) -> None:
-        self._storages, self._again = storages, again
+    def __init__(self, tape: Tape, storages: Storages, *, recompute: bool = False, keeps: bool = False) -> None:
+        self._storages, self._recompute = storages, recompute
         self._atoms = Atoms()
         self._plan = _Plan(tape, self._atoms)
         known = {id(t): i for i, t in enumerate(self._plan.tensors)}
-        asked = tape.kept_by_checkpoint if again and keeps else ()
-        self._kept = [self._plan.storage[known[id(t)]] for t in asked if id(t) in known]
+        kept = tape.kept_by_checkpoint if recompute and keeps else ()
+        self._kept = [self._plan.storage[known[id(t)]] for t in kept if id(t) in known]
 
     def _walk(self, given: dict[int, int]) -> _Walk:
         return _Walk(self._plan, self._atoms, self._storages, given)
@@ -229,14 +224,17 @@ class Passes:
         return {first: x} if first is not None and x is not None else {}
 
     def forward(self, x: int | None) -> tuple[int, Callable[[int | None], dict[int, int]]]:
-        """``x``: the number of its input, which stays the caller's. -> (its output, whose reference is the caller's;
-        its backward pass, to be called once: see ``_Walk.back``)."""
+        """Run forward; returns (storage of the output, backward pass).
+
+        ``x``: the storage of the input; the caller keeps its reference, and gets one to the output. The backward pass
+        is to be called once; arguments and result as ``_Walk.back``.
+        """
         walk = self._walk(self._given(x))
         walk.kept = self._kept
-        walk.forward(save=not self._again)
+        walk.forward(save=not self._recompute)
         out = self._storages.hold(walk.numbers[self._plan.output_storages[0]])
         walk.leave()
-        if not self._again:
+        if not self._recompute:
             return out, walk.back
         if x is not None:
             self._storages.hold(x)

@@ -1,13 +1,14 @@
-"""Many runs at once: numbers that are arrays, one entry a run, and what happens where runs part ways.
+"""Many runs at once: numbers that are arrays with one entry per run, and how runs are divided at a branch.
 
-The formulas of this project are written for numbers. Most hold for arrays as they stand; where one asks ("is there
-tensor parallelism?") all runs of an array must give the same answer, else ``Differs`` is raised, and whoever evaluates
-divides the runs by it and starts anew with each part (``parts``). So an array never takes a branch that one of its runs
-would not take by itself. Formulas that pick the larger of two, or one of two, do it by ``symbolic.largest`` and
-``symbolic.chosen``, which ask nothing.
+The formulas of this project are written for numbers, and most of them serve arrays unchanged. Where one branches ("is
+there tensor parallelism?") all runs of an array must take the same branch; else ``Differs`` is raised, and the caller
+divides the runs by their values and evaluates each part again (``parts``). So no run ever takes a branch that it would
+not take alone. Formulas that need the larger of two numbers, or one of two, use ``symbolic.largest`` and
+``symbolic.chosen``, which do not branch.
 
-Runs stand in a grid of three axes: parallel sizes, micro batches, and switches of recomputation. Arrays have one entry,
-or as many as the axis, along each, so that what depends on parallel sizes alone is worked out once for all others.
+Runs form a grid of three axes: parallel sizes, micro batches, and recomputation settings. Along each axis an array has
+one entry or as many as the axis (numpy broadcasting), so that what depends only on parallel sizes is computed once for
+all others.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ AXES = 3
 
 
 class Differs(Exception):
-    """Runs answer a question differently. ``answers``: an array of the grid's axes."""
+    """Runs take different branches. ``values``: of what they branch on, an array over the grid's axes."""
 
-    def __init__(self, answers: np.ndarray) -> None:
-        self.answers = answers
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
 
 
 class Batched(np.ndarray):
-    """Numbers of many runs."""
+    """A number of many runs, one entry per run."""
 
     def _one(self) -> Any:
-        """The number itself, where it is the same for all."""
+        """The number as a plain one. Raises Differs unless it is the same in all runs."""
         plain = self.view(np.ndarray)
         first = plain.flat[0]
         if plain.size > 1 and not (plain == first).all():
@@ -61,7 +62,7 @@ class Batched(np.ndarray):
         return float(self._one())
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return 0  # equality asks
+        return 0  # so that dicts compare with ==, which may raise Differs
 
     def __round__(self, digits: None = None) -> Batched:
         return batched(_rounded(self))
@@ -70,12 +71,12 @@ class Batched(np.ndarray):
         return batched(_ceiled(self))
 
     def __format__(self, spec: str) -> str:
-        return format(self.view(np.ndarray).flat[0].item(), spec)  # in a message: that of the first
+        return format(self.view(np.ndarray).flat[0].item(), spec)  # messages show the first run's number
 
     def __str__(self) -> str:
         return format(self, "")
 
-    # ``a += b`` makes a new number of a number; another may hold the array of ``a``.
+    # ``a += b`` must make a new array, as it makes a new number: others may refer to the old one.
     __iadd__ = np.ndarray.__add__  # type: ignore[assignment]
     __isub__ = np.ndarray.__sub__  # type: ignore[assignment]
     __imul__ = np.ndarray.__mul__  # type: ignore[assignment]
@@ -108,19 +109,19 @@ def _ceiled(value: np.ndarray) -> np.ndarray:
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
-    """Every number once, the smallest first: ``np.unique``, which would import masked arrays for it."""
+    """Every number once, the smallest first. As ``np.unique``, which would import numpy's masked arrays."""
     ordered = np.sort(values, axis=None)
     return ordered[np.append(True, ordered[1:] != ordered[:-1])] if ordered.size else ordered
 
 
 def numbered(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(every number once, the smallest first; which of them each value is)."""
+    """(every number once, the smallest first; the position of each value among these)."""
     few = distinct(values)
     return few, np.searchsorted(few, values)
 
 
 def numbered_rows(rows: np.ndarray) -> tuple[list[tuple[Any, ...]], np.ndarray]:
-    """(every row once, in order; which of them each row is)."""
+    """(every row once, in order; the position of each row among these)."""
     known: dict[bytes, int] = {}
     kinds: list[tuple[Any, ...]] = []
     back = []
@@ -136,9 +137,10 @@ def numbered_rows(rows: np.ndarray) -> tuple[list[tuple[Any, ...]], np.ndarray]:
 
 
 def one_by_one(function: Callable[[Any], Any], values: np.ndarray) -> np.ndarray:
-    """``function`` of every distinct number."""
+    """``function`` of every entry; called once for each distinct number."""
     numbers, back = numbered(values)
-    return np.array([function(value) for value in numbers.tolist()])[back]
+    found: np.ndarray = np.array([function(value) for value in numbers.tolist()])[back]
+    return found
 
 
 def _apply(name: str, left: Any, right: Any) -> Any:
@@ -152,7 +154,7 @@ elementwise[Batched] = _apply
 
 
 def collapsed(values: np.ndarray) -> np.ndarray:
-    """The same numbers with one entry along each axis on which nothing depends."""
+    """The same array with length 1 along each axis on which the numbers do not depend."""
     for axis in range(values.ndim):
         if values.shape[axis] > 1:
             first = values.take([0], axis)
@@ -161,7 +163,7 @@ def collapsed(values: np.ndarray) -> np.ndarray:
     return values
 
 
-class Part:
+class Subgrid:
     """Some runs of a grid: positions along each axis."""
 
     __slots__ = ("_index", "positions")
@@ -175,7 +177,7 @@ class Part:
         return tuple(map(len, self.positions))
 
     def take(self, values: Any) -> Any:
-        """Of an array of the whole grid, these runs'; a plain number stays."""
+        """The entries of these runs in an array over the whole grid; a plain number is returned as it is."""
         if not isinstance(values, np.ndarray) or values.ndim != AXES:
             return values
         for axis, at in enumerate(self.positions):
@@ -183,8 +185,9 @@ class Part:
                 values = values.take(at, axis)
         return values
 
-    def answers(self, values: Any) -> Iterator[tuple[Part, Any, Part | None]]:
-        """Parts that answer a question alike: (part, its answer, where it is in this one; None: all of it)."""
+    def by_value(self, values: Any) -> Iterator[tuple[Subgrid, Any, Subgrid | None]]:
+        """Divide by values: yields (a part with one value, the value, its positions inside this part or None if it is
+        all of this part)."""
         if not isinstance(values, np.ndarray):
             yield self, values, None
             return
@@ -193,17 +196,17 @@ class Part:
             yield self, first.item(), None
             return
         for inside in whole(self.shape).divided(values):
-            some = Part(tuple(at[few] for at, few in zip(self.positions, inside.positions, strict=True)))
-            for part, answer, deeper in some.answers(inside.take(values)):
+            some = Subgrid(tuple(at[few] for at, few in zip(self.positions, inside.positions, strict=True)))
+            for part, value, deeper in some.by_value(inside.take(values)):
                 if deeper is not None:
                     inside_of = zip(inside.positions, deeper.positions, strict=True)
-                    yield part, answer, Part(tuple(at[few] for at, few in inside_of))
+                    yield part, value, Subgrid(tuple(at[few] for at, few in inside_of))
                 else:
-                    yield part, answer, inside
+                    yield part, value, inside
 
     @property
     def index(self) -> Any:
-        """What takes these runs out of an array of the whole grid, or puts them in."""
+        """The index of these runs in an array over the whole grid."""
         if self._index is None:
             if all([len(at) and at[-1] - at[0] == len(at) - 1 for at in self.positions]):
                 self._index = tuple([slice(at[0], at[-1] + 1) for at in self.positions])
@@ -211,49 +214,49 @@ class Part:
                 self._index = np.ix_(*self.positions)
         return self._index
 
-    def divided(self, answers: np.ndarray) -> list[Part]:
-        """Parts of it along the axis on which ``answers`` differ in the fewest ways."""
+    def divided(self, values: np.ndarray) -> list[Subgrid]:
+        """Parts along one axis: that with the fewest (but more than one) distinct rows of ``values``."""
         best: tuple[int, int, np.ndarray] | None = None
         for axis in range(AXES):
-            if answers.shape[axis] > 1:
-                rows = np.moveaxis(answers, axis, 0).reshape(answers.shape[axis], -1)
+            if values.shape[axis] > 1:
+                rows = np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1)
                 kinds, back = numbered_rows(rows)
                 if len(kinds) > 1 and (best is None or len(kinds) < best[0]):
                     best = len(kinds), axis, back
-        assert best is not None, "answers that do not differ"
+        assert best is not None, "values that do not differ"
         number, axis, back = best
         out = []
         for kind in range(number):
             positions = list(self.positions)
             positions[axis] = positions[axis][back == kind]
-            out.append(Part(tuple(positions)))
+            out.append(Subgrid(tuple(positions)))
         return out
 
 
-def whole(shape: Sequence[int]) -> Part:
-    return Part(tuple(np.arange(n) for n in shape))
+def whole(shape: Sequence[int]) -> Subgrid:
+    return Subgrid(tuple(np.arange(n) for n in shape))
 
 
-def parts(of: Part, evaluate: Callable[[Part], Any]) -> Iterator[tuple[Part, Any]]:
-    """``evaluate`` of ``of``, or of parts of it among which no question is answered differently."""
+def parts(of: Subgrid, evaluate: Callable[[Subgrid], Any]) -> Iterator[tuple[Subgrid, Any]]:
+    """(part, ``evaluate(part)``) for ``of``, divided wherever ``evaluate`` raises Differs."""
     todo = [of]
     while todo:
         part = todo.pop()
         try:
             result = evaluate(part)
         except Differs as differs:
-            todo += part.divided(differs.answers)[::-1]
+            todo += part.divided(differs.values)[::-1]
             continue
         yield part, result
 
 
-# ---- steps of recordings, on plain arrays ----
+# ---- steps of traces, on plain arrays ----
 
 _STEPS: dict[Any, Callable[[Any, Any], Any]] = {max: np.maximum, min: np.minimum, lcm: np.lcm}
 
 
 def step(operation: Any, left: Any, right: Any) -> Any:
-    """A recorded step on arrays."""
+    """One step of a ShapeEnv, on arrays."""
     if operation in _OPERATORS:
         return operation(left, right)
     known = _STEPS.get(operation)

@@ -1,6 +1,6 @@
-"""A block's numbers for one run: recorded where nothing like it was recorded before, else worked out from what was.
+"""A block's numbers for one run, from a cached trace if one serves the run, else from a new trace.
 
-``block(ctx, key, record)`` is the one way to them. What it keeps belongs to the context's library.
+``block(ctx, key, record)`` is the only entry point. Traces belong to the context's ``TraceCache``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from bridge_memory.tapes.parameters import Parameter, ParameterList, Repeated
 from bridge_memory.tapes.recorder import Recorder, Scratch
 from bridge_memory.tapes.symbolic import DIMENSIONS, ShapeEnv, SymInt, Traces
 
-#: Lists of parameters of one kind that are kept.
+#: Parameter lists that are cached of one template.
 MOST_LISTS = 1024
 
 
 class _ParameterTemplate:
-    """Parameters of a block but for their sizes, and the lists made of it so far."""
+    """The parameters of a block without their sizes, and the lists made from it so far."""
 
     __slots__ = ("_lists", "rows")
 
@@ -49,18 +49,18 @@ class _ParameterTemplate:
 
 
 class _Trace(NamedTuple):
-    """What a tape and a list of parameters are, but for the sizes."""
+    """A tape and a list of parameters without their sizes."""
 
     structure: Structure
     atoms: int
     parameters: _ParameterTemplate
     parameter_sizes: int
-    #: Kinds of lasting scratch with the number of dimensions of their shapes.
+    #: Persistent scratch: (kind, number of dimensions of its shape).
     persistent: tuple[tuple[Scratch, int], ...]
 
 
 class Block:
-    """Everything one block contributes to a rank."""
+    """Everything that one block contributes to a rank."""
 
     __slots__ = ("_parameters", "_persistent", "_sizes", "_trace", "cost")
 
@@ -82,7 +82,7 @@ class Block:
 
     @property
     def persistent(self) -> dict[tuple[Scratch, tuple[int, ...]], int]:
-        """Bytes of lasting scratch by kind and shape."""
+        """Bytes of persistent scratch by kind and shape."""
         if self._persistent is not None:
             return self._persistent
         out: dict[tuple[Scratch, tuple[int, ...]], int] = {}
@@ -95,27 +95,41 @@ class Block:
         return out
 
 
+class PlainTraces:
+    """In the place of blocks of many runs (``context.ManyBlocks``): ``block`` traces anew, with the run's own sizes as
+    plain integers, and gives the recorder itself."""
+
+    def __init__(self, ctx: BlockContext) -> None:
+        self._ctx = ctx
+
+    def block(self, key: Hashable, record: Callable[[Recorder], None]) -> Recorder:
+        recorder = Recorder(BlockContext(self._ctx.cache, self._ctx.dimensions))
+        record(recorder)
+        return recorder
+
+
 def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) -> Block:
     """The block that ``record`` describes. ``key`` names it among all blocks of a run."""
-    known = ctx.blocks.get(key)
+    known: Block | None = ctx.blocks.get(key)
     if known is not None:
         return known
     if ctx.many is not None:
-        known = ctx.blocks[key] = ctx.many.block(key, record)
-        return known
+        many: Block = ctx.many.block(key, record)
+        ctx.blocks[key] = many
+        return many
     traces = ctx.cache.traces(key)
-    made = traces.kept(ctx.dimensions)
+    made: Block | None = traces.kept(ctx.dimensions)
     if made is None:
-        made = Block(*recorded(ctx, key, traces, record))
+        made = Block(*traced(ctx, key, traces, record))
         traces.keep(ctx.dimensions, made)
     ctx.blocks[key] = made
     return made
 
 
-def recorded(
+def traced(
     ctx: BlockContext, key: Hashable, traces: Traces, record: Callable[[Recorder], None]
 ) -> tuple[_Trace, list[int]]:
-    """The recording that serves the run, made where there is none, and its sizes."""
+    """The trace that serves the run, made if there is none, and its sizes."""
     found = traces.find(ctx.dimensions)
     if found is None:
         with ctx.cache.owner.lock:
@@ -123,12 +137,12 @@ def recorded(
             if found is None:
                 add_trace(ctx, traces, record)
                 found = traces.find(ctx.dimensions)
-                assert found is not None, f"{key}: a recording does not answer its own questions"
+                assert found is not None, f"{key}: a trace does not pass its own guards"
     return found
 
 
 def add_trace(ctx: BlockContext, traces: Traces, record: Callable[[Recorder], None]) -> None:
-    """Record the block of one run. The library's lock is held."""
+    """Trace the block of one run. The caller holds the lock of the ``TraceCache``."""
     env = ShapeEnv(ctx.dimensions)
     r = Recorder(BlockContext(ctx.cache, env.sizes[: len(DIMENSIONS)]))
     record(r)
@@ -139,7 +153,7 @@ def add_trace(ctx: BlockContext, traces: Traces, record: Callable[[Recorder], No
         sizes += [n for p in parameters for n in p.shape]
         sizes.append(count)
     of_parameters = len(sizes) - len(atoms.sizes)
-    # The same request, of the same sizes, is one.
+    # Equal requests, with equal sizes, count once.
     requests = list(
         {(kind, *[n.register if type(n) is SymInt else n for n in (*shape, nbytes)]): (kind, shape, nbytes)
          for kind, shape, nbytes in r.persistent}.values()
@@ -159,7 +173,7 @@ def add_trace(ctx: BlockContext, traces: Traces, record: Callable[[Recorder], No
         tuple((kind, len(shape)) for kind, shape, _ in requests),
     )
     traces.add(env, trace, [n if type(n) is SymInt else env.constant(n) for n in sizes])
-    env.let_go()
+    env.free()
     owner.count_trace()
 
 

@@ -1,7 +1,7 @@
 """What a block needs to know about the run: local sizes and which implementation runs. No layers, no pipeline.
 
-``Settings`` are what decides how a block is recorded; the sizes beside them (``DIMENSIONS``) only scale it. Everything
-that was recorded under the same settings is kept with them, by one owner with a bound (``TraceCache``).
+``Settings`` and the sizes (``DIMENSIONS``) are all that a trace of a block depends on. A ``SettingsCache`` holds the
+traces of one combination of settings; the process has one bounded ``TraceCache`` of these.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bridge_memory.releases import (
     MTP_CHECKPOINT_DIFFERENTIATES,
     MTP_DEPTHS_RECOMPUTED,
     MXFP8_ATTENTION,
-    PACKING_IS_LOOKED_AT,
+    PACKING_IS_CHECKED,
     UNMASKED_MAY_BE_PACKED,
 )
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec, SideBySideSpec
@@ -23,12 +23,12 @@ from bridge_memory.spec.parts import RECOMPUTE_MODULES
 from bridge_memory.spec.transformers import TORCHTITAN, TORCHTUNE, Family, TransformersSpec, family_of
 from bridge_memory.tapes.symbolic import DIMENSIONS, SIZES, SymInt, Traces, chosen
 
-#: Blocks that a library keeps; beyond them it starts anew.
+#: Traces that a TraceCache holds; one more empties it.
 MOST_TRACES = 4096
 
 
 class TorchLayers(NamedTuple):
-    """What recordings of Hugging Face's modules depend on beside."""
+    """Settings of torch's own layers: transformers, torchtitan, torchtune (``transformer_impl``)."""
 
     spec: TransformersSpec
     family: Family
@@ -37,29 +37,29 @@ class TorchLayers(NamedTuple):
     tied: bool
     #: Bytes of an element of LoRA adapters.
     adapter_width: int
-    #: Gradients of a layer's weights are there until its backward pass is over (``RunSpec.layer_gradients_stay``).
+    #: Gradients of a layer's weights stay until its backward pass is over (``RunSpec.layer_gradients_stay``).
     gradients_stay: bool = False
-    #: A weight's gradient is a tensor of its own, not the view that torch's linear gives (deepspeed ``runtime/zero/
-    #: linear.py: LinearFunctionForZeroStage3.backward``, which takes its place under ZeRO-3).
+    #: A weight's gradient is a separate tensor, not the view that torch's linear returns (deepspeed ``runtime/zero/
+    #: linear.py: LinearFunctionForZeroStage3.backward``, which replaces it under ZeRO-3).
     plain_gradients: bool = False
     #: What the model returns is cloned (torch ``nn/parallel/distributed.py: _DDPSink.forward``).
     clones_outputs: bool = False
-    #: Layers run as torch.compile makes them (``compiled.py``).
+    #: Layers are compiled by torch.compile (``compiled.py``).
     compiled: bool = False
-    #: Whose modules they are.
+    #: The library that implements the layers.
     modules: str = "transformers"
 
     @property
     def compiled_loss(self) -> bool:
-        """Whether the loss is compiled too: of torchtune's unless told the chunked one alone (``recipes/
-        full_finetune_single_device.py: setup``)."""
+        """Whether the loss is compiled too. Without ``compile_loss`` torchtune compiles only the chunked loss
+        (``recipes/full_finetune_single_device.py: setup``)."""
         if self.spec.compile_loss is not None:
             return self.spec.compile_loss
         return self.compiled and (self.modules != "torchtune" or self.spec.num_output_chunks > 0)
 
     @property
     def compiled_whole(self) -> bool:
-        """Whether the model is compiled as one, its last norm and embedding too."""
+        """Whether the model is compiled as a whole, final norm and embedding included."""
         return self.compiled and self.modules == "transformers"
 
     @property
@@ -68,23 +68,23 @@ class TorchLayers(NamedTuple):
 
     @property
     def attention(self) -> str:
-        """The attention implementation that runs: classes without sdpa are loaded with their own."""
-        asked = self.spec.attn_implementation
-        return "eager" if asked == "sdpa" and "sdpa" not in self.family.attention else asked
+        """The attention implementation that runs: model classes without sdpa fall back to eager."""
+        requested = self.spec.attn_implementation
+        return "eager" if requested == "sdpa" and "sdpa" not in self.family.attention else requested
 
     def liger(self, *kernels: str) -> bool:
-        """Whether one of these kernels of liger-kernel runs: asked for, and there for the family."""
+        """Whether one of these kernels of liger-kernel runs: requested, and available for the family."""
         return any(name in self.spec.liger_kernel and name in self.family.liger for name in kernels)
 
     @property
     def packing_is_supposed(self) -> bool:
-        """Whether a batch without a mask may be packed, of which the positions tell (``masking_utils.py:
-        find_packed_sequence_indices``); from 5 on they are looked at."""
-        return UNMASKED_MAY_BE_PACKED(self.spec) and not PACKING_IS_LOOKED_AT(self.spec)
+        """Whether a batch without a mask is treated as possibly packed, which position ids would show
+        (``masking_utils.py: find_packed_sequence_indices``). From 5 on transformers looks at the position ids."""
+        return UNMASKED_MAY_BE_PACKED(self.spec) and not PACKING_IS_CHECKED(self.spec)
 
     @property
     def fused_experts(self) -> bool:
-        """Whether experts' weights are one parameter of three dimensions each."""
+        """Whether the weights of all experts are one three-dimensional parameter (one for each projection)."""
         return EXPERTS_IN_ONE_PARAMETER(self.spec)
 
     @property
@@ -93,7 +93,7 @@ class TorchLayers(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What a recording depends on beside its block and the dimensions."""
+    """What a trace depends on in addition to its block and the dimensions."""
 
     hidden_size: int
     #: Bytes of one activation element, and of one element of the residual stream.
@@ -103,7 +103,7 @@ class Settings(NamedTuple):
     hidden_dropout: float
     attention_dropout: float
     params_dtype: str
-    #: What linears compute in, fp8 or fp4, and how.
+    #: The format that linears compute in (fp8 or fp4), and its recipe.
     fp8: str | None
     fp8_recipe: str
     fp8_param: bool
@@ -113,13 +113,13 @@ class Settings(NamedTuple):
     impl: ImplementationSpec
     #: Whether layers rotate queries and keys.
     rotary: bool
-    #: Width of a head that is rotated; 0 where the source does not say (then the whole head is).
+    #: Dimensions of a head that are rotated; 0 if the source does not say (then all are).
     rotary_dim: int
-    #: Adapters beside frozen weights; None where every weight trains, or is counted as if it did.
+    #: Adapters of frozen weights; None if every weight trains, or is counted as if it did.
     adapters: PeftSpec | None
     #: Sequences packed into one row of tokens.
     packed: bool
-    #: Of ``transformer_impl`` transformers alone.
+    #: Set if ``transformer_impl`` is one of torch's own layers, else None.
     torch_layers: TorchLayers | None = None
     #: Residual streams of hyper-connections, and whether fused kernels mix them.
     residual_streams: int = 1
@@ -127,7 +127,7 @@ class Settings(NamedTuple):
 
 
 class SettingsCache:
-    """Everything recorded under the same settings, by block."""
+    """The traces of all blocks under one combination of settings."""
 
     __slots__ = ("blocks", "kept", "owner", "settings")
 
@@ -135,7 +135,7 @@ class SettingsCache:
         self.owner = owner
         self.settings = settings
         self.blocks: dict[Any, Traces] = {}
-        #: What depends on the settings and a few switches alone, by whoever worked it out.
+        #: Results that depend only on the settings and a few switches; each user chooses its keys.
         self.kept: dict[Any, Any] = {}
 
     def traces(self, block: Any) -> Traces:
@@ -146,16 +146,16 @@ class SettingsCache:
 
 
 class TraceCache:
-    """Owner of all recordings. Safe under threads; ``MOST_TRACES`` bounds it."""
+    """Owner of all traces. Thread-safe, bounded by ``MOST_TRACES``."""
 
     def __init__(self) -> None:
         self.lock = RLock()
         self._by_settings: dict[Settings, SettingsCache] = {}
-        #: Lists of parameters that are alike in all but their sizes, with what was counted of them.
+        #: Templates of parameter lists, each for lists that differ only in sizes, with their sums (``blocks.py``).
         self.parameter_lists: dict[Any, Any] = {}
-        #: What depends on parameters and an engine's options, but on no tokens, by whoever worked it out.
+        #: Results that depend on parameters and an engine's options, but not on tokens; each user chooses its keys.
         self.replays: dict[Any, Any] = {}
-        self.recorded = 0
+        self.traced = 0
 
     def cache(self, settings: Settings) -> SettingsCache:
         found = self._by_settings.get(settings)
@@ -165,9 +165,9 @@ class TraceCache:
         return found
 
     def count_trace(self) -> None:
-        """One more was recorded; over the bound everything is let go (runs at work keep what they hold)."""
-        self.recorded += 1
-        if self.recorded > MOST_TRACES:
+        """Count a new trace. Over the bound the cache is emptied; runs in progress keep the traces they refer to."""
+        self.traced += 1
+        if self.traced > MOST_TRACES:
             self.clear()
 
     def clear(self) -> None:
@@ -175,15 +175,15 @@ class TraceCache:
             self._by_settings = {}
             self.parameter_lists = {}
             self.replays = {}
-            self.recorded = 0
+            self.traced = 0
 
 
-#: What estimates of this process share.
+#: The cache that all estimates of this process share.
 TRACE_CACHE = TraceCache()
 
 
 class ManyBlocks(Protocol):
-    """The blocks of many runs at once (``many.Grid``)."""
+    """The blocks of many runs at once (``many.RunGrid``)."""
 
     def block(self, key: Any, record: Callable[[Any], None]) -> Any:
         """As ``blocks.block``."""
@@ -194,8 +194,8 @@ class ManyBlocks(Protocol):
     def by_recompute(self, number: Callable[[RecomputeSpec], int]) -> Any:
         """As ``BlockContext.by_recompute``."""
 
-    def recompute_says(self, answer: Callable[[RecomputeSpec], Any]) -> Any:
-        """As ``BlockContext.recompute_says``."""
+    def common_recompute(self, value: Callable[[RecomputeSpec], Any]) -> Any:
+        """As ``BlockContext.common_recompute``."""
 
     def largest_scratch(self, requests: Sequence[Any]) -> dict[Any, Any]:
         """As ``stack.stage_scratch``, of requests of chunks."""
@@ -204,8 +204,7 @@ class ManyBlocks(Protocol):
 class BlockContext:
     """Local sizes and settings of one rank, for every block of a run.
 
-    While a block is recorded the sizes are ``symbolic.SymInt``s, and asking for a switch is a question; else they are
-    numbers.
+    Sizes are numbers; while a block is traced they are ``symbolic.SymInt``s, and reading a switch records a guard.
     """
 
     __slots__ = (
@@ -252,8 +251,14 @@ class BlockContext:
     ep: int
     etp: int
     padded_vocab: int
-    #: Full recomputation is of chunks, not of blocks: None while one is recorded.
+    #: None while a block is traced: full recomputation concerns chunks, not blocks.
     recompute: RecomputeSpec
+    #: s b on this context-parallel rank.
+    tokens: int
+    #: Tokens of the residual stream: s b / t under sequence parallelism.
+    tokens_sp: int
+    #: One residual-stream tensor [s, b, h] (divided by t under SP), of all streams.
+    hidden_bytes: int
 
     def __init__(self, cache: SettingsCache, dimensions: Sequence[Any], recompute: RecomputeSpec | None = None) -> None:
         self.cache = cache
@@ -269,21 +274,18 @@ class BlockContext:
             self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab, self._sp, *switches
         ) = self.dimensions  # fmt: skip
         self._switches = dict(zip(_SWITCHES, switches, strict=True))
-        #: s b on this context-parallel rank.
         self.tokens = self.seq * self.batch
-        #: Tokens of the residual stream: s b / t under sequence parallelism.
         self.tokens_sp = self.tokens // chosen(self._sp, self.tp, 1)
-        #: One residual-stream tensor [s, b, h] (divided by t under SP), of all streams.
         self.hidden_bytes = self.tokens_sp * self.hidden_size * self.residual * self.residual_streams
-        #: What was found for this run so far, by whoever found it.
+        #: Results of this run that several callers share; each user chooses its keys.
         self.evaluated: dict[Any, Any] = {}
-        #: Blocks with this run's numbers put in.
+        #: Blocks of this run, by key.
         self.blocks: dict[Any, Any] = {}
-        #: Where the sizes are arrays: whom to ask for blocks.
+        #: If sizes are arrays: what evaluates blocks.
         self.many: ManyBlocks | None = None
 
     def bare(self) -> BlockContext:
-        """The same sizes with one sequence and nothing recomputed: for parameters, which depend on neither."""
+        """The same sizes with one sequence and no recomputation: for parameters, which depend on neither."""
         found: BlockContext | None = self.evaluated.get("bare")
         if found is None:
             sizes = (self.seq, 1, *self.dimensions[2 : len(SIZES) + 1])
@@ -296,15 +298,15 @@ class BlockContext:
         return found
 
     def by_recompute(self, number: Callable[[RecomputeSpec], int]) -> Any:
-        """A number that the run's recomputation decides."""
+        """A number that depends on the run's recomputation; of many runs an array."""
         return number(self.recompute) if self.many is None else self.many.by_recompute(number)
 
-    def recompute_says(self, answer: Callable[[RecomputeSpec], Any]) -> Any:
-        """What the run's recomputation comes to; of many runs all must agree on it, in whatever words."""
-        return answer(self.recompute) if self.many is None else self.many.recompute_says(answer)
+    def common_recompute(self, value: Callable[[RecomputeSpec], Any]) -> Any:
+        """``value`` of the run's recomputation settings. Many runs must have the same value, else Differs is raised."""
+        return value(self.recompute) if self.many is None else self.many.common_recompute(value)
 
     def switch(self, module: str) -> Any:
-        """``recomputes``, without asking."""
+        """As ``recomputes``, without a guard."""
         return self._switches[module]
 
     @property
@@ -318,18 +320,18 @@ class BlockContext:
 
     @property
     def mtp_recomputed(self) -> bool:
-        """Whether MTP depths run again in backward as a whole."""
+        """Whether whole MTP depths are recomputed in backward."""
         return _is_on(self._switches["mtp_recomputed"])
 
     @property
     def mtp_without_gradients(self) -> bool:
-        """Whether that recomputation cuts them off the graph, so that they run forward alone."""
+        """Whether that recomputation detaches them from the graph, so that they have no backward."""
         cut = self.te and self.fp8 is not None and not MTP_CHECKPOINT_DIFFERENTIATES(self.impl)
         return cut and self.mtp_recomputed
 
     @property
     def recomputes_fully(self) -> bool:
-        """Whether whole layers run forward without gradients first."""
+        """Whether whole layers are recomputed, so that their first forward runs without gradients."""
         return _is_on(self._switches["recomputes_fully"])
 
     def recomputes(self, module: str) -> bool:
@@ -351,13 +353,13 @@ def context_of(run: RunSpec, owner: TraceCache = TRACE_CACHE) -> BlockContext:
 
 
 def sizes_of(run: RunSpec) -> tuple[Any, ...]:
-    """The first of DIMENSIONS, up to sequence parallelism."""
+    """The first of DIMENSIONS, up to and with sequence parallelism."""
     p, (length, sequences) = run.parallel, run.batch.rows
     return length // p.cp, sequences, p.tp, p.cp, p.ep, p.etp, run.model.padded_vocab_size(p.tp), p.sp
 
 
 def switches_of(rc: RecomputeSpec, impl: ImplementationSpec) -> tuple[bool, ...]:
-    """The others."""
+    """The other DIMENSIONS: the switches of recomputation."""
     full = rc.granularity == "full"
     selected = rc.modules if rc.granularity == "selective" else ()
     return (
@@ -367,7 +369,7 @@ def switches_of(rc: RecomputeSpec, impl: ImplementationSpec) -> tuple[bool, ...]
 
 
 def settings_of(run: RunSpec) -> Settings:
-    """What blocks of ``run`` depend on beside sizes and switches."""
+    """What blocks of ``run`` depend on in addition to sizes and switches."""
     b, m, precision = run.batch, run.model, run.precision
     act = DTYPE_BYTES[run.compute_dtype if run.implementation.torch_layers else precision.params_dtype]
     return Settings(
@@ -397,7 +399,8 @@ def settings_of(run: RunSpec) -> Settings:
 
 
 def _fp8_attention(run: RunSpec) -> bool:
-    """Of the recipes that are told of it (``fp8_utils.py: get_fp8_recipe``)."""
+    """Whether attention computes in fp8: only recipes to which megatron-core passes the option do
+    (``fp8_utils.py: get_fp8_recipe``)."""
     p, impl = run.precision, run.implementation
     if not p.fp8_dot_product_attention or p.fp8 is None or not impl.te:
         return False

@@ -1,8 +1,8 @@
-"""Linears whose weight is frozen, and the LoRA adapters beside them.
+"""Linears whose weight is frozen, and their LoRA adapters.
 
-A frozen linear keeps nothing of its input: only its weight's gradient would need that. What passes a gradient on keeps
-what it always did: norms, activations, attention. An adapter keeps its input and the r features between its two
-linears; its output is scaled and added to that of the linear, three tensors of one size for a moment.
+A frozen linear saves nothing of its input, which only its weight's gradient would need. Norms, activations and
+attention save what they always do: gradients pass through them. An adapter saves its input and the r features between
+its two linears; its output is scaled and added to that of the linear, three tensors of one size at a time.
 
 Source: TE ``module/{linear,layernorm_linear,grouped_linear}.py``, megatron-core ``tensor_parallel/layers.py:
 linear_with_frozen_weight``, Megatron Bridge ``peft/lora_layers.py: LoRALinear``, ``peft/utils.py:
@@ -40,7 +40,7 @@ def column_linear(
                 workspace=(r.fp8_bytes(kept) if r.fp8 else shard) + (r.gathered(entering) if sp else 0),
                 backward_workspace=backward + shard + (whole if sp else 0), label=label,
             )
-        # The norm's output is returned, gathered; the linear keeps what it made of it as its own input
+        # The linear returns the norm's output, gathered, for the adapter, and saves its own copy of it
         # (``get_adapter_attributes_from_linear``: return_layernorm_output, return_layernorm_output_gathered).
         source = tape.tensor(f"{name} norm output" + (", gathered" if sp else ""), whole)
         own = source
@@ -53,7 +53,7 @@ def column_linear(
             workspace=r.fp8_bytes(entering) if r.fp8 and sp else 0,
             backward_workspace=backward + shard + (whole if sp else 0), label=label,
         )
-        return _beside_column(r, name, source, out, ctx.tokens, in_features, out_features)
+        return _add_column_adapter(r, name, source, out, ctx.tokens, in_features, out_features)
     if sp and not ctx.te:
         gathered = tape.make(f"{name} gathered input", x, whole)
         out = tape.make(label, gathered, out_bytes)
@@ -67,7 +67,7 @@ def column_linear(
         return out
     if sp:
         x = tape.make(f"{name}.adapter gathered input", x, whole)
-    return _beside_column(r, name, x, out, ctx.tokens, in_features, out_features)
+    return _add_column_adapter(r, name, x, out, ctx.tokens, in_features, out_features)
 
 
 def row_linear(r: Recorder, name: str, x: Tensor, in_features: Any, out_features: Any, *, label: str) -> Tensor:
@@ -86,11 +86,11 @@ def row_linear(r: Recorder, name: str, x: Tensor, in_features: Any, out_features
         )
     if not r.adapts(name):
         return out
-    return _beside_row(r, name, x, out, ctx.tokens, in_features, out_features, scattered=ctx.sp)
+    return _add_row_adapter(r, name, x, out, ctx.tokens, in_features, out_features, scattered=ctx.sp)
 
 
 def plain_linear(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any, out_features: Any) -> Tensor:
-    """``Recorder.plain_linear`` of a frozen weight, with its adapter, which divides its output and gathers it."""
+    """``Recorder.plain_linear`` of a frozen weight, with its adapter, whose output is sharded and then gathered."""
     ctx, tape = r.ctx, r.tape
     out = tape.make(
         f"{name} output", x, rows * out_features * ctx.act,
@@ -99,7 +99,7 @@ def plain_linear(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any,
     )
     if not r.adapts(name):
         return out
-    return _sum(r, name, x, out, _beside_whole(r, name, x, rows, in_features, out_features))
+    return _sum(r, name, x, out, _replicated_adapter(r, name, x, rows, in_features, out_features))
 
 
 def router_logits(r: Recorder, x: Tensor, logits: Tensor, rows: Any, experts: Any) -> Tensor:
@@ -107,7 +107,7 @@ def router_logits(r: Recorder, x: Tensor, logits: Tensor, rows: Any, experts: An
     name, tape = "mlp.router", r.tape
     if not r.adapts(name):
         return logits
-    wide = _beside_whole(r, name, x, rows, r.ctx.hidden_size, experts)
+    wide = _replicated_adapter(r, name, x, rows, r.ctx.hidden_size, experts)
     scaled = tape.make(f"{name}.adapter output scaled", wide, rows * experts * r.ctx.act)
     term = scaled
     if r.ctx.impl.moe_router_dtype not in (None, r.ctx.params_dtype):
@@ -129,14 +129,14 @@ def expert_linear(
     if not r.adapts(name):
         return out
     if row:
-        return _beside_row(r, name, x, out, rows, in_features, out_features, scattered=False, experts=True)
-    return _beside_column(r, name, x, out, rows, in_features, out_features, experts=True)
+        return _add_row_adapter(r, name, x, out, rows, in_features, out_features, scattered=False, experts=True)
+    return _add_column_adapter(r, name, x, out, rows, in_features, out_features, experts=True)
 
 
 # ---- adapters ----
 
 
-def _beside_column(
+def _add_column_adapter(
     r: Recorder, name: str, x: Tensor, out: Tensor, rows: Any, in_features: Any, out_features: Any, *,
     experts: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -144,11 +144,12 @@ def _beside_column(
     return _sum(r, name, x, out, _linear_out(r, name, low, rows, out_features))
 
 
-def _beside_row(
+def _add_row_adapter(
     r: Recorder, name: str, x: Tensor, out: Tensor, rows: Any, in_features: Any, out_features: Any, *,
     scattered: bool, experts: bool = False,
 ) -> Tensor:  # fmt: skip
-    """linear_in sums over ranks; linear_out divides the output and gathers it, of which a rank takes its tokens."""
+    """The adapter of a row-parallel linear: linear_in is row-parallel; linear_out's output is sharded and gathered, and
+    under sequence parallelism each rank takes its tokens."""
     ctx, tape = r.ctx, r.tape
     ranks = ctx.etp if experts else ctx.tp
     local = divide_features("hidden_size", out_features, ranks, experts=experts)
@@ -162,8 +163,8 @@ def _beside_row(
     return _sum(r, name, x, out, wide)
 
 
-def _beside_whole(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any, out_features: Any) -> Tensor:
-    """Beside a weight that every rank holds whole: the adapter divides its output, and gathers it."""
+def _replicated_adapter(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any, out_features: Any) -> Tensor:
+    """The adapter of a replicated weight: its output is sharded and then gathered."""
     ctx = r.ctx
     local = divide_features(name, out_features, ctx.tp, experts=False)
     wide = _linear_out(r, name, _linear_in(r, name, x, rows, in_features, ctx.tp), rows, local)
@@ -176,7 +177,7 @@ def _beside_whole(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any
 def _linear_in(
     r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any, ranks: Any, *, experts: bool = False
 ) -> Tensor:
-    """[rows, in] -> [rows, r], gathered where ``ranks`` divide it."""
+    """[rows, in] -> [rows, r], gathered if ``ranks`` > 1 shard it."""
     ctx, tape, dim = r.ctx, r.tape, r.rank
     local = split_rank(dim, ranks, experts=experts)
     low = tape.make(
@@ -197,7 +198,7 @@ def _linear_out(r: Recorder, name: str, low: Tensor, rows: Any, out_features: An
 
 
 def _sum(r: Recorder, name: str, x: Tensor, out: Tensor, wide: Tensor) -> Tensor:
-    """out + scale * wide; variables of ``LoRALinear.forward`` hold the terms and the input meanwhile."""
+    """out + scale * wide; variables of ``LoRALinear.forward`` keep the terms and the input alive until then."""
     scaled = r.tape.make(f"{name}.adapter output scaled", wide, out.bytes)
     total = r.tape.make(f"{name} output + adapter", (out, scaled), out.bytes, alias=True)
     r.tape.keep_alive(x, out, scaled)

@@ -1,8 +1,7 @@
-"""Blocks of many runs at once: the recordings that serve them, with arrays put in where numbers go.
+"""Blocks of many runs at once: the traces that serve them, evaluated with arrays instead of numbers.
 
-A ``Grid`` is all combinations of some parallel sizes, micro batches and sets of recomputation of one model. Its
-contexts are those of ``context``, with arrays for sizes; ``blocks.block`` asks the grid for what it works out itself of
-one run.
+A ``RunGrid`` is all combinations of some parallel sizes, micro batches and recomputation settings of one model. Its
+contexts are ``BlockContext``s with arrays for sizes; with such a context ``blocks.block`` calls the grid.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from bridge_memory.tapes.alive import COUNT_BYTES, Structure
 from bridge_memory.tapes.batched import (
     AXES,
     Differs,
-    Part,
+    Subgrid,
     along,
     batched,
     collapsed,
@@ -32,7 +31,7 @@ from bridge_memory.tapes.parameters import Column, Parameter, ParameterList, Rep
 from bridge_memory.tapes.recorder import Scratch
 from bridge_memory.tapes.symbolic import SIZES
 
-#: Beyond this a float is not every whole number.
+#: A float represents every whole number up to here.
 EXACT = 2**53
 FLAGS = ("input_retained", "output_reached")
 #: Peaks before the landmark, in the order of ``BlockCost.before_landmark``.
@@ -60,7 +59,7 @@ class ManyCost:
         return tuple(getattr(self, name) for name in _BEFORE)
 
     def forward_name(self) -> str:
-        """Which operation it is is asked of single runs."""
+        """Empty: the operation at the peak is reported for single runs only."""
         return ""
 
     backward_name = forward_name
@@ -93,7 +92,8 @@ class ManyParameters:
 
     @property
     def rows(self) -> tuple[Repeated, ...]:
-        """All of them, with arrays for shapes, and for whether they are sharded, where only these differ."""
+        """All parameters, with arrays for shapes and ``sharded`` if the lists differ in nothing else. Raises Differs if
+        they do."""
         if self._rows is not None:
             return self._rows
         if len(self.lists) == 1:
@@ -123,8 +123,8 @@ class ManyParameters:
             raise Differs(self.which)
         return self.lists[0].runs(*experts)
 
-    def of(self, part: Part) -> ManyParameters:
-        """Those of some runs."""
+    def of(self, part: Subgrid) -> ManyParameters:
+        """The parameters of some runs."""
         which = part.take(self.which)
         kinds, back = numbered(which)
         return ManyParameters([self.lists[k] for k in kinds.tolist()], back)
@@ -150,23 +150,23 @@ class ManyBlock:
 
 
 class Request:
-    """Lasting scratch of many runs: of each run what it is of, as a number, and bytes. Where equal numbers meet, the
-    larger request is the only one."""
+    """One request for persistent scratch, of many runs. ``what``: a number for the kind and shape in each run; of
+    requests with equal numbers only the largest counts. ``nbytes``: bytes in each run."""
 
     __slots__ = ("nbytes", "what")
 
     def __init__(self, what: np.ndarray, nbytes: np.ndarray) -> None:
-        #: One of ``_KINDS`` in its last digit, to the base of how many there are, and a number of the shape before it.
+        #: (number of the shape) * len(_KINDS) + (position of the kind in ``_KINDS``).
         self.what = what
         self.nbytes = nbytes
 
-    def of(self, part: Part) -> Request:
-        """That of some runs."""
+    def of(self, part: Subgrid) -> Request:
+        """The request of some runs."""
         return Request(part.take(self.what), part.take(self.nbytes))
 
 
 def largest_scratch(requests: Sequence[Request]) -> dict[Scratch, Any]:
-    """Bytes by kind; of one kind and shape the largest request."""
+    """Bytes by kind: the sum over shapes of the largest request of each."""
     if not requests:
         return {}
     shape = np.broadcast_shapes(*(values.shape for r in requests for values in (r.what, r.nbytes)))
@@ -186,7 +186,7 @@ def largest_scratch(requests: Sequence[Request]) -> dict[Scratch, Any]:
 
 
 _KINDS: tuple[Scratch | None, ...] = (None, *Scratch)
-#: Most dimensions of the shape of lasting scratch.
+#: Most dimensions of the shape of persistent scratch.
 _SHAPE = 3
 
 
@@ -199,9 +199,9 @@ class Columns(NamedTuple):
 
 
 class _OfPart:
-    """Some runs of a grid, for their context."""
+    """Some runs of a grid: the ``ManyBlocks`` of their context."""
 
-    def __init__(self, grid: Grid, part: Part) -> None:
+    def __init__(self, grid: RunGrid, part: Subgrid) -> None:
         self._grid, self._part = grid, part
 
     def block(self, key: Any, record: Callable[[Any], None]) -> ManyBlock:
@@ -213,8 +213,8 @@ class _OfPart:
     def by_recompute(self, number: Callable[[RecomputeSpec], int]) -> Any:
         return along(2, [number(self._grid.recomputes[i]) for i in self._part.positions[2]])
 
-    def recompute_says(self, answer: Callable[[RecomputeSpec], Any]) -> Any:
-        return one_of([answer(self._grid.recomputes[i]) for i in self._part.positions[2]])
+    def common_recompute(self, value: Callable[[RecomputeSpec], Any]) -> Any:
+        return one_of([value(self._grid.recomputes[i]) for i in self._part.positions[2]])
 
     def largest_scratch(self, requests: Sequence[Request]) -> dict[Scratch, Any]:
         return largest_scratch(requests)
@@ -223,17 +223,17 @@ class _OfPart:
 _BATCH = SIZES.index("batch")
 
 
-class Grid:
-    """All combinations of parallel sizes, micro batches and sets of recomputation, with their blocks."""
+class RunGrid:
+    """All combinations of parallel sizes, micro batches and recomputation settings, with their blocks."""
 
     def __init__(
         self, cache: SettingsCache, sizes: Sequence[Any], switches: Sequence[Any], recomputes: Sequence[RecomputeSpec]
     ) -> None:
         """``sizes`` and ``switches``: DIMENSIONS in order, arrays over the grid, the switches along the last axis."""
         self.cache = cache
-        #: Runs whose costs are asked for, all where it is None. What no such run needs is not recorded, and 0.
+        #: Which runs' costs are needed (None: all). Traces that none of these needs are not made; those costs are 0.
         self.needed: np.ndarray | None = None
-        #: Shapes of lasting scratch, numbered.
+        #: Shapes of persistent scratch, numbered.
         self._shapes: dict[tuple[int, ...], int] = {}
         self.recomputes = tuple(recomputes)
         self.dimensions = [np.asarray(values).reshape((1,) * AXES) if np.ndim(values) == 0 else np.asarray(values)
@@ -241,11 +241,11 @@ class Grid:
         self.shape = tuple(max(values.shape[axis] for values in self.dimensions) for axis in range(AXES))
         self.all = whole(self.shape)
         self._blocks: dict[Hashable, Columns] = {}
-        #: Blocks that were worked out before, by what their key prints (``packed``).
-        self._taken_up: dict[str, Columns] = {}
-        self._bare: Grid | None = None
+        #: Blocks that an earlier process evaluated (``packed``), by the ``repr`` of their key.
+        self._loaded: dict[str, Columns] = {}
+        self._bare: RunGrid | None = None
 
-    def context(self, part: Part) -> BlockContext:
+    def context(self, part: Subgrid) -> BlockContext:
         """The context of some of its runs. Raises Differs."""
         ctx = BlockContext(
             self.cache, [batched(part.take(values)) for values in self.dimensions], self.recompute(part),
@@ -253,58 +253,58 @@ class Grid:
         ctx.many = _OfPart(self, part)
         return ctx
 
-    def bare(self, part: Part) -> BlockContext:
+    def bare(self, part: Subgrid) -> BlockContext:
         """As ``BlockContext.bare``."""
         first = np.zeros(1, np.int64)
-        return self.bare_grid().context(Part((part.positions[0], *[first] * (AXES - 1))))
+        return self.bare_grid().context(Subgrid((part.positions[0], *[first] * (AXES - 1))))
 
-    def bare_grid(self) -> Grid:
+    def bare_grid(self) -> RunGrid:
         """The same parallel sizes, with one sequence and nothing recomputed."""
         if self._bare is None:
             end = len(SIZES) + 1
             sizes = [1 if i == _BATCH else values for i, values in enumerate(self.dimensions[:end])]
             none = [False] * (len(self.dimensions) - end)
-            self._bare = Grid(self.cache, sizes, none, [RecomputeSpec()])
+            self._bare = RunGrid(self.cache, sizes, none, [RecomputeSpec()])
             self._bare._bare = self._bare
         return self._bare
 
-    def recompute(self, part: Part) -> Any:
-        """Their recomputation."""
+    def recompute(self, part: Subgrid) -> Any:
+        """The recomputation settings of some runs, as one."""
         few = [self.recomputes[i] for i in part.positions[2]]
         return few[0] if all(r == few[0] for r in few) else Same(few)
 
-    def block(self, part: Part, key: Hashable, record: Callable[[Any], None]) -> ManyBlock:
+    def block(self, part: Subgrid, key: Hashable, record: Callable[[Any], None]) -> ManyBlock:
         """One block of some of its runs."""
         found = self._blocks.get(key)
         if found is None:
-            found = self._taken_up.get(repr(key)) if self._taken_up else None
+            found = self._loaded.get(repr(key)) if self._loaded else None
             found = self._blocks[key] = found or self._columns(key, record)
         return ManyBlock(
             {name: part.take(values) for name, values in found.cost.items()}, found.parameters.of(part),
             tuple([request.of(part) for request in found.persistent]),
         )  # fmt: skip
 
-    def known_blocks(self) -> Iterator[tuple[str, Columns]]:
-        """(what its key prints, what it costs) of all blocks so far."""
+    def evaluated_blocks(self) -> Iterator[tuple[str, Columns]]:
+        """(``repr`` of its key, its costs) of all blocks so far."""
         named = {repr(key): columns for key, columns in self._blocks.items()}
-        yield from {**self._taken_up, **named}.items()
+        yield from {**self._loaded, **named}.items()
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of lasting scratch, in order of their numbers (``Request``)."""
+        """Shapes of persistent scratch, in order of their numbers (``Request.what``)."""
         return tuple(self._shapes)
 
-    def take_up(self, blocks: dict[str, Columns], shapes: Sequence[tuple[int, ...]]) -> None:
-        """Blocks of this grid, by what their keys print, before any is asked for."""
+    def load(self, blocks: dict[str, Columns], shapes: Sequence[tuple[int, ...]]) -> None:
+        """Use these costs of blocks, by the ``repr`` of their keys. To be called before any block is evaluated."""
         assert not self._blocks
-        self._taken_up = blocks
+        self._loaded = blocks
         self._shapes = {shape: i for i, shape in enumerate(shapes)}
 
     def _columns(self, key: Hashable, record: Callable[[Any], None]) -> Columns:
         names = (*ManyCost.__slots__,)
         cost = {name: np.zeros(self.shape, bool if name in FLAGS else np.int64) for name in names}
         bare = self.bare_grid()
-        # Parameters depend on no micro batch and no recomputation.
+        # Parameters depend neither on the micro batch nor on recomputation.
         parameters = bare.block(bare.all, key, record).parameters if bare is not self else None
         lists: dict[ParameterList, int] = {}
         which = np.zeros(self.shape, np.int64)
@@ -335,7 +335,7 @@ class Grid:
         )  # fmt: skip
 
     def _numbered(self, of: Sequence[np.ndarray]) -> np.ndarray:
-        """``Request.what``; ``of``: its kind, how many dimensions its shape has, and these."""
+        """``Request.what``. ``of``: the kind, the number of dimensions of the shape, and the dimensions."""
         few = [collapsed(values) for values in of]
         shape = np.broadcast_shapes(*(values.shape for values in few))
         rows = np.stack([np.broadcast_to(values, shape).reshape(-1) for values in few], axis=1)
@@ -344,16 +344,17 @@ class Grid:
             self._shapes.setdefault(tuple(sizes), len(self._shapes)) * len(_KINDS) + kind
             for kind, *sizes in distinct
         ]
-        return np.array(numbers)[back.reshape(shape)]
+        what: np.ndarray = np.array(numbers)[back.reshape(shape)]
+        return what
 
-    def _leaves(self, key: Hashable, record: Callable[[Any], None]) -> Iterator[tuple[Part, Any, list[Any]]]:
-        """The recordings of a block that serve runs whose costs are needed, with theirs of its sizes."""
+    def _leaves(self, key: Hashable, record: Callable[[Any], None]) -> Iterator[tuple[Subgrid, Any, list[Any]]]:
+        """(some runs whose costs are needed, the trace that serves them, its sizes for these runs)."""
         traces = self.cache.traces(key)
 
-        def needed(part: Part) -> bool:
+        def needed(part: Subgrid) -> bool:
             return self.needed is None or bool(self.needed[part.index].any())
 
-        def missing(part: Part) -> bool:
+        def missing(part: Subgrid) -> bool:
             if not needed(part):
                 return False
             with self.cache.owner.lock:
@@ -364,9 +365,9 @@ class Grid:
             if needed(part):
                 yield part, trace, sizes
 
-    def _first(self, part: Part) -> BlockContext:
-        """The context of the first run of a part, in numbers."""
-        first = Part(tuple(at[:1] for at in part.positions))
+    def _first(self, part: Subgrid) -> BlockContext:
+        """The context of the first run of a part, with numbers for sizes."""
+        first = Subgrid(tuple(at[:1] for at in part.positions))
         return BlockContext(
             self.cache,
             [bool(n) if i >= len(SIZES) else int(n)
@@ -376,7 +377,7 @@ class Grid:
 
 
 def _lists(template: Any, sizes: Sequence[Any], lists: dict[ParameterList, int]) -> Any:
-    """Which of ``lists``, to which new ones are added, has these sizes."""
+    """For each run the number of its parameter list; lists not seen before are added to ``lists``."""
     arrays = [(i, values) for i, values in enumerate(sizes) if isinstance(values, np.ndarray)]
     few = [int(values) if not isinstance(values, np.ndarray) else 0 for values in sizes]
     if not arrays:
@@ -397,7 +398,7 @@ def _lists(template: Any, sizes: Sequence[Any], lists: dict[ParameterList, int])
 
 
 class _Matrix(NamedTuple):
-    """Counts of every size, a row for each sum and for each moment of a pass."""
+    """Counts of every size: one row for each sum and for each moment of a pass."""
 
     counts: np.ndarray
     #: Name -> its rows.
@@ -414,7 +415,7 @@ def evaluated(structure: Structure, sizes: Sequence[Any]) -> dict[str, np.ndarra
     table = table.reshape(number, -1)
     counts, rows = _matrix(structure, number, every=bool(number and table.min() < 0))
     totals = counts @ table
-    assert not totals.size or abs(totals).max() < EXACT, "a sum that is not exact as a float"
+    assert np.all(np.abs(totals) < EXACT), "a sum that is not exact as a float"
     found = {
         name: totals[at].max(axis=0, initial=0).astype(np.int64).reshape(shape) for name, at in rows.items()
     }
@@ -428,30 +429,30 @@ def evaluated(structure: Structure, sizes: Sequence[Any]) -> dict[str, np.ndarra
     return out
 
 
-#: Peak -> its passages before the landmark and after it.
+#: (peak, the rows of its candidates before the landmark, those after it).
 _PASSES = tuple(
     (name, "<" + name, ">" + name) for name in ("forward_peak", "backward_peak", "backward_peak_held", "no_grad_peak")
 )
 
 
 def _matrix(structure: Structure, number: int, *, every: bool) -> _Matrix:
-    """``every``: all moments, and not only those after which something goes: sizes may be less than zero."""
+    """``every``: a row for each step of the walk instead of each moment, as negative sizes require."""
     pieces: list[np.ndarray] = []
     rows: dict[str, slice] = {}
     at = 0
     for name, positions in structure.sums().items():
         pieces.append(np.bincount(positions, minlength=number)[None, :] if positions else np.zeros((1, number)))
         rows[name] = slice(at, at := at + 1)
-    for name, passages in structure.passages().items():
-        for sign, passage in zip("<>", passages, strict=True):
-            moments = _steps(passage.steps, number) if every else _moments(passage.counts(), number)
+    for name, peak_candidates in structure.peak_candidates().items():
+        for sign, candidates in zip("<>", peak_candidates, strict=True):
+            moments = _steps(candidates.steps, number) if every else _moments(candidates.counts(), number)
             pieces.append(moments)
             rows[sign + name] = slice(at, at := at + len(moments))
     return _Matrix(np.concatenate(pieces).astype(float), rows)
 
 
 def _moments(counts: bytes, number: int) -> np.ndarray:
-    """Counts at each moment of a passage."""
+    """Counts at each moment, from ``_PeakCandidates.counts``."""
     fields = np.frombuffer(counts, np.uint8).reshape(-1, number, COUNT_BYTES)
     return fields @ (1 << 8 * np.arange(COUNT_BYTES))
 
@@ -465,7 +466,7 @@ def _steps(steps: Sequence[int], number: int) -> np.ndarray:
 
 
 class Same:
-    """Several specs as one: a field is what all of them say; where they differ it is a question."""
+    """Several specs as one: a field is the value that all of them have. Raises Differs if they do not agree."""
 
     def __init__(self, specs: Sequence[Any]) -> None:
         self._specs = specs
@@ -475,7 +476,7 @@ class Same:
 
 
 def one_of(values: Sequence[Any]) -> Any:
-    """What all say, in the order of the last axis."""
+    """The common value of runs along the last axis. Raises Differs if they do not agree."""
     distinct = list(dict.fromkeys(values))
     if len(distinct) > 1:
         raise Differs(np.array([distinct.index(value) for value in values]).reshape((1,) * (AXES - 1) + (-1,)))

@@ -1,7 +1,7 @@
-"""What blocks of a grid cost, as plain arrays and JSON, so that another process can take it up.
+"""Costs of a grid's blocks as plain arrays and JSON, so that another process can load them.
 
-Costs of a grid follow from its settings, sizes and recomputation, and from this package's code: ``name`` says all of
-the former, and whoever keeps them adds the latter. Nothing is executed or unpickled when they are taken up.
+The costs depend on the grid's settings, sizes and recomputation, and on this package's code. ``name`` is a digest of
+the former; whoever stores them must add the version of the latter. Loading executes and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from bridge_memory.tapes.many import FLAGS, Columns, Grid, ManyCost, ManyParameters, Request
+from bridge_memory.tapes.many import FLAGS, Columns, ManyCost, ManyParameters, Request, RunGrid
 from bridge_memory.tapes.parameters import Parameter, ParameterList, Repeated, Use
 
 
-def name(grid: Grid) -> str:
-    """Of all that the costs of a grid depend on but for the code."""
+def name(grid: RunGrid) -> str:
+    """A digest of everything that the costs of a grid depend on, except the code."""
     digest = sha256(repr((grid.cache.settings, grid.recomputes, grid.shape)).encode())
     for values in (*grid.dimensions, *(() if grid.needed is None else (np.packbits(grid.needed),))):
         digest.update(repr((values.dtype.str, values.shape)).encode())
@@ -25,11 +25,11 @@ def name(grid: Grid) -> str:
     return digest.hexdigest()
 
 
-def pack(grid: Grid) -> tuple[dict[str, np.ndarray], Any]:
-    """(arrays by name, what JSON says of them)."""
+def pack(grid: RunGrid) -> tuple[dict[str, np.ndarray], Any]:
+    """(arrays by name, a description of them for JSON)."""
     arrays: dict[str, np.ndarray] = {}
     blocks: dict[str, Any] = {}
-    for number, (block, columns) in enumerate(grid.known_blocks()):
+    for number, (block, columns) in enumerate(grid.evaluated_blocks()):
         for field in ManyCost.__slots__:
             arrays[f"{number}.{field}"] = columns.cost[field]
         for i, request in enumerate(columns.persistent):
@@ -49,17 +49,17 @@ def _plain(parameters: ParameterList) -> Any:
     ]
 
 
-def unpack(grid: Grid, arrays: Mapping[str, np.ndarray], about: Any) -> None:
-    """Take up what ``pack`` gave of a grid of the same name. Raises KeyError, TypeError or ValueError where it did not
-    give this, and changes nothing then."""
+def unpack(grid: RunGrid, arrays: Mapping[str, np.ndarray], about: Any) -> None:
+    """Load into ``grid`` what ``pack`` returned for a grid of the same name. Raises KeyError, TypeError or ValueError,
+    and changes nothing, if the arrays do not fit this grid."""
     found = {
         block: _columns(grid, arrays, int(of["number"]), int(of["requests"]), of["lists"])
         for block, of in about["blocks"].items()
     }
-    grid.take_up(found, [tuple(map(int, shape)) for shape in about["shapes"]])
+    grid.load(found, [tuple(map(int, shape)) for shape in about["shapes"]])
 
 
-def _columns(grid: Grid, arrays: Mapping[str, np.ndarray], number: int, requests: int, lists: Any) -> Columns:
+def _columns(grid: RunGrid, arrays: Mapping[str, np.ndarray], number: int, requests: int, lists: Any) -> Columns:
     def array(field: str, kind: str) -> np.ndarray:
         values = arrays[f"{number}.{field}"]
         fits = all(n in (1, most) for n, most in zip(values.shape, grid.shape, strict=True))

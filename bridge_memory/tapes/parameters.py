@@ -1,8 +1,8 @@
-"""Parameters: names and shapes of what one rank owns, as megatron-core's ``named_parameters`` gives them, and the sums
-over them that engines ask for.
+"""Parameters of one rank, with the names and local shapes of megatron-core's ``named_parameters``, and the sums over
+them that engines need.
 
-Experts are alike, so a list of parameters says once what is there many times over (``Repeated``), and sums over a list
-are kept by the sizes in it: they change with nothing but the sharding.
+Parameters of equal experts are listed once, with their number (``Repeated``). Sums are cached with the list: runs with
+the same sharding share both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.components import ALLOCATION_UNIT as ALLOCATION_UNIT
 
-#: Stands in a name for the number of an expert.
+#: Placeholder in a name for the number of an expert.
 EXPERT_NUMBER = "*"
 #: Elements: start of every parameter in a distributed-optimizer buffer (128-byte alignment of 16-bit values;
 #: ``distributed/param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``).
@@ -23,14 +23,14 @@ PARAM_ALIGNMENT = 64
 
 
 class Use(str, Enum):
-    """What a parameter is to optimizers and fp8, where that depends on more than its shape."""
+    """The role of a parameter, where optimizers or fp8 treat it by more than its shape."""
 
     LAYER = "layer"
     EMBEDDING = "embedding"
     OUTPUT = "output layer"
-    #: A matrix whose product is never one of Transformer Engine's GEMMs in fp8.
+    #: A matrix that is never multiplied by Transformer Engine's fp8 GEMMs.
     ROUTER = "router"
-    #: Of a layer that stays in the dtype of the parameters where others compute in fp8.
+    #: In a layer that stays in the parameter dtype while others compute in fp8.
     UNQUANTIZED = "unquantized"
 
 
@@ -38,7 +38,8 @@ class Use(str, Enum):
 class Parameter:
     """One local parameter shard.
 
-    ``expert``: routed-expert weights, which engines may lay out apart. ``sharded``: whether TP (or ETP) divides it.
+    ``expert``: a weight of routed experts, which engines may keep in separate buffers. ``sharded``: TP (or ETP) divides
+    it.
     """
 
     name: str
@@ -66,18 +67,18 @@ class Parameter:
         return replace(self, name=prefix + self.name)
 
     def numbered(self, number: int) -> Parameter:
-        """That of one expert."""
+        """The parameter of one expert."""
         return replace(self, name=self.name.replace(EXPERT_NUMBER, str(number)))
 
 
 class Repeated(NamedTuple):
-    """Parameters that are there so many ``times`` in a row, each time with another number in their names."""
+    """Parameters that exist ``times`` in a row, each time with another number in their names."""
 
     parameters: tuple[Parameter, ...]
     times: Any = 1
 
 
-#: (what to add up, bytes an element): ``what(parameter, width)``.
+#: (function, width): a column of sums adds up ``function(parameter, width)``; width is usually bytes per element.
 Column = tuple[Callable[[Parameter, int], int], int]
 
 
@@ -89,11 +90,11 @@ class ParameterList:
     def __init__(self, rows: Sequence[Repeated]) -> None:
         self.rows = tuple(rows)
         self._sums: dict[tuple[Column, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        #: Elements of all.
+        #: Elements of all parameters.
         self.numel: int = sum(times * p.numel for parameters, times in self.rows for p in parameters)
 
     def sums(self, columns: tuple[Column, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """A sum a column over dense parameters, and over those of experts; kept by their columns."""
+        """(one sum per column over dense parameters, the same over parameters of experts); cached by ``columns``."""
         found = self._sums.get(columns)
         if found is None:
             sums = [0] * len(columns), [0] * len(columns)
@@ -106,14 +107,14 @@ class ParameterList:
         return found
 
     def runs(self, *experts: bool) -> Iterator[tuple[tuple[Parameter, ...], int]]:
-        """Dense parameters, those of experts, or both, in order: (a few in a row, how many times)."""
+        """Parameters in order, as (some in a row, how many times); only those whose ``expert`` is among ``experts``."""
         for parameters, times in self.rows:
             chosen = tuple(p for p in parameters if p.expert in experts)
             if chosen:
                 yield chosen, times
 
     def expanded(self, prefix: str = "") -> Iterator[Parameter]:
-        """Every parameter by itself, as ``named_parameters`` lists them."""
+        """Every parameter separately, as ``named_parameters`` lists them."""
         for parameters, times in self.rows:
             for number in range(times):
                 for p in parameters:
@@ -129,7 +130,7 @@ def elements(parameter: Parameter, _: int) -> int:
 
 
 def aligned_elements(parameter: Parameter, to: int) -> int:
-    """Rounded up to the start of the next parameter."""
+    """Elements up to the start of the next parameter, which is a multiple of ``to``."""
     return pad(parameter.numel, to)
 
 
@@ -142,8 +143,8 @@ def gemm_tensors(parameter: Parameter, _: int) -> int:
 
 
 def mxfp8_scales(parameter: Parameter, block: int) -> int:
-    """Bytes of both layouts' scales, one a ``block`` of a row or a column, padded as cuBLAS reads them (TE
-    ``tensor/mxfp8_tensor.py: MXFP8Quantizer.get_scale_shape``)."""
+    """Bytes of the scales of both layouts: 1 per ``block`` elements of a row or a column, padded as cuBLAS needs them
+    (TE ``tensor/mxfp8_tensor.py: MXFP8Quantizer.get_scale_shape``)."""
     if not parameter.is_gemm:
         return 0
     rows, columns = parameter.shape
@@ -151,8 +152,8 @@ def mxfp8_scales(parameter: Parameter, block: int) -> int:
 
 
 def square_scales(parameter: Parameter, block: int) -> int:
-    """Bytes of both layouts' fp32 scales, one a square of ``block`` rows and columns, in rows of fours (TE
-    ``tensor/float8_blockwise_tensor.py: Float8BlockQuantizer.get_scale_shape``)."""
+    """Bytes of the fp32 scales of both layouts: one per square of ``block`` rows and columns, rows padded to multiples
+    of 4 (TE ``tensor/float8_blockwise_tensor.py: Float8BlockQuantizer.get_scale_shape``)."""
     if not parameter.is_gemm:
         return 0
     rows, columns = (-(-n // block) for n in parameter.shape)
@@ -168,12 +169,12 @@ def matrix_elements(parameter: Parameter, _: int) -> int:
 
 
 def rounded_bytes(parameter: Parameter, width: int) -> int:
-    """Bytes of a tensor of its own in torch's allocator, ``width`` bytes an element."""
+    """Bytes that torch's allocator takes for the parameter as a separate tensor of ``width`` bytes per element."""
     return pad(parameter.numel * width, ALLOCATION_UNIT)
 
 
 def rounded_bytes_of_others(parameter: Parameter, width: int) -> int:
-    """As ``rounded_bytes``, of what is no weight of a GEMM."""
+    """As ``rounded_bytes``, of parameters that are not weights of fp8 GEMMs; 0 for those."""
     return 0 if parameter.is_gemm else rounded_bytes(parameter, width)
 
 

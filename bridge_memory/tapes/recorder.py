@@ -1,7 +1,7 @@
-"""The recorder: a block describes its modules once; parameters and tape both come from that description.
+"""The recorder: a block describes its modules once, and the recorder makes both its parameters and its tape.
 
-The module-level operations every block is made of (norm, column- and row-parallel linear, bias-dropout-add) are
-here, for Transformer Engine and for megatron-core's local implementation.
+The module-level operations that blocks are made of (norm, column- and row-parallel linear, bias-dropout-add) are here,
+for Transformer Engine and for megatron-core's local implementation.
 
 Shapes in bytes: Tensor = tokens on this rank (s b), T_sp = T / t under sequence parallelism.
 """
@@ -27,16 +27,17 @@ from bridge_memory.tapes.tape import Delayed, Tape, Tensor
 
 
 class Scratch(str, Enum):
-    """Lasting scratch that blocks make the process keep; the largest request of one kind (and shape) wins."""
+    """Persistent scratch buffers that blocks need. The process keeps one of each kind (and shape), of the largest
+    request."""
 
     MPU = "global memory buffer (mpu)"
     CAUSAL_MASK = "causal mask"
     #: One a weight shape.
-    WEIGHT_GRADIENT = "stand-in weight gradients, one a weight shape"
+    WEIGHT_GRADIENT = "dummy weight gradients, one per weight shape"
 
 
 class Recorder:
-    """Collects one block. ``ctx`` has the local sizes; ``tape`` the allocations."""
+    """Collects one block: ``ctx`` has the local sizes, ``tape`` the allocations."""
 
     def __init__(self, ctx: BlockContext) -> None:
         self.ctx = ctx
@@ -46,11 +47,11 @@ class Recorder:
             refills=not RECOMPUTED_IN_PLACE(ctx.impl), frozen=self.frozen, item=ctx.act,
             least_offloaded=ctx.impl.min_offloaded_tensor_size,
         )
-        #: Parameters in order, those of experts once with their number.
+        #: Parameters in order; those of experts once, with the number of experts.
         self.rows: list[Repeated] = []
-        #: (kind, shape, bytes) of lasting scratch, as often as it was asked for.
+        #: Requests for persistent scratch: (kind, shape, bytes).
         self.persistent: list[tuple[Scratch, tuple[Any, ...], Any]] = []
-        #: Whether its forward pass may run without gradients, as that of a recomputed layer first does.
+        #: Whether its forward pass may run without gradients, as the first one of a recomputed layer does.
         self.without_gradients = False
         #: Whether linears stay in the dtype of the parameters where others compute in fp8 (``LayerSpec.unquantized``).
         self.unquantized = False
@@ -59,7 +60,7 @@ class Recorder:
         self._repeated: list[Parameter] | None = None
         self._variables: list[Tensor] = []
 
-    # ---- parameters and lasting buffers ----
+    # ---- parameters and persistent buffers ----
 
     def parameter(
         self, name: str, shape: tuple[Any, ...], *, expert: bool = False, sharded: bool = False, use: Use = Use.LAYER
@@ -75,7 +76,7 @@ class Recorder:
 
     @contextmanager
     def repeated(self, count: Any) -> Iterator[None]:
-        """The parameters named inside are there ``count`` times, their names numbered at ``EXPERT_NUMBER``."""
+        """The parameters named inside exist ``count`` times, numbered at ``EXPERT_NUMBER`` in their names."""
         self._repeated = []
         try:
             yield
@@ -93,8 +94,10 @@ class Recorder:
         ]
 
     def arrange(self, first: int, *modules: str) -> None:
-        """Parameters from the ``first`` row on, in the order in which the real module registers its ``modules`` (by
-        which DDP fills its buffers) and not that in which they run; of no module named: before them."""
+        """Sort parameters from the ``first`` row on by the order in which the real module registers its ``modules``.
+
+        DDP fills its buffers in this order, not in that in which modules run. Parameters of other modules come first.
+        """
 
         def place(row: Repeated) -> int:
             name = row.parameters[0].name
@@ -103,50 +106,50 @@ class Recorder:
         self.rows[first:] = sorted(self.rows[first:], key=place)
 
     def keep(self, kind: Scratch, nbytes: Any, shape: tuple[Any, ...] = ()) -> None:
-        """A buffer that stays for the process."""
+        """A buffer that the process keeps."""
         self.persistent.append((kind, shape, nbytes))
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """A variable of the layer's forward function: it lives until the next residual sum is made."""
+        """A variable of the layer's forward function keeps the tensor alive until the next residual sum is made."""
         self._variables.append(tensor)
         return tensor
 
     def offload(self, module: str) -> AbstractContextManager[None]:
-        """Fine-grained offloading of what is saved inside, where ``offload_modules`` names ``module``."""
+        """Fine-grained offloading of tensors saved inside, if ``offload_modules`` names ``module``."""
         return self.tape.offload(module in self.ctx.impl.offload_modules)
 
     def delays(self, node: str) -> AbstractContextManager[None]:
-        """With ``delay_wgrad_compute`` weight gradients of what is inside wait until it has run backward; inside of
-        another one, that one's end.
+        """With ``delay_wgrad_compute``, weight gradients of operations inside are made when all inside has run
+        backward; if nested, when all inside of the outer one has.
 
-        Source: megatron-core ``models/common/model_chunk_schedule_plan.py: TransformerLayerSchedulePlan.run``: those of
-        experts or the MLP are made when that node has run backward, those of all before when attention has.
+        Source: megatron-core ``models/common/model_chunk_schedule_plan.py: TransformerLayerSchedulePlan.run``: weight
+        gradients of experts or the MLP are made when that node has run backward, those before it when attention has.
         """
-        asked = self.ctx.impl.delay_wgrad_compute and self.ctx.te
-        return self.tape.delays(node, enabled=asked and not self.tape.delaying)
+        enabled = self.ctx.impl.delay_wgrad_compute and self.ctx.te
+        return self.tape.delays(node, enabled=enabled and not self.tape.delaying)
 
     def delayed(
         self, inputs: tuple[Tensor, ...], outputs: Any, weight: Any, *, gathered: Any = 0, gradient: Any = 0
     ) -> Delayed:
         """What Transformer Engine's linear puts into its store (``module/linear.py``: ``wgrad_store.put``).
 
-        What it kept of its input, or what it ``gathered`` or requantized of that; and the gradient of its output, of so
-        many elements (``outputs``): as it came, quantized, or gathered (``gradient``, bytes). ``weight``: bytes of the
-        weight's gradient, as ``weight_grad``.
+        Of its input: the saved tensors (``inputs``), or ``gathered`` bytes that backward gathered or requantized. Of
+        the gradient of its output, which has ``outputs`` elements: the gradient as it arrived, or quantized, or
+        gathered (``gradient`` bytes). ``weight``: bytes of the weight's gradient, from ``weight_grad``.
         """
         made = self.quantized_gradient(outputs) if self.fp8 else gradient
-        as_kept, as_came = (type(n) is int and n == 0 for n in (gathered, made))
-        return Delayed(inputs if as_kept else (), as_came, made + gathered, weight)
+        as_saved, as_arrived = (type(n) is int and n == 0 for n in (gathered, made))
+        return Delayed(inputs if as_saved else (), as_arrived, made + gathered, weight)
 
     def weight_grad(self, shape: tuple[Any, ...], *, te: bool, trains: bool = False) -> Any:
         """Scratch bytes of a weight's gradient during its backward, before DDP adds it to the main gradient.
 
-        Without gradient accumulation fusion the GEMM writes a fresh gradient in the parameter dtype. With it
-        the GEMM adds straight into the main gradient and autograd gets a stand-in of the weight's shape:
-        Transformer Engine keeps one per shape for good (``module/base.py: get_dummy_wgrad``), which
-        megatron-core uses too; the code before that makes a new one each time
-        (``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``). A frozen weight has
-        none; that of an adapter ``trains``.
+        Without gradient accumulation fusion the GEMM writes a new gradient in the parameter dtype. With it the GEMM
+        adds into the main gradient, and autograd gets a dummy gradient of the weight's shape: Transformer Engine keeps
+        one per shape for good (``module/base.py: get_dummy_wgrad``), which megatron-core uses too; earlier releases
+        make a new one each time (``tensor_parallel/layers.py:
+        LinearWithGradAccumulationAndAsyncCommunication.backward``). A frozen weight has no gradient; that of an adapter
+        has one (``trains``).
         """
         if self.frozen and not trains:
             return 0
@@ -164,12 +167,12 @@ class Recorder:
 
     @property
     def rank(self) -> int:
-        """That of adapters."""
+        """The rank of adapters."""
         assert self.ctx.adapters is not None
         return self.ctx.adapters.dim
 
     def adapts(self, name: str) -> bool:
-        """Whether a linear of this block has an adapter; where targets name layers, as if it were in all of them."""
+        """Whether a linear of this block has an adapter. Targets that name single layers count for every layer."""
         assert self.ctx.adapters is not None
         module = f"decoder.layers.0.{name}"
         return is_target(in_any_layer(self.ctx.adapters), name.rpartition(".")[2], module)
@@ -182,8 +185,8 @@ class Recorder:
         return self.ctx.te and self.ctx.fp8 is not None and not self.unquantized
 
     def fp8_bytes(self, elements: int) -> int:
-        """One fp8 copy with its scales: a byte an element, and per block of 32 (mxfp8: one byte) or of 128
-        (blockwise: four bytes); in fp4 half a byte, and one per block of 16. Source: TE
+        """Bytes of one fp8 copy with its scales: 1 per element, plus 1 per block of 32 (mxfp8) or 4 per block of 128
+        (blockwise); in fp4 half a byte per element, plus 1 per block of 16. Source: TE
         ``tensor/{mxfp8,float8_blockwise,nvfp4}_tensor.py``."""
         if self.ctx.fp8_recipe == "nvfp4":
             return elements // 2 + elements // 16
@@ -193,10 +196,10 @@ class Recorder:
     def linear_input(
         self, name: str, x: Tensor, elements: int, *, original: bool = False
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """(saved, made): what a linear keeps of its input for the weight gradient.
+        """(saved, made): what a linear saves of its input for the weight gradient.
 
-        In bf16 the input itself. In fp8 a copy in the layout of that GEMM, and the input goes unless another
-        operation keeps it; ``original``: megatron-core asked for the input to be kept instead
+        In bf16 the input itself. In fp8 a copy in the layout of that GEMM; the input is freed unless another operation
+        saves it. ``original``: megatron-core has the linear save the input instead
         (``extensions/transformer_engine.py: set_save_original_input``). Source: TE ``module/linear.py``.
         """
         if not self.fp8 or original:
@@ -207,28 +210,31 @@ class Recorder:
 
     @property
     def fp8_copies(self) -> int:
-        """Layouts in which a tensor is quantized for its two GEMMs, row-wise and column-wise; one alone where the GPU
-        multiplies either (``utils.py: is_non_tn_fp8_gemm_supported``) and the recipe scales whole tensors."""
+        """Number of layouts in which a tensor is quantized for its two GEMMs: row-wise and column-wise, or only one
+        where the GPU multiplies either (``utils.py: is_non_tn_fp8_gemm_supported``) and the recipe scales whole
+        tensors."""
         return 1 if self.ctx.impl.gpu_arch == "blackwell" and self.ctx.fp8_recipe in ("delayed", "tensorwise") else 2
 
     def quantized_input(self, elements: int, *, original: bool = False, gathered: bool = False) -> int:
-        """Scratch bytes of a linear's forward: the fp8 layouts of its input that it does not keep. Without gradients
-        it makes one layout, so that of these only what ``original`` has is there (``linear.py: _Linear.forward``:
-        ``backward_needs_input``)."""
+        """Scratch bytes of a linear's forward: the fp8 layouts of its input that it does not save.
+
+        A pass without gradients makes one layout only: with ``original`` that is this scratch, else it needs none
+        (``linear.py: _Linear.forward``: ``backward_needs_input``).
+        """
         if not self.fp8 or (gathered and self.gathers_rows_only):
             return 0
         return self.fp8_bytes(elements) * (1 if original else self.fp8_copies - 1)
 
     def requantized_input(self, elements: int, *, original: bool) -> int:
-        """Scratch bytes of a linear's backward that kept its input as it was: in fp8 for the weight gradient's GEMM,
-        row-wise too where columns are made of rows."""
+        """Scratch bytes of the backward of a linear that saved its ``original`` input: the fp8 copy for the weight
+        gradient's GEMM, and the row-wise one too where column-wise data is made from it."""
         if not self.fp8 or not original:
             return 0
         return self.fp8_bytes(elements) * (self.fp8_copies if self.gathers_rows_only else 1)
 
     @property
     def gathers_rows_only(self) -> bool:
-        """Recipes that scale whole tensors gather row-wise data and keep it too
+        """Whether the recipe scales whole tensors: these gather row-wise data, and save it too
         (``Quantizer.supports_only_rowwise_all_gather``)."""
         return self.ctx.fp8_recipe in ("delayed", "tensorwise")
 
@@ -237,26 +243,28 @@ class Recorder:
         return self.fp8_bytes(elements) * self.fp8_copies if self.fp8 else 0
 
     def gathered(self, elements: int, *, backward: bool = False) -> int:
-        """Bytes of a linear's input gathered under sequence parallelism, in the dtype of the GEMM. For the weight
-        gradient what was gathered is transposed, but for mxfp8, which gathers columns; scales of blocks stay as they
-        are (``distributed.py: _post_process_fp8_blockwise_gather``)."""
+        """Bytes of a linear's input gathered under sequence parallelism, in the dtype of the GEMM.
+
+        For the weight gradient (``backward``) the gathered data is transposed, except for mxfp8, which gathers
+        column-wise data; scales of blocks are not transposed (``distributed.py: _post_process_fp8_blockwise_gather``).
+        """
         if not self.fp8:
             return elements * self.ctx.act
         transposed = backward and self.ctx.fp8_recipe != "mxfp8" and self.fp8_copies > 1
         if self.ctx.fp8_recipe == "nvfp4" and backward:
-            return 2 * self.fp8_bytes(elements) + elements // 2  # of both layouts, of which one is put in order
+            return 2 * self.fp8_bytes(elements) + elements // 2  # both layouts, and a copy to reorder one of them
         return self.fp8_bytes(elements) + (elements if transposed else 0)
 
     @property
     def proj_keeps_original(self) -> bool:
-        """Whether linear_proj keeps attention's output, which attention keeps anyway, and no fp8 copy of it
+        """Whether linear_proj saves attention's output, which attention saves anyway, instead of an fp8 copy of it
         (``attention.py: Attention.__init__``; not for the delayed recipe)."""
         return self.ctx.fp8_recipe != "delayed" and PROJ_KEEPS_ORIGINAL(self.ctx.impl)
 
     # ---- modules ----
 
-    def norm(self, name: str, x: Tensor, width: int, rows: int, *, per_module: str | None = None) -> Tensor:
-        """LayerNorm or RMSNorm over ``width`` for ``rows`` rows; keeps its input and fp32 row statistics.
+    def norm(self, name: str, x: Tensor, width: int, rows: int) -> Tensor:
+        """LayerNorm or RMSNorm over ``width`` for ``rows`` rows; saves its input and fp32 row statistics.
 
         Source: TE ``ops/basic/{layer_norm,rmsnorm}.py``; Apex ``FusedLayerNormAffineFunction``; torch
         ``native_layer_norm`` / ``_fused_rms_norm``. [rows, width] in, the same out in the compute dtype.
@@ -270,8 +278,10 @@ class Recorder:
     def torch_norm(
         self, name: str, x: Tensor, width: int, rows: int, *, scaled: bool = True, copies: int = 2
     ) -> Tensor:
-        """RMSNorm operation by operation in fp32: one copy of the input is multiplied, the other (``copies``; else the
-        same) squared. Keeps the copies, the means before and after the power, and with a weight the normed copy.
+        """RMSNorm in fp32, one torch operation after another.
+
+        One fp32 copy of the input is multiplied and a second (``copies``; with 1 the same) squared. Saves the copies,
+        the means before and after the power, and with a weight (``scaled``) the normed copy.
 
         Source: megatron-bridge ``models/gemma/modeling_gemma4.py: _gemma4_rms_norm, Gemma4DenseSelfAttention._v_norm``.
         """
@@ -297,7 +307,7 @@ class Recorder:
             self.parameter(f"{name}{style}bias", (width,))
 
     def norm_statistics(self, name: str, rows: int) -> tuple[Tensor, ...]:
-        """fp32 reciprocal deviations, and means for LayerNorm: 4 bytes a row each."""
+        """fp32 reciprocal standard deviations, and means for LayerNorm: 4 bytes a row each."""
         stats = [self.tape.tensor(f"{name} rstd", 4 * rows, grad=False, item=4)]
         if self.ctx.normalization == "LayerNorm":
             stats.append(self.tape.tensor(f"{name} mean", 4 * rows, grad=False, item=4))
@@ -319,11 +329,10 @@ class Recorder:
     ) -> Tensor:
         """Column-parallel linear, [T_sp, in] -> [T, out / t] (``out_features`` is already local).
 
-        ``fused_norm``: Transformer Engine's LayerNormLinear, which keeps the norm's input and its output.
-        Under sequence parallelism the input is gathered for the forward GEMM and again for the weight
-        gradient; the input gradient is made whole and then reduce-scattered. Without ``gather`` the input is [T, in]
-        already, and so is its gradient. Source: TE
-        ``module/{linear,layernorm_linear}.py``, megatron-core ``tensor_parallel/layers.py``.
+        ``fused_norm``: Transformer Engine's LayerNormLinear, which saves the norm's input and its output.
+        Under sequence parallelism the input is gathered for the forward GEMM and again for the weight gradient; the
+        input gradient is made unsharded and then reduce-scattered. Without ``gather`` the input and its gradient are
+        [T, in]. Source: TE ``module/{linear,layernorm_linear}.py``, megatron-core ``tensor_parallel/layers.py``.
         """
         ctx = self.ctx
         shape = (out_features, in_features)
@@ -350,15 +359,15 @@ class Recorder:
             layouts = self.quantized_input(kept, gathered=sp)
             own = self.fp8_bytes(kept) if self.fp8 else kept * ctx.act
             if sp and self.fp8 and ctx.fp8_recipe == "nvfp4":
-                own, layouts = own + layouts, 0  # what is gathered again is kept in both layouts
+                own, layouts = own + layouts, 0  # backward gathers it again, so both layouts are saved
             normed = self.tape.tensor(f"{name} norm output", own, grad=False, item=1 if self.fp8 else None)
             return self.tape.make(
                 name, x, out_bytes,
                 saves=(x, normed, *stats), also=(normed, *stats),
                 workspace=layouts + (self.gathered(entering) if sp else 0), for_backward=layouts,
-                # SP: gathered norm output and whole input gradient. Else the norm's output goes (``clear_tensor_data``)
-                # before the input's gradient is made of the norm output's, which is as large in bf16.
-                # A delayed weight gradient keeps it.
+                # With SP: the gathered norm output and the unsharded input gradient. Without: the norm's output is
+                # freed (``clear_tensor_data``) before the input's gradient is made from the norm output's, which is as
+                # large in bf16. A delayed weight gradient holds the norm's output.
                 backward_workspace=backward
                 + (self.gathered(entering, backward=True) + whole if sp else shard - (0 if later else normed.bytes)),
                 label=out_label,
@@ -400,8 +409,8 @@ class Recorder:
     ) -> Tensor:
         """Row-parallel linear, [T, in / t] -> [T_sp, out] (``in_features`` is already local).
 
-        Under sequence parallelism the partial output is made whole and reduce-scattered, and the output
-        gradient is gathered in backward; without ``scatter`` the output is [T, out]. Source as ``column_linear``.
+        Under sequence parallelism the partial output [T, out] is reduce-scattered, and the output gradient is gathered
+        in backward; without ``scatter`` the output is [T, out]. Source as ``column_linear``.
         """
         ctx, tape = self.ctx, self.tape
         shape = (out_features, in_features)
@@ -418,7 +427,7 @@ class Recorder:
         gradient += self.requantized_input(ctx.tokens * in_features, original=original)
         layouts = self.quantized_input(ctx.tokens * in_features, original=original)
         if ctx.sp and not (scatter and ctx.te):
-            # A node of its own reduce-scatters; backward, the shard's gradient goes once the whole is gathered.
+            # A separate autograd node reduce-scatters; in backward the shard's gradient is freed once it is gathered.
             x = tape.make(
                 f"{name} partial output", x, whole, saves=kept_input, also=also, workspace=layouts,
                 for_backward=0 if original else layouts, backward_workspace=gradient + wgrad,
@@ -441,7 +450,7 @@ class Recorder:
     def plain_linear(
         self, name: str, x: Tensor, rows: int, in_features: int, out_features: int, *, original: bool = False
     ) -> Tensor:
-        """A linear whose weight every tensor-parallel rank holds whole (TE ``parallel_mode="duplicated"``)."""
+        """A linear whose weight is replicated on every tensor-parallel rank (TE ``parallel_mode="duplicated"``)."""
         shape = (out_features, in_features)
         self.parameter(f"{name}.weight", shape)
         if self.frozen:
@@ -458,29 +467,30 @@ class Recorder:
         )
 
     def bias_dropout_add(self, name: str, x: Tensor, residual: Tensor, *, bias: bool) -> Tensor:
-        """out = residual + dropout(x + bias), [T_sp, h]; keeps a one-byte mask when it drops.
+        """out = residual + dropout(x + bias), [T_sp, h]; saves a one-byte mask if p > 0.
 
-        The fused form (one compiled kernel) makes no intermediate; the eager form makes x + bias and the
-        dropped tensor on the way. Source: megatron-core ``fusions/fused_bias_dropout.py``; torch's dropout
-        returns its input untouched at p = 0 (``aten/src/ATen/native/Dropout.cpp``).
+        The fused form (one compiled kernel) makes no intermediate tensor; the eager form makes x + bias and the dropped
+        tensor. Source: megatron-core ``fusions/fused_bias_dropout.py``; torch's dropout returns its input unchanged at
+        p = 0 (``aten/src/ATen/native/Dropout.cpp``).
         """
         ctx, tape = self.ctx, self.tape
         fused = ctx.impl.bias_dropout_fusion
         size = ctx.tokens_sp * ctx.hidden_size
-        on_the_way = [x]
+        intermediate = [x]
         if bias and not fused:
             x = tape.make(f"{name} + bias", x, size * ctx.act, alias=True)
         if ctx.hidden_dropout:
             mask = tape.tensor(f"{name} dropout mask", size, grad=False)
             dropped = tape.tensor(f"{name} dropped", 0 if fused else size * ctx.act, grad_bytes=size * ctx.act)
-            # ``TransformerLayer.bias_dropout_add_exec_handler`` is torch.enable_grad. In a pass without gradients what
-            # comes has none, and only a bias's asks for the mask.
+            # ``TransformerLayer.bias_dropout_add_exec_handler`` is torch.enable_grad. In a pass without gradients the
+            # input has none, so that only the gradient of a bias needs the mask.
             tape.op(
                 f"{name} dropout", x, (dropped, mask), saves=(mask,), always_saves=bias and not self.frozen
             )
-            on_the_way.append(x)
+            intermediate.append(x)
             x = dropped
         out = tape.make(f"{name} output", (x, residual), ctx.hidden_bytes, alias=True)
-        tape.keep_alive(*on_the_way, *self._variables)  # variables of ``TransformerLayer.forward`` and of the function
+        # Variables of ``TransformerLayer.forward`` and of the function.
+        tape.keep_alive(*intermediate, *self._variables)
         self._variables.clear()
         return out

@@ -1,13 +1,15 @@
-"""Sizes that remember how they were worked out, so that one recording serves every run of the same shape.
+"""Symbolic integers, guards and traces: one trace of a block serves every run that passes the same guards.
 
-A block is recorded with the numbers of one run, but its sizes are ``SymInt``s: integers that note each operation made
-on them. Whatever the recording decides by a size (is there tensor parallelism, do the heads divide) is a question, and
-the questions with their answers lead to what was recorded, as a path in a tree of ``_Branch``es. Another run asks the
-same questions; where all answers agree its recording would be the same but for the numbers, and those follow from the
-notes (``Traces.find``) without recording anything.
+As in torch.compile with dynamic shapes: a block is traced with the numbers of one run, but its sizes are ``SymInt``s,
+integers that record each operation made on them in a ``ShapeEnv``. Where the traced code branches on a size (is there
+tensor parallelism, do the heads divide) the ShapeEnv records a guard. ``Traces`` is the cache of one block: a tree
+whose inner nodes are guards (``_Branch``), whose edges are their values and whose leaves are traces. For another run
+the guards are evaluated from the root; at a leaf the run's numbers are put into the recorded operations
+(``Traces.find``) and nothing is traced. Where a guard has a value that was not seen before, the block is traced again
+from there.
 
-Notes are steps over registers. They hold for arrays as well as for numbers: nothing in them but ``+ - * // % /``,
-``max``, ``min``, ``ceil``, ``round`` and named functions of sizes.
+A ShapeEnv is a list of steps over registers. Steps serve arrays as well as numbers: they are ``+ - * // % /``, ``max``,
+``min``, ``ceil``, ``round`` and named functions of one size.
 """
 
 from __future__ import annotations
@@ -19,23 +21,23 @@ from typing import Any, NamedTuple
 
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
 
-#: What a recording may depend on beside its settings: Megatron's sizes and the padded vocabulary, and then, as 0 or 1,
-#: what is switched on: sequence parallelism, full recomputation (of MTP depths; of any layer) and every module of
+#: What a trace may depend on in addition to its settings: Megatron's sizes and the padded vocabulary, and then
+#: switches, 0 or 1: sequence parallelism, full recomputation (of MTP depths; of any layer) and every module of
 #: selective recomputation.
 SIZES = ("seq", "batch", "tp", "cp", "ep", "etp", "padded_vocab")
 DIMENSIONS = (*SIZES, "sp", "mtp_recomputed", "recomputes_fully", *RECOMPUTE_MODULES)
-#: Answers that are kept of one block, each for other dimensions.
+#: Results that are cached of one block, each for other dimensions.
 MOST_KEPT = 256
 
 Operation = Callable[[Any, Any], Any]
-#: (operation, left, right) -> the operation on these.
+#: Applies an operation: (operation, left, right) -> ``operation(left, right)``, of arrays.
 Operation3 = Callable[[Any, Any, Any], Any]
 
 
-#: (operation, left, right): what a register holds is ``operation(left, right)`` of two others, or the constant ``left``
-#: where there is no operation.
+#: (operation, left, right): the value of a register is ``operation(left, right)`` of two other registers, or the
+#: constant ``left`` where operation is None.
 Step = tuple[Operation | None, Any, int]
-#: Steps by column, as they are kept: every register, every operation, every left, every right; empty without steps.
+#: Steps by column: (every register, every operation, every left, every right); empty without steps.
 Columns = tuple[tuple[Any, ...], ...]
 
 
@@ -48,10 +50,10 @@ def round_step(value: Any, _: Any) -> Any:
 
 
 class SymInt:
-    """A whole number (or, on the way to one, a fraction) and the register that holds it.
+    """A whole number (or, as an intermediate result, a fraction) with the register that stands for it.
 
-    Operators note a step, comparisons and truth note a question. A plain 0 stays a plain 0: what is not there has no
-    size.
+    Arithmetic records a step; comparisons and ``bool()`` record a guard. A product with a plain 0 is a plain 0: a
+    tensor that does not exist has no size.
     """
 
     __slots__ = ("env", "register", "value")
@@ -136,14 +138,14 @@ class SymInt:
         return self.env.guard(operator.ne, self, 0)
 
     def __index__(self) -> int:
-        """The number itself, where code needs it: the recording then serves this number only."""
+        """The number itself. It becomes a guard: the trace serves this number only."""
         self.env.add_guard(self)
         return int(self.value)
 
     __int__ = __index__
 
     def is_on(self) -> bool:
-        """Whether a switch among DIMENSIONS is on: a question."""
+        """Whether a switch among DIMENSIONS is on; records a guard."""
         self.env.add_guard(self)
         return bool(self.value)
 
@@ -154,35 +156,30 @@ class SymInt:
         return str(self.value)
 
     def __repr__(self) -> str:
-        return f"Size({self.value} = {self.env.formula(self)})"
+        return f"SymInt({self.value} = {self.env.formula(self)})"
 
     def __format__(self, spec: str) -> str:
         return format(self.value, spec)
 
 
-def value_of(size: Any) -> Any:
-    """The number that a size, or a plain number, is in the run that is recorded."""
-    return size.value if type(size) is SymInt else size
-
-
 def largest(first: Any, *others: Any) -> Any:
-    """``max`` as a step instead of a question."""
+    """``max`` as a step instead of a guard (as ``torch.sym_max``)."""
     for other in others:
-        first = _noted(max, first, other)
+        first = _stepped(max, first, other)
     return first
 
 
 def smallest(first: Any, *others: Any) -> Any:
-    """``min`` as a step instead of a question."""
+    """``min`` as a step instead of a guard (as ``torch.sym_min``)."""
     for other in others:
-        first = _noted(min, first, other)
+        first = _stepped(min, first, other)
     return first
 
 
 def computed(function: Callable[[Any], Any], size: Any) -> Any:
     """``function`` of a size as one step, for mathematics that is not whole-number arithmetic.
 
-    Equal functions (a ``functools.partial`` is equal to itself only) are one step, so keep hold of them.
+    Steps of equal functions are shared. A ``functools.partial`` is equal only to itself: make it once and reuse it.
     """
     if type(size) is not SymInt:
         apply = elementwise.get(type(size))
@@ -191,7 +188,7 @@ def computed(function: Callable[[Any], Any], size: Any) -> Any:
 
 
 class _OfOne:
-    """A function of one size in the form of a step's operation."""
+    """A function of one size as an ``Operation``, which has two arguments."""
 
     __slots__ = ("function",)
 
@@ -203,7 +200,7 @@ class _OfOne:
 
 
 def chosen(condition: Any, yes: Any, no: Any) -> Any:
-    """``yes`` where the condition holds, else ``no``: of arrays entry by entry, of a size a question."""
+    """``yes`` where the condition holds, else ``no``: elementwise for an array; a symbolic size records a guard."""
     if type(condition) is SymInt:
         return yes if condition.is_on() else no
     where = getattr(condition, "where", None)
@@ -212,22 +209,22 @@ def chosen(condition: Any, yes: Any, no: Any) -> Any:
     return where(yes, no)
 
 
-def somewhere(value: Any) -> bool:
-    """Whether it is not zero, of an array anywhere."""
+def any_nonzero(value: Any) -> bool:
+    """Whether a number is not zero; for an array, whether any entry is not."""
     anywhere = getattr(value, "any", None)
     return bool(value) if anywhere is None else bool(anywhere())
 
 
 def common_multiple(first: Any, other: Any) -> Any:
     """``math.lcm`` of two."""
-    return _noted(lcm, first, other)
+    return _stepped(lcm, first, other)
 
 
-#: Type of arrays -> its (name of an operation, left, right): what ``largest`` and the others do with arrays.
+#: Array type -> function of (operation name, left, right) that ``largest`` and the others call for such arrays.
 elementwise: dict[type, Callable[[str, Any, Any], Any]] = {}
 
 
-def _noted(operation: Operation, left: Any, right: Any) -> Any:
+def _stepped(operation: Operation, left: Any, right: Any) -> Any:
     a, b = type(left), type(right)
     if a is SymInt or b is SymInt:
         env = left.env if a is SymInt else right.env
@@ -240,14 +237,14 @@ def _noted(operation: Operation, left: Any, right: Any) -> Any:
 
 
 class ShapeEnv:
-    """What one recording notes: the steps of its sizes, and its questions in order, each once."""
+    """What tracing one block records: the steps of its sizes, and its guards in order, each once."""
 
     def __init__(self, dimensions: Sequence[int]) -> None:
         self.steps: list[Step | None] = [None] * len(DIMENSIONS)
         self.sizes = [SymInt(self, i, value) for i, value in enumerate(dimensions)]
         self._known: dict[tuple[Any, Any, Any], SymInt] = {}
         self._constants: dict[Any, int] = {}
-        #: (register of the question, the answer), in the order in which they were asked.
+        #: Register of a guard -> its value, in the order in which they were evaluated.
         self.guards: dict[int, Any] = {}
 
     def step(self, operation: Operation, left: Any, right: Any) -> SymInt:
@@ -261,8 +258,8 @@ class ShapeEnv:
             self.steps.append(step)
         return found
 
-    def let_go(self) -> None:
-        """Free the sizes: each knows these notes, so that otherwise both wait for the garbage collector."""
+    def free(self) -> None:
+        """Free the sizes. Each refers to this ShapeEnv: without this the cycle waits for the garbage collector."""
         self.sizes.clear()
         self._known.clear()
 
@@ -280,17 +277,19 @@ class ShapeEnv:
         return register
 
     def guard(self, operation: Operation, left: SymInt, right: Any) -> bool:
-        answer = self.step(operation, left, right)
-        self.add_guard(answer)
-        return bool(answer.value)
+        found = self.step(operation, left, right)
+        self.add_guard(found)
+        return bool(found.value)
 
     def add_guard(self, size: SymInt) -> None:
         if size.register not in self.guards:
             self.guards[size.register] = size.value
 
     def needed(self, registers: Sequence[int], computed: set[int]) -> Columns:
-        """Steps in order that fill ``registers``, without those that are ``computed``, to which they are added; so are
-        the dimensions that they start from."""
+        """The steps, in order, that compute ``registers``, except those already ``computed``.
+
+        ``computed`` is extended by these registers and by the dimensions that they depend on.
+        """
         todo, wanted = list(registers), set()
         while todo:
             register = todo.pop()
@@ -310,7 +309,7 @@ class ShapeEnv:
         return (order, *zip(*map(self.steps.__getitem__, order), strict=True))
 
     def variables(self, sizes: Sequence[Any]) -> tuple[int, ...]:
-        """Positions in DIMENSIONS of what these sizes depend on."""
+        """Positions in DIMENSIONS of the dimensions that these sizes depend on."""
         seen: set[int] = set()
         todo = [s.register for s in sizes if type(s) is SymInt]
         while todo:
@@ -324,7 +323,7 @@ class ShapeEnv:
         return tuple(i for i in range(len(DIMENSIONS)) if i in seen)
 
     def formula(self, size: Any) -> str:
-        """How a size is worked out, in words a person can check."""
+        """How a size is computed, as a formula that a person can check."""
         if type(size) is not SymInt:
             return str(size)
         if size.register < len(DIMENSIONS):
@@ -350,14 +349,14 @@ _SIGNS: dict[Any, str] = {
 
 
 class _Branch:
-    """One question of a tree of recordings, with what follows from each answer."""
+    """One guard in the tree of traces, with the subtree of each of its values."""
 
-    __slots__ = ("answers", "register", "steps")
+    __slots__ = ("register", "steps", "subtrees")
 
     def __init__(self, register: int, steps: Columns) -> None:
         self.register = register
         self.steps = steps
-        self.answers: dict[Any, Any] = {}
+        self.subtrees: dict[Any, Any] = {}
 
 
 class _Leaf(NamedTuple):
@@ -367,34 +366,34 @@ class _Leaf(NamedTuple):
 
 
 class Traces:
-    """What was recorded with the same settings, found again by the answers to the recordings' own questions."""
+    """The traces of one block under one combination of settings, found by evaluating their guards."""
 
     __slots__ = ("_kept", "_length", "_top", "count")
 
     def __init__(self) -> None:
         self._top: dict[None, Any] = {}
         self._length = len(DIMENSIONS)
-        #: Positions of the dimensions that any recording depends on, and answers by what these are.
+        #: Positions of the dimensions that any trace depends on, and results by the values of these dimensions.
         self._kept: tuple[tuple[int, ...], dict[tuple[int, ...], Any]] = ((), {})
         self.count = 0
 
     def kept(self, dimensions: Sequence[int]) -> Any:
-        """What ``keep`` was given for dimensions that differ in nothing that a recording depends on, or None."""
-        positions, answers = self._kept
-        return answers.get(tuple([dimensions[i] for i in positions]))
+        """What ``keep`` was given for dimensions that are equal in all that any trace depends on, or None."""
+        positions, results = self._kept
+        return results.get(tuple([dimensions[i] for i in positions]))
 
-    def keep(self, dimensions: Sequence[int], answer: Any) -> None:
-        """Keep what somebody made of ``find(dimensions)``."""
-        positions, answers = self._kept
-        if len(answers) >= MOST_KEPT:
-            self._kept = positions, answers = positions, {}
-        answers[tuple([dimensions[i] for i in positions])] = answer
+    def keep(self, dimensions: Sequence[int], result: Any) -> None:
+        """Cache ``result``, which a caller derived from ``find(dimensions)``."""
+        positions, results = self._kept
+        if len(results) >= MOST_KEPT:
+            self._kept = positions, results = positions, {}
+        results[tuple([dimensions[i] for i in positions])] = result
 
     def find(self, dimensions: Sequence[int]) -> tuple[Any, list[Any]] | None:
-        """(the recording that serves ``dimensions``, its sizes), or None.
+        """(the trace that serves ``dimensions``, its sizes), or None where none does.
 
-        The sizes are those named to ``add``, in that order. Beside an ``add`` in another thread None may also mean
-        not yet: ask again when nothing is added.
+        The sizes are those passed to ``add``, in that order. While another thread is inside ``add``, None may also mean
+        "not yet": call again under the lock.
         """
         node = self._top.get(None)
         registers: list[Any] = [None] * self._length
@@ -405,31 +404,31 @@ class Traces:
                     registers[register] = left if operation is None else operation(registers[left], registers[right])
                 if type(node) is _Leaf:
                     return node.trace, list(map(registers.__getitem__, node.registers))
-                node = node.answers.get(registers[node.register])
-        except IndexError:  # A longer recording came since its registers were counted.
+                node = node.subtrees.get(registers[node.register])
+        except IndexError:  # another thread added a longer trace since ``_length`` was read
             pass
         return None
 
     def find_many(
         self, dimensions: Sequence[Any], of: Any, step: Operation3, missing: Callable[[Any], bool]
     ) -> Iterator[tuple[Any, Any, list[Any]]]:
-        """As ``find`` of many runs: (those it is about, their recording, its sizes).
+        """As ``find``, for many runs: yields (some of the runs, the trace that serves them, its sizes).
 
-        ``dimensions``: arrays over a grid of runs; ``of``: those of the grid that are asked about (``fields.Part``);
-        ``step``: an operation on arrays. ``missing`` is told of runs for the first of which there is no recording, and
-        adds it; where it says that nobody needs these runs they are left out.
+        ``dimensions``: arrays over a grid of runs. ``of``: its runs to find traces for (``batched.Subgrid``).
+        ``step``: applies an operation to arrays. ``missing`` is called with runs for the first of which there is no
+        trace: it adds the trace and returns True, or returns False if these runs are not needed, which skips them.
         """
         registers: list[Any] = [None] * self._length
         registers[: len(DIMENSIONS)] = [of.take(values) for values in dimensions]
-        #: (answers of a question, the one to follow, runs that gave it, their registers)
+        #: (values of a guard with their subtrees, the value to follow, the runs that have it, their registers)
         todo: list[tuple[dict[Any, Any], Any, Any, list[Any]]] = [(self._top, None, of, registers)]
         while todo:
-            answers, answer, part, registers = todo.pop()
-            node = answers.get(answer)
+            subtrees, value, part, registers = todo.pop()
+            node = subtrees.get(value)
             if node is None:
                 if not missing(part):
                     continue
-                node = answers[answer]
+                node = subtrees[value]
                 registers += [None] * (self._length - len(registers))
             for register, operation, left, right in zip(*node.steps, strict=True):
                 registers[register] = (
@@ -438,29 +437,29 @@ class Traces:
             if type(node) is _Leaf:
                 yield part, node.trace, list(map(registers.__getitem__, node.registers))
                 continue
-            for few, answer, positions in part.answers(registers[node.register]):
+            for few, value, positions in part.by_value(registers[node.register]):
                 theirs = registers if positions is None else [
-                    value if value is None else positions.take(value) for value in registers
+                    held if held is None else positions.take(held) for held in registers
                 ]
-                todo.append((node.answers, answer, few, theirs))
+                todo.append((node.subtrees, value, few, theirs))
 
     def add(self, env: ShapeEnv, trace: Any, sizes: Sequence[SymInt]) -> None:
-        """Put a recording, and the sizes that it is asked for, where its answers lead."""
+        """Put a trace, with the registers of ``sizes``, at the leaf where the values of its guards lead."""
         held: dict[Any, Any] = self._top
         key: Any = None
         computed: set[int] = set()
-        for register, answer in env.guards.items():
+        for register, value in env.guards.items():
             steps = env.needed((register,), computed)
             branch = held.get(key)
             if branch is None:
                 branch = held[key] = _Branch(register, steps)
-            assert branch.register == register, "a recording asked its questions in another order"
-            held, key = branch.answers, answer
+            assert branch.register == register, "a trace evaluated its guards in another order"
+            held, key = branch.subtrees, value
         wanted = tuple([size.register for size in sizes])
         leaf = _Leaf(trace, env.needed(wanted, computed), wanted)
         positions = tuple(sorted({*self._kept[0], *[i for i in computed if i < len(DIMENSIONS)]}))
         if positions != self._kept[0]:
-            self._kept = positions, {}  # before the recording can be found, whose answers depend on them
+            self._kept = positions, {}  # before the trace can be found: its results depend on these dimensions
         held[key] = leaf
         self._length = max(self._length, len(env.steps))
         self.count += 1

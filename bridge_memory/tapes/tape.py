@@ -2,24 +2,23 @@
 
 A block (attention, MLP, loss, ...) writes its forward pass as operations on tensors, in the order in which the
 real implementation runs them: what each operation makes, what it keeps for its backward, and its scratch space.
-``alive`` works out from that one list what is alive when.
+``alive`` derives from this list what is alive at every moment.
 
-The words of the recording, with their source:
+What a tape can hold, with its source:
 
-* An ``op`` makes its outputs, keeps its ``saves`` for its backward and needs ``workspace`` while it runs, of which
-  ``for_backward`` only where it keeps anything.
+* An ``op`` makes its outputs, keeps its ``saves`` for its backward and needs ``workspace`` while it runs;
+  ``for_backward`` is the part of the workspace that a pass without gradients does not need.
 * ``checkpoint``: forward saves the region's inputs only; backward, where a gradient reaches it, runs the region's
   forward again, then its backward (``megatron/core/tensor_parallel/random.py: CheckpointFunction``).
 * ``discardable``: as a checkpoint, and the region's outputs lose their storage once consumed; when the gradient of
-  the consumer arrives they are made again, and stay until the consumer and the region have run backward (``random.py:
-  CheckpointWithoutOutput``). Releases that copy what is made again into the old storage (``refills``) have both.
+  the consumer arrives they are recomputed, and stay until the consumer and the region have run backward (``random.py:
+  CheckpointWithoutOutput``). Releases that copy the recomputed outputs into the old storage (``refills``) hold both.
 * ``keep_alive``: a Python variable still holds tensors here.
-* ``delays``: an operation's weight gradient is made only when all inside has run backward; what it is made of waits
-  until then (Transformer Engine ``module/_common.py: WeightGradStore``).
-* ``landmark``: peaks before it and after it are found apart.
+* ``delays``: weight gradients of the operations inside are made only when all of these have run backward; their inputs
+  stay until then (Transformer Engine ``module/_common.py: WeightGradStore``).
+* ``landmark``: peaks before it and after it are found separately.
 
-Units are bytes: numbers, or ``symbolic.SymInt``s, which are numbers that remember how they were worked out. Nothing
-here knows what a layer is.
+Units are bytes: numbers, or ``symbolic.SymInt``s. Nothing here knows what a layer is.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from typing import Any, NamedTuple
 
 from bridge_memory.components import Part, Provenance
 
-#: Bytes, or what stands for them while sizes are noted.
+#: Bytes: an int, or a ``SymInt`` while a block is traced.
 Bytes = Any
 
 
 class Tensor:
     """A tensor: its name, its bytes and the bytes of its gradient (0: none flows to it).
 
-    A view has no bytes of its own: whoever holds it holds ``whole``, the tensor that it is a part of.
+    A view has 0 bytes: a reference to it is one to the storage of ``whole``, the tensor that it is a part of.
     """
 
     __slots__ = ("bytes", "grad_bytes", "item", "name", "part", "provenance", "units", "whole")
@@ -59,7 +58,7 @@ class Tensor:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether one flows to it, of any size."""
+        """Whether a gradient flows to it, of any size."""
         return not (type(self.grad_bytes) is int and self.grad_bytes == 0)
 
     def __repr__(self) -> str:
@@ -67,7 +66,8 @@ class Tensor:
 
 
 class Flush:
-    """The point of the forward pass at which, backward, weight gradients are made that operations after it delayed."""
+    """A point of the forward pass. When backward reaches it, the weight gradients are made that operations after it
+    delayed."""
 
     __slots__ = ("name",)
 
@@ -76,15 +76,15 @@ class Flush:
 
 
 class Delayed(NamedTuple):
-    """What a weight gradient that is made later waits with."""
+    """What stays alive until a delayed weight gradient is made."""
 
-    #: Of what the operation saved.
+    #: Saved tensors that it needs.
     inputs: tuple[Tensor, ...] = ()
-    #: Whether the gradient of its output waits as it came.
+    #: Whether the gradient of the output stays as it arrived.
     gradient: bool = True
-    #: Bytes that its backward made: inputs that were gathered, gradients in another dtype, or gathered.
+    #: Bytes that backward made for it: gathered inputs, and gradients that were gathered or cast.
     made: Bytes = 0
-    #: Bytes of the weight's gradient, where it is not added to the main gradient at once.
+    #: Bytes of the weight's gradient, where the GEMM does not add it to the main gradient.
     weight: Bytes = 0
 
 
@@ -92,8 +92,8 @@ class Op:
     """One operation of the forward pass, with what its backward will need."""
 
     __slots__ = (
-        "alias", "always_saves", "backward_workspace", "delayed", "dry_workspace", "flush", "in_place", "inputs",
-        "name", "offloaded", "outputs", "saves", "scope", "workspace",
+        "alias", "always_saves", "backward_workspace", "delayed", "flush", "in_place", "inputs", "name",
+        "no_grad_workspace", "offloaded", "outputs", "saves", "scope", "workspace",
     )
 
     def __init__(
@@ -119,20 +119,20 @@ class Op:
         self.saves = saves
         self.workspace = workspace
         #: In a pass without gradients.
-        self.dry_workspace = workspace if type(for_backward) is int and not for_backward else workspace - for_backward
+        same = type(for_backward) is int and not for_backward
+        self.no_grad_workspace = workspace if same else workspace - for_backward
         self.backward_workspace = backward_workspace
         #: Input gradients are the output gradient itself (addition, views that copy nothing backward).
         self.alias = alias
-        #: Input gradients are written over so many of the first saved tensors.
+        #: How many saved tensors, the first ones, its input gradients overwrite.
         self.in_place = in_place
-        #: What it saves goes to host memory once the block is done and comes back for its backward.
+        #: Its saved tensors go to host memory after the block's forward and return for its backward.
         self.offloaded = offloaded
-        #: It runs under ``torch.enable_grad``: its graph, and what that saves, is there even in a pass without
-        #: gradients.
+        #: It runs under ``torch.enable_grad``: it saves for backward even in a pass without gradients.
         self.always_saves = always_saves
         #: It only keeps its inputs alive to this point.
         self.scope = scope
-        #: What waits for its weight's gradient, and the point at which that is made.
+        #: What stays for its delayed weight gradient, and the point at which that is made.
         self.delayed = delayed
         self.flush = flush
 
@@ -166,7 +166,7 @@ class Discard:
 
 
 class Landmark:
-    """A point of the forward pass up to which, and backward from which, peaks are found apart."""
+    """A point of the forward pass. Peaks of forward up to it, and of backward from it on, are found separately."""
 
     __slots__ = ("name",)
 
@@ -178,13 +178,13 @@ Node = Op | Region | Discard | Landmark | Flush
 
 
 class Tape:
-    """Records one block's forward pass. See the module docstring for the words."""
+    """Records one block's forward pass. The module docstring explains the terms."""
 
     def __init__(
         self, *, refills: bool = False, frozen: bool = False, item: int = 2, least_offloaded: int = 1 << 20
     ) -> None:
-        """``frozen``: weights have no gradients, but for those of operations that say that they train. ``item``: bytes
-        of an element of tensors that do not say it. ``least_offloaded``: elements; smaller tensors stay on the GPU
+        """``frozen``: weights have no gradients, except those of operations with ``trains``. ``item``: default bytes of
+        an element. ``least_offloaded``: elements; smaller tensors stay on the GPU
         (``TransformerConfig.min_offloaded_tensor_size``)."""
         self.item = item
         self.least_offloaded = least_offloaded
@@ -194,12 +194,12 @@ class Tape:
         self._stack: list[Region] = [self._root]
         self.input_tensors: list[Tensor] = []
         self.output_tensors: list[Tensor] = []
-        #: What a checkpoint around the block keeps of it where it keeps some of what operations make (torchtitan's).
+        #: Outputs of operations that a selective checkpoint around the block keeps (torchtitan's).
         self.kept_by_checkpoint: list[Tensor] = []
         self._offloading = False
-        #: Of the weight gradients that are delayed here, the innermost last.
+        #: Points at which the weight gradients that are delayed here are made, the innermost last.
         self._flushes: list[Flush] = []
-        #: Where in the model everything recorded from here on belongs, and how its sizes are known.
+        #: Part of the model, and provenance of the sizes, of everything recorded from here on.
         self.part = Part.NONE
         self.provenance = Provenance.FORMULA
 
@@ -214,7 +214,7 @@ class Tape:
         provenance: Provenance | None = None, item: int | None = None,
     ) -> Tensor:
         """A storage to be made by an ``op``; ``grad=False`` for masks, indices and statistics. ``item``: bytes of an
-        element, where it is not in the dtype of activations."""
+        element, where that is not the tape's default."""
         gradient = (nbytes if grad else 0) if grad_bytes is None else grad_bytes
         return Tensor(name, nbytes, gradient, self.part, provenance or self.provenance, item or self.item)
 
@@ -234,8 +234,8 @@ class Tape:
         trains: bool = False,
         delayed: Delayed | None = None,
     ) -> None:
-        """``trains``: it has a weight with a gradient though the others are frozen. ``delayed``: what its weight's
-        gradient waits with, inside of ``delays``."""
+        """One operation. ``trains``: its weight has a gradient though the others are frozen. ``delayed``: what stays
+        for its weight gradient inside of ``delays``."""
         ins = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         outs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         if self._frozen and not trains and not any(t.has_gradient for t in ins):
@@ -269,7 +269,7 @@ class Tape:
         trains: bool = False,
         delayed: Delayed | None = None,
     ) -> Tensor:
-        """``op`` with one main output, which is returned, called ``label`` (default: as the operation).
+        """``op`` with one main output, which is returned, named ``label`` (default: the operation's name).
 
         ``also`` are further outputs (statistics, masks).
         """
@@ -297,7 +297,7 @@ class Tape:
         self._stack[-1].nodes.append(Op("scope", tensors, (), alias=True, scope=True))
 
     def landmark(self, name: str) -> None:
-        """Peaks of the forward pass up to here, and of the backward pass from here on, are found apart
+        """Peaks of the forward pass up to here, and of the backward pass from here on, are found separately
         (``BlockCost.before_landmark``)."""
         self._stack[-1].nodes.append(Landmark(name))
 
@@ -307,11 +307,11 @@ class Tape:
 
     @property
     def delaying(self) -> bool:
-        """Whether weight gradients wait here."""
+        """Whether weight gradients are delayed here."""
         return bool(self._flushes)
 
     def delay(self, name: str) -> None:
-        """From here on to ``delay_ends`` weight gradients wait until everything between has run backward."""
+        """Weight gradients from here to ``delay_ends`` are made when everything between has run backward."""
         self._flushes.append(Flush(name))
         self._stack[-1].nodes.append(self._flushes[-1])
 
@@ -320,7 +320,7 @@ class Tape:
 
     @contextmanager
     def delays(self, name: str, *, enabled: bool = True) -> Iterator[None]:
-        """Weight gradients of what is recorded inside wait until all of it has run backward."""
+        """Weight gradients of operations inside are made when all of these have run backward."""
         if not enabled:
             yield
             return
@@ -332,8 +332,8 @@ class Tape:
 
     @contextmanager
     def offload(self, enabled: bool) -> Iterator[None]:
-        """What is saved inside goes to host memory between the block's forward and backward, unless an operation
-        outside saves it too or it is small (``fine_grained_activation_offload.py``)."""
+        """Tensors saved inside go to host memory between the block's forward and backward, unless an operation outside
+        saves them too or they are small (``fine_grained_activation_offload.py``)."""
         before, self._offloading = self._offloading, self._offloading or enabled
         try:
             yield
@@ -342,7 +342,7 @@ class Tape:
 
     @contextmanager
     def of(self, part: Part) -> Iterator[None]:
-        """What is made inside belongs to ``part``."""
+        """Tensors made inside belong to ``part``."""
         before, self.part = self.part, part
         try:
             yield
@@ -351,7 +351,7 @@ class Tape:
 
     @contextmanager
     def assumed(self, enabled: bool = True) -> Iterator[None]:
-        """Sizes of what is made inside rest on an assumption: balanced routing."""
+        """Sizes of tensors made inside depend on an assumption: balanced routing."""
         before = self.provenance
         if enabled:
             self.provenance = Provenance.ASSUMED

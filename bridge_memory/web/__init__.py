@@ -1,9 +1,9 @@
 """The web page of ``bridge-memory serve``, and the JSON API behind it.
 
-On the standard library's ``http.server``: one person's page on their own machine needs no more, and so the command is
-there wherever the package is, in a training container too, without another package beside its pins.
+It uses the standard library's ``http.server``: enough for one person's page on their own machine, and available
+wherever the package is, in a training container too, without further packages.
 
-``serve`` (the command) -> ``server`` (HTTP, who may ask) -> ``api`` (questions and answers) -> ``options`` (a question
-as a RunSpec), ``fixes`` (a refusal with what to click), ``jobs`` and ``worker`` (what takes long, in a process of its
-own).
+``serve`` (the command) -> ``server`` (HTTP, access checks) -> ``api`` (questions, answers) -> ``options`` (questions as
+RunSpecs), ``fixes`` (refusals with changes to click), ``jobs`` and ``worker`` (long computations in separate
+processes).
 """

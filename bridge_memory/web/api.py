@@ -1,43 +1,47 @@
-"""Questions and answers of the page, as plain data; ``openapi`` describes them. Nothing here knows of HTTP.
+"""Questions and answers of the page as plain data, described by ``openapi``; independent of HTTP.
 
-What computes does so one at a time (recordings of blocks are kept by one owner): an estimate before the changes of a
-what-if, which are tried one by one.
+Computations run one at a time (traces of blocks have one cache). Estimates go before the changes of a what-if, which
+are tried one by one.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
+from bridge_memory.cards.gpu import Gpu
+from bridge_memory.cards.rows import GPUS, common_gpus
 from bridge_memory.emit.megatron import bridge_overrides, estimate_command, megatron_arguments
 from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.plan.changes import Effect, WhatIf, changes
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.report.answer import answer_of
-from bridge_memory.report.gpus import GPUS, Fit, Gpu, common_gpus, fits, margin_bytes, margin_words
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.page.data import timeline_data, treemap_data
 from bridge_memory.report.page.one_file import estimate_page
+from bridge_memory.report.units import format_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import ENGINES
 from bridge_memory.speed.hardware import HARDWARE, Hardware
 from bridge_memory.speed.megatron.step_time import not_timed, step_time
+from bridge_memory.verdict import Fit, fits, headroom, margin_words
 from bridge_memory.web.fixes import Refuses, label, refusal, untried
 from bridge_memory.web.options import DEFAULT_GPU, KEYS, Asked, asked, option_values, options
 from bridge_memory.web.words import title
-from bridge_memory.workspaces.driver import driver_bytes
+
+_Answer = TypeVar("_Answer")
 
 Question = Mapping[str, Any]
-#: ``transformer_impl`` whose layers the time model knows.
+#: ``transformer_impl`` values that the time model covers.
 _TIMED = ("transformer_engine", "local")
 
 
 class Refused(Exception):
-    """What was asked cannot be answered; ``document`` is {field, fields, message, fix, changes}."""
+    """A question that cannot be answered; ``document`` is {field, fields, message, fix, changes}."""
 
     def __init__(self, document: dict[str, Any], status: int = 422) -> None:
         super().__init__(document["message"])
@@ -45,7 +49,7 @@ class Refused(Exception):
 
 
 class Desk:
-    """One computation at a time, urgent ones first."""
+    """A lock: one computation at a time, urgent ones first."""
 
     def __init__(self) -> None:
         self._free = threading.Condition()
@@ -74,10 +78,10 @@ class Api:
         self.hub = hub
         self._desk = Desk()
 
-    # ---- what there is ----
+    # ---- options and models ----
 
     def options(self) -> dict[str, Any]:
-        """Everything that the page's form is made of."""
+        """Data of the page's form: options, GPUs, engines."""
         from bridge_memory import __version__
 
         return {
@@ -97,11 +101,11 @@ class Api:
     # ---- a run ----
 
     def asked(self, question: object) -> Asked:
-        """A question, read. Raises Refused."""
+        """The parsed question. Raises Refused."""
         return _answered(question, lambda q: asked(q, hub=self.hub))
 
     def estimate(self, question: object) -> dict[str, Any]:
-        """One run: every stage, whether it fits, what else it is called. Raises Refused."""
+        """One run: every stage, the verdict, and its commands. Raises Refused."""
         with self._desk.turn(urgent=True):
             return _answered(question, lambda q: _estimate(asked(q, hub=self.hub), q.get("stage")), self._refuses)
 
@@ -116,7 +120,7 @@ class Api:
             return _answered(question, page, self._refuses)
 
     def whatif(self, question: object) -> dict[str, Any]:
-        """What changing one option frees, the most first; of changes that make it fit the fastest first. Raises
+        """Memory freed by changing one option, largest first, and the fastest change that makes the run fit. Raises
         Refused."""
         with self._desk.turn():
             run, gpu, _ = self.asked(question)
@@ -129,9 +133,7 @@ class Api:
                 if effect is None or effect.freed <= 0:
                     continue
                 effects.append(effect)
-                margin = margin_bytes(effect.peak, run.parallel.world_size, driver_bytes(effect.run))
-                room = gpu.capacity_bytes - effect.peak - margin
-                if room >= 0 and fits(estimate(effect.run), [gpu])[0].fits:
+                if headroom(gpu, effect.peak, effect.run) >= 0 and fits(estimate(effect.run), [gpu])[0].fits:
                     fitting.add(effect.changes)
         given = question["options"] if isinstance(question, Mapping) and question.get("options") else {}
         effects.sort(key=lambda e: -e.freed)
@@ -156,7 +158,7 @@ class Api:
         return None
 
 
-def _answered(question: object, answer: Any, refuses: Refuses = untried) -> Any:
+def _answered(question: object, answer: Callable[[Question], _Answer], refuses: Refuses = untried) -> _Answer:
     if not isinstance(question, Mapping):
         raise Refused(plain_refusal(f"the question ({show(question)}) is not an object; give {', '.join(KEYS)}"), 400)
     try:
@@ -166,7 +168,7 @@ def _answered(question: object, answer: Any, refuses: Refuses = untried) -> Any:
 
 
 def plain_refusal(message: str, field: str | None = None) -> dict[str, Any]:
-    """{field, fields, message, fix, changes} of what has no changes to offer."""
+    """{field, fields, message, fix, changes} of a refusal without suggested changes."""
     _, semicolon, fix = message.rpartition("; ")
     return {
         "field": field, "fields": [field] if field else [], "message": message, "fix": fix if semicolon else "",
@@ -202,7 +204,7 @@ def _estimate(one: Asked, stage: object) -> dict[str, Any]:
     answer = answer_of(result, fitting)
     return {
         "estimate": document, "fit": _fit(fitting[0]), "experts": run.model.has_experts,
-        "answer": answer.words, "evidence": answer.evidence, "margin": margin_words(run),
+        "answer": answer.words, "evidence": answer.evidence, "margin": margin_words(run, format_bytes),
         "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),
         "exports": {
             "command": _command(one), "megatron": megatron_arguments(run), "bridge": bridge_overrides(run),
@@ -211,14 +213,13 @@ def _estimate(one: Asked, stage: object) -> dict[str, Any]:
 
 
 def _command(one: Asked) -> str:
-    """The ``estimate`` command that says the same; "" for Megatron's own arguments, which are the run."""
+    """The equivalent ``estimate`` command; "" where the run is given as Megatron's own arguments."""
     run, gpu, args = one
     return estimate_command(run, args, gpu.name) if args.megatron_args is None else ""
 
 
 def _drawn(result: Estimate, stage: int | None) -> dict[str, Any]:
-    """One stage over a step, and its peak in parts, for ``report/page/charts.js``; the fullest where none is asked for
-    that there is."""
+    """Timeline and treemap of one stage for ``report/page/charts.js``; default: the stage with the highest peak."""
     if stage is None or stage >= len(result.stages):
         stage = result.peak_stage.stage
     return {"stage": stage, "timeline": timeline_data(result, stage), "treemap": treemap_data(result, stage)}
@@ -229,7 +230,7 @@ def _fit(fit: Fit) -> dict[str, Any]:
 
 
 def _effective(run: RunSpec) -> dict[str, Any]:
-    """Option -> the value that counts, given or not."""
+    """Option -> its value in this run, given or by default."""
     found: dict[str, Any] = {}
     for option in options().values():
         group, dot, field = option.field.partition(".")
@@ -247,12 +248,12 @@ def _effective(run: RunSpec) -> dict[str, Any]:
 
 
 def hardware_for(run: RunSpec, gpu: Gpu) -> Hardware | None:
-    """What the time model takes of a card; None where it knows nothing of the card, or of what runs."""
+    """The GPU's figures for the time model; None where it does not cover the GPU or the implementation."""
     return HARDWARE.get(gpu.name) if run.implementation.transformer_impl in _TIMED else None
 
 
 def _step(one: Asked) -> dict[str, Any] | None:
-    """Seconds of a step by the time model, and tokens a second and GPU; None for a card without figures."""
+    """Predicted seconds per step and tokens/s/GPU; None for a GPU without figures."""
     run, gpu, _ = one
     hardware = hardware_for(run, gpu)
     if hardware is None:
@@ -271,7 +272,7 @@ def _step(one: Asked) -> dict[str, Any] | None:
 
 def _effect(effect: Effect, fitting: bool, given: Mapping[str, Any]) -> dict[str, Any]:
     changed = option_values({name: value for change in effect.changes for name, value in change.fields})
-    # A default is said by leaving the option away.
+    # A default is expressed by dropping the option.
     changed = {name: None if value == options()[name].default else value for name, value in changed.items()}
     changed = {name: value for name, value in changed.items() if value is not None or name in given}
     return {

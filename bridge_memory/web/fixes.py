@@ -1,4 +1,4 @@
-"""A refusal with its field, and what to click: changes of one option or two, each tried before it is offered."""
+"""A refusal with its field and with changes to click: one or two options, each tried before it is offered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bridge_memory.plan.megatron.splits import NO_SPLIT
 from bridge_memory.spec import SpecError
 from bridge_memory.web.options import Option, by_called, options
 
-#: Changes that are offered, those of one option, how many are tried, and seconds in which.
+#: Limits: changes offered in all, of one option, tried, and seconds of trying.
 MOST, OF_ONE, TRIED, SECONDS = 4, 2, 24, 1.0
 _FLAG = re.compile(r"--(?:no-)?([a-z][a-z0-9-]*)")
 _TO = re.compile(r"(\w+) to ('[^']*'|[\w.]+)")
@@ -23,17 +23,17 @@ _NUMBER = re.compile(r"\d{1,12}")
 _OURS = {"gpu": "gpu", "model": "model", "megatron_args": "megatron_args", "config": "config"}
 
 Question = Mapping[str, Any]
-#: What a question is refused with; None where it is answered.
+#: A question -> its refusal; None where it is answered.
 Refuses = Callable[[Question], "SpecError | None"]
 
 
 def untried(_: Question) -> SpecError:
-    """For a refusal without changes to offer."""
+    """For refusals without suggested changes."""
     return SpecError("not tried")
 
 
 def refusal(error: SpecError, question: Question, refuses: Refuses) -> dict[str, Any]:
-    """{field, fields, message, fix, changes} of a refused question; ``refuses`` tries others."""
+    """{field, fields, message, fix, changes} of a refused question; ``refuses`` tries changed ones."""
     raw = str(error)
     given = question.get("options")
     typed = [f"--{name}" for name in given] if isinstance(given, Mapping) else []
@@ -71,7 +71,7 @@ def _changes(raw: str, fields: list[str], question: Question, refuses: Refuses) 
     of_one: Counter[str] = Counter()
     until = time.monotonic() + SECONDS
     for change in _candidates(raw, fields, given):
-        # What the change itself is refused with may say what else is needed.
+        # The refusal of a change may name what else is needed.
         for _ in range(3):
             whole = {**question, "options": changed(given, change)}
             if change in tried or whole["options"] == given:
@@ -97,19 +97,19 @@ def _changes(raw: str, fields: list[str], question: Question, refuses: Refuses) 
 
 
 def changed(given: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with a change; None takes one away."""
+    """``given`` with ``change`` applied; None removes an option."""
     return {name: value for name, value in {**given, **change}.items() if value is not None}
 
 
 def label(change: Mapping[str, Any]) -> str:
-    """A change in words; ways to deal out layers that another one replaces go unsaid."""
+    """A change in words. Layer splits that another one replaces are not mentioned."""
     split = {by_called()[name] for name in NO_SPLIT}
     if any(change.get(name) is not None for name in split):
         change = {name: value for name, value in change.items() if name not in split or value is not None}
-    return ", ".join(_said(options()[name], value) for name, value in change.items())
+    return ", ".join(_flag_words(options()[name], value) for name, value in change.items())
 
 
-def _said(option: Option, value: Any) -> str:
+def _flag_words(option: Option, value: Any) -> str:
     flag = f"--{option.name}"
     if value is None:
         return f"drop {flag}"
@@ -119,8 +119,8 @@ def _said(option: Option, value: Any) -> str:
 
 
 def _candidates(raw: str, fields: list[str], given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What the refusal itself asks for, then other values of the fields that it names, the nearest first, one field
-    after the other."""
+    """Changes that the refusal asks for, then other values of the fields that it names: nearest first, fields in
+    turn."""
     yield from _asked_for(raw)
     numbers = [int(n) for n in _NUMBER.findall(raw)]
     known = [options()[name] for name in fields if name in options() and options()[name].group != "model"]
@@ -143,7 +143,7 @@ def _values(option: Option, value: Any, numbers: list[int]) -> Iterator[tuple[An
 
 
 def _asked_for(raw: str) -> list[dict[str, Any]]:
-    """What a refusal says should be set, all of it together and one by one."""
+    """Options that a refusal says should be set: all together, then one by one."""
     before, _, fix = raw.rpartition(";")
     needed = _NEEDS.search(before)
     found: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def _asked_for(raw: str) -> list[dict[str, Any]]:
         if option is not None:
             found[option.name] = _read(option, value.strip("'"))
     split = {by_called()[name] for name in NO_SPLIT}
-    if found.keys() & split:  # One way to deal out layers in place of another.
+    if found.keys() & split:  # One layer split replaces another.
         found = {**dict.fromkeys(sorted(split - found.keys())), **found}
         return [found]
     return [found, *({name: value} for name, value in found.items())] if len(found) > 1 else [found] if found else []
@@ -177,5 +177,5 @@ def _integers(value: Any, numbers: list[int]) -> list[int]:
     found -= {near, 0}
     nearest = sorted((n for n in found if n > 0), key=lambda n: (max(n, near) / min(n, near), -n))
     below, above = [n for n in nearest if n < near], [n for n in nearest if n > near]
-    # Next below and next above in turns, so that both are offered.
+    # Alternates below and above, so that both are offered.
     return [n for pair in zip_longest(below[:12], above[:12]) for n in pair if n is not None]

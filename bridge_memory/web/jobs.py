@@ -1,6 +1,6 @@
-"""What takes long or reads what a stranger wrote, each in a process of its own: searches, and files to compare.
+"""Long or untrusted work in separate processes: searches, and files to compare.
 
-A process can be ended at any time, answers nothing else meanwhile, and gives its memory back.
+A process can be stopped at any time, does not block other answers, and returns its memory.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import IO, Any
 
 from bridge_memory.web.api import Refused, plain_refusal
 
-#: Jobs at once; seconds for which an answer is kept, and after which a job that nobody asks about is ended.
+#: Concurrent jobs; seconds for which an answer is kept; seconds without a request after which a job is killed.
 MOST, KEPT, FORGOTTEN = 3, 600, 30
-#: Where the package is, so that a process of its own finds this one.
+#: The package's root, for the PYTHONPATH of the processes.
 _ROOT = str(Path(__file__).resolve().parents[2])
 _START = "from bridge_memory.web.worker import main; main()"
 
 
 class Job:
-    """One process: what it said last."""
+    """One process and its last message."""
 
     def __init__(self, question: Mapping[str, Any]) -> None:
         self.id = uuid.uuid4().hex
@@ -55,19 +55,19 @@ class Job:
                 pass
             with of:
                 for line in of:
-                    said = json.loads(line)
-                    self.progress = said.get("progress", self.progress)
-                    self.result = said.get("result", self.result)
-                    self.refused = said.get("refused", self.refused)
+                    message = json.loads(line)
+                    self.progress = message.get("progress", self.progress)
+                    self.result = message.get("result", self.result)
+                    self.refused = message.get("refused", self.refused)
         except ValueError:
             pass
         self._process.wait()
         if self.result is None and self.refused is None and not self.cancelled:
-            self.refused = plain_refusal("it ended without an answer, for want of memory perhaps; try less")
+            self.refused = plain_refusal("it ended without an answer, perhaps out of memory; try a smaller one")
         self.done.set()
 
     def cancel(self) -> None:
-        """End it; a search says what it found so far."""
+        """Stop it; a search reports what it found so far."""
         self.cancelled = True
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
@@ -97,7 +97,7 @@ class Jobs:
         threading.Thread(target=self._sweep, daemon=True).start()
 
     def start(self, question: Mapping[str, Any]) -> Job:
-        """Start one. Raises Refused where too many run."""
+        """Start a job. Raises Refused where ``MOST`` are running."""
         with self._lock:
             if sum(not job.done.is_set() for job in self._jobs.values()) >= MOST:
                 raise Refused(plain_refusal(f"{MOST} searches or comparisons are running; cancel one of them"), 429)
@@ -106,7 +106,7 @@ class Jobs:
             return job
 
     def get(self, name: str) -> Job:
-        """A job by its id. Raises Refused."""
+        """The job with this id. Raises Refused for an unknown one."""
         job = self._jobs.get(name)
         if job is None:
             raise Refused(plain_refusal("there is no such search (any more); start it again"), 404)
@@ -114,7 +114,7 @@ class Jobs:
         return job
 
     def close(self) -> None:
-        """End all of them."""
+        """Kill all jobs."""
         self._closed.set()
         with self._lock:
             for job in self._jobs.values():

@@ -15,7 +15,7 @@ _YES = {"type": "boolean"}
 _ANY_VALUE = {"description": "an option's value", "type": ["string", "number", "boolean", "array", "null"],
               "items": _TEXT}  # fmt: skip
 _OPTIONS = {"type": "object", "additionalProperties": _ANY_VALUE,
-            "description": "option (GET /api/options) -> value; in a change null takes one away"}  # fmt: skip
+            "description": "option (GET /api/options) -> value; in a change, null removes an option"}  # fmt: skip
 
 
 def _object(required: dict[str, Any], optional: dict[str, Any] | None = None, more: bool = False) -> dict[str, Any]:
@@ -47,18 +47,18 @@ _SCHEMAS: dict[str, Any] = {
     "Question": _object(
         {},
         {
-            "model": {**_TEXT, "description": "a preset, or a Hub id where the server was started with --hub"},
-            "config": {**_TEXT, "description": "the text of a config.json, in place of model"},
-            "name": {**_TEXT, "description": "what to call the model of config"},
-            "megatron_args": {**_TEXT, "description": "Megatron-LM's arguments or a launch script, in place of model"},
+            "model": {**_TEXT, "description": "a preset, or a Hub id if the server was started with --hub"},
+            "config": {**_TEXT, "description": "the text of a config.json, instead of model"},
+            "name": {**_TEXT, "description": "name of the model in config"},
+            "megatron_args": {**_TEXT, "description": "Megatron-LM's arguments or a launch script, instead of model"},
             "gpu": {**_TEXT, "default": "H100"}, "options": _OPTIONS,
-            "stage": {"type": ["integer", "null"], "description": "to be drawn; the fullest where none is given"},
+            "stage": {"type": ["integer", "null"], "description": "the stage to draw; default: the highest peak"},
         },
     ),
     "Refusal": _object(
         {
-            "field": {"type": ["string", "null"], "description": "the option, or the part of the question"},
-            "fields": {**_many(_TEXT), "description": "everything that the message names"},
+            "field": {"type": ["string", "null"], "description": "the option, or the key of the question"},
+            "fields": {**_many(_TEXT), "description": "all options and keys that the message names"},
             "message": _TEXT, "fix": _TEXT, "changes": _many(_object({"label": _TEXT, "options": _OPTIONS})),
         }
     ),
@@ -86,7 +86,7 @@ _SCHEMAS: dict[str, Any] = {
         {
             "estimate": _ref("Estimate"), "fit": _ref("Fit"), "experts": _YES,
             "answer": _TEXT, "evidence": _TEXT, "margin": _TEXT,
-            "effective": {"type": "object", "description": "option -> the value that counts, given or not"},
+            "effective": {"type": "object", "description": "option -> its value in this run, given or by default"},
             "step": _or_null(
                 _object({"seconds": _REAL, "tokens_per_second_per_gpu": _REAL, "not_timed": _many(_TEXT)})
             ),
@@ -150,7 +150,7 @@ def _asks(name: str) -> dict[str, Any]:
 
 
 def _embedded(name: str, path: str) -> dict[str, Any]:
-    """A JSON Schema of the package as a component: what it refers to in itself lies further down there."""
+    """A JSON Schema of the package as a component: what it references in itself moves with it."""
     with open(path, encoding="utf-8") as file:
         text = file.read().replace('"#/$defs/', f'"#/components/schemas/{name}/$defs/')
     found: dict[str, Any] = json.loads(text)
@@ -172,27 +172,27 @@ def document() -> dict[str, Any]:
         "info": {"title": "bridge-memory", "version": __version__,
                  "description": "GPU memory of Megatron training runs. Bytes are of one rank."},
         "paths": {
-            "/api/options": {"get": {"summary": "what the form is made of",
+            "/api/options": {"get": {"summary": "options, GPUs and engines of the form",
                                      "responses": _answers("Options", "options, GPUs, engines")}},
             "/api/models": {"get": {"summary": "the embedded models", "responses": _answers("Models", "models")}},
             "/api/estimate": {"post": {"summary": "one run", "requestBody": _asks("Question"),
-                                       "responses": _answers("Answer", "every stage, and whether it fits")}},
-            "/api/whatif": {"post": {"summary": "what one change frees", "requestBody": _asks("Question"),
-                                     "responses": _answers("WhatIf", "changes, the most first")}},
+                                       "responses": _answers("Answer", "every stage, and the verdict")}},
+            "/api/whatif": {"post": {"summary": "memory freed by changing one option", "requestBody": _asks("Question"),
+                                     "responses": _answers("WhatIf", "changes, largest first")}},
             "/api/report": {"post": {"summary": "one run as one HTML file", "requestBody": _asks("Question"),
                                      "responses": _answers("Report", "the file")}},
             "/api/search": {"post": {"summary": "start a search", "requestBody": _asks("Search"),
                                      "responses": _answers("Job", "the search", "202")}},
             "/api/search/{id}": {"parameters": _ID, "get": {
-                "summary": "how far a search is", "responses": _answers("Job", "progress, then the layouts")}},
+                "summary": "progress of a search", "responses": _answers("Job", "progress, then the layouts")}},
             "/api/search/{id}/cancel": {"parameters": _ID, "post": {
-                "summary": "end a search with what it found", "responses": _answers("Job", "the search")}},
+                "summary": "stop a search and keep what it found", "responses": _answers("Job", "the search")}},
             "/api/compare": {"post": {
-                "summary": "a log, journal or snapshot beside the prediction",
+                "summary": "compare a log, journal or snapshot with the prediction",
                 "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {
                     "type": "string", "format": "binary",
-                    "description": "one line of JSON, {question or null, name, stage}, and the file behind it"}}}},
-                "responses": _answers("Compared", "by stage, or by component of a snapshot")}},
+                    "description": "one line of JSON, {question or null, name, stage}, then the file"}}}},
+                "responses": _answers("Compared", "by stage, or for a snapshot by component")}},
         },
         "components": {"schemas": {**_SCHEMAS, "Estimate": estimate, "Compared": compare}},
     }  # fmt: skip

@@ -1,9 +1,9 @@
-"""What the page asks about, as a RunSpec: its options are the command line's flags, by their first spelling.
+"""The page's question as a RunSpec. Its options are the command line's flags, by their first spelling.
 
     {"model": "Qwen/Qwen3-30B-A3B", "gpu": "H100", "options": {"num-gpus": 64, "tp": 2, "recompute-modules": ["mlp"]}}
 
-In place of ``model``: ``config``, the text of a config.json, with a ``name``; or ``megatron_args``, the text of
-Megatron-LM's arguments or of a launch script. No file is ever read for the page, and the network only for a Hub id
+Instead of ``model``: ``config``, the text of a config.json, with a ``name``; or ``megatron_args``, the text of
+Megatron-LM's arguments or of a launch script. The page never reads a file, and uses the network only for a Hub id
 where the server was started with ``--hub``.
 """
 
@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 
 from bridge_memory.arguments.flags import FLAGS, MODEL_FLAGS, PACKAGES, SPECS, add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
+from bridge_memory.cards.gpu import Gpu
 from bridge_memory.files import read_text
 from bridge_memory.readers.presets import find_presets
-from bridge_memory.report.gpus import Gpu, find_gpu
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.fields import called, rules_of
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.release import read_release
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
-#: What a question may hold.
+#: Keys of a question.
 KEYS = ("model", "config", "name", "megatron_args", "gpu", "options", "stage")
 DEFAULT_GPU = "H100"
 
@@ -46,14 +47,14 @@ class Option(NamedTuple):
     kind: str
     choices: tuple[str, ...]
     help: str
-    #: The value that stands for leaving it away, where there is one.
+    #: The value in use where the option is not given, if any.
     default: Any
 
     def as_json(self) -> dict[str, Any]:
         return {**self._asdict(), "choices": list(self.choices), "default": self.plain(self.default)}
 
     def plain(self, value: Any) -> Any:
-        """A value as JSON has it: a release as text."""
+        """A value as JSON: a release becomes text."""
         if isinstance(value, tuple):
             return ".".join(map(str, value)) if self.kind == "release" else list(value)
         return value
@@ -64,8 +65,8 @@ def options() -> dict[str, Option]:
     """Name -> every option of a run, in the order of the help."""
     found: list[Option] = []
     for name, spelled in MODEL_FLAGS.items():
-        kind, said = _OF_THE_MODEL.get(name, ("integer", ""))
-        found.append(Option(spelled[2:], name, name, "model", kind, (), said, None))
+        kind, text = _OF_THE_MODEL.get(name, ("integer", ""))
+        found.append(Option(spelled[2:], name, name, "model", kind, (), text, None))
     rules = {name: rules_of(spec) for name, spec in SPECS.items()}
     defaults = {name: {f.name: f.default for f in fields(spec) if f.default is not MISSING}
                 for name, spec in SPECS.items()}  # fmt: skip
@@ -85,9 +86,9 @@ def options() -> dict[str, Option]:
     return {option.name: option for option in found}
 
 
-#: What changes the model itself: its kind, and what it does.
+#: Options that change the model itself: kind and help.
 _OF_THE_MODEL = {
-    "mtp_num_layers": ("integer", "MTP depths; 0 trains without"),
+    "mtp_num_layers": ("integer", "number of MTP depths; 0: none"),
     "num_layers": ("integer", "train only the first N decoder layers"),
     "make_vocab_size_divisible_by": ("integer", "pad the vocabulary to a multiple of N x TP"),
     "hidden_dropout": ("number", "dropout of the residual stream"),
@@ -109,7 +110,7 @@ def _kind(rule: Any) -> str:
 
 @cache
 def by_called() -> dict[str, str]:
-    """Megatron's name of a field -> the option's. A model's own fields come last: they are rarely meant."""
+    """Megatron's name of a field -> the option's name. Fields of the model come last: they are rarely meant."""
     named = options().values()
     return {option.called: option.name for option in sorted(named, key=lambda o: o.group != "model")}
 
@@ -125,11 +126,11 @@ def option_values(changed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Asked(NamedTuple):
-    """A question, read."""
+    """A parsed question."""
 
     run: RunSpec
     gpu: Gpu
-    #: The flags as the command line would have them.
+    #: The flags as the command line would parse them.
     args: argparse.Namespace
 
 
@@ -154,7 +155,7 @@ def asked(question: Mapping[str, Any], *, hub: bool = False) -> Asked:
 
 
 def arguments(question: Mapping[str, Any], *, hub: bool = False) -> tuple[argparse.Namespace, Gpu]:
-    """The flags of a question as argparse would leave them, and its GPU. Raises SpecError."""
+    """The flags of a question as argparse would return them, and its GPU. Raises SpecError."""
     unknown = [key for key in question if key not in KEYS]
     if unknown:
         raise SpecError(f"{show(unknown[0])} is no part of a question; give some of {', '.join(KEYS)}")
@@ -171,7 +172,7 @@ def arguments(question: Mapping[str, Any], *, hub: bool = False) -> tuple[argpar
     elif sources == ["config"]:
         args.custom_config = question["config"]
     else:
-        # A line's end before it: never a file's name.
+        # A leading line break: it is never taken for a file's name.
         args.megatron_args = "\n" + question["megatron_args"]
     given = question.get("options")
     given = {} if given is None else given
@@ -187,7 +188,7 @@ def arguments(question: Mapping[str, Any], *, hub: bool = False) -> tuple[argpar
 
 
 def _model(args: argparse.Namespace, name: str, hub: bool) -> None:
-    """A preset, or a Hub id where the network is allowed: never a path."""
+    """Sets a preset, or a Hub id where the network is allowed; never a path."""
     presets = find_presets(name.strip())
     if len(presets) == 1:
         args.model = presets[0]
@@ -209,7 +210,7 @@ def _model(args: argparse.Namespace, name: str, hub: bool) -> None:
     args.custom_config = read_text(fetch_config(name.strip()), "give a Hub id that has a config.json")
 
 
-#: Kind -> the types of its values in JSON, and what to give.
+#: Kind -> JSON types of its values, and what to give.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "integer": ((int,), "an integer"), "number": ((int, float), "a number"), "switch": ((bool,), "true or false"),
     "choice": ((str,), "a name"), "text": ((str,), "a text"), "release": ((str,), 'a release as text, "X.Y"'),
@@ -218,7 +219,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _value(option: Option, value: Any) -> Any:
-    """A JSON value as the flag's. Raises SpecError for one of another kind."""
+    """A JSON value as a flag's value. Raises SpecError for a wrong type."""
     types, give = _KINDS[option.kind]
     fine = type(value) in types
     if fine and option.kind == "names":

@@ -1,11 +1,11 @@
-"""HTTP: who may ask, how much they may send, and which answer is whose.
+"""HTTP: access checks, limits and routes.
 
-The page is for people who can open it on this machine. A site in their browser can reach it too, and so
+The page is for people who can open it on this machine. Other sites open in their browser can reach it too, therefore:
 
-- a request must name this host (``Host``): a name that somebody points at 127.0.0.1 (DNS rebinding) is refused;
-- one that comes from another site (``Origin``, ``Sec-Fetch-Site``) is refused, and what changes anything is a POST of
-  JSON or of octets, which no other site may send without asking first;
-- bodies, headers, connections and seconds have limits; no file is read but the page's own, which are in memory.
+- a request must name this host (``Host``): another name pointed at 127.0.0.1 (DNS rebinding) is refused;
+- a request from another site (``Origin``, ``Sec-Fetch-Site``) is refused; requests with effects are POSTs of JSON or
+  octets, which another site cannot send without a preflight;
+- bodies, headers, connections and seconds are limited; the only files served are the page's own, held in memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from bridge_memory.web.api import Api, Refused, plain_refusal
 from bridge_memory.web.jobs import Jobs
 from bridge_memory.web.openapi import document as openapi
 
-#: Bytes of a JSON body, and of a log or snapshot with what is asked of it.
+#: Largest JSON body, and largest log or snapshot with its question, bytes.
 MOST_JSON, MOST_FILE = 4 << 20, 256 << 20
-#: Connections at once, and seconds in which the next bytes of a request must come.
+#: Concurrent connections; seconds within which the next bytes of a request must arrive.
 MOST_CONNECTIONS, SECONDS = 64, 20.0
 _TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8",
           ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}  # fmt: skip
@@ -96,7 +96,7 @@ class Server(ThreadingHTTPServer):
 
 
 def _own_names(host: str) -> frozenset[str]:
-    """Names by which this server may be called; numbers always may, a browser that has one was given no name."""
+    """Host names of this server. IP addresses are always allowed: a browser with an address was given no name."""
     names = {"localhost", host.lower()}
     if not is_loopback(host):
         names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
@@ -139,13 +139,13 @@ class Handler(BaseHTTPRequestHandler):
             self._json(refused.document, refused.status)
         except (ConnectionError, TimeoutError):
             self.close_connection = True
-        except Exception as error:  # no fault of whoever asked
-            message = f"{type(error).__name__}: {show(str(error))} (a fault of bridge-memory)"
+        except Exception as error:  # a bug here, not in the request
+            message = f"{type(error).__name__}: {show(str(error))} (a bug in bridge-memory)"
             if os.environ.get("BRIDGE_MEMORY_TRACEBACK"):
                 raise
             self._json(plain_refusal(message), 500)
 
-    # ---- who asks ----
+    # ---- access ----
 
     def _check_who(self) -> None:
         hosts = self.headers.get_all("Host") or []
@@ -172,7 +172,7 @@ class Handler(BaseHTTPRequestHandler):
     def _refuse(self, message: str, status: int) -> None:
         raise Refused(plain_refusal(message), status)
 
-    # ---- what they send ----
+    # ---- requests ----
 
     def _body(self, most: int, kind: str) -> bytes:
         if self.headers.get("Transfer-Encoding") is not None:
@@ -200,7 +200,7 @@ class Handler(BaseHTTPRequestHandler):
         except ValueError:
             self._refuse("the body is not valid JSON in UTF-8; give an object", 400)
 
-    # ---- what they get ----
+    # ---- answers ----
 
     def _get(self, path: str) -> None:
         server = self.server
@@ -256,7 +256,7 @@ class Handler(BaseHTTPRequestHandler):
         return {"job": "search", "question": asked["question"], "vary": vary, "top": top, "hub": self.server.api.hub}
 
     def _compare(self) -> dict[str, Any]:
-        """The body: one line of JSON, {question or null, name, stage}, and the file behind it."""
+        """The body: one line of JSON, {question or null, name, stage}, then the file."""
         head, _, data = self._body(MOST_FILE, "application/octet-stream").partition(b"\n")
         if len(head) > MOST_JSON:
             self._refuse("the first line is too long; give {question, name, stage} and the file behind it", 413)
@@ -275,7 +275,7 @@ class Handler(BaseHTTPRequestHandler):
                  "path": file.name, "hub": self.server.api.hub}
             )  # fmt: skip
             while not job.done.wait(5.0):
-                self.server.jobs.get(job.id)  # still asked for
+                self.server.jobs.get(job.id)  # keeps the job alive
         if job.refused is not None:
             raise Refused(job.refused)
         return job.result or {}
@@ -285,7 +285,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, data: bytes, kind: str, tag: str | None = None) -> None:
         if not self._body_read and self.command == "POST":
-            self.close_connection = True  # What was not read is not the next request.
+            self.close_connection = True  # An unread body must not be read as the next request.
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
@@ -306,7 +306,7 @@ class Handler(BaseHTTPRequestHandler):
             self._drain()
 
     def _drain(self) -> None:
-        """Take a little of a body that is not read, so that whoever sends it comes to read why."""
+        """Read a little of a refused body, so that the sender gets to read the answer."""
         self.wfile.flush()
         self.connection.settimeout(0.5)
         left = 2 * MOST_JSON
@@ -317,7 +317,7 @@ class Handler(BaseHTTPRequestHandler):
             pass
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the standard library refuses (a method, a header too long), as JSON too."""
+        """Refusals of the standard library (unknown method, header too long), as JSON."""
         self._body_read, self.close_connection = False, True
         if not hasattr(self, "command") or self.command is None:
             self.command = "GET"
@@ -326,4 +326,4 @@ class Handler(BaseHTTPRequestHandler):
         self._json(plain_refusal(f"{message or 'this request is not understood'}; see /api/openapi.json"), code)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: one line a change of the page helps nobody."""
+        """Log nothing: a line per change on the page helps nobody."""

@@ -1,4 +1,4 @@
-"""Changes of a what-if in plain words, for who does not know the flags."""
+"""Titles of what-if changes in plain words, for people who do not know the flags."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _full(fields: dict[str, Any]) -> str:
 
 def _split(fields: dict[str, Any]) -> str:
     virtual = fields.get("virtual_pipeline_model_parallel_size")
-    return f"Deal out the layers otherwise, {virtual} virtual stages" if virtual else "Deal out the layers otherwise"
+    return f"Another layer split, {virtual} virtual stages" if virtual else "Another layer split"
 
 
 def _moments(fields: dict[str, Any]) -> str:
@@ -37,16 +37,16 @@ def _offload(fields: dict[str, Any]) -> str:
     return "Optimizer states in host memory" if "offload_optimizer_device" in fields else "Parameters in host memory"
 
 
-#: Kind of a change -> what it is called.
+#: Kind of a change -> its title.
 _TITLES: dict[str, Callable[[dict[str, Any]], str]] = {
     **{kind: lambda fields, name=name: f"{name} {_size(fields)}" for kind, name in _SIZES.items()},  # type: ignore[misc]
     "full recompute": _full,
     "split": _split,
     "micro batch": lambda fields: f"Micro batch {_size(fields)}",
     "sequence parallel": lambda _: "Sequence parallel",
-    "distributed optimizer": lambda _: "Divide the optimizer over data-parallel ranks",
+    "distributed optimizer": lambda _: "Shard the optimizer over data-parallel ranks",
     "optimizer dtypes": _moments,
-    "optimizer kernels": lambda _: "The optimizer's update fused",
+    "optimizer kernels": lambda _: "Fused optimizer step",
     "gradient checkpointing": lambda _: "Gradient checkpointing",
     "attention": lambda fields: f"Attention: {_size(fields)}",
     "Liger kernels": lambda fields: f"Liger kernel: {fields['liger_kernel'][-1]}",
@@ -62,7 +62,7 @@ _TITLES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def title(change: Change) -> str:
-    """What a change is called; a recomputed module by its name."""
+    """The title of a change; a recomputed module is named."""
     fields = dict(change.fields)
     named = _TITLES.get(change.kind)
     if named is not None:

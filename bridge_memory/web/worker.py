@@ -1,13 +1,10 @@
-"""The process of one job: reads a question from stdin, says one JSON object a line on stdout.
+"""The process of one job: reads a question from stdin, writes one JSON object per line to stdout.
 
     {"progress": {...}} ... then {"result": {...}} or {"refused": {field, message, fix, changes}}
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
 import json
 import signal
 import sys
@@ -17,17 +14,17 @@ from typing import Any
 
 from bridge_memory.spec import SpecError
 
-#: Layouts of the front that are told, at most.
+#: Layouts of the Pareto front that are reported, at most.
 _FRONT = 60
 #: Seconds between two lines of progress.
 _EVERY = 0.2
 
 
 def main() -> None:
-    """Answer the one question. SIGINT cancels it, also where the server was started in the background, by a shell that
-    lets its jobs ignore the signal."""
+    """Answer the question. SIGINT cancels it, also where a shell started the server in the background and so ignores
+    the signal."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Whatever else prints (a library's warning) must not stand between the lines.
+    # Other output (a library's warning) must not mix with the lines.
     out, sys.stdout = sys.stdout, sys.stderr
 
     def say(document: Mapping[str, Any]) -> None:
@@ -53,13 +50,14 @@ def main() -> None:
 
 
 def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
-    """Layouts that fit, the fastest first."""
+    """Layouts that fit, fastest first."""
     from bridge_memory.arguments.template import template
-    from bridge_memory.plan.megatron.search import search, ties
+    from bridge_memory.plan.found import ties
+    from bridge_memory.plan.megatron.search import search
     from bridge_memory.plan.megatron.space import AXES, Space
-    from bridge_memory.report.gpus import margin_bytes
     from bridge_memory.speed.hardware import hardware_of
     from bridge_memory.speed.megatron.step_time import not_timed
+    from bridge_memory.verdict import margin_bytes
     from bridge_memory.web.api import hardware_for
     from bridge_memory.web.options import arguments
 
@@ -70,7 +68,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
         for field in AXES[axis]:
             vars(args).pop(field, None)
     if "split" not in vary and "pp" in vary:
-        raise SpecError("vary (pp) needs split beside it, how layers are dealt out; vary both")
+        raise SpecError("vary (pp) needs split (how layers are split over stages); vary both")
     given, run = template(args, gpu, ("parallel.world_size", "batch.global_batch_size"))
     if hardware_for(run, gpu) is None:
         raise SpecError(
@@ -83,12 +81,12 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     if sequences is None:
         sequences = 8 * gpus
     space = Space(run, gpus, hardware.domain, frozenset(AXES.keys() - vary), {}, False, sequences)
-    said = 0.0
+    reported = 0.0
 
     def progress(looked_at: int, fitting: int) -> None:
-        nonlocal said
-        if time.monotonic() - said > _EVERY:
-            said = time.monotonic()
+        nonlocal reported
+        if time.monotonic() - reported > _EVERY:
+            reported = time.monotonic()
             say({"progress": {"looked_at": looked_at, "fit": fitting}})
 
     found = search(space, hardware, capacity=gpu.capacity_bytes, margin=lambda peak: margin_bytes(peak, gpus),
@@ -104,7 +102,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    from bridge_memory.emit.megatron import layout_fields
+    from bridge_memory.emit.megatron import layout_fields, recompute_words
     from bridge_memory.plan.megatron.space import AXES
     from bridge_memory.web.options import options
 
@@ -117,37 +115,26 @@ def _row(row: Any) -> dict[str, Any]:
     tokens = run.batch.global_batch_size * run.batch.seq_length
     return {
         "options": chosen, "tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp,
-        "mbs": run.batch.micro_batch_size, "recompute": _recompute(run.recompute), "peak_bytes": row.peak,
+        "mbs": run.batch.micro_batch_size, "recompute": recompute_words(run.recompute), "peak_bytes": row.peak,
         "stage": row.stage, "headroom_bytes": row.headroom, "step_seconds": row.time.seconds,
         "tokens_per_second_per_gpu": tokens / row.time.seconds / p.world_size,
     }  # fmt: skip
 
 
-def _recompute(r: Any) -> str:
-    if r.granularity == "selective":
-        return ", ".join(r.modules)
-    return f"full, {r.method} {r.num_layers}" if r.granularity == "full" else "none"
-
-
 def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
-    """A log, a journal or a snapshot beside the prediction."""
-    from bridge_memory.cli import compare
+    """Compare a log, a journal or a snapshot with the prediction."""
+    from bridge_memory.arguments.run import run_from_arguments
+    from bridge_memory.comparison.compare import compare
     from bridge_memory.web.options import arguments
 
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
-    args = parser.parse_args([asked["path"], "--snapshot-stage", str(asked.get("stage", 0))])
-    if asked["question"] is not None:
-        vars(args).update(vars(arguments(asked["question"], hub=asked.get("hub", False))[0]))
-    args.format, args.json = "json", True
-    text = io.StringIO()
+    question = asked["question"]
+    run = None
+    if question is not None:
+        run = run_from_arguments(arguments(question, hub=asked.get("hub", False))[0])
     try:
-        with contextlib.redirect_stdout(text):
-            compare.run(args)
+        return compare(asked["path"], run, stage=asked.get("stage", 0)).as_json(asked["name"])
     except SpecError as error:  # The file has the name that it came with.
         raise SpecError(str(error).replace(asked["path"], asked["name"])) from None
-    document: dict[str, Any] = json.loads(text.getvalue())
-    return {**document, "measured": asked["name"]}
 
 
 _JOBS = {"search": _search, "compare": _compare}

@@ -1,4 +1,4 @@
-"""Workspaces: buffers that outlive a step and belong to no parameter, and what torch's allocator adds to a tensor.
+"""Buffers that outlive a step and belong to no parameter, and the overhead of torch's allocator.
 
-Libraries, MoE dispatchers, rotary tables, the pipeline's last input: ``persistent.persistent_buffers``.
+``persistent.persistent_buffers``: workspaces of libraries, MoE dispatchers, rotary tables, the pipeline's last input.
 """

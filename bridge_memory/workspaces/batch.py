@@ -1,4 +1,4 @@
-"""The batch of one microbatch, and what travels between stages."""
+"""The input tensors of one microbatch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bridge_memory.spec.layout import ChunkShape
 
 
 def batch_bytes(run: RunSpec, shapes: Sequence[ChunkShape]) -> int:
-    """Bytes of one microbatch's input on an end stage of the pipeline; the stages between get none.
+    """Bytes of one microbatch's input on the first or last stage of the pipeline; the stages between get none.
 
     int64 tokens, labels and positions, an fp32 loss mask, and the boolean mask [b, 1, s, s] of the data loader,
     all divided by CP. Source: ``megatron/training/utils.py: get_batch_on_this_tp_rank``,

@@ -1,21 +1,21 @@
-"""torch's caching allocator, block by block: what it reserves when tensors come and go in a given order.
+"""torch's caching allocator, block by block: what it reserves for a given sequence of allocations and frees.
 
-Every stream has pools of its own, one for blocks of up to 1 MiB and one for larger ones, and no block goes from one to
-another. A request takes the smallest free block of its pool that is large enough and leaves what remains of it.
-Where there is none, a segment is asked of the device: a whole one, or with expandable segments so many pages at the end
-of the stream's address range. Nothing is given back before the device is full.
+Every stream has two pools, one for blocks of up to 1 MiB and one for larger ones; blocks never change pools. A request
+gets the smallest free block of its pool that is large enough; the remainder is split off. If there is none, the
+allocator requests a segment from the device: a whole one, or with expandable segments enough pages at the end of the
+stream's address range. Nothing is returned before the device is full.
 
 Source: ``c10/cuda/CUDACachingAllocator.cpp: DeviceCachingAllocator`` of torch 2.5 to 2.13 (``malloc``,
 ``get_free_block``, ``alloc_found_block``, ``should_split``, ``find_expandable_block``, ``map_block``, ``free_block``,
-``try_merge_blocks``, ``release_cached_blocks``, ``unmap_block``). Not followed: ``max_split_size_mb``,
-``garbage_collection_threshold`` and ``roundup_power2_divisions``, which are off unless asked for, private pools of
-CUDA graphs, and ``record_stream``, which FSDP2 does without.
+``try_merge_blocks``, ``release_cached_blocks``, ``unmap_block``). Not modelled: ``max_split_size_mb``,
+``garbage_collection_threshold`` and ``roundup_power2_divisions``, which are off by default, private pools of CUDA
+graphs, and ``record_stream``, which FSDP2 does not use.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ SEGMENT_UNIT = 2 * MIB
 
 
 class Event(NamedTuple):
-    """A tensor that comes (``nbytes`` not None) or goes, on ``stream``. ``tensor`` tells those that are there apart."""
+    """An allocation (``nbytes`` not None) or a free, on ``stream``. ``tensor``: an id, unique among live tensors."""
 
     tensor: int
     nbytes: int | None
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 
 class DeviceFull(Exception):
-    """A request that no device of this capacity can meet."""
+    """An allocation that does not fit into the device's capacity."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,21 +53,21 @@ class _Block:
 
     @property
     def room(self) -> int:
-        """Bytes up to which it can grow (``expandable_size``)."""
+        """Bytes to which it can grow (``expandable_size``)."""
         after = self.next
         return self.size + (after.size if after is not None and not after.mapped else 0)
 
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """Free blocks of a stream and a size class, smallest and lowest first, and those without memory, lowest first."""
+    """Free blocks of one stream and size class, smallest and lowest first; and unmapped blocks, lowest first."""
 
     page: int
     free: list[tuple[int, int, _Block]] = field(default_factory=list)
     unmapped: list[tuple[int, _Block]] = field(default_factory=list)
 
     def add(self, block: _Block) -> None:
-        # No two blocks have one address, so that blocks themselves are never compared.
+        # Addresses are unique, so that blocks themselves are never compared.
         if block.mapped:
             insort(self.free, (block.size, block.address, block))
         else:
@@ -81,7 +81,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """``capacity``: bytes of the device that it can reserve; without it there is no end to them.
+    """``capacity``: bytes that it can reserve of the device; None: unlimited.
 
     ``expandable_segments`` as in ``PYTORCH_CUDA_ALLOC_CONF``.
     """
@@ -91,14 +91,14 @@ class CachingAllocator:
         self.capacity = capacity
         self.reserved = self.allocated = 0
         self.peak_reserved = self.peak_allocated = 0
-        #: How often everything that was free was given back to the device, because it was full.
+        #: How often all free memory was returned to the device because it was full.
         self.retries = 0
         self._pools: dict[tuple[Hashable, bool], _Pool] = {}
         self._blocks: dict[int, _Block] = {}
         self._next_address = 0
 
     def replay(self, events: Iterable[Event]) -> None:
-        """Raises DeviceFull, and KeyError for a tensor that goes and never came."""
+        """Apply events in order. Raises DeviceFull, and KeyError for a free of a tensor that is not allocated."""
         for event in events:
             if event.nbytes is None:
                 self.free(event.tensor)
@@ -118,7 +118,9 @@ class CachingAllocator:
     # ---- tensors ----
 
     def allocate(self, tensor: int, nbytes: int, stream: Hashable = 0) -> None:
-        """No bytes take no block. Raises DeviceFull, and ValueError for a tensor that is there."""
+        """Allocate a tensor; one of 0 bytes gets no block. Raises DeviceFull, and ValueError if it is allocated
+        already.
+        """
         if tensor in self._blocks:
             raise ValueError(f"tensor {tensor} is there already")
         if nbytes <= 0:
@@ -133,8 +135,8 @@ class CachingAllocator:
             block = self._fresh(pool, size)
         if block is None:
             raise DeviceFull(f"{size} bytes more than {self.reserved} do not fit {self.capacity}")
-        rest = block.size - size
-        if rest >= BLOCK if small or self.expandable else rest > SMALL:
+        remainder = block.size - size
+        if remainder >= BLOCK if small or self.expandable else remainder > SMALL:
             block = self._split(block, size)
         block.allocated = True
         self._blocks[tensor] = block
@@ -142,7 +144,7 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, tensor: int) -> None:
-        """Raises KeyError for one that is not there; one without bytes never is."""
+        """Free a tensor. Raises KeyError if it is not allocated; a tensor of 0 bytes never is."""
         block = self._blocks.pop(tensor)
         self.allocated -= block.size
         block.allocated = False
@@ -155,7 +157,7 @@ class CachingAllocator:
     # ---- blocks ----
 
     def _best(self, pool: _Pool, size: int) -> _Block | None:
-        """The smallest free block; one at the end of a range counts with what it can grow to."""
+        """The smallest free block; one at the end of an address range counts with the size to which it can grow."""
         at = bisect_left(pool.free, (size,))
         if at == len(pool.free):
             return None
@@ -165,17 +167,17 @@ class CachingAllocator:
         return pool.free.pop(at)[2]
 
     def _split(self, block: _Block, size: int) -> _Block:
-        """The first ``size`` bytes of a block; the rest goes to its pool."""
-        rest = block
-        first = _Block(block.pool, block.address, size, prev=block.prev, next=rest)
+        """The first ``size`` bytes of a block; the remainder goes to its pool."""
+        remainder = block
+        first = _Block(block.pool, block.address, size, prev=block.prev, next=remainder)
         if first.prev is not None:
             first.prev.next = first
-        rest.prev, rest.address, rest.size = first, rest.address + size, rest.size - size
-        rest.pool.add(rest)
+        remainder.prev, remainder.address, remainder.size = first, remainder.address + size, remainder.size - size
+        remainder.pool.add(remainder)
         return first
 
     def _merge(self, block: _Block) -> None:
-        """With free neighbours that have memory, or have none, as it."""
+        """Merge with free neighbours that are mapped, or unmapped, like the block."""
         for other in (block.prev, block.next):
             if other is None or other.allocated or other.mapped != block.mapped:
                 continue
@@ -200,7 +202,7 @@ class CachingAllocator:
         return True
 
     def _fresh(self, pool: _Pool, size: int) -> _Block | None:
-        """A block of a segment that is asked of the device; None where it is full."""
+        """A block of a new segment from the device; None if the device is full."""
         if self.expandable:
             return self._grown(pool, size)
         if size <= SMALL:
@@ -212,13 +214,13 @@ class CachingAllocator:
         return _Block(pool, self._addresses(segment), segment) if self._take(segment) else None
 
     def _addresses(self, nbytes: int) -> int:
-        # Blocks of two segments are never neighbours: they are linked within one.
+        # Blocks of different segments are never merged: neighbours are linked within a segment.
         address = self._next_address
         self._next_address += nbytes
         return address
 
     def _grown(self, pool: _Pool, size: int) -> _Block | None:
-        """The lowest place of an address range with room, where pages are mapped."""
+        """Map pages at the lowest place of an address range with enough room."""
         block = self._place(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -241,7 +243,7 @@ class CachingAllocator:
                 at = at.next
             if room >= size:
                 return first
-        # Address space of 1 1/8 of the device; without an end where the device has none.
+        # Address space of 1 1/8 of the device's capacity; practically unlimited without one.
         length = max((self.capacity or 1 << 60) * 9 // 8, size)
         length = -(-length // pool.page) * pool.page
         block = _Block(pool, self._addresses(length), length, False)
@@ -249,25 +251,25 @@ class CachingAllocator:
         return block
 
     def _map(self, block: _Block, nbytes: int) -> bool:
-        """Give whole pages to the beginning of a block without memory."""
+        """Map whole pages at the beginning of an unmapped block."""
         pool = block.pool
         nbytes = min(-(-nbytes // pool.page) * pool.page, block.size)
         if not self._take(nbytes):
             return False
         pool.drop(block)
         if nbytes < block.size:
-            rest = _Block(pool, block.address + nbytes, block.size - nbytes, False, prev=block, next=block.next)
-            if rest.next is not None:
-                rest.next.prev = rest
-            block.next, block.size = rest, nbytes
-            pool.add(rest)
+            remainder = _Block(pool, block.address + nbytes, block.size - nbytes, False, prev=block, next=block.next)
+            if remainder.next is not None:
+                remainder.next.prev = remainder
+            block.next, block.size = remainder, nbytes
+            pool.add(remainder)
         block.mapped = True
         self._merge(block)
         pool.add(block)
         return True
 
     def _give_back(self) -> None:
-        """Segments of which nothing is used, or with expandable segments all whole pages of free blocks."""
+        """Return unused segments to the device, or with expandable segments all whole pages of free blocks."""
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if self.expandable:
@@ -299,3 +301,35 @@ class CachingAllocator:
         self.reserved -= block.size
         self._merge(block)
         pool.add(block)
+
+
+class Reserved(NamedTuple):
+    """Bytes that the allocator reserves at most, as it is and with ``expandable_segments:True``; and of either what
+    each stream has at the end: (its name, bytes), the most first."""
+
+    segments: int
+    expandable: int
+    segments_of: tuple[tuple[str, int], ...]
+    expandable_of: tuple[tuple[str, int], ...]
+    #: The most that is allocated in the same replay.
+    allocated: int
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "segments": self.segments, "expandable_segments": self.expandable, "streams": dict(self.segments_of),
+            "streams_expandable_segments": dict(self.expandable_of), "allocated": self.allocated,
+        }  # fmt: skip
+
+
+def reserved_by(
+    plain: CachingAllocator, expandable: CachingAllocator, name: Callable[[Hashable], str] = str
+) -> Reserved:
+    """What two allocators that replayed the same reserved; ``name``: of a stream."""
+
+    def of(allocator: CachingAllocator) -> tuple[tuple[str, int], ...]:
+        sums: dict[str, int] = {}
+        for stream, nbytes in allocator.by_stream().items():
+            sums[name(stream)] = sums.get(name(stream), 0) + nbytes
+        return tuple(sorted(sums.items(), key=lambda item: -item[1]))
+
+    return Reserved(plain.peak_reserved, expandable.peak_reserved, of(plain), of(expandable), plain.peak_allocated)

@@ -1,4 +1,4 @@
-"""What MoE dispatchers hold as attributes from one microbatch to the next."""
+"""Tensors that MoE dispatchers hold as attributes from one microbatch to the next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from bridge_memory.components import Component, Lifetime, Part
 from bridge_memory.inventory.layer_links import fully_recomputed, ignores_full_recompute
 from bridge_memory.inventory.megatron.moe import held_order_bytes, held_routing_bytes, routed_gradients
-from bridge_memory.releases import OVERLAPPED_LAYERS_LET_GO
+from bridge_memory.releases import OVERLAPPED_LAYERS_FREED
 from bridge_memory.spec import ModelSpec, MoESpec
 from bridge_memory.spec.layout import ChunkShape
 from bridge_memory.tapes.context import BlockContext
@@ -16,7 +16,7 @@ from bridge_memory.workspaces.libraries import buffer
 
 
 class ExpertLayers(NamedTuple):
-    """MoE layers of one kind on a stage, and whether they dispatch again in backward."""
+    """MoE layers of one kind on a stage; ``recomputed``: they dispatch again in backward."""
 
     ffn: MoESpec
     recomputed: bool
@@ -24,7 +24,7 @@ class ExpertLayers(NamedTuple):
 
 
 def expert_layers(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[ExpertLayers]:
-    """Every MoE layer of a chunk, MTP's too."""
+    """All MoE layers of a chunk, including those of MTP depths."""
     if not model.has_experts and (model.mtp_layer is None or not isinstance(model.mtp_layer.ffn, MoESpec)):
         return []
     again = ctx.recomputes("moe")
@@ -43,18 +43,18 @@ def expert_layers(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> lis
     return found
 
 
-def held_by_dispatchers(layers: Sequence[ExpertLayers], ctx: BlockContext, residue: int) -> Iterator[Component]:
-    """``residue``: what recomputed MoE layers leave behind in backward (``ChunkInventory.residue``)."""
-    if residue:
+def held_by_dispatchers(layers: Sequence[ExpertLayers], ctx: BlockContext, carried_over: int) -> Iterator[Component]:
+    """``carried_over``: bytes that recomputed MoE layers carry over from backward (``ChunkInventory.carried_over``)."""
+    if carried_over:
         # token_dispatcher.py: the graph of self.probs leads to them until the next forward
         yield buffer(
-            "inputs of recomputed MoE layers and their gradients", residue, Part.DISPATCHER, Lifetime.BETWEEN_STEPS
+            "inputs of recomputed MoE layers and their gradients", carried_over, Part.DISPATCHER, Lifetime.BETWEEN_STEPS
         )
     impl = ctx.impl
     if impl.overlap_moe_expert_parallel_comm and impl.moe_token_dispatcher_type == "alltoall":
-        # Of the schedule's node that ends with the router, the input is a leaf, to which the graph of self.probs leads
+        # The input of the schedule's node that ends with the router is a leaf, to which the graph of self.probs leads
         # (pipeline_parallel/utils.py: ScheduleNode._forward, token_dispatcher.py: dispatch_preprocess).
-        # Of an offloaded input the gradient alone stays (transformer_layer.py: _forward_attention, group_offload).
+        # If that input is offloaded, only its gradient stays (transformer_layer.py: _forward_attention, group_offload).
         each = ctx.hidden_bytes * (1 if "attn_norm" in impl.offload_modules else 2)
         nbytes = each * sum(kind.number for kind in layers)
         yield buffer(
@@ -71,19 +71,19 @@ def held_by_dispatchers(layers: Sequence[ExpertLayers], ctx: BlockContext, resid
         yield buffer("order of every recomputed MoE layer's last microbatch", again, Part.DISPATCHER)
     once = sum(n * held_order_bytes(ctx, ffn) for ffn, recomputed, n in layers if not recomputed)
     if once:
-        # the same, which backward keeps until it has run
+        # the same mapping, which is saved for backward until that has run
         yield buffer("order of every MoE layer's last microbatch", once, Part.DISPATCHER, Lifetime.BETWEEN_STEPS)
 
 
 def held_by_nodes(layers: Sequence[ExpertLayers], ctx: BlockContext) -> int:
-    """Bytes that the schedule's nodes of layers that have run backward hold until the chunk is done, where expert
-    communication overlaps; nothing where layers are let go one by one.
+    """Bytes that schedule nodes of layers that have run backward hold until the chunk is done, with overlapped expert
+    communication; 0 in releases that free the nodes layer by layer.
 
-    A layer's nodes are attention, router, dispatch, experts and combine, each with its input and that one's gradient.
-    The inputs of the last three are freed when they have run; those of the first two, [s, b, h], are there, and the
-    gradients of all five, those of the last three [R, w] (``models/gpt/fine_grained_callables.py:
-    TransformerLayerNode._release_state``, which the one of ``ScheduleNode`` does not run beside).
+    A layer's nodes are attention, router, dispatch, experts and combine, each with its input and the input's gradient.
+    The inputs of the last three are freed when they have run. The inputs of the first two, [s, b, h], stay, and the
+    gradients of all five, of which those of the last three are [R, w] (``models/gpt/fine_grained_callables.py:
+    TransformerLayerNode._release_state``, which replaces that of ``ScheduleNode``).
     """
-    if OVERLAPPED_LAYERS_LET_GO(ctx.impl):
+    if OVERLAPPED_LAYERS_FREED(ctx.impl):
         return 0
     return sum(n * (4 * ctx.hidden_bytes + routed_gradients(ctx, ffn)) for ffn, _, n in layers)

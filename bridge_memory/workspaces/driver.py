@@ -1,8 +1,8 @@
-"""What a run takes of a GPU beside torch's allocator, by buffers whose sizes their libraries' sources tell.
+"""Buffers that libraries allocate outside torch's allocator, as far as their sizes follow from the libraries' sources.
 
-Nothing of it is in what torch reports, nor in a peak; it is in the margin that a card must hold beyond one. Symbols: T
-tokens of a microbatch on a rank, w the width of what is sent, n ranks of the expert group (ETP x EP), r of them in one
-NVLink domain, e experts of a rank.
+They are not in what torch reports, nor in a predicted peak, but in the margin that a GPU must have beyond the peak.
+Symbols: T tokens of a microbatch on a rank, w the width of what is sent, n ranks of the expert group (ETP x EP), r of
+them in one NVLink domain, e experts of a rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.model import ModelSpec, MoESpec
 from bridge_memory.spec.run import RunSpec
 
-#: Names of buffers of the flex dispatcher.
+#: Backends of the flex dispatcher, by which their buffers are named.
 DISPATCHERS = ("DeepEP", "HybridEP")
 
 
@@ -22,17 +22,17 @@ class DriverBuffer(NamedTuple):
 
     name: str
     nbytes: int
-    #: What is supposed of it, in words.
+    #: What its size assumes, in words.
     supposed: str = ""
 
     @property
     def of(self) -> str:
-        """In a sentence."""
+        """Its name in a sentence."""
         return f"{self.name}'s buffers" if self.name in DISPATCHERS else self.name
 
 
 def driver_buffers(run: RunSpec) -> tuple[DriverBuffer, ...]:
-    """Every buffer of a known size, of the fullest rank."""
+    """Every buffer of a known size, on the rank with the largest."""
     return (*_user_buffers(run), *_dispatchers(run))
 
 
@@ -48,11 +48,11 @@ def _user_buffers(run: RunSpec) -> tuple[DriverBuffer, ...]:
 
 
 def user_buffer_bytes(tokens: int, width: int) -> int:
-    """At most: [tokens, width] in bf16 for each of twelve GEMMs, of which the four that reduce have up to
-    (2 t - 1) / t of that, a ring's chunks. Layers that stay in bf16 beside quantized ones have theirs.
+    """Upper bound: [tokens, width] in bf16 for each of twelve GEMMs; the four that reduce have up to (2 t - 1) / t of
+    that, the chunks of a ring. Layers that stay in bf16 while others are quantized have buffers of their own.
 
     Source: TE ``module/base.py: initialize_ub``, ``comm_gemm_overlap.cpp: CommOverlapP2PBase``, which allocate them in
-    memory that ranks of a node share.
+    memory that the ranks of a node share.
     """
     return (8 + 4 * 2) * 2 * tokens * width
 
@@ -78,17 +78,17 @@ def _dispatchers(run: RunSpec) -> tuple[DriverBuffer, ...]:
 
 
 def may_have_driver_buffers(run: RunSpec) -> bool:
-    """Whether any such run, of whatever sizes, can have them."""
+    """Whether a run with these options can have such buffers at any size."""
     return run.implementation.tp_comm_overlap or run.implementation.moe_token_dispatcher_type == "flex"
 
 
 def driver_bytes(run: RunSpec) -> int:
-    """Bytes of all of them."""
+    """Total bytes of ``driver_buffers``."""
     return sum(found.nbytes for found in driver_buffers(run))
 
 
 def _experts(model: ModelSpec) -> MoESpec | None:
-    """Experts whose tokens are the widest; the process has one buffer for all layers."""
+    """The experts with the widest tokens; the process has one buffer for all layers."""
     kinds = [kind.ffn for kind in (*dict.fromkeys(model.layers), model.mtp_layer) if kind is not None]
     moes = [ffn for ffn in kinds if isinstance(ffn, MoESpec)]
     return max(moes, key=lambda ffn: ffn.latent_size or model.hidden_size, default=None)
@@ -98,10 +98,10 @@ def _experts(model: ModelSpec) -> MoESpec | None:
 # DeepEP
 # ---------------------------------------------------------------------------------------------------------------
 
-#: megatron-core's (``token_dispatcher.py``: set_deepep_num_sms).
+#: Multiprocessors, megatron-core's default (``token_dispatcher.py``: set_deepep_num_sms).
 DEEPEP_SMS = 20
-#: Ranks of a group -> tokens that a channel receives over NVLink, and over RDMA in whole messages; the larger of
-#: dispatch and combine (DeepEP ``deep_ep/buffer.py: Buffer.get_dispatch_config, get_combine_config``).
+#: Ranks of a group -> (tokens that a channel receives over NVLink, the same over RDMA rounded up to whole messages);
+#: the larger of dispatch and combine (DeepEP ``deep_ep/buffer.py: Buffer.get_dispatch_config, get_combine_config``).
 DEEPEP_TOKENS: dict[int, tuple[int, int]] = {
     2: (256, 128), 4: (256, 128), 8: (256, 128), 16: (288, 140), 24: (288, 128), 32: (288, 128), 48: (288, 128),
     64: (288, 128), 96: (480, 132), 128: (560, 132), 144: (720, 132), 160: (720, 132),
@@ -109,25 +109,25 @@ DEEPEP_TOKENS: dict[int, tuple[int, int]] = {
 #: Ranks that reach each other over NVLink (``csrc/kernels/configs.cuh: NUM_MAX_NVL_PEERS``).
 DEEPEP_PEERS = 8
 DEEPEP_WORKSPACE = 32 << 20
-#: NVSHMEM's heap grows by so much (``deep_ep/buffer.py``: NVSHMEM_CUMEM_GRANULARITY).
+#: Bytes by which NVSHMEM's heap grows (``deep_ep/buffer.py``: NVSHMEM_CUMEM_GRANULARITY).
 NVSHMEM_GRANULARITY = 1 << 29
-#: Of a token, beside its row: indices of up to 128 choices in int64 and their weights, and 128 scales, in fp32; where
-#: it came from (``csrc/config.hpp: kNumMaxTopK, kNumMaxScales``; ``internode.cu: SourceMeta``).
-_DEEPEP_BESIDE = 128 * 8 + 128 * 4 + 128 * 4 + 8
+#: Bytes per token in addition to its row: up to 128 expert indices in int64 and their weights in fp32, 128 fp32 scales,
+#: and where it came from (``csrc/config.hpp: kNumMaxTopK, kNumMaxScales``; ``internode.cu: SourceMeta``).
+_DEEPEP_METADATA = 128 * 8 + 128 * 4 + 128 * 4 + 8
 
 
 def deepep_bytes(row: int, n: int, sms: int = DEEPEP_SMS) -> int | None:
-    """Bytes of DeepEP's buffers for rows of ``row`` bytes; None for a group that DeepEP has no configuration for.
+    """Bytes of DeepEP's buffers for rows of ``row`` bytes; None for a group size without a configuration in DeepEP.
 
     Source: megatron-core ``transformer/moe/fused_a2a.py: get_buffer``; DeepEP ``csrc/config.hpp:
-    Config.get_nvl_buffer_size_hint, get_rdma_buffer_size_hint``, ``csrc/deep_ep.cpp: Buffer::Buffer``. What goes over
-    NVLink is cudaMalloc's, what goes over RDMA lies in NVSHMEM's heap.
+    Config.get_nvl_buffer_size_hint, get_rdma_buffer_size_hint``, ``csrc/deep_ep.cpp: Buffer::Buffer``. Buffers for
+    NVLink are allocated by cudaMalloc, those for RDMA in NVSHMEM's heap.
     """
     if n not in DEEPEP_TOKENS:
         return None
     over_nvlink, over_rdma = DEEPEP_TOKENS[n]
     channels, peers, nodes = sms // 2, min(n, DEEPEP_PEERS), max(1, n // DEEPEP_PEERS)
-    each = row + _DEEPEP_BESIDE
+    each = row + _DEEPEP_METADATA
     nvlink = channels * peers * ((2 * nodes + 3) * 4 + over_nvlink * each)
     nbytes = _up(nvlink, 128) + DEEPEP_WORKSPACE
     if nodes > 1:
@@ -140,18 +140,18 @@ def deepep_bytes(row: int, n: int, sms: int = DEEPEP_SMS) -> int | None:
 # HybridEP
 # ---------------------------------------------------------------------------------------------------------------
 
-#: Ranks of a domain where nobody says (``deep_ep/hybrid_ep_buffer.py``: the environment's default).
+#: Default ranks per NVLink domain (``deep_ep/hybrid_ep_buffer.py``: default of the environment variable).
 HYBRIDEP_DOMAIN = 8
-#: Tokens that it makes room for at least (``deep_ep/hybrid_ep_buffer.py: HybridEPBuffer.__init__``).
+#: Least number of tokens that it allocates for (``deep_ep/hybrid_ep_buffer.py: HybridEPBuffer.__init__``).
 HYBRIDEP_LEAST_TOKENS = 512
 
 
 def hybridep_bytes(tokens: int, width: int, n: int, r: int, experts: int) -> int:
-    """Bytes of HybridEP's buffers: as if every token of the group came to this rank.
+    """Bytes of HybridEP's buffers, which have room for every token of the group.
 
-    Rows of 2 bytes an element, and fp32 probabilities for the experts of a domain, which dispatch and combine share,
-    with scales for each 128 elements; the routing map of the whole group; between domains, what is sent and received of
-    either. Source: megatron-core ``transformer/moe/fused_a2a.py: init_hybrid_ep_buffer``; DeepEP
+    Rows of 2 bytes per element and fp32 probabilities for the experts of a domain, both shared by dispatch and combine;
+    fp32 scales per 128 elements; the routing map of the whole group; and send and receive buffers between domains, for
+    both. Source: megatron-core ``transformer/moe/fused_a2a.py: init_hybrid_ep_buffer``; DeepEP
     ``csrc/hybrid_ep/buffer/{intranode,internode}.cu: allocate_dispatch_buffers, allocate_combine_buffers``,
     ``csrc/hybrid_ep/extension/allgather.cu: allocate_ag_buffer``.
     """

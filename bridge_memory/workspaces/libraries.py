@@ -1,8 +1,8 @@
-"""Buffers of libraries inside torch's allocator that no model config names.
+"""Workspaces of libraries inside torch's allocator, which no model config mentions.
 
-Every size has a unit and a source; all are additive bytes on one rank, alive from the first step to the end of
-training. Checked on the static memory of Megatron-LM's functional tests: with these rules the dense Transformer Engine
-runs with a distributed optimizer are met to 0.1 MiB on A100, H100 and GB200 alike.
+All are bytes on one rank, alive from the first step to the end of training. Tested against the static memory of
+Megatron-LM's functional tests: dense runs with Transformer Engine and a distributed optimizer agree to 0.1 MiB on A100,
+H100 and GB200.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from bridge_memory.spec.layout import ChunkShape
 from bridge_memory.tapes.context import BlockContext
 from bridge_memory.workspaces.gpu_generations import TE_WORKSPACE, TORCH_CUBLAS_WORKSPACE
 
-#: Streams of a grouped GEMM, each with a workspace of its own (``get_cublas_workspace(grouped_gemm=True)``;
+#: Streams of a grouped GEMM, each with a separate workspace (``get_cublas_workspace(grouped_gemm=True)``;
 #: ``transformer_engine/common/util/multi_stream.cpp: nvte_get_num_compute_streams``).
 TE_GROUPED_GEMM_STREAMS = 4
-#: One handle for the thread that runs forward, one for autograd's thread: torch keeps a workspace for every pair
-#: of handle and stream (``aten/src/ATen/cuda/CublasHandlePool.cpp: getCurrentCUDABlasHandle``).
+#: cuBLAS handles: one for the thread that runs forward, one for autograd's thread. torch keeps a workspace for every
+#: pair of handle and stream (``aten/src/ATen/cuda/CublasHandlePool.cpp: getCurrentCUDABlasHandle``).
 CUBLAS_HANDLES = 2
 
 
 def buffer(
     name: str, nbytes: int, part: Part = Part.WORKSPACE, lifetime: Lifetime = Lifetime.FIRST_PASS
 ) -> Component:
-    """A lasting buffer by a rule of an implementation."""
+    """A persistent buffer whose size follows from an implementation."""
     return Component(name, nbytes, Role.BUFFERS, Provenance.FORMULA, lifetime=lifetime, part=part)
 
 
 class LibraryUse(NamedTuple):
-    """What of a chunk decides whether torch's own products run."""
+    """What a chunk contains that decides whether torch's own matrix products run."""
 
     output: bool
     layers: bool
@@ -75,7 +75,7 @@ def _library_workspaces(ctx: BlockContext, uses: LibraryUse, experts_here: bool)
 
 
 def cublas_workspace(impl: ImplementationSpec) -> int:
-    """Bytes of one of torch's cuBLAS workspaces that stay between products, inside of torch's allocator."""
+    """Bytes of one of torch's cuBLAS workspaces in torch's allocator; 0 if it is freed after each product."""
     if CUBLAS_WORKSPACES_FREED(impl) or not CUBLAS_WORKSPACES_ALLOCATED(impl):
         return 0
     if impl.cublas_workspace_bytes is not None:
@@ -85,7 +85,7 @@ def cublas_workspace(impl: ImplementationSpec) -> int:
 
 
 def _uses_torch_gemm(ctx: BlockContext, uses: LibraryUse, experts_here: bool) -> bool:
-    """Whether a matrix product of torch itself runs here, forward and backward.
+    """Whether a matrix product of torch itself runs on this stage, in forward and backward.
 
     The output layer is megatron-core's own ColumnParallelLinear in both implementations; local layers, older MoE
     routers (``releases.ROUTER_USES_TE_GEMM``) and unfused attention use torch's products too.

@@ -1,4 +1,4 @@
-"""Buffers that outlive the step: scratch of blocks, workspaces of libraries, what dispatchers and pipelines hold."""
+"""Buffers that outlive a step: scratch of blocks, workspaces of libraries, and what dispatchers and pipelines hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bridge_memory.workspaces.libraries import LibraryUse, buffer, library_use, 
 
 
 class ChunkFacts(NamedTuple):
-    """What of a chunk lasting buffers depend on."""
+    """The facts about a chunk on which persistent buffers depend."""
 
     #: Scratch by kind and shape.
     scratch: dict[tuple[Scratch, tuple[int, ...]], int]
@@ -35,11 +35,11 @@ def chunk_facts(run: RunSpec, shape: ChunkShape, ctx: BlockContext) -> ChunkFact
 
 
 def persistent_buffers(
-    run: RunSpec, chunks: Sequence[ChunkFacts], ctx: BlockContext, residue: int
+    run: RunSpec, chunks: Sequence[ChunkFacts], ctx: BlockContext, carried_over: int
 ) -> Iterator[Component]:
-    """What is allocated after a step besides model state: for good, and (by their lifetime) until the next step.
+    """What is allocated after a step in addition to model state: persistent, or (by its lifetime) until the next step.
 
-    ``residue``: what recomputed MoE layers leave behind in backward (``ChunkInventory.residue``).
+    ``carried_over``: bytes that recomputed MoE layers carry over from backward (``ChunkInventory.carried_over``).
     """
     for kind, nbytes in stage_scratch([chunk.scratch for chunk in chunks], ctx).items():
         yield buffer(kind.value, nbytes)
@@ -50,10 +50,10 @@ def persistent_buffers(
     experts = [layers for chunk in chunks for layers in chunk.experts]
     yield from library_workspaces(ctx, [chunk.uses for chunk in chunks], experts_here=bool(experts))
     if experts:
-        yield from held_by_dispatchers(experts, ctx, residue)
+        yield from held_by_dispatchers(experts, ctx, carried_over)
     received = sum([not chunk.embedding for chunk in chunks])
     if received:
-        # TransformerBlock.set_input_tensor keeps what schedules.py received, retain_grad keeps its gradient
+        # TransformerBlock.set_input_tensor holds the tensor that schedules.py received, retain_grad its gradient
         yield buffer(
             "pipeline: the last microbatch's input and its gradient", 2 * received * ctx.hidden_bytes, Part.PIPELINE,
             Lifetime.BETWEEN_STEPS,
@@ -61,10 +61,10 @@ def persistent_buffers(
 
 
 def rotary_table(run: RunSpec) -> int:
-    """Bytes of the cached angles, fp32 [s / c, 1, 1, d_rope]: one a model chunk, and one a layer for MLA.
+    """Bytes of the cached angles, fp32 [s / c, 1, 1, d_rope]: one table per model chunk, or with MLA one per layer.
 
     Source: megatron-core ``models/common/embeddings/rotary_pos_embedding.py: RotaryEmbedding.forward`` (an
-    ``lru_cache``); ``multi_latent_attention.py`` builds an embedding of its own in every layer.
+    ``lru_cache``); ``multi_latent_attention.py`` builds a rotary embedding in every layer.
     """
     return 4 * run.model.rotary_dim * run.batch.seq_length // run.parallel.cp
 

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: its weights, frozen and whole of their dtype, beside the student's on every rank."""
+"""The teacher of a distillation: its frozen weights, in the parameters' dtype, on every rank of the student."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from bridge_memory.workspaces.libraries import buffer
 
 
 def teacher_buffers(run: RunSpec, shapes: StageShape) -> Iterator[Component]:
-    """Of the stage that holds ``shapes`` of the student; of middle stages, the one that holds most of the teacher.
+    """The teacher's weights on the stage that holds ``shapes`` of the student; for a middle stage, the largest share
+    that any middle stage has.
 
     Source: Megatron Bridge ``models/distillation_provider.py: DistillationProvider._convert_hook``, which builds the
     teacher for the same pipeline rank, without DDP; modelopt ``torch/distill/distillation_model.py``, which freezes it.
@@ -30,7 +31,7 @@ def teacher_buffers(run: RunSpec, shapes: StageShape) -> Iterator[Component]:
 
 
 def stage_weights(run: RunSpec) -> list[int]:
-    """Bytes of the weights of every stage, in the parameters' dtype, each a tensor of its own."""
+    """Bytes of the weights of every stage, each parameter a separate tensor in the parameters' dtype."""
     ctx, width = context_of(run), DTYPE_BYTES[run.precision.params_dtype]
     column = ((rounded_bytes, width),)
     return [

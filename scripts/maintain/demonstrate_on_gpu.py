@@ -20,6 +20,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_from_arguments
 from bridge_memory.cli import main as bridge_memory

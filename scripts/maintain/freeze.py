@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -57,7 +58,7 @@ SEARCHES = (
     "search Qwen/Qwen2.5-7B --num-gpus 8 --gpu RTX-4090 --engine fsdp2 --global-batch-size 64 --json",
     "whatif meta-llama/Llama-3.1-70B --num-gpus 64 --tp 8 --pp 4 --gpu H100 --global-batch-size 128 --json",
     "whatif Qwen/Qwen2.5-7B --engine fsdp2 --num-gpus 8 --gpu RTX-4090 --json",
-    "balance meta-llama/Llama-3.1-70B --num-gpus 64 --tp 4 --pp 8 --global-batch-size 128 --json",
+    "balance meta-llama/Llama-3.1-70B --num-gpus 64 --tp 4 --pp 8 --gpu H100 --global-batch-size 128 --json",
 )  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def drawn(engine: str, draw: Random) -> dict[str, Any]:
     gpus = 1 if engine == "single" else draw.choice((1, 2, 4, 8, 16, 64))
     parallel: dict[str, Any] = {"world_size": gpus}
     if engine.startswith("megatron"):
-        pick = lambda: draw.choice((1, 1, 2, 4, 8))  # noqa: E731
+        pick = partial(draw.choice, (1, 1, 2, 4, 8))
         tp, pp, cp, dp, ep = pick(), pick(), draw.choice((1, 1, 1, 2)), draw.choice((1, 2, 8)), pick()
         parallel = {
             "world_size": tp * pp * cp * dp * ep, "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,

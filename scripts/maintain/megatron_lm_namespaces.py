@@ -22,6 +22,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from bridge_memory.rehearsal.imports import missing, stand_ins, supply_typing_override
 
 LLAMA = (

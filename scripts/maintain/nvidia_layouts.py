@@ -28,6 +28,9 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from bridge_recipes import ConfigNotAtHand, bridge_on_cpu, build
 
 from bridge_memory import RunSpec, SpecError
@@ -35,9 +38,10 @@ from bridge_memory.estimation import peaks
 from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import Space
 from bridge_memory.readers.config_container import run_from_config_container
-from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.hardware import HARDWARE
 from bridge_memory.speed.megatron.step_time import not_timed, step_time
+from bridge_memory.verdict import margin_bytes
 
 #: Targets of the project: of all rows, those that fit; of those that fit and have a time, those in the first tenth.
 FIT, FIRST_TENTH = 0.95, 0.70

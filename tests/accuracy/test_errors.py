@@ -68,6 +68,6 @@ def test_toys_are_apart_whatever_they_peak_at() -> None:
 
 
 def test_toys_of_the_corpus_are_functional_tests_with_a_hidden_size_of_512(records, outcomes) -> None:
-    toys = {o.id for o in outcomes if o.scale == "toys"}
+    toys = {o.id for o in outcomes if o.scale == SCALES[2]}
     assert toys == {r.id for r in records if r.arguments.get("--hidden-size") in (512, "512")}
     assert len(toys) == 364

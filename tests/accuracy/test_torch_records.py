@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import bridge_memory
-from bridge_memory.accuracy.corpus import Row, read_corpus
+from bridge_memory.accuracy.corpus import RecordLine, read_corpus
 from bridge_memory.accuracy.torch import records as engine_records
 from bridge_memory.accuracy.torch.records import Outcome, outcomes, read, totals
 from bridge_memory.cli import main
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 
 def changed(number: int, **fields: Any) -> list[Outcome]:
-    return outcomes([Row("here", {**ROWS[number].data, **fields})])
+    return outcomes([RecordLine("here", {**ROWS[number].data, **fields})])
 
 
 def test_every_figure_of_grade_a_that_counts_is_within_three_per_cent() -> None:
@@ -110,7 +110,7 @@ def test_the_command_knows_the_corpus_by_its_fields(capsys: pytest.CaptureFixtur
 
 def test_its_json_is_valid_by_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    schema = json.loads((Path(bridge_memory.__file__).parent / "report" / "accuracy_engines.schema.json").read_text())
+    schema = json.loads((Path(bridge_memory.__file__).parent / "report" / "accuracy_torch.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     assert main(["accuracy", str(RUNS), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -38,16 +38,18 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("command", "answer"),
     [
-        ([*SMALL, "--gpu", "H100"], r"fits H100 \(79\.10 GiB\) with [\d.]+ GiB to spare"),
-        ([*SMALL, "--pp", "2", "--gpu", "H100"], r"fits .* to spare; tightest is stage \d, in (forward|backward)"),
+        ([*SMALL, "--gpu", "H100"], r"FITS H100: peak [\d.]+ \+ margin [\d.]+ of 79\.1 GiB, [\d.]+ free;"),
+        ([*SMALL, "--pp", "2", "--gpu", "H100"],
+         r"FITS H100: peak [\d.]+ \(stage \d, (forward|backward)\) \+ margin [\d.]+ of 79\.1 GiB, [\d.]+ free"),
         ([*LARGE, "--gpu", "H200"],
-         r"does not fit H200 \(139\.71 GiB, less [\d.]+ GiB margin\): stage 1 needs [\d.]+ GiB more; cheapest fix"),
-        ([*LARGE, "--gpu", "T4"], r"does not fit T4 .* no single option makes it fit"),
-        ([*HUGE, "--gpu", "T4"], r"does not fit T4 .* no single option makes it fit: `bridge-memory whatif --pairs`"),
+         r"DOES NOT FIT H200: peak [\d.]+ \(stage 1, forward\) \+ margin [\d.]+ of 139\.7 GiB, over by [\d.]+; "
+         r"try first"),
+        ([*LARGE, "--gpu", "T4"], r"DOES NOT FIT T4: .* no single option makes it fit"),
+        ([*HUGE, "--gpu", "T4"], r"DOES NOT FIT T4: .* no single option makes it fit: `bridge-memory whatif --pairs`"),
         ([*SMALL, "--gpu", "T4", "--fp8", "e4m3"], ""),
-        ([*SMALL, "--gpu", "H100,L4"], r"fits H100 \([\d.]+ GiB to spare\); does not fit L4 \([\d.]+ GiB missing\)"),
-        ([*SMALL], r"fits A100-40GB, .*B300"),
-        (OPEN, r"unknown whether it fits H200 .*: not modelled: --use-kitchen$"),
+        ([*SMALL, "--gpu", "H100,L4"], r"FITS H100 \([\d.]+ GiB free\); DOES NOT FIT L4 \(over by [\d.]+ GiB\)"),
+        ([*SMALL], r"FITS A100-40GB, .*B300"),
+        (OPEN, r"UNKNOWN for H200: modelled peak .*; not modelled: --use-kitchen;"),
     ],
 )  # fmt: skip
 def test_the_second_line_is_the_answer(capsys: pytest.CaptureFixture[str], command: list[str], answer: str) -> None:
@@ -59,6 +61,9 @@ def test_the_second_line_is_the_answer(capsys: pytest.CaptureFixture[str], comma
     assert re.match(answer, out), out
     lines = run(capsys, *command)[1].splitlines()
     assert lines[0].startswith("Estimate of ") and out.startswith(lines[1])
+    text = " ".join(" ".join(lines).split())
+    about = out.rstrip().split("; ")[-2:]  # precision and releases, as in the block "The run"
+    assert about[0].startswith("weights ") and f"precision {about[0]}" in text and f"releases {about[1]}" in text
 
 
 @pytest.mark.parametrize("command", [SMALL, LARGE, DEEP, [*SMALL, "--pp", "2", "--gpu", "H100"]])
@@ -101,7 +106,7 @@ def test_an_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -
 def test_the_fix_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     """The flags that it names make it fit."""
     out = run(capsys, *LARGE, "--gpu", "H200", "--brief")[1]
-    fix = re.search(r"cheapest fix: (--.*) \([^()]*\)$", out)
+    fix = re.search(r"try first: (--.*?) \([^()]*\);", out)
     assert fix, out
     assert run(capsys, *LARGE, "--gpu", "H200", "--require-fit", *shlex.split(fix[1]))[0] == 0
 

@@ -30,6 +30,10 @@ def test_a_field_is_the_spelling_that_was_typed(flag: object) -> None:
 @pytest.mark.parametrize(
     ("refusal", "argv", "said"),
     [
+        ("expert_tensor_parallel_size (8) is too large; lower it", "--tp 8",
+         "--etp (8, that of --tp) is too large; lower it"),
+        ("expert_tensor_parallel_size (8) is too large; lower it", "--tp 4 --etp 8",
+         "--etp (8) is too large; lower it"),
         ("use_distributed_optimizer (True) is not supported with optimizer muon; set it to False", "--optimizer muon",
          "--use-distributed-optimizer (the default) is not supported with --optimizer muon; add "
          "--no-use-distributed-optimizer"),

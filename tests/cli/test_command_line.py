@@ -130,10 +130,12 @@ def test_every_command_writes_text_and_json_alike(
         ("c.html", ["--format", "text"], "text"),
     ):
         assert main([*command, "--output", str(tmp_path / file), *flags]) == 0
-        assert capsys.readouterr().out == ""
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err == f"bridge-memory: wrote {tmp_path / file} ({name})\n"
         assert (tmp_path / file).read_text() == printed[name]
     assert "--force" in refused(capsys, *command, "--output", str(tmp_path / "a.json"))
     assert main([*command, "--output", str(tmp_path / "a.json"), "--force"]) == 0
+    capsys.readouterr()
     for suffix in ("docx", "xlsx", "tex", "png"):
         with monkeypatch.context() as inside:
             inside.chdir(tmp_path)

@@ -41,7 +41,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
 def test_the_main_job(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *DEEPSEEK)
     assert (code, err) == (0, "")
-    assert out.splitlines()[1].startswith("fits B200, GB200, B300; does not fit ")
+    assert out.splitlines()[1].startswith("FITS B200, GB200, B300; DOES NOT FIT ")
     assert all(len(line) <= 80 for line in out.splitlines())
     assert "671.03" in run(capsys, *DEEPSEEK, "-v")[1]
 
@@ -245,7 +245,7 @@ def test_a_count_beyond_any_model_does_not_eat_the_memory(capsys: pytest.Capture
 def test_output_is_whole_and_never_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "estimate.json"
     argv = ["estimate", "Llama-3.1-8B", "--json", "--output", str(path)]
-    assert run(capsys, *argv) == (0, "", "")
+    assert run(capsys, *argv) == (0, "", f"bridge-memory: wrote {path} (json)\n")
     before = path.read_text()
     assert json.loads(before)["schema"] == "bridge-memory/estimate/3"
     assert "--force" in refused(capsys, *argv, "--tp", "2")

@@ -267,7 +267,7 @@ def test_a_flag_that_the_model_has_no_use_for_is_a_note(command: str, flags: str
 
 
 #: A row of a table in the guide: its first cell, and the one that names Megatron-LM's arguments.
-GUIDE = Path(__file__).resolve().parents[2] / "references" / "configuration_guide.md"
+GUIDE = Path(__file__).resolve().parents[2] / "references" / "generated" / "configuration.md"
 
 
 def spelled_in_the_guide() -> list[str]:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -84,11 +83,7 @@ def real(
         f"m = steps({stage}, {rank}, {microbatches}, {options!r}, {extra or {}!r})\n"
         "print('MEASURED', m.after_step, m.forward, m.backward, m.step)\n"
     )
-    here = Path(__file__).resolve().parent
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=here, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1]), *filter(None, sys.path)])},
-    )
+    done = forked.run(program, "torch", "transformers", "deepspeed")
     line = next((line for line in done.stdout.splitlines() if line.startswith("MEASURED")), None)
     assert line is not None, done.stderr[-2000:]
     after, forward, backward, step = map(int, line.split()[1:])

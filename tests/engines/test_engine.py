@@ -10,10 +10,10 @@ from bridge_memory import DataParallelSpec, ImplementationSpec, ParallelSpec, Ru
 from bridge_memory.cli import main
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.inventory.stack import chunk_units
-from bridge_memory.report.gpus import fits
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.parts import ENGINES, OptimizerSpec
 from bridge_memory.tapes.context import context_of
+from bridge_memory.verdict import fits
 
 
 def run_under(name: str) -> RunSpec:
@@ -63,8 +63,8 @@ def test_an_engine_for_hugging_face_models_runs_their_layers_unless_told() -> No
     run = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=8), data_parallel=sharded)
     assert run.implementation.torch_layers
     assert any("since engine is fsdp2" in note for note in run.assumptions)
-    told = run.with_(implementation=ImplementationSpec())
-    assert not told.implementation.torch_layers
+    chosen = run.with_(implementation=ImplementationSpec())
+    assert not chosen.implementation.torch_layers
     plain = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=8))
     assert plain.with_fields(engine="fsdp2").implementation == run.implementation
 

@@ -104,7 +104,7 @@ def test_a_step_has_fp32_copies_of_narrow_states(
     if not bytes_each:
         assert found.peak_phase != "optimizer step"
         return
-    assert (found.peak_phase, found.peak_operation) == ("optimizer step", "narrow optimizer states in fp32")
+    assert (found.peak_phase, found.peak_operation) == ("optimizer step", "fp32 copies of optimizer states")
     assert found.peak_bytes - found.static_bytes == pytest.approx(bytes_each * ELEMENTS, rel=1e-4)
 
 

@@ -14,9 +14,9 @@ from hf_families import CONFIGS
 from hf_oracle import build
 from hf_side_by_side import INSTALLED, errors
 from hf_sweep import draw, off
+from parameters_of import stage_parameters
 
 from bridge_memory import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec, SpecError, estimate
-from bridge_memory.inventory.stack import stage_parameters
 from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.spec import PrecisionSpec
 from bridge_memory.spec.transformers import FAMILIES, TransformersSpec

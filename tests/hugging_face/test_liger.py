@@ -14,8 +14,8 @@ from hf_side_by_side import INSTALLED, errors
 from liger_on_meta import available, liger
 
 from bridge_memory import ImplementationSpec, RunSpec, SpecError, clear_caches, estimate
+from bridge_memory.cards import rows
 from bridge_memory.inventory.torch.liger import chunk_of_tokens
-from bridge_memory.spec import gpu_names
 from bridge_memory.spec.transformers import FAMILIES, TransformersSpec, family_of
 
 BOTH = pytest.mark.skipif(not available(), reason="needs liger-kernel")
@@ -26,7 +26,7 @@ ALONE = [(name,) for name in ("rope", "rms_norm", "swiglu", "cross_entropy", "fu
 @pytest.fixture(autouse=True)
 def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of which the meta device has one."""
-    monkeypatch.setitem(gpu_names.MULTIPROCESSORS, "hopper", 1)
+    monkeypatch.setitem(rows.MULTIPROCESSORS, "hopper", 1)
     clear_caches()
     yield
     clear_caches()

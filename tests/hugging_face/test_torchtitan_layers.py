@@ -135,5 +135,5 @@ def test_reserved_memory_under_fsdp2(mode: str) -> None:
     ours, real = replayed(run), reserved(config, 2, 4096, 8, mode)
     assert ours.segments == pytest.approx(real.segments, rel=0.015)
     assert ours.expandable == pytest.approx(real.expandable, rel=0.015)
-    for name, nbytes in real.of_streams_expandable:
+    for name, nbytes in real.expandable_of:
         assert dict(ours.expandable_of)[name] == pytest.approx(nbytes, rel=0.02, abs=2 * (20 << 20))

@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bridge_memory.rehearsal.torch.jobs import world
-from bridge_memory.rehearsal.torch.reserved import Follower, Reserved
+from bridge_memory.rehearsal.torch.reserved import Follower
 from bridge_memory.rehearsal.tracker import Tracker
 from bridge_memory.rehearsal.uncomputed import Uncomputed
+from bridge_memory.workspaces.caching_allocator import Reserved
 
 #: What torchtitan's packages import beside the modules that are wanted.
 _PACKAGES = ("torchtitan", "torchtitan.models", "torchtitan.models.llama3", "torchtitan.models.llama3.model",

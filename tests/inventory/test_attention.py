@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bridge_memory.estimation import clear_caches
 from bridge_memory.inventory.layer import layer_block
+from bridge_memory.inventory.megatron import attention
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     BatchSpec,
@@ -16,6 +18,8 @@ from bridge_memory.spec import (
 )
 from bridge_memory.tapes.alive import BlockCost
 from bridge_memory.tapes.context import context_of
+from bridge_memory.tapes.recorder import Recorder
+from bridge_memory.tapes.tape import Tensor
 
 SINKS = "openai/gpt-oss-20b"
 LLAMA = "meta-llama/Llama-3.2-1B"
@@ -125,6 +129,34 @@ def test_context_parallelism_refuses_what_transformer_engine_refuses() -> None:
     with pytest.raises(SpecError, match=r"cp_comm_type \(a2a\).*multi-latent.*p2p"):
         layer(mla, cp=2, cp_comm_type="a2a", transformer_engine=(2, 11))
     assert layer(mla, cp=2, transformer_engine=(2, 11)).retained
+
+
+@pytest.mark.parametrize(
+    ("cp", "options"),
+    [
+        (1, {"attention_backend": "flash"}), (1, {"attention_backend": "fused"}), (2, {"cp_comm_type": "p2p"}),
+        (4, {"cp_comm_type": "p2p", "transformer_engine": (2, 11)}), (2, {"cp_comm_type": "a2a"}),
+        (2, {"cp_comm_type": "all_gather", "transformer_engine": (2, 14)}),
+        (2, {"cp_comm_type": "all_gather", "transformer_engine": (2, 15)}),
+    ],
+)  # fmt: skip
+def test_every_kernel_keeps_the_same_of_the_softmax(
+    cp: int, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An fp32 log-sum-exp of 32 heads for each of a rank's 2,048 / cp tokens. What ``softmax_statistics`` would keep
+    beside it is kept too: a new statistic has one place, whatever moves over context-parallel ranks."""
+
+    def with_maxima(r: Recorder, rows: int, *, fp8: bool = False) -> tuple[Tensor, ...]:
+        return (*statistics(r, rows, fp8=fp8), r.tape.tensor("softmax row maxima", 4 * rows, grad=False))
+
+    statistics = attention.softmax_statistics
+    clear_caches()
+    monkeypatch.setattr(attention, "softmax_statistics", with_maxima)
+    try:
+        cost = layer(LLAMA, cp=cp, **options)
+    finally:
+        clear_caches()
+    assert kept(cost, "softmax log-sum-exp") == kept(cost, "softmax row maxima") == 4 * 32 * 2048 // cp
 
 
 @pytest.mark.parametrize(

@@ -90,5 +90,5 @@ def test_its_activations_are_listed_and_transformers_own_is_listed_whole() -> No
 def test_what_is_no_encoder_is_refused(given: tuple[object, object], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         EncoderSpec("vision", *given)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="towers"):
+    with pytest.raises(SpecError, match="encoders"):
         replace(MODEL, encoders=[ENCODER])  # type: ignore[arg-type]

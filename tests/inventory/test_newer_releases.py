@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from parameters_of import stage_parameters
+from plain_tapes import cost_of
 
 from bridge_memory.inventory.layer import layer_block, output_block
-from bridge_memory.inventory.stack import stage_parameters
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     AttentionSpec,
@@ -25,7 +26,7 @@ from bridge_memory.spec import (
     RecomputeSpec,
     RunSpec,
 )
-from bridge_memory.tapes.alive import BlockCost, cost_of
+from bridge_memory.tapes.alive import BlockCost
 from bridge_memory.tapes.context import context_of
 from bridge_memory.tapes.tape import Tape
 

@@ -8,10 +8,11 @@ from math import ceil, lcm, prod
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from parameters_of import stage_parameters
 
 from bridge_memory.components import Role
 from bridge_memory.engines.megatron_ddp import MegatronDDP
-from bridge_memory.inventory.stack import Unit, chunk_units, named_parameters, stage_parameters
+from bridge_memory.inventory.stack import Unit, chunk_units, named_parameters
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, DataParallelSpec, ParallelSpec, RunSpec
 from bridge_memory.spec.layout import layout

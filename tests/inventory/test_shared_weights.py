@@ -1,9 +1,9 @@
 """Gradients of a weight that serves more than once, in the order in which backward meets its uses.
 
 V = 32768 rows of h = 2048 in bf16 are D = 128 MiB. ``input_buffer.cpp: accumulate`` adds a second gradient into the
-first where nobody else holds it: D waits, D is the use's own, no third. Where the GEMM adds into the main gradient
-(gradient accumulation fusion), the output layer hands autograd a stand-in that Transformer Engine keeps for good: it
-takes no room here, but a sum may not be written over it, so that it is a third tensor of D.
+first if that has no other reference: D waits, D is the use's own, no third. If the GEMM adds into the main gradient
+(gradient accumulation fusion), the output layer gives autograd a dummy gradient that Transformer Engine keeps for good:
+it takes no memory here, but a sum may not overwrite it, so that the sum is a third tensor of D.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def context(*, stand_in: bool, tp: int = 1) -> BlockContext:
     )
 
 
-DENSE, STAND_IN = context(stand_in=False), context(stand_in=True)
+DENSE, DUMMY = context(stand_in=False), context(stand_in=True)
 
 
 def pending(ctx: BlockContext, *labels: Label, tied: bool) -> list[tuple[int, int, int]]:
@@ -44,7 +44,7 @@ def pending(ctx: BlockContext, *labels: Label, tied: bool) -> list[tuple[int, in
 def test_a_weight_used_once_waits_for_nobody() -> None:
     chain = (EMBEDDING, LAYER, NORM, LOSS)
     assert pending(DENSE, *chain, tied=False) == [(0, 1, 0), (0, 0, 0), (0, 0, 0), (0, 1, 0)]
-    assert pending(STAND_IN, *chain, tied=False) == [(0, 1, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)]
+    assert pending(DUMMY, *chain, tied=False) == [(0, 1, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)]
 
 
 def test_tied_the_output_layers_gradient_waits_through_the_whole_backward() -> None:
@@ -53,9 +53,9 @@ def test_tied_the_output_layers_gradient_waits_through_the_whole_backward() -> N
     assert pending(DENSE, *chain, tied=True) == [(1, 1, 0), (1, 0, 0), (1, 0, 0), (1, 0, 0), (0, 1, 0)]
 
 
-def test_a_stand_in_waits_without_room_and_is_not_written_over() -> None:
-    """At the embedding: its own gradient, and a third tensor for the sum of it and the stand-in."""
-    assert pending(STAND_IN, EMBEDDING, LAYER, LOSS, tied=True) == [(0, 1, 1), (0, 0, 0), (0, 0, 0)]
+def test_a_dummy_gradient_takes_no_memory_and_is_not_overwritten() -> None:
+    """At the embedding: its own gradient, and a third tensor for the sum of it and the dummy gradient."""
+    assert pending(DUMMY, EMBEDDING, LAYER, LOSS, tied=True) == [(0, 1, 1), (0, 0, 0), (0, 0, 0)]
 
 
 def test_tied_with_mtp_every_use_is_of_one_weight() -> None:
@@ -64,7 +64,7 @@ def test_tied_with_mtp_every_use_is_of_one_weight() -> None:
     chain = (EMBEDDING, LAYER, MTP, LOSS, LOSS)
     assert pending(DENSE, *chain, tied=True) == [(1, 1, 0), (1, 0, 0), (1, 1, 0), (1, 1, 0), (0, 1, 0)]
     # Two stand-ins make a third tensor, D from there on, into which all later ones are added.
-    assert pending(STAND_IN, *chain, tied=True) == [(1, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 0, 0)]
+    assert pending(DUMMY, *chain, tied=True) == [(1, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 0, 0)]
 
 
 def test_untied_with_mtp_each_weight_waits_for_its_own_uses() -> None:
@@ -74,7 +74,7 @@ def test_untied_with_mtp_each_weight_waits_for_its_own_uses() -> None:
     assert pending(DENSE, *chain, tied=False) == [
         (1, 1, 0), (1, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 1, 0),
     ]  # fmt: skip
-    assert pending(STAND_IN, *chain, tied=False) == [
+    assert pending(DUMMY, *chain, tied=False) == [
         (1, 1, 0), (1, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0),
     ]  # fmt: skip
 
@@ -115,7 +115,7 @@ def test_a_layer_finds_what_waits() -> None:
     [
         # 40 + 100 while it runs; its own 100 beside the 100 that wait, when nothing is left of the 10 that it keeps.
         (PendingGradients(before=100, own=100), 100 + 100),
-        # Nothing waits but a stand-in: its own and the sum.
+        # Only a dummy gradient waits: its own and the sum.
         (PendingGradients(own=100, total=100), 100 + 100),
         # Its own is part of its own peak; alone it adds nothing.
         (PendingGradients(own=100), 40),

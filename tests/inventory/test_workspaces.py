@@ -12,7 +12,7 @@ from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.tapes.context import context_of
-from bridge_memory.workspaces.allocator import block_rest
+from bridge_memory.workspaces.allocator import block_remainder
 from bridge_memory.workspaces.batch import batch_bytes
 from bridge_memory.workspaces.persistent import chunk_facts, persistent_buffers
 
@@ -37,8 +37,8 @@ def workspaces(
     ctx, shapes = context_of(run), layout(run.model, run.parallel).shapes(run.model)[stage]
     state = stage_state(run, stage)
     facts = [chunk_facts(run, shape, ctx) for shape in shapes]
-    residue = sum(chunk.residue for chunk in stage_inventories(run.model, shapes, ctx))
-    buffers = persistent_buffers(run, facts, ctx, residue)
+    carried_over = sum(chunk.carried_over for chunk in stage_inventories(run.model, shapes, ctx))
+    buffers = persistent_buffers(run, facts, ctx, carried_over)
     return {w.name: w for w in (*buffers, *state.buffers())}
 
 
@@ -103,11 +103,11 @@ def test_the_loaders_mask_is_most_of_a_batch() -> None:
     ],
 )
 def test_blocks_take_a_rest_of_one_mib_or_less(mib: float, rest: float) -> None:
-    assert block_rest(round(mib * MIB)) == pytest.approx(rest * MIB, abs=1)
+    assert block_remainder(round(mib * MIB)) == pytest.approx(rest * MIB, abs=1)
 
 
 def test_expandable_segments_leave_no_rests() -> None:
-    name = "unsplit rests of allocator blocks"
+    name = "remainder of allocator blocks"
     plain = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     dense = "--bf16 --tensor-model-parallel-size 4 --use-distributed-optimizer"
     assert name not in workspaces(dense)

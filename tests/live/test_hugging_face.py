@@ -71,6 +71,23 @@ def test_a_report_when_built_and_after_steps(tmp_path: Path) -> None:
     assert any(isinstance(r, RunRecord) for r in records)
 
 
+@pytest.mark.parametrize("options, written", [
+    ({}, ["out/memory_report.jsonl"]),
+    ({"path": None}, []),
+    ({"path": None, "html": "{output_dir}/memory.html"}, ["out/memory.html"]),
+    ({"path": "{output_dir}/logs/r.jsonl"}, ["out/logs/r.jsonl"]),
+    ({"path": "here.jsonl"}, ["here.jsonl"]),
+], ids=["default", "none", "page", "named folder", "a path"])  # fmt: skip
+def test_files_are_written_where_the_trainer_writes_or_where_one_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], written: list[str]
+) -> None:
+    """And nowhere else: not in the folder where the script was started."""
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path, MemoryReportCallback(**options, emit=lambda text: None, read=reading))
+    found = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.suffix in (".jsonl", ".html")]
+    assert found == written
+
+
 def test_what_the_model_and_the_arguments_say(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=3, gradient_accumulation_steps=2, use_cpu=True,

@@ -13,7 +13,7 @@ import pytest
 from bridge_memory import ParallelSpec, RunSpec
 from bridge_memory.calibration import journal
 from bridge_memory.calibration.records import ReportRecord
-from bridge_memory.live import MemoryReport
+from bridge_memory.live import MemoryReport, install
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.runs import model_of, run_of_accelerator, run_of_deepspeed, run_of_torchtitan
 from bridge_memory.readers.presets import preset_path
@@ -179,3 +179,15 @@ def test_accelerates_fsdp_plugin(
     run = run_of_accelerator(accelerator, Model(), micro_batch_size=1, seq_length=64, optimizer=optimizer)
     assert run.data_parallel.engine == engine and run.parallel.world_size == 8
     assert {name: getattr(run.fsdp, name) for name in fields} == fields
+
+
+def test_nothing_is_written_unless_a_path_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with MemoryReport(run=RUN, emit=lambda text: None, read=reading) as report:
+        report.step()
+    with install(emit=lambda text: None, read=reading):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    report.write_to("run/memory_report.jsonl", html="run/memory.html")
+    report.step()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["memory.html", "memory_report.jsonl"]

@@ -119,7 +119,7 @@ def test_without_a_device_in_use_the_default_stays_and_is_said() -> None:
     broken.cuda.is_available = lambda: 1 / 0
     for torch, words in (
         (torch_on("NVIDIA A100", (8, 0), initialized=False), "no CUDA device is in use"),
-        (torch_on("Tesla P100-PCIE-16GB", (6, 0)), "compute capability 6.0 is of no generation"),
+        (torch_on("Tesla P100-PCIE-16GB", (6, 0)), "compute capability 6.0 is of an unknown generation"),
         (broken, "the GPU is not known (ZeroDivisionError)"),
         (None, "no CUDA device is in use"),
     ):

@@ -92,9 +92,9 @@ def test_the_watch_tells_once_and_leaves_other_errors_alone(of_the_user: list[Ba
     end_with(ValueError("x"))
     assert told == []
     end_with(OutOfMemoryError())
-    watch.tell(6)
+    watch.report(6)
     watch.stop()
-    watch.tell(7)
+    watch.report(7)
     assert told == [None] and len(of_the_user) == 2
     assert sys.excepthook is hook
 

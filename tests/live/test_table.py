@@ -9,7 +9,7 @@ from bridge_memory.live.cuda import Reading, read_cuda
 from bridge_memory.live.prediction import BUILT, FIRST_STEP, STEADY, Prediction, predict
 from bridge_memory.live.table import notes, stage_records, text_table, verdict
 from bridge_memory.readers.config_container import run_from_config_container
-from bridge_memory.report.gpus import margin_bytes
+from bridge_memory.verdict import margin_bytes
 
 GIB = 1 << 30
 
@@ -63,7 +63,7 @@ def test_a_stage_beyond_the_threshold_names_the_likely_component(container: Simp
     assert saved.name in line
     records = stage_records(prediction, [reading(0, 0, stage.static, 20 * stage.peak)], STEADY)
     (line,) = notes(prediction, records)
-    assert line.endswith("of which none has that size")
+    assert line.endswith("no component has that size")
     assert notes(prediction, records, threshold=10.0) == []
 
 
@@ -95,8 +95,9 @@ def test_the_verdict_is_that_of_the_fullest_stage_on_the_card_it_runs_on(contain
     fullest = max(prediction.stages, key=lambda s: s.peak)
     needed = fullest.peak + margin_bytes(fullest.peak, 32)
     (fits,), (over,) = on_cards(prediction, needed), on_cards(prediction, needed - 1)
-    assert fits.startswith(f"verdict: fits: stage {fullest.stage} ") and fits.endswith("0.00 GiB left")
-    assert over.startswith(f"verdict: does not fit: stage {fullest.stage} ")
+    assert f" (stage {fullest.stage}) " in fits
+    assert fits.startswith("verdict: fits: ") and fits.endswith(" GiB, 0.00 free")
+    assert over.startswith("verdict: does not fit: ") and ", over by " in over
     (unknown,) = on_cards(replace(prediction, not_modelled=("some_option: more memory",)), needed)
-    assert unknown.startswith("verdict: unknown") and unknown.endswith("what is not modelled decides")
+    assert unknown.startswith("verdict: unknown") and unknown.endswith("features that are not modelled decide")
     assert verdict(None, [], 32) == [] == verdict(prediction, stage_records(prediction, [], STEADY), 32)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from bridge_memory import BatchSpec, RunSpec, SpecError
+from bridge_memory.plan.found import Found
 from bridge_memory.plan.jobs import spread
-from bridge_memory.plan.megatron.search import Found, search
+from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import Space
-from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.hardware import hardware_of
+from bridge_memory.verdict import MemoryLimit, margin_bytes
 
 
 def found(**how: Any) -> Found:
@@ -26,10 +28,10 @@ def found(**how: Any) -> Found:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("together", (True, False))
-def test_processes_of_joblib_find_the_same(together: bool) -> None:
+@pytest.mark.parametrize("batched", (True, False))
+def test_processes_of_joblib_find_the_same(batched: bool) -> None:
     pytest.importorskip("joblib")
-    alone, spread_out = found(together=together), found(together=together, backend="loky", jobs=2)
+    alone, spread_out = found(batched=batched), found(batched=batched, backend="loky", jobs=2)
     assert list(alone.rows) == list(spread_out.rows) and len(alone.rows) > 9
     assert alone == spread_out._replace(rows=alone.rows)
 
@@ -58,12 +60,11 @@ def test_a_backend_that_joblib_does_not_know_is_refused_in_one_line() -> None:
 def test_what_is_sent_can_be_sent() -> None:
     """Without joblib too: a sweep's parts are pickled."""
     from bridge_memory.plan.megatron.many import _Elsewhere
-    from bridge_memory.plan.megatron.search import Card
     from bridge_memory.speed.constants import DEFAULT
 
     base = RunSpec(model="meta-llama/Llama-3.2-1B", batch=BatchSpec(seq_length=4096, global_batch_size=64))
     space = Space(base, 4, 8, frozenset({"cp", "vpp", "recompute"}), global_batch_size=64)
-    card = Card(find_gpu("H100").capacity_bytes, partial(margin_bytes, world_size=4))
+    card = MemoryLimit(find_gpu("H100").capacity_bytes, partial(margin_bytes, world_size=4))
     sent = pickle.loads(pickle.dumps(_Elsewhere("sweep", space, hardware_of("H100"), DEFAULT, card.holds)))
     some = sent(0)
     assert some.looked_at > 0 and len(some.peaks) and some.peaks.max() < card.capacity

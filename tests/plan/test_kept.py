@@ -13,14 +13,16 @@ import pytest
 
 from bridge_memory import BatchSpec, RunSpec, SpecError
 from bridge_memory.estimation import clear_caches
+from bridge_memory.plan.found import Found, Refused
 from bridge_memory.plan.megatron import kept
 from bridge_memory.plan.megatron.many import Sheet, fitting
-from bridge_memory.plan.megatron.search import Found, search
-from bridge_memory.plan.megatron.space import Refused, Space
-from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.plan.megatron.search import search
+from bridge_memory.plan.megatron.space import Space
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.tapes.context import TRACE_CACHE
+from bridge_memory.verdict import margin_bytes
 
 
 def space(total: int = 64) -> Space:
@@ -32,7 +34,7 @@ def found(folder: Path, of: Space | None = None) -> Found:
     clear_caches()
     return search(
         of or space(), hardware_of("H100"), capacity=find_gpu("H100").capacity_bytes,
-        margin=partial(margin_bytes, world_size=8), together=True, cache=str(folder),
+        margin=partial(margin_bytes, world_size=8), batched=True, cache=str(folder),
     )  # fmt: skip
 
 
@@ -44,10 +46,10 @@ def swept(costs: Any) -> list[Any]:
 def test_a_second_search_records_nothing_and_finds_the_same(tmp_path: Path) -> None:
     clear_caches()
     first = swept(kept.KeptCosts(tmp_path))
-    recorded = TRACE_CACHE.recorded
+    traced = TRACE_CACHE.traced
     clear_caches()
     second = swept(kept.KeptCosts(tmp_path))
-    assert recorded > 20 and not TRACE_CACHE.recorded
+    assert traced > 20 and not TRACE_CACHE.traced
     assert first == second and sum(len(peaks) for peaks, _ in first) > 99
 
 
@@ -88,7 +90,7 @@ def test_what_is_not_its_own_is_worked_out_anew(tmp_path: Path, how: str) -> Non
     for file in tmp_path.iterdir():
         damage(file, how)
     clear_caches()
-    assert swept(kept.KeptCosts(tmp_path)) == first and TRACE_CACHE.recorded
+    assert swept(kept.KeptCosts(tmp_path)) == first and TRACE_CACHE.traced
 
 
 def test_other_code_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +99,7 @@ def test_other_code_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kept, "code", lambda: "another")
     clear_caches()
     swept(kept.KeptCosts(tmp_path))
-    assert TRACE_CACHE.recorded and len(set(tmp_path.iterdir()) - files) == len(files)
+    assert TRACE_CACHE.traced and len(set(tmp_path.iterdir()) - files) == len(files)
 
 
 def test_numbers_that_were_changed_are_refused_where_a_row_is_shown(tmp_path: Path) -> None:

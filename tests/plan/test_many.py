@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from typing import Any
@@ -10,15 +11,19 @@ import numpy as np
 import pytest
 
 from bridge_memory import BatchSpec, RunSpec, SpecError, peaks
-from bridge_memory.plan.megatron.many import Sheet, expressible, fitting, sorted_together
-from bridge_memory.plan.megatron.search import Found, search
-from bridge_memory.plan.megatron.space import Refused, Space, layouts
-from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.cli import main
+from bridge_memory.cli.megatron.search import WITHOUT_NUMPY
+from bridge_memory.plan.found import Found, Refused
+from bridge_memory.plan.megatron.many import Sheet, expressible, fitting, sorted_batches
+from bridge_memory.plan.megatron.search import search
+from bridge_memory.plan.megatron.space import Space, layouts
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.megatron.step_time import step_time
 from bridge_memory.tapes.batched import Differs, along, distinct, numbered, numbered_rows, parts, whole
 from bridge_memory.tapes.symbolic import chosen, largest, smallest
+from bridge_memory.verdict import margin_bytes
 from bridge_memory.workspaces.driver import driver_bytes
 
 H100 = hardware_of("H100")
@@ -30,10 +35,10 @@ def space(model: str, gpus: int, *fixed: str, total: int = 64, length: int = 409
     return Space(base, gpus, 8, frozenset(fixed), exhaustive=exhaustive, global_batch_size=total)
 
 
-def found(of: Space, gpu: str, *, together: bool) -> Found:
+def found(of: Space, gpu: str, *, batched: bool) -> Found:
     return search(
         of, H100, capacity=find_gpu(gpu).capacity_bytes, margin=lambda peak: margin_bytes(peak, of.num_gpus),
-        together=together,
+        batched=batched,
     )  # fmt: skip
 
 
@@ -55,8 +60,8 @@ def found(of: Space, gpu: str, *, together: bool) -> Found:
 )
 def test_together_is_one_by_one(of: Space, gpu: str) -> None:
     """The same rows in the same order, the same counts, the same refusals."""
-    ours, theirs = found(of, gpu, together=True), found(of, gpu, together=False)
-    assert ours._replace(rows=theirs.rows, together=False) == theirs
+    ours, theirs = found(of, gpu, batched=True), found(of, gpu, batched=False)
+    assert ours._replace(rows=theirs.rows, batched=False) == theirs
     assert 0 < len(theirs.rows) < theirs.looked_at
     assert list(ours.rows) == list(theirs.rows)
     assert ours.best(7) == theirs.best(7) and ours.front() == theirs.front()
@@ -67,15 +72,15 @@ def test_what_dispatchers_allocate_themselves_has_to_fit_too() -> None:
     flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep", "moe_router_dtype": "fp32"}
     sizes = {"expert_model_parallel_size": 8, "world_size": 8}
     of = space("Qwen/Qwen3-30B-A3B", 8, "split", "vpp", "recompute", "ep", **flex, **sizes)
-    ours, theirs = found(of, "H100", together=True), found(of, "H100", together=False)
-    assert ours._replace(rows=theirs.rows, together=False) == theirs and list(ours.rows) == list(theirs.rows)
+    ours, theirs = found(of, "H100", batched=True), found(of, "H100", batched=False)
+    assert ours._replace(rows=theirs.rows, batched=False) == theirs and list(ours.rows) == list(theirs.rows)
     card = find_gpu("H100").capacity_bytes
     assert all(row.headroom == card - row.peak - margin_bytes(row.peak, 8, driver_bytes(row.run)) for row in ours.rows)
     assert len({driver_bytes(row.run) for row in ours.rows}) > 1
     # A card that holds a peak with its margin, to the byte, does not hold the buffers beside it.
     tight = ours.rows[0].peak + margin_bytes(ours.rows[0].peak, 8)
-    for together in (True, False):
-        few = search(of, H100, capacity=tight, margin=lambda peak: margin_bytes(peak, 8), together=together)
+    for batched in (True, False):
+        few = search(of, H100, capacity=tight, margin=lambda peak: margin_bytes(peak, 8), batched=batched)
         assert ours.rows[0].run not in [row.run for row in few.rows]
 
 
@@ -134,7 +139,7 @@ def test_random_layouts_are_those_of_peaks_and_step_time(name: str, number: int)
         run = sheet.run(few.pipeline, few.sizes[i], few.batch[i], few.recompute[i])
         assert few.peaks[i] == max(stage.peak_bytes for stage in peaks(run)), run
         assert few.seconds[i] == step_time(run, H100).seconds, run
-    one, at, of_all = sorted_together(sheet, groups)
+    one, at, of_all = sorted_batches(sheet, groups)
     times = [groups[a].seconds[b] for a, b in zip(one[:999], at[:999], strict=True)]
     assert times == sorted(times) and len(of_all) == sum(len(few.peaks) for few in groups)
 
@@ -154,21 +159,36 @@ def test_what_is_legal_and_why_not(name: str) -> None:
             assert (run.parallel, run.batch, run.recompute) in known
 
 
-@pytest.mark.parametrize("together", (True, False))
-def test_more_processes_find_the_same(together: bool) -> None:
+@pytest.mark.parametrize("batched", (True, False))
+def test_more_processes_find_the_same(batched: bool) -> None:
     of = space("meta-llama/Llama-3.2-1B", 4, "cp", "vpp")
     card = {"capacity": find_gpu("A100-40GB").capacity_bytes, "margin": lambda peak: margin_bytes(peak, 4)}
-    one, two = (search(of, H100, together=together, jobs=jobs, **card) for jobs in (1, 2))  # type: ignore[arg-type]
+    one, two = (search(of, H100, batched=batched, jobs=jobs, **card) for jobs in (1, 2))  # type: ignore[arg-type]
     assert list(one.rows) == list(two.rows) and one._replace(rows=two.rows) == two and len(one.rows) > 9
 
 
 def test_without_numpy_layouts_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     of = space("meta-llama/Llama-3.2-1B", 2, "vpp", "mbs")
-    ours = found(of, "H100", together=True)
+    ours = found(of, "H100", batched=True)
     for name in ("numpy", "bridge_memory.plan.megatron.many"):
         monkeypatch.setitem(sys.modules, name, None)
     theirs = search(of, H100, capacity=find_gpu("H100").capacity_bytes, margin=lambda peak: margin_bytes(peak, 2))
-    assert not theirs.together and list(theirs.rows) == list(ours.rows)
+    assert not theirs.batched and list(theirs.rows) == list(ours.rows)
+
+
+def test_a_search_says_that_numpy_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["search", "meta-llama/Llama-3.2-1B", "--num-gpus", "1", "--gpu", "H100", "--global-batch-size", "8"]
+    command += ["--vary", "mbs", "--json"]
+    assert main(command) == 0
+    ours = capsys.readouterr()
+    for name in ("numpy", "bridge_memory.plan.megatron.many"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(command) == 0
+    theirs = capsys.readouterr()
+    assert json.loads(theirs.out)["best"] == json.loads(ours.out)["best"]
+    assert ours.err == "" and theirs.err == f"{WITHOUT_NUMPY}\n"
 
 
 # ---- arrays in the place of numbers ----
@@ -179,7 +199,7 @@ def test_an_array_answers_a_question_only_as_one() -> None:
     assert size > 0 and not size > 4 and int(along(1, [3, 3])) == 3
     with pytest.raises(Differs) as differs:
         bool(size > 1)
-    pieces = whole((3, 2, 1)).divided(differs.value.answers)
+    pieces = whole((3, 2, 1)).divided(differs.value.values)
     assert sorted(tuple(part.positions[0]) for part in pieces) == [(0,), (1, 2)]
     with pytest.raises(Differs):
         range(size)

@@ -15,14 +15,16 @@ import pytest
 from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, estimate, resolve_model
 from bridge_memory.cli import main
 from bridge_memory.emit.megatron import bridge_overrides, layout_fields, megatron_arguments
-from bridge_memory.plan.megatron.search import Found, search, ties
-from bridge_memory.plan.megatron.space import Refused, Space, layouts, parallel_sizes, useful_modules
+from bridge_memory.plan.found import Found, Refused, ties
+from bridge_memory.plan.megatron.search import search
+from bridge_memory.plan.megatron.space import Space, layouts, parallel_sizes, useful_modules
 from bridge_memory.plan.megatron.splits import balanced_layout, splits
 from bridge_memory.readers.megatron_args import run_from_megatron_args
-from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.layout_string import parse_layout_string, short_layout_string
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.megatron.step_time import step_time
+from bridge_memory.verdict import margin_bytes
 
 LLAMA, QWEN = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"
 
@@ -306,7 +308,6 @@ def test_an_empty_space_is_said(flags: str, words: str, capsys: pytest.CaptureFi
         ([*SMALL, "--top", "0"], "--top and --row count from 1"),
         ([*SMALL, "--headroom", "-1"], "--headroom"),
         ([*SMALL, "--emit", "bridge", "--row", "9999"], "--row 9999 does not exist"),
-        (["search", LLAMA, "--gpu", "T4", "--num-gpus", "8", "--global-batch-size", "8"], "hardware (T4) has no fig"),
     ),
 )  # fmt: skip
 def test_refusals_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

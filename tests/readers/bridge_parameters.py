@@ -50,8 +50,8 @@ def counts(config: Any) -> list[int]:
     """Of the text model; a release's names are its own."""
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from parameters_of import stage_parameters
 
-    from bridge_memory.inventory.stack import stage_parameters
     from bridge_memory.readers.config_container import run_from_config_container
     from bridge_memory.rehearsal.patches import building
     from bridge_memory.rehearsal.world import fake_world

@@ -289,7 +289,7 @@ SHIPPED = {(0, 3): (152, 125), (0, 6): (561, 535)}
 
 
 def test_every_recipe_gets_its_numbers_or_a_refusal_that_names_what_is_not_known(recipes: Any) -> None:
-    """All recipes, as scripts/bridge_recipes.py writes them to references/bridge_recipes.md."""
+    """All recipes, as scripts/bridge_recipes.py writes them to references/generated/bridge_recipes.md."""
     import megatron.bridge
     from bridge_recipes import grouped, recipe_names
 
@@ -355,7 +355,7 @@ def test_the_encoder_of_a_vision_language_recipe_is_counted(recipes: Any) -> Non
     config.model.freeze_vision_model = True
     frozen = run_from_config_container(config, world_size=8)
     assert not frozen.model.encoders
-    assert [feature for feature in frozen.not_modelled if feature.startswith("model.vision_config: a tower")]
+    assert [feature for feature in frozen.not_modelled if feature.startswith("model.vision_config: a modality encoder")]
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("llama3_8b", 64), ("qwen3_30b_a3b", 16), ("deepseek_v3", 1024)])

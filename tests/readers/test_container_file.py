@@ -66,7 +66,7 @@ def test_a_container_is_read_from_yaml(tmp_path: Path) -> None:
 def test_the_command_line_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path)
     assert main(["estimate", "--container", path, "--num-gpus", "16", "--gpu", "H100", "--brief"]) == 0
-    assert capsys.readouterr().out.startswith("fits H100")
+    assert capsys.readouterr().out.startswith("FITS H100")
     for more, words in (
         (["Llama-3.1-8B"], "--container says everything that MODEL says"),
         (["--tp", "4"], "--tp is the container's"),

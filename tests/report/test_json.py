@@ -12,9 +12,9 @@ from report_runs import NAMES, result
 from bridge_memory.estimation import estimate
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.report.details import stage_details
-from bridge_memory.report.gpus import fits
 from bridge_memory.report.json import SCHEMA_PATH, estimate_to_json
 from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec
+from bridge_memory.verdict import fits
 
 jsonschema = pytest.importorskip("jsonschema")
 

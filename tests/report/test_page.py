@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from report_runs import NAMES, result
 
-from bridge_memory.report.gpus import fits
 from bridge_memory.report.page.data import page_data
 from bridge_memory.report.page.one_file import FOLDER, MOST_BYTES, estimate_page
 from bridge_memory.timeline import step_timeline
+from bridge_memory.verdict import fits
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,6 +93,15 @@ def test_one_file_is_small_and_fetches_nothing(name: str) -> None:
         assert not attributes.keys() & {"src", "srcset"}
         assert (attributes.get("href") or "#").startswith("#")
     assert "default-src 'none'" in page
+
+
+def test_every_series_of_the_step_has_a_colour() -> None:
+    """A series without a rule in the style sheet would be drawn black, with an empty swatch in the legend."""
+    names = re.search(r"^const SERIES = (\[.*?\]);", (Path(FOLDER) / "charts.js").read_text(), re.MULTILINE)
+    assert names is not None
+    style = (Path(FOLDER) / "style.css").read_text()
+    for name in json.loads(names[1]):
+        assert f".bm-{name} {{ background: var(--bm-{name});" in style and f"--bm-{name}: #" in style, name
 
 
 def test_hostile_names_stay_text() -> None:

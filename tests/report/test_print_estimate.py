@@ -14,12 +14,12 @@ from report_runs import NAMES, result
 
 from bridge_memory.estimation import estimate
 from bridge_memory.report.details import stage_details
-from bridge_memory.report.gpus import fits
 from bridge_memory.report.table import print_estimate
 from bridge_memory.report.units import DECIMALS, UNITS
 from bridge_memory.spec import DataParallelSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.verdict import fits
 
-PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "transient")
+PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "temporaries")
 
 
 class Terminal(io.StringIO):
@@ -135,10 +135,10 @@ def test_the_components_of_the_peak_stage_add_up_to_its_peak(name: str, unit: st
 def test_the_largest_components_come_first_and_say_how_they_are_known(name: str) -> None:
     by_name = {c.name: c for c in result(name).peak_stage.components}
     rows = next(rows for title, rows in tables(printed(name)) if title.startswith("Why"))
-    listed = [by_name[row["component"].partition(" (over ")[0]] for row in rows if row["known as"]]
+    listed = [by_name[row["component"].partition(" (over ")[0]] for row in rows if row["basis"]]
     assert len(listed) >= 10
     assert [c.bytes for c in listed] == sorted((c.bytes for c in by_name.values()), reverse=True)[: len(listed)]
-    assert [c.provenance for c in listed] == [row["known as"] for row in rows if row["known as"]]
+    assert [c.provenance for c in listed] == [row["basis"] for row in rows if row["basis"]]
 
 
 @pytest.mark.parametrize("width", (60, 80, 100, 200))
@@ -197,9 +197,9 @@ def test_one_stage_alone_is_explained_and_compared_with_the_highest() -> None:
 
 
 def test_headroom_is_what_peak_and_margin_leave_of_the_usable() -> None:
-    rows = next(rows for title, rows in tables(printed("uneven")) if title.startswith("Fits"))
+    rows = next(rows for title, rows in tables(printed("uneven")) if title.startswith("GPUs"))
     for row, fit in zip(rows, fits(result("uneven")), strict=True):
-        assert number(row["usable"]) - number(row["- peak"]) - number(row["- margin"]) == number(row["= headroom"])
+        assert number(row["usable"]) - number(row["- peak"]) - number(row["- margin"]) == number(row["= free"])
         assert (row["fits"] == "yes") is fit.fits
 
 
@@ -211,7 +211,7 @@ def test_what_is_assumed_and_not_modelled_is_listed() -> None:
     text = " ".join(out.getvalue().split())
     assert text.partition("Not modelled")[2].count(feature) == 1
     assert all(" ".join(sentence.split()) in text for sentence in estimate.assumptions)
-    assert "Fits by" not in text and "Fits, by" not in text
+    assert "GPUs, by the highest peak" not in text
 
 
 def test_every_tensor_is_shown_with_its_exact_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,4 +307,4 @@ def test_virtual_stages_of_a_layout_are_said_and_counted() -> None:
         texts.append(stream.getvalue())
     assert texts[0] == texts[1] and "2 virtual stages" in texts[0]
     assert [row["in flight"] for row in by_stage(texts[0], "Pipeline stages").values()] == ["11", "9", "7", "5"]
-    assert "summed over its virtual stages" in " ".join(texts[0].split())
+    assert "summed over virtual stages" in " ".join(texts[0].split())

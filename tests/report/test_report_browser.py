@@ -16,9 +16,9 @@ from report_runs import NAMES, result
 from with_browser import serious
 
 from bridge_memory.report.document import Bullets, Chart, Column, Grid, Words
-from bridge_memory.report.gpus import fits
 from bridge_memory.report.page.one_file import Measured, blocks_page, estimate_page
 from bridge_memory.report.table import alike
+from bridge_memory.verdict import fits
 
 pytestmark = needs_browser
 BAD = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>"\'&${1}`'

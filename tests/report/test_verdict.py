@@ -6,6 +6,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,15 @@ from typing import Any
 import pytest
 
 import bridge_memory.caveats.unmodelled as caveats
+from bridge_memory.cards.rows import GPUS
 from bridge_memory.cli import main
 from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.readers import resolve_model
-from bridge_memory.report.gpus import CONTEXT_BYTES, FRAGMENTATION, GPUS, Verdict, fits, verdict_of
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.table import print_estimate
 from bridge_memory.spec import BatchSpec, RunSpec
 from bridge_memory.spec.unmodelled import Bounds, Effect, Unmodelled, as_feature, bounds
+from bridge_memory.verdict import CONTEXT_BYTES, FRAGMENTATION, Verdict, fits, verdict_of
 
 GIB = 1 << 30
 
@@ -158,8 +160,13 @@ def test_the_verdict_is_the_first_thing_that_is_printed(stream: Any) -> None:
     gib = f"{plain().peak_stage.peak_bytes / GIB:.2f} GiB"
     start = "Estimate of openai-community/gpt2: peak"
     (fit,) = fits(plain(), ["H100"])
-    spare = f"fits H100 (79.10 GiB) with {fit.headroom_bytes / GIB:.2f} GiB to spare"
-    open_ = "unknown whether it fits H100 (79.10 GiB): not modelled:"
+    line = printed(plain(), stream(), "H100")
+    numbers = re.search(r"peak ([\d.]+) \+ margin ([\d.]+) of 79.1 GiB, ([\d.]+) free", line)
+    assert numbers is not None
+    peak, margin, free = map(Decimal, numbers.groups())
+    assert peak + margin + free == Decimal("79.1") and abs(free - Decimal(fit.headroom_bytes) / GIB) <= Decimal("0.05")
+    spare = f"FITS H100: peak {peak} + margin {margin} of 79.1 GiB, {free} free"
+    open_ = f"UNKNOWN for H100: modelled peak {peak} + margin {margin} of 79.1 GiB; not modelled:"
     for unmodelled, words in (
         ((), f"{gib} {spare}"),
         ((UP,), f"at least {gib} {open_} a"),
@@ -168,18 +175,18 @@ def test_the_verdict_is_the_first_thing_that_is_printed(stream: Any) -> None:
         ((UP, WORDS, EITHER), f"{gib}, higher or lower {open_} a, d and 1 more"),
     ):
         text = printed(with_gaps(*unmodelled), stream(), "H100")
-        assert text.startswith(f"{start} {words} prediction"), text[:200]
+        assert text.startswith(f"{start} {words} accuracy: "), text[:200]
         row = text.split("fits ----")[-1] if stream is io.StringIO else text
-        assert ("unknown: what is not modelled" in row) == bool(unmodelled)
-    alone = f"{start} at least {gib} peak at least {gib}, in forward; not modelled: a prediction"
+        assert ("unknown: features that are not modelled" in row) == bool(unmodelled)
+    alone = f"{start} at least {gib} peak at least {gib}, in forward; not modelled: a accuracy: "
     assert printed(with_gaps(UP), stream()).startswith(alone)
 
 
 def test_a_bound_of_both_sides_is_printed_as_a_range() -> None:
     low = plain().peak_stage.peak_bytes
     text = printed(with_gaps(gap_of("x: y", Effect.UP, least=GIB, most=2 * GIB)), io.StringIO(), "H100", "T4")
-    assert f": peak {(low + GIB) / GIB:.2f} GiB to {(low + 2 * GIB) / GIB:.2f} GiB fits H100 (" in text
-    assert "x: y (adds memory, 1.00 GiB at least, 2,048.0 MiB at most)" in text
+    assert f": peak {(low + GIB) / GIB:.2f} GiB to {(low + 2 * GIB) / GIB:.2f} GiB FITS H100 (" in text
+    assert "x: y (adds memory, at least 1.00 GiB, at most 2,048.0 MiB)" in text
 
 
 def test_every_gap_says_where_it_moves_the_peak() -> None:
@@ -187,8 +194,8 @@ def test_every_gap_says_where_it_moves_the_peak() -> None:
     for words in (
         "a: more (adds memory: as large as it is)", "b: less (saves memory: as large as it is)",
             "c: either (may add or save memory: as large as it is)",
-            f"{WORDS} (its effect is not known: nobody here knows how large)",
-            "e: f (adds memory: as large as it is, outside of what torch reports of training steps)",
+            f"{WORDS} (effect unknown: nobody here knows how large)",
+            "e: f (adds memory: as large as it is, not in what torch reports of training steps)",
         ):  # fmt: skip
         assert words in text
 
@@ -247,4 +254,4 @@ def test_an_option_changes_the_verdict_of_the_command_line(
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"]["answer"] == answer
     assert main(words) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith(answer)
+    assert capsys.readouterr().out.splitlines()[1].startswith(answer.upper())

@@ -8,7 +8,7 @@ from bridge_memory import BatchSpec, ParallelSpec, RunSpec, SpecError
 from bridge_memory.cli import main
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import hardware_of
-from bridge_memory.speed.measured import Measured, calibrated
+from bridge_memory.speed.measured import MeasuredStep, calibrated
 from bridge_memory.speed.megatron.step_time import step_time
 
 H100 = hardware_of("H100")
@@ -28,7 +28,7 @@ QUIET, LOUD = run(context_parallel_size=1), run(tensor_model_parallel_size=8)
 def test_one_step_moves_all_rates_together(factor: float) -> None:
     """The measured one takes what was measured, and every other as many times longer."""
     before = {r: step_time(r, H100).seconds for r in (QUIET, LOUD)}
-    found = calibrated([Measured("it", LOUD, factor * before[LOUD])], H100)
+    found = calibrated([MeasuredStep("it", LOUD, factor * before[LOUD])], H100)
     for r, seconds in before.items():
         assert step_time(r, H100, found.constants).seconds == pytest.approx(factor * seconds, rel=1e-9)
     assert "ranks stay" in found.words and f"{1 / factor:.3g}" in found.words
@@ -40,7 +40,7 @@ def test_steps_with_and_without_communication_move_their_rates_apart() -> None:
         nvlink=DEFAULT.nvlink / 2, network=DEFAULT.network / 2, nvlink_latency=2 * DEFAULT.nvlink_latency,
         network_latency=2 * DEFAULT.network_latency,
     )  # fmt: skip
-    truth = [Measured(str(i), r, step_time(r, H100, slow).seconds) for i, r in enumerate((QUIET, LOUD))]
+    truth = [MeasuredStep(str(i), r, step_time(r, H100, slow).seconds) for i, r in enumerate((QUIET, LOUD))]
     found = calibrated(truth, H100).constants
     assert found.gemm_hopper == pytest.approx(DEFAULT.gemm_hopper, rel=0.05)
     assert found.nvlink == pytest.approx(slow.nvlink, rel=0.1)
@@ -52,7 +52,7 @@ def test_steps_with_and_without_communication_move_their_rates_apart() -> None:
 
 def test_what_is_no_measurement_is_refused() -> None:
     with pytest.raises(SpecError, match="within 10 times"):
-        calibrated([Measured("it", QUIET, 1000 * step_time(QUIET, H100).seconds)], H100)
+        calibrated([MeasuredStep("it", QUIET, 1000 * step_time(QUIET, H100).seconds)], H100)
 
 
 SEARCH = ["search", LLAMA, "--num-gpus", "8", "--gpu", "H100", "--global-batch-size", "64", "--vary", "tp,mbs"]

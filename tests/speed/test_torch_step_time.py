@@ -15,7 +15,7 @@ from bridge_memory.accuracy.torch.speeds import Speed, Unread, mpt, speed_of
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import hardware_of
-from bridge_memory.speed.torch.step_time import TIMED, EngineTime, engine_time, not_timed_here
+from bridge_memory.speed.torch.step_time import TIMED, StepTime, not_timed, step_time
 from bridge_memory.speed.torch.work import model_work
 
 #: 16 layers, hidden 2048, 32 heads of 64, 8 groups, FFN 8192, vocabulary 128,256, embeddings tied: 1,235,814,400.
@@ -35,8 +35,8 @@ def run(engine: str, gpus: int = 8, **fields: Any) -> RunSpec:
     return made.with_fields(**fields) if fields else made
 
 
-def time(engine: str, gpus: int = 8, **fields: Any) -> EngineTime:
-    return engine_time(run(engine, gpus, **fields), H100)
+def time(engine: str, gpus: int = 8, **fields: Any) -> StepTime:
+    return step_time(run(engine, gpus, **fields), H100)
 
 
 def test_products_are_twice_the_matrices_a_token() -> None:
@@ -90,8 +90,8 @@ def test_checkpoints_run_forward_again() -> None:
     assert 0 < op < titan[3]
 
 
-def moved(t: EngineTime) -> float:
-    return t.sent + t.hidden
+def moved(t: StepTime) -> float:
+    return t.exposed_communication + t.overlapped_communication
 
 
 def test_what_engines_send() -> None:
@@ -114,10 +114,10 @@ def test_what_engines_send() -> None:
     # ZeRO-1 reduces once and waits for it, ZeRO-2 in each of four microbatches; both gather after the step.
     buckets = N / 5e8
     one, two = time("zero1"), time("zero2")
-    assert one.hidden == two.hidden == 0
-    assert one.sent == pytest.approx(3 * a_pass + (2 * buckets + buckets) * LATENCY)
-    assert two.sent - one.sent == pytest.approx(3 * 2 * (a_pass + buckets * LATENCY))
-    assert time("zero2", overlap_comm=True).sent < two.sent
+    assert one.overlapped_communication == two.overlapped_communication == 0
+    assert one.exposed_communication == pytest.approx(3 * a_pass + (2 * buckets + buckets) * LATENCY)
+    assert two.exposed_communication - one.exposed_communication == pytest.approx(3 * 2 * (a_pass + buckets * LATENCY))
+    assert time("zero2", overlap_comm=True).exposed_communication < two.exposed_communication
     assert moved(time("single", 1)) == moved(time("zero3", 1)) == moved(time("fsdp1", 1)) == 0
 
 
@@ -158,14 +158,14 @@ def test_the_host() -> None:
     # One short sequence of a small model: the host starts kernels more slowly than they run.
     small = run("single", 1, seq_length=64, global_batch_size=1)
     ((layer, times),) = model_work(small).layers
-    assert engine_time(small, H100).forward >= times * layer.operations * 1e-5
+    assert step_time(small, H100).forward >= times * layer.operations * 1e-5
 
 
 @pytest.mark.parametrize("engine", TIMED)
 def test_every_engine_has_a_time(engine: str) -> None:
     t = time(engine, 1 if engine == "single" else 16)
     assert all(value >= 0 for value in t) and t.seconds > t.forward + t.backward > t.forward > 0
-    assert not not_timed_here(run(engine, 1)) and not_timed_here(run(engine, 1, torch_compile=True))
+    assert not not_timed(run(engine, 1)) and not_timed(run(engine, 1, torch_compile=True))
     fp32 = time(engine, 1, params_dtype="fp32")
     assert fp32.forward > 5 * time(engine, 1).forward  # 67 TFLOP/s of 989
 
@@ -197,7 +197,7 @@ def test_measured_runs() -> None:
     for row in read:
         if isinstance(row, Unread):
             continue
-        seconds = engine_time(row.run, row.hardware).seconds
+        seconds = step_time(row.run, row.hardware).seconds
         ratios.setdefault((row.kind, row.hardware.name), []).append(seconds / row.seconds)
         if "torchao" in row.kind:
             ladder.append((row.seconds, seconds))

@@ -20,6 +20,6 @@ if installed and "megatron.core" not in sys.modules:
         HERE = True
         with quiet():
             te_kernels.load()
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rehearse"))
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rehearsal"))
 
 collect_ignore_glob = [] if HERE else ["test_*.py"]

@@ -85,6 +85,6 @@ def test_it_is_what_the_real_code_does(command: str, capsys: pytest.CaptureFixtu
         allowed = {
             "parameters (elements)": 0.0, "weights": 0.0, "gradients": 0.0, "optimizer state": 0.0,
             # Amaxes of delayed scaling, a few bytes a linear, are in no table of ours.
-            "held by MoE dispatchers": 4096.0,
+            "kept by MoE dispatchers": 4096.0,
         }.get(row["name"], max(share * row["found"], 200_000.0))  # fmt: skip
         assert abs(row["difference"]) <= allowed, row

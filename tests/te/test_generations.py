@@ -7,6 +7,7 @@ import torch
 from installed import HERE
 from test_layers import check, run_of
 
+from bridge_memory.cards.generations import GENERATIONS
 from bridge_memory.inventory.megatron.attention import attention_kernel
 from bridge_memory.rehearsal import patches, te_kernels
 from bridge_memory.spec import (
@@ -18,7 +19,6 @@ from bridge_memory.spec import (
     ParallelSpec,
     RunSpec,
 )
-from bridge_memory.spec.gpu_names import GENERATIONS
 from bridge_memory.tapes.context import context_of
 from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.workspaces.gpu_generations import TE_WORKSPACE

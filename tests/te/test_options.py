@@ -26,7 +26,7 @@ def rows(capsys: pytest.CaptureFixture[str], command: str) -> dict[str, dict[str
 def held_to(table: dict[str, dict[str, Any]]) -> None:
     for name in ("parameters (elements)", "weights", "gradients", "optimizer state"):
         assert table[name]["difference"] == 0, table[name]
-    for name in ("saved for backward, a microbatch", "forward peak", "backward peak", "peak"):
+    for name in ("saved for backward, per microbatch", "forward peak", "backward peak", "peak"):
         assert abs(table[name]["difference"]) <= 0.005 * table[name]["found"], table[name]
 
 
@@ -93,7 +93,7 @@ def test_one_call_leaves_nothing_for_the_next(capsys: pytest.CaptureFixture[str]
     held_to(fused)
     # The probabilities of 32 heads over 1024 x 1024 in bf16, less a log-sum-exp in fp32 a head and token, and
     # two random numbers of 8 bytes.
-    saved = "saved for backward, a microbatch"
+    saved = "saved for backward, per microbatch"
     assert unfused[saved]["found"] - fused[saved]["found"] == 2 * 32 * 1024 * 1024 - 4 * 32 * 1024 - 16
 
 

@@ -84,7 +84,7 @@ def test_it_agrees(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     table = rows(capsys, command)
     for name in ("parameters (elements)", "weights", "gradients", "optimizer state"):
         assert table[name]["difference"] == 0, table[name]
-    for name in ("saved for backward, a microbatch", "forward peak", "backward peak", "peak"):
+    for name in ("saved for backward, per microbatch", "forward peak", "backward peak", "peak"):
         assert abs(table[name]["difference"]) <= 0.005 * table[name]["found"], table[name]
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from chunk_comparison import compare_chunk
 from installed import HERE
 from test_fp8 import RECIPES, in_fp8
 from test_saved_by_component import CASES, COMPILED_LOSS, LOCAL, SHARDINGS, Case, assert_peaks, full
 
 from bridge_memory import ParallelSpec, resolve_model
 from bridge_memory.inventory.stack import chunk_inventory
-from bridge_memory.rehearsal.compare import compare_chunk
 from bridge_memory.rehearsal.run import rehearse
 from bridge_memory.rehearsal.summary import rows
 from bridge_memory.spec import ImplementationSpec, RecomputeSpec, RunSpec
@@ -94,7 +94,7 @@ def test_recomputed_mtp_depths_in_fp8_run_forward_alone(model: str, mtp: int, ar
     run = in_fp8(case.run(), recipe)
     peaks(run, 1, 0)
     for row in rows(rehearse(run, 1)):
-        if row.name in ("fp8 weight copies", "saved for backward, a microbatch"):
+        if row.name in ("fp8 weight copies", "saved for backward, per microbatch"):
             assert row.predicted == pytest.approx(row.found, rel=0.001), row
 
 

@@ -394,6 +394,7 @@ def test_bodies_have_a_limit(client: Client) -> None:
 def _raw(port: int, data: bytes, seconds: float = 5.0) -> bytes:
     with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
         connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)  # nothing follows: no answer waits for more
         found = b""
         try:
             while part := connection.recv(65536):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bridge_memory.accuracy.corpus import Row
+from bridge_memory.accuracy.corpus import RecordLine
 from bridge_memory.estimation import estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.reserved import replayed, why_not
@@ -99,12 +99,12 @@ class Total(NamedTuple):
     worst: float
 
 
-def is_of_engines(rows: Sequence[Row]) -> bool:
+def is_of_torch(rows: Sequence[RecordLine]) -> bool:
     """Whether the first record is one of these."""
     return bool(rows) and {"engine", "measured", "grade"} <= rows[0].data.keys()
 
 
-def outcomes(rows: Sequence[Row]) -> list[Outcome]:
+def outcomes(rows: Sequence[RecordLine]) -> list[Outcome]:
     """Every figure of every row whose grade is scored; one outcome for a row that is not read."""
     return [outcome for row in rows if str(row.data.get("grade")) in TARGETS for outcome in _outcomes(row)]
 
@@ -132,7 +132,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _outcomes(row: Row) -> list[Outcome]:
+def _outcomes(row: RecordLine) -> list[Outcome]:
     data = row.data
     what = str(data.get("technique") or data.get("optimizer") or data.get("recompute") or "")
     head = Outcome(

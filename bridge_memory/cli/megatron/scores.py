@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.components import GIB
 from bridge_memory.report.document import Chart
 from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.accuracy.corpus import Row
+    from bridge_memory.accuracy.corpus import RecordLine
     from bridge_memory.accuracy.errors import Errors, GroupAccuracy
     from bridge_memory.accuracy.predictions import Outcome
     from bridge_memory.accuracy.records import Record
 
 SCHEMA = "bridge-memory/accuracy-memory/1"
-GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def add_tables(parser: argparse.ArgumentParser) -> None:
                              "rank those")
 
 
-def run(args: argparse.Namespace, rows_of_file: list[Row] | None = None) -> int:
+def run(args: argparse.Namespace, rows_of_file: list[RecordLine] | None = None) -> int:
     """Score and print. ``rows_of_file``: where the corpus was read already."""
     from bridge_memory.accuracy.errors import by_group, summary
     from bridge_memory.accuracy.predictions import predict_all
@@ -95,7 +95,7 @@ def table(rows: Sequence[GroupAccuracy]) -> str:
     for r in rows:
         for title, count, errors in (
             (r.group, f"{r.ok}/{r.records} runs", r.per_record),
-            ("", f"{r.families} fam.", r.per_family),
+            ("", f"{r.families} families", r.per_family),
         ):
             if not title and r.families == 1:
                 continue

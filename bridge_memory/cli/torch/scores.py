@@ -7,18 +7,18 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.components import GIB
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.accuracy.corpus import Row
+    from bridge_memory.accuracy.corpus import RecordLine
     from bridge_memory.accuracy.torch.records import Outcome
     from bridge_memory.report.document import Chart, Drawn
 
-SCHEMA = "bridge-memory/accuracy-engines/1"
-GIB = 1 << 30
+SCHEMA = "bridge-memory/accuracy-torch/2"
 
 
-def run(args: argparse.Namespace, rows: list[Row]) -> int:
+def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
     """Score and print. Returns 0."""
     from bridge_memory.accuracy.torch.records import outcomes, totals
     from bridge_memory.report.printing import print_blocks
@@ -51,7 +51,7 @@ def _scatter(found: Sequence[Outcome]) -> Chart:
     for o in found:
         if o.measured_bytes is None or o.predicted_bytes is None or o.error is None:
             continue
-        name = f"grade {o.grade}" if o.status == "counted" else "with gaps, not counted"
+        name = f"grade {o.grade}" if o.status == "counted" else "with unmodelled features, not counted"
         one = series.setdefault(name, {"name": name, "tone": kinds.get((o.grade, o.status), "some"), "line": "",
                                        "points": []})  # fmt: skip
         words = ", ".join(filter(None, (o.id, o.model, o.what, o.meaning)))
@@ -66,7 +66,7 @@ def _as_json(o: Outcome) -> dict[str, Any]:
 
 
 def blocks(found: Sequence[Outcome], rows: int) -> list[Drawn]:
-    """What is counted, what is predicted with gaps, errors by grade, and rows that are not read by their reasons."""
+    """Rows that are counted, rows with features that are not modelled, errors by grade, and rows that are not read."""
     from bridge_memory.accuracy.torch.records import TARGETS, totals
     from bridge_memory.report.document import Bullets, Column, Grid
 
@@ -98,7 +98,8 @@ def blocks(found: Sequence[Outcome], rows: int) -> list[Drawn]:
         )
     words.append(f"{rows - len({o.id for o in found})} rows of other grades are not scored")
     answer.append(Bullets("In all", tuple(words)))
-    for title, status in (("Gaps of rows that are not counted", "unmodelled"), ("Rows that are not read", "unread")):
+    unmodelled = "Unmodelled features of rows that are not counted"
+    for title, status in ((unmodelled, "unmodelled"), ("Rows that are not read", "unread")):
         reasons: dict[str, list[str]] = {}
         for o in found:
             if o.status == status:

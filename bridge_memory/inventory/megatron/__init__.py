@@ -1,1 +1,1 @@
-"""Blocks of megatron-core and Transformer Engine: what each saves for backward."""
+"""Blocks of megatron-core and Transformer Engine: their parameters, saved tensors and temporaries."""

@@ -14,7 +14,7 @@ from bridge_memory.releases import (
     FP8_ATTENTION_KEEPS_ONE_STATISTIC,
     MASK_MADE_BY_EACH_LAYER,
     QKV_OUTPUT_HELD,
-    RING_SUMS_AS_IT_GOES,
+    RING_SUMS_EACH_STEP,
     SOFTMAX_MAKES_A_GRADIENT,
     STEPS_OF_ALL_GATHER_DROPPED,
 )
@@ -27,12 +27,12 @@ from bridge_memory.tapes.tape import Region, Tensor
 def record_attention(
     r: Recorder, spec: AttentionSpec, x: Tensor, *, normed: bool = False, scaled_key: bool = False
 ) -> Tensor:
-    """From the residual stream [T_sp, h] to the output of linear_proj [T_sp, h] (input norm included, unless ``x`` is
-    ``normed``). ``scaled_key``: the key is multiplied by a constant (Falcon-H1)."""
+    """From the residual stream [T_sp, h] to the output of linear_proj [T_sp, h], with the input norm unless ``x`` is
+    ``normed``. ``scaled_key``: the key is multiplied by a constant (Falcon-H1)."""
     ctx, tape, first = r.ctx, r.tape, len(r.rows)
     a = divide(spec.num_attention_heads, ctx.tp, "num_attention_heads", "tensor_model_parallel_size")
     d = spec.kv_channels
-    # With fewer groups than ranks every rank computes one group's worth after a gather.
+    # With fewer groups than ranks every rank computes one group, after a gather.
     g = largest(1, spec.num_query_groups // ctx.tp)
     q_width, kv_width, v_width, out_width = a * d, g * d, g * spec.value_channels, a * spec.value_channels
     gate_heads = spec.num_attention_heads if spec.attention_output_gate else 0
@@ -47,16 +47,16 @@ def record_attention(
     with r.offload("qkv_linear"):
         qkv, region = _input_projection(r, spec, x, qkv_width, normed)
     if spec.num_query_groups < ctx.tp:
-        # q, k and v are views of the whole gathered tensor, which the gather also concatenates from its parts
-        # (``SelfAttention.get_query_key_value_tensors``, ``mappings.py: _gather_along_last_dim``); its gradient is
-        # concatenated to be scattered (``_reduce_scatter_along_last_dim``).
+        # q, k and v are views of the gathered tensor, which is concatenated from the ranks' parts
+        # (``SelfAttention.get_query_key_value_tensors``, ``mappings.py: _gather_along_last_dim``). Its gradient is
+        # concatenated before it is scattered (``_reduce_scatter_along_last_dim``).
         gathered = qkv_width * ctx.tp * ctx.tokens * ctx.act
         qkv = tape.make("gathered qkv", qkv, gathered, workspace=gathered, backward_workspace=gathered)
 
     query, key, value, gate = qkv, qkv, qkv, qkv
     rotated = spec.rotary and ctx.rotary
-    # Nothing changes q, k and v on the way to Transformer Engine's attention, which takes slices of one tensor as they
-    # are where they lie head by head (sbh3d), and makes contiguous copies of any others (``get_qkv_layout``).
+    # q, k and v reach Transformer Engine's attention as slices of one tensor. It uses slices whose heads alternate
+    # (sbh3d) and makes contiguous copies of any others (``get_qkv_layout``).
     sliced = ctx.te and not rotated and not spec.qk_layernorm and (a != g or spec.num_query_groups < ctx.tp)
     if not ctx.te or gate_heads or scaled_key or sliced:
         parts = [("query", q_bytes), ("gate", q_bytes)][: 1 + bool(gate_heads)]
@@ -83,10 +83,10 @@ def record_attention(
     elif spec.value_norm:
         value = _norm_of_values(r, value, spec.value_channels, ctx.tokens * g)
     if spec.lends_keys:
-        # ``_stored_kv``, an attribute, holds them to the next forward pass.
+        # ``_stored_kv``, an attribute, holds them until the next forward pass.
         stored = tape.tensor("key and value for later layers", 0, grad=False)
         tape.op(stored.name, (key, value), stored, saves=(key, value))
-    if gate_heads and 1 < g < a:  # else a view, with which the whole of q, k and v is kept
+    if gate_heads and 1 < g < a:  # else a view, which keeps the mixed tensor of q, k and v alive
         gate = tape.make("gate", gate, q_bytes)
     before_rope = (query, key, value, gate) if QKV_OUTPUT_HELD(ctx.impl) else (gate,)
     if rotated:
@@ -99,8 +99,8 @@ def record_attention(
     selected = ctx.recomputes("core_attn")
     with tape.checkpoint("core_attn", inputs, enabled=selected), r.offload("core_attn"):
         if separate and ctx.te and not sequences_first(r):
-            # q and k are tensors of their own by now; TE makes v contiguous rather than keep the mixed tensor
-            # alive (``utils.py: get_qkv_layout``); the local code, and a checkpoint, keep the view.
+            # q and k are separate tensors by now, so TE makes v contiguous, which frees the mixed tensor
+            # (``utils.py: get_qkv_layout``). The local code, and a checkpoint, keep the view.
             value = tape.make("value", value, value_bytes)
         elif sliced and not separate and not sequences_first(r):
             if g == 1:
@@ -112,7 +112,7 @@ def record_attention(
             grouped=a != g, sink=spec.learnable_softmax_sink, window=spec.window_size is not None,
         )
     if spec.attention_output_gate:
-        # sigmoid(gate.float()) * out, one compiled kernel: keeps its inputs.
+        # sigmoid(gate.float()) * out, one compiled kernel: saves its inputs.
         out = tape.make("gated attention output", (out, gate), q_bytes, saves=(out, gate))
     with r.offload("attn_proj"):
         y = r.row_linear(
@@ -126,7 +126,7 @@ def record_attention(
     return y
 
 
-#: In the order in which they are registered.
+#: Submodules, in the order in which they are registered.
 _MODULES = ("core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm")
 
 
@@ -147,7 +147,7 @@ def _input_projection(
 
 
 def _sub_norm(r: Recorder, name: str, x: Tensor, width: int, rows: int, *, copy: bool) -> Tensor:
-    """Norm over heads. ``copy``: its input is a contiguous copy of the strided slice, kept by the norm."""
+    """Norm over heads. ``copy``: its input is a contiguous copy of the strided slice, which the norm saves."""
     source = r.tape.make(f"{name} input", x, width * rows * r.ctx.act) if copy else x
     return r.norm(name, source, width, rows)
 
@@ -159,7 +159,7 @@ def _norm_of_values(r: Recorder, x: Tensor, width: int, rows: int) -> Tensor:
 
 
 def _borrowed(r: Recorder, key: Tensor, d: int, heads: int, value_bytes: int) -> tuple[Tensor, Tensor]:
-    """Those of another layer, which counts them, in place of the layer's own: a key is normed, and nothing of it kept
+    """Key and value of another layer, which counts them. The layer's own key is still normed, and then dropped
     (megatron-bridge ``models/gemma/modeling_gemma4.py: Gemma4DenseSelfAttention.get_query_key_value_tensors``)."""
     rows, tape = r.ctx.tokens * heads, r.tape
     r.norm_parameters("self_attention.k_layernorm", d)
@@ -171,8 +171,8 @@ def _borrowed(r: Recorder, key: Tensor, d: int, heads: int, value_bytes: int) ->
 
 
 def _rope(r: Recorder, name: str, x: Tensor, nbytes: int, head_dim: int) -> Tensor:
-    """Rotary embedding of q or k. Fused: TE keeps the frequencies only (shared by all layers). Unfused: four
-    temporaries on the way, and the cosine and sine kept."""
+    """Rotary embedding of q or k. Fused: TE saves the frequencies only, which all layers share. Unfused: the cosine and
+    sine are saved, and there are four temporaries."""
     if r.ctx.impl.apply_rope_fusion and r.ctx.te:
         return r.tape.make(name, x, nbytes)
     angles = cosine_and_sine(r, name, r.ctx.rotary_dim or head_dim)
@@ -182,7 +182,7 @@ def _rope(r: Recorder, name: str, x: Tensor, nbytes: int, head_dim: int) -> Tens
 
 
 def cosine_and_sine(r: Recorder, name: str, width: int) -> Tensor:
-    """Two [s, 1, 1, d_rope] tensors in the compute dtype, made anew for each use
+    """Two [s, 1, 1, d_rope] tensors in the compute dtype, made for each use
     (``rope_utils.py: _apply_rotary_pos_emb_bshd``)."""
     return r.tape.tensor(f"{name} cosine and sine", 2 * r.ctx.seq * width * r.ctx.act, grad=False)
 
@@ -201,22 +201,24 @@ def core_attention(
     sink: bool = False,
     window: bool = False,
 ) -> Tensor:
-    """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads. ``recomputed``: q, k
-    and v are discarded after it and made again before its backward, and stay until what makes them has run backward,
-    whether or not attention saves them (``random.py: CheckpointWithoutOutput._recompute``).
+    """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads.
 
-    Flash and cuDNN fused attention keep q, k, v, the output and an fp32 log-sum-exp a head and token; their
+    ``recomputed``: q, k and v are discarded after attention and recomputed before its backward; they stay until the
+    recomputed part has run backward, whether or not attention saves them (``random.py:
+    CheckpointWithoutOutput._recompute``).
+
+    Flash and cuDNN fused attention save q, k, v, the output and an fp32 log-sum-exp per head and token; their
     backward needs an fp32 accumulator of dq and an fp32 row sum. FlashAttention works on [b, s, a, d]: with more than
-    one sequence it copies q, k and v into that order and its output out of it (TE ``backends.py:
-    FlashAttention.forward``), and keeps its own. Unfused attention keeps the probabilities
-    [b, a, s, s], and with dropout a one-byte mask and the dropped probabilities.
+    one sequence it copies q, k and v to that layout and its output back (TE ``backends.py: FlashAttention.forward``),
+    and saves its copies. Unfused attention saves the probabilities [b, a, s, s], and with dropout a one-byte mask and
+    the dropped probabilities.
     """
     ctx, tape = r.ctx, r.tape
     out_bytes = ctx.tokens * out_width * ctx.act
     rows = ctx.tokens * heads
     kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width, window=window)
-    turned = sequences_first(r)
-    if turned:
+    batch_first = sequences_first(r)
+    if batch_first:
         widths = (("query", q_width), ("key", kv_width), ("value", v_width))
         given = qkv if len(qkv) == 3 else qkv * 3
         qkv = tuple(
@@ -230,22 +232,22 @@ def core_attention(
             qkv = (*qkv[:-1], tape.make("padded value", qkv[-1], ctx.tokens * kv_width * ctx.act))
             v_width, out_bytes = kv_width, ctx.tokens * q_width * ctx.act
         q_bytes, kv_bytes = (ctx.tokens * w * ctx.act for w in (q_width, kv_width + v_width))
-        transposed = kernel == "flash" and ctx.batch > 1 and not turned
+        transposed = kernel == "flash" and ctx.batch > 1 and not batch_first
         if transposed or (len(qkv) == 1 and (ctx.cp > 1 or kernel == "flash")):
             qkv = _contiguous(r, qkv, q_bytes, kv_bytes)
         if ctx.cp > 1:
             out = _context_parallel(
                 r, qkv, rows=rows, q_width=q_width, kv_bytes=kv_bytes, out_bytes=out_bytes, kernel=kernel,
-                turned=turned, recomputed=recomputed,
+                batch_first=batch_first, recomputed=recomputed,
             )
         else:
-            lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False, item=4)
             if fp8_attention(r):
-                return _in_fp8(r, qkv, lse, heads, q_width, kv_width, v_width, out_bytes, turned=turned)
-            # FlashAttention makes gradients of keys and values for every head, and sums those of a group.
+                return _in_fp8(r, qkv, heads, q_width, kv_width, v_width, out_bytes, batch_first=batch_first)
+            statistics = softmax_statistics(r, rows)
+            # FlashAttention makes gradients of keys and values for every query head, then sums those of a group.
             expanded = 2 * q_bytes if grouped and kernel == "flash" else 0
             out = tape.make(
-                "core_attention output", qkv, out_bytes, saves=(*qkv, lse), save_output=True, also=(lse,),
+                "core_attention output", qkv, out_bytes, saves=(*qkv, *statistics), save_output=True, also=statistics,
                 backward_workspace=4 * ctx.tokens * q_width + 4 * rows + expanded,
             )
         if transposed:
@@ -255,7 +257,7 @@ def core_attention(
             (part,) = tape.views("cut", out, ("core_attention output, cut", cut))
             out = tape.make("core_attention output without padding", part, cut)
             tape.keep_alive(*whole, *qkv)  # variables of DotProductAttention.forward
-        if turned:
+        if batch_first:
             out = tape.make("core_attention output [s, b]", out, ctx.tokens * out_width * ctx.act, alias=True)
         return out
     scores_elements = rows * ctx.seq * ctx.cp
@@ -265,14 +267,14 @@ def core_attention(
         parts = [("query", q_width), ("key", kv_width), ("value", v_width)]
         qkv = tape.views("split qkv", qkv[0], *((name, ctx.tokens * width * ctx.act) for name, width in parts))
     variables = qkv if ctx.te else ()  # of DotProductAttention.forward
-    rows_apart = ctx.te and ctx.packed
-    if rows_apart:  # each sequence a row of its own (``ConvertTHDtoBSHD``)
+    unpacked = ctx.te and ctx.packed
+    if unpacked:  # one row per sequence (``ConvertTHDtoBSHD``)
         widths = (("query", q_width), ("key", kv_width), ("value", v_width))
         qkv = tuple(
             tape.make(f"{name} by sequences", x, ctx.tokens * width * ctx.act)
             for x, (name, width) in zip(qkv, widths, strict=True)
         )
-    if turned:  # back again, by a reshape of a view; keys and values that are repeated are copied by that
+    if batch_first:  # back to [s, b], by a reshape of a view; repeating keys and values copies them anyway
         again = qkv[:1] if grouped else qkv
         qkv = (*(tape.make(f"{x.name} [s, b]", x, x.bytes) for x in again), *qkv[len(again) :])
     if grouped:
@@ -284,53 +286,64 @@ def core_attention(
     scores = tape.make(
         "attention scores", qkv[:2], scores_bytes, saves=qkv[:2], workspace=scores_bytes if ctx.te else 0
     )
-    if sink and made:  # in place of scores and mask
+    if sink and made:  # replaces scores and mask
         scores = tape.make("attention scores with sink", scores, (scores_elements + rows) * ctx.act)
         wider = tape.tensor("attention mask with sink", made.bytes + ctx.seq * ctx.cp, grad=False)
         tape.op(wider.name, (made,), wider)
         made = wider
     if fused_softmax(r, heads, sink):
-        # Backward is in place on the incoming gradient (scaled_*_masked_softmax_backward), or was.
+        # Backward writes over the output's gradient (scaled_*_masked_softmax_backward), or makes a new one.
         own = ctx.te and SOFTMAX_MAKES_A_GRADIENT(ctx.impl)
         probs = tape.make("attention probabilities", scores, scores_bytes, save_output=True, alias=not own)
     else:
         probs = _softmax(r, scores, scores_elements, rows if sink else 0, made, window=window)
-    if rows_apart:  # rows of padding are zeros (``UnfusedDotProductAttention._forward``)
+    if unpacked:  # rows of padding are zeros (``UnfusedDotProductAttention._forward``)
         assert made is not None
         probs = tape.make("attention probabilities without padding", probs, scores_bytes, saves=(made,))
     if ctx.attention_dropout:
         kept = tape.tensor("attention dropout mask", scores_elements, grad=False, item=1)
         probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(kept,), also=(kept,))
-    # Recomputed, the local code's value is a view of which autograd keeps a gradient in the order of the view: a copy
-    # of the transposed one (torch ``accumulate_grad.h: AccumulateGrad::accumulateGrad``). Repeated ones are summed.
-    # Dropped probabilities are gone by then, which nobody else keeps.
+    # Recomputed, the local code's value is a view. Autograd keeps its gradient in the strides of the view: a copy of
+    # the transposed one (torch ``accumulate_grad.h: AccumulateGrad::accumulateGrad``). Those of repeated values are
+    # summed. Dropped probabilities, which nothing else saves, are freed by then.
     copied = 0 if ctx.te or grouped or not ctx.recomputes("core_attn") else qkv[-1].grad_bytes
     if ctx.attention_dropout:
         copied = largest(0, copied - scores_bytes)
     context = tape.make(
         "attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]), backward_workspace=copied
     )
-    out = tape.make("core_attention output", context, out_bytes, alias=not rows_apart)
+    out = tape.make("core_attention output", context, out_bytes, alias=not unpacked)
     tape.keep_alive(scores, probs, context, *qkv, *variables, *([made] if made else []))
-    if turned:
+    if batch_first:
         out = tape.make("core_attention output [s, b]", out, out_bytes, alias=True)
     return out
 
 
 def fp8_attention(r: Recorder) -> bool:
-    """Whether attention of this layer computes in fp8, which cuDNN's alone does (TE ``utils.py:
+    """Whether attention of this layer computes in fp8, which only cuDNN's does (TE ``utils.py:
     get_attention_backend``). Under context parallelism it is counted as if it did not."""
     return r.ctx.fp8_attention and r.fp8 and r.ctx.cp == 1
 
 
-def _in_fp8(
-    r: Recorder, qkv: tuple[Tensor, ...], lse: Tensor, heads: int, q_width: int, kv_width: int, v_width: int,
-    out_bytes: int, *, turned: bool,
-) -> Tensor:  # fmt: skip
-    """cuDNN's attention in fp8: it keeps queries, keys and values in fp8, and of the output what its backward takes.
+def softmax_statistics(r: Recorder, rows: int, *, fp8: bool = False) -> tuple[Tensor, ...]:
+    """What flash and fused attention keep of the softmax of ``rows`` = T a rows, with and without context parallelism:
+    an fp32 log-sum-exp of each (TE ``backends.py: FlashAttention.forward``, ``cpp_extensions/fused_attn.py:
+    fused_attn_fwd``); in ``fp8``, before ``FP8_ATTENTION_KEEPS_ONE_STATISTIC``, a reciprocal of its sum too."""
+    kept = [r.tape.tensor("softmax log-sum-exp", 4 * rows, grad=False, item=4)]
+    if fp8 and not FP8_ATTENTION_KEEPS_ONE_STATISTIC(r.ctx.impl):
+        kept.append(r.tape.tensor("softmax reciprocal sums", 4 * rows, grad=False, item=4))
+    return tuple(kept)
 
-    Of mxfp8 both layouts, whose scales are of heads and padded; the other recipes keep one. The delayed recipe's output
-    is quantized and made anew in 16 bits, and so are its gradients. Source: TE ``backends.py:
+
+def _in_fp8(
+    r: Recorder, qkv: tuple[Tensor, ...], heads: int, q_width: int, kv_width: int, v_width: int, out_bytes: int, *,
+    batch_first: bool,
+) -> Tensor:  # fmt: skip
+    """cuDNN's attention in fp8: it saves queries, keys and values in fp8, and the output in the format that its
+    backward needs.
+
+    With mxfp8 both layouts are saved, with padded scales per head; other recipes save one. With the delayed recipe the
+    output is made in fp8 and dequantized to 16 bits, and so are gradients. Source: TE ``backends.py:
     _fused_attn_forward_impl, _fused_attn_backward_impl``, ``utils.py: combine_and_quantize, mxfp8_transpose_swizzle``.
     """
     ctx, tape = r.ctx, r.tape
@@ -349,9 +362,7 @@ def _in_fp8(
     value_head = v_width // groups
     nbytes = quantized(q_width, heads) + quantized(kv_width, groups) + quantized(v_width, groups)
     copy = tape.tensor("query, key and value in fp8", nbytes, grad=False, item=1)
-    statistics = [lse]
-    if not FP8_ATTENTION_KEEPS_ONE_STATISTIC(ctx.impl):
-        statistics.append(tape.tensor("softmax reciprocal sums", lse.bytes, grad=False, item=4))
+    statistics = softmax_statistics(r, ctx.tokens * heads, fp8=True)
     small = tape.tensor("attention output in fp8", ctx.tokens * heads * value_head, grad=False, item=1)
     also = (copy, *statistics, *((small,) if delayed else ()))
     backward = 4 * ctx.tokens * q_width + 4 * ctx.tokens * heads + quantized(heads * value_head, heads)
@@ -361,16 +372,16 @@ def _in_fp8(
         "core_attention output", qkv, out_bytes, saves=also, save_output=not delayed, also=also,
         backward_workspace=backward,
     )
-    return tape.make("core_attention output [s, b]", out, out_bytes, alias=True) if turned else out
+    return tape.make("core_attention output [s, b]", out, out_bytes, alias=True) if batch_first else out
 
 
 def _softmax(r: Recorder, scores: Tensor, elements: int, sinks: int, made: Tensor | None, *, window: bool) -> Tensor:
-    """Softmax by torch, of ``elements`` scores and ``sinks``, a column of them (``fused_softmax.py:
+    """torch's softmax of ``elements`` scores and ``sinks`` more, one column (``fused_softmax.py:
     FusedScaleMaskSoftmax.forward_torch_softmax, SoftmaxOne``, TE ``softmax.py``, ``backends.py:
     UnfusedDotProductAttention.forward``). ``made``: the mask that Transformer Engine's attention has made.
 
-    16-bit scores are made fp32 first. What is masked in place is then a tensor of its own, else a view of the GEMM's
-    output. Transformer Engine has joined the column to ``scores``, megatron-core does so after masking.
+    16-bit scores are cast to fp32 first, and the copy is masked in place; else a view of the GEMM's output is.
+    Transformer Engine has joined the column of sinks to ``scores``; megatron-core does so after masking.
     """
     ctx, tape = r.ctx, r.tape
     wide = ctx.act == 2 and (ctx.te or ctx.attention_softmax_in_fp32)
@@ -390,12 +401,12 @@ def _softmax(r: Recorder, scores: Tensor, elements: int, sinks: int, made: Tenso
     probs = tape.make(name, x, whole * width, save_output=True)
     if wide:
         probs = tape.make("attention probabilities", probs, elements * ctx.act)
-    tape.keep_alive(masked, *([mask] if mask else []))  # a variable, where nothing is kept for backward
+    tape.keep_alive(masked, *([mask] if mask else []))  # variables, which matters where nothing is saved for backward
     return probs
 
 
 def _full_mask(r: Recorder) -> Tensor:
-    """The boolean mask [s, s] that Transformer Engine makes of int32 distances, for each layer and whatever softmax
+    """The boolean mask [s, s] that Transformer Engine makes from int32 distances in each layer, whichever softmax
     follows (``dot_product_attention/utils.py: get_full_mask``)."""
     nbytes = (r.ctx.seq * r.ctx.cp) ** 2
     mask = r.tape.tensor("attention mask", nbytes, grad=False)
@@ -404,8 +415,8 @@ def _full_mask(r: Recorder) -> Tensor:
 
 
 def _te_mask(r: Recorder, made: Tensor, *, causal: bool) -> Tensor:
-    """The mask that ``masked_fill_`` keeps: ``made``, joined with the causal one that all layers share unless it is of
-    another kind, as those of windows, sinks and packed sequences are (TE ``softmax.py: forward_torch_softmax``)."""
+    """The mask that ``masked_fill_`` saves: a causal one is ``made`` joined with the mask that all layers share; masks
+    of windows, sinks and packed sequences are ``made`` itself (TE ``softmax.py: forward_torch_softmax``)."""
     if not causal:
         return made
     r.keep(Scratch.CAUSAL_MASK, made.bytes)
@@ -415,10 +426,10 @@ def _te_mask(r: Recorder, made: Tensor, *, causal: bool) -> Tensor:
 
 
 def _causal_mask(r: Recorder, *, window: bool) -> Tensor | None:
-    """The boolean mask [s, s] of the local unfused softmax, or None where it is counted elsewhere.
+    """The boolean mask [s, s] of the local unfused softmax, or None if it is counted elsewhere.
 
-    Each layer makes one, from fp32 ones (a window's from booleans), and autograd keeps it; before 0.16 all layers
-    shared a cached one. A causal mask that the data loader made is the batch's (``workspaces.batch_bytes``).
+    Each layer makes one from fp32 masks (a window's from boolean ones), and autograd saves it; before 0.16 all layers
+    shared a cached mask. A causal mask from the data loader is counted with the batch (``workspaces.batch_bytes``).
     Source: ``transformer/utils.py: get_default_causal_mask, get_sliding_window_causal_mask``.
     """
     ctx, tape = r.ctx, r.tape
@@ -434,8 +445,9 @@ def _causal_mask(r: Recorder, *, window: bool) -> Tensor | None:
 
 
 def _fill(r: Recorder, scores: Tensor, mask: Tensor | None, view: bool) -> Tensor:
-    """``masked_fill_``: in place forward, a gradient of its own backward; of a ``view`` two more on the way
-    (PyTorch ``torch/csrc/autograd/functions/tensor.cpp: CopySlices::apply_impl``). None: a mask counted elsewhere."""
+    """``masked_fill_``: in place in forward, a separate gradient in backward; two more temporaries if it masks a
+    ``view`` (PyTorch ``torch/csrc/autograd/functions/tensor.cpp: CopySlices::apply_impl``). ``mask`` is None if it is
+    counted elsewhere."""
     filled = r.tape.make(
         "masked scores", scores, 0, saves=(mask,) if mask else (),
         backward_workspace=2 * scores.grad_bytes if view else 0,
@@ -445,12 +457,13 @@ def _fill(r: Recorder, scores: Tensor, mask: Tensor | None, view: bool) -> Tenso
 
 
 def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = True, window: bool = False) -> str:
-    """ "flash", "fused" or "unfused": what Transformer Engine is left with for these tensors.
+    """ "flash", "fused" or "unfused": the backend that Transformer Engine selects for these tensors.
 
-    Source: TE ``dot_product_attention/utils.py: get_attention_backend``. Neither FlashAttention nor cuDNN takes fp32;
-    FlashAttention takes no sink; FlashAttention 2, before Hopper, wants values as wide as keys
-    (``equal_heads``), to which later releases pad them (``dot_product_attention.py: _pad_qkv_head_dim``). cuDNN takes
-    no ``window`` with dropout. Where nothing is left the run is refused (``spec.validation: _check_kernels``).
+    Source: TE ``dot_product_attention/utils.py: get_attention_backend``. Neither FlashAttention nor cuDNN supports
+    fp32; FlashAttention supports no sink; FlashAttention 2, before Hopper, needs values as wide as keys
+    (``equal_heads``), to which later releases pad them (``dot_product_attention.py: _pad_qkv_head_dim``). cuDNN
+    supports no ``window`` with dropout. A run for which no backend is left is refused (``spec.rules.attention:
+    check_kernels``).
     """
     ctx, chosen = r.ctx, r.ctx.impl.attention_kernel
     if fp8_attention(r):
@@ -466,25 +479,25 @@ def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = Tru
 
 
 def fused_softmax(r: Recorder, heads: int, sink: bool) -> bool:
-    """Whether a masked-softmax kernel takes the scores. Source: ``fused_softmax.py:
+    """Whether a masked-softmax kernel runs. Source: ``fused_softmax.py:
     FusedScaleMaskSoftmax.is_kernel_available``, TE ``softmax.py`` (the same name)."""
     ctx = r.ctx
     s = ctx.seq * ctx.cp
-    # Transformer Engine's has a switch of its own: NVTE_MASKED_SOFTMAX_FUSION, on unless the environment says 0.
+    # Transformer Engine's has a separate switch: the environment variable NVTE_MASKED_SOFTMAX_FUSION, on by default.
     if not (ctx.te or ctx.impl.masked_softmax_fusion) or ctx.act != 2 or sink or (ctx.batch * heads) % 4:
         return False
     return 16 < s < 16384 and s % 8 == 0 if ctx.te else 16 < s <= 4096 and s % 4 == 0
 
 
 def sequences_first(r: Recorder) -> bool:
-    """Whether megatron-core copies query, key and value to [b, s, a, d]: with one sequence there is nothing to copy."""
+    """Whether megatron-core copies query, key and value to [b, s, a, d]; with one sequence that is a view."""
     ctx = r.ctx
     fused = ctx.te and ctx.rotary and ctx.impl.apply_rope_fusion
     return fused and ctx.batch > 1 and not ATTENTION_TOKENS_FIRST(ctx.impl)
 
 
 def _contiguous(r: Recorder, qkv: tuple[Tensor, ...], q_bytes: int, kv_bytes: int) -> tuple[Tensor, Tensor]:
-    """Copies: the query, and key and value."""
+    """Contiguous copies: of the query, and of key and value together."""
     query, rest = r.tape.tensor("contiguous query", q_bytes), r.tape.tensor("contiguous key and value", kv_bytes)
     r.tape.op("contiguous query, key and value", qkv, (query, rest))
     return query, rest
@@ -492,32 +505,33 @@ def _contiguous(r: Recorder, qkv: tuple[Tensor, ...], q_bytes: int, kv_bytes: in
 
 def _context_parallel(
     r: Recorder, qkv: tuple[Tensor, ...], *, rows: int, q_width: int, kv_bytes: int, out_bytes: int,
-    kernel: str, turned: bool, recomputed: bool,
+    kernel: str, batch_first: bool, recomputed: bool,
 ) -> Tensor:  # fmt: skip
-    """Flash or fused attention over a sequence divided by c ranks (TE ``context_parallel.py``); ``kv_bytes`` of both;
-    ``turned``: they are [b, s, a, d], and the gradient that comes is copied into that order for cuDNN.
+    """Flash or fused attention over a sequence divided among c ranks (TE ``context_parallel.py``). ``kv_bytes``: of
+    keys and values together. ``batch_first``: they are [b, s, a, d], and the output's gradient is copied to that layout
+    for cuDNN.
 
-    a2a (``AttnFuncWithCPAndQKVOA2A``): q, k and v are exchanged for whole sequences of a / c heads and kept so;
-    the output is exchanged back, and both forms of it are kept (the second by linear_proj).
-    p2p (``AttnFuncWithCPAndKVP2P``): keys and values go round a ring, and the last that came are kept; every step's
-    keys, values, output and statistics stay until the outputs are summed in fp32, and backward holds two pairs of
-    (kv, dkv) buffers. Counted for the last rank of the ring: under a causal mask the others attend with half of
-    their queries in some steps. Later releases sum as they go: while a buffer is made for the next keys and values
-    there are those of this step and the two before, and the outputs of two steps; while a step attends, one buffer
-    fewer and the outputs of three.
-    all_gather (``AttnFuncWithCPAndKVAllGather``): keys and values are gathered and put in order in both passes, and
-    their gradients are as long as the sequence; earlier releases keep the two halves of the output beside the output,
-    later ones make a second, empty output beside it in forward.
+    a2a (``AttnFuncWithCPAndQKVOA2A``): q, k and v are exchanged for all tokens of a / c heads, and saved in that form;
+    the output is exchanged back and saved in both forms (the second by linear_proj).
+    p2p (``AttnFuncWithCPAndKVP2P``): keys and values pass around a ring, and the last received are saved. Keys, values,
+    output and statistics of every step stay until the outputs are summed in fp32; backward holds two pairs of (kv, dkv)
+    buffers. Counted for the last rank of the ring: under a causal mask the others attend with half of their queries in
+    some steps. Later releases sum after each step: while the receive buffer for the next keys and values is made, those
+    of this step and the two before are alive, and the outputs of two steps; during a step's attention there is one
+    buffer fewer, and the outputs of three steps.
+    all_gather (``AttnFuncWithCPAndKVAllGather``): keys and values are gathered and reordered in both passes, and their
+    gradients cover the whole sequence. Earlier releases save the two halves of the output in addition to the output;
+    later ones make a second, empty output in forward.
     """
     ctx, tape = r.ctx, r.tape
     c = ctx.cp
     q_bytes = ctx.tokens * q_width * ctx.act
-    lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False, item=4)
+    statistics = softmax_statistics(r, rows)
     accumulate = 4 * ctx.tokens * q_width + 4 * rows
     query, keys_values = qkv[0], qkv[1:]
     if ctx.impl.cp_comm_type == "a2a":
-        # Beside what an exchange takes and gives: what is sent, contiguous, and the last that came, before it is put
-        # in order. Variables of the function hold what it was given, in backward also all that it had kept.
+        # Temporaries of an exchange: the contiguous send buffer, and the last tensor received before it is reordered.
+        # Variables of the function hold its inputs, and in backward also all saved tensors.
         exchanged = q_bytes + kv_bytes + kv_bytes // 2
         whole = tape.make(
             "q, k, v of whole sequences", (query, *keys_values), q_bytes + kv_bytes, workspace=exchanged,
@@ -525,8 +539,8 @@ def _context_parallel(
             backward_workspace=exchanged + q_bytes + kv_bytes + 2 * out_bytes,
         )
         out = tape.make(
-            "attention output of whole sequences", whole, out_bytes, saves=(whole, lse), save_output=True,
-            also=(lse,), backward_workspace=accumulate,
+            "attention output of whole sequences", whole, out_bytes, saves=(whole, *statistics), save_output=True,
+            also=statistics, backward_workspace=accumulate,
         )
         result = tape.make(
             "core_attention output", out, out_bytes, workspace=2 * out_bytes, backward_workspace=2 * out_bytes
@@ -535,42 +549,44 @@ def _context_parallel(
         return result
     if ctx.impl.cp_comm_type == "all_gather":
         halves = tape.tensor("attention output of each step", out_bytes, grad=False)
-        # Both gathered tensors, one of them copied into order; in backward also their gradients, those of each of
-        # the two steps (2 c + 1 of 2 c chunks in all), and the gradients put in order.
+        # Both gathered tensors, one of them copied in order. In backward also their gradients, those of each of the two
+        # steps (2 c + 1 of 2 c chunks in all), and the reordered gradients.
         gathered, in_order = c * kv_bytes, c * kv_bytes * 3 // 2
         ordered = q_bytes + (6 * c - 1) * kv_bytes // 2 + largest(c * kv_bytes, accumulate) // 2
         if STEPS_OF_ALL_GATHER_DROPPED(ctx.impl):
             outputs = 2 if ALL_GATHER_MAKES_TWO_OUTPUTS(ctx.impl) else 1
             return tape.make(
-                "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, lse),
-                save_output=True, also=(lse,), backward_workspace=ordered,
+                "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, *statistics),
+                save_output=True, also=statistics, backward_workspace=ordered,
                 workspace=largest(gathered + outputs * out_bytes, in_order - out_bytes),
             )
         return tape.make(
-            "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, halves, lse),
-            also=(halves, lse), workspace=largest(gathered, in_order - 2 * out_bytes), backward_workspace=ordered,
+            "core_attention output", (query, *keys_values), out_bytes, also=(halves, *statistics),
+            saves=(query, *keys_values, halves, *statistics), backward_workspace=ordered,
+            workspace=largest(gathered, in_order - 2 * out_bytes),
         )
     kv = tape.make("key and value ring buffer", keys_values, kv_bytes)
     step = out_bytes + 4 * rows
-    # Packed, the sum is in the output's dtype, and each step attends to copies of halves of keys and values; statistics
-    # are copied to be summed, and each step's are turned.
+    # Packed sequences: the sum is in the output's dtype, each step attends to copies of halves of keys and values, and
+    # statistics are copied to be summed, those of each step transposed.
     copies = kv_bytes // 2 if ctx.packed else 0
     around = (c - 1) * kv_bytes + c * step + (16 * rows if ctx.packed else 4 * out_bytes // ctx.act + 4 * rows)
-    if RING_SUMS_AS_IT_GOES(ctx.impl):
+    if RING_SUMS_EACH_STEP(ctx.impl):
         buffers = smallest(c, 4)
         around = (buffers - 1) * kv_bytes + 2 * step
         if c > 2:
             around = largest(around, (buffers - 2) * kv_bytes + 3 * step)
         else:
-            # The last step is added to the first: the sum's statistics before and after, and what is made of them and
-            # of those of both steps.
+            # The last step is added to the first: statistics of the sum before and after, and temporaries made from
+            # them and from those of both steps.
             around += 5 * 4 * rows
     around += copies
-    turned_back = out_bytes if turned and kernel == "fused" else 0
+    gradient_copy = out_bytes if batch_first and kernel == "fused" else 0
     out = tape.make(
         "core_attention output", (query, kv), out_bytes,
-        saves=(query, kv, lse, *(keys_values if recomputed else ())), save_output=True, also=(lse,), workspace=around,
-        backward_workspace=accumulate + 4 * kv_bytes + q_bytes + turned_back + (4 * rows if ctx.packed else 0),
+        saves=(query, kv, *statistics, *(keys_values if recomputed else ())), save_output=True, also=statistics,
+        workspace=around,
+        backward_workspace=accumulate + 4 * kv_bytes + q_bytes + gradient_copy + (4 * rows if ctx.packed else 0),
     )
     tape.keep_alive(*keys_values)
     return out

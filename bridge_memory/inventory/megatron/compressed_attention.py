@@ -1,12 +1,12 @@
-"""DeepSeek-V4's attention: a sliding window beside compressed keys, of which an indexer may choose.
+"""DeepSeek-V4's attention: a sliding window and compressed keys, from which an indexer may choose.
 
-Source: Megatron-LM's main branch of 2026, which megatron-core 0.19 is not yet: ``experimental_attention_variant/
+Source: Megatron-LM's main branch of 2026, not yet in megatron-core 0.19: ``experimental_attention_variant/
 deepseek_v4_hybrid_attention.py: DSv4HybridSelfAttention``, ``csa.py: CompressedSparseAttention, Compressor,
 CSAIndexer, unfused_compressed_sparse_attn``, ``dsa.py: FusedDSAIndexerLoss``. The indexer's loss is that of
-megatron-core 0.19. Fused kernels (FlashMLA, cuDNN's DSA) keep what their autograd function is given: query, keys,
+megatron-core 0.19. Fused kernels (FlashMLA, cuDNN's DSA) save the arguments of their autograd function: query, keys,
 output, statistics and indices.
-Shapes: one key of width d serves all a heads; T = s b, c tokens a compressed key, k keys a query, n = s + s / c keys.
-Tensor parallelism is 1.
+Shapes: one key of width d serves all a heads; T = s b, c tokens per compressed key, k keys per query, n = s + s / c
+keys. Tensor parallelism is 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.tapes.symbolic import smallest
 from bridge_memory.tapes.tape import Region, Tensor
 
-#: Tokens a compressed key where windows of compression overlap.
+#: Tokens per compressed key if windows of compression overlap.
 OVERLAPPING = 4
 CORE = "self_attention.core_attention."
 
@@ -38,7 +38,7 @@ def record_compressed_attention(r: Recorder, spec: CompressedAttentionSpec, x: T
     tape.keep_alive(query, key)
     if recompute:
         tape.discard(region, query, key)
-    # One projection a group of heads; a parameter, whose gradient is a tensor of its own.
+    # One projection per group of heads; a plain parameter, whose gradient is a separate tensor.
     shape = (spec.output_groups * spec.output_lora_rank, a * d // spec.output_groups)
     r.parameter("self_attention.linear_o_group_proj", shape)
     gradient = 0 if r.frozen else shape[0] * shape[1] * ctx.act
@@ -60,7 +60,7 @@ def record_compressed_attention(r: Recorder, spec: CompressedAttentionSpec, x: T
 def _query_and_key(
     r: Recorder, spec: CompressedAttentionSpec, latent: Tensor, normed: Tensor, recompute: bool
 ) -> tuple[Tensor, Tensor, Region]:
-    """Query [T, a d], whose heads are normed without a weight, and the one key [T, d], which is the value too."""
+    """Query [T, a d], whose heads are normed without a weight, and the single key [T, d], which is also the value."""
     ctx, tape = r.ctx, r.tape
     a, d = spec.num_attention_heads, spec.head_dim
     q_bytes, kv_bytes = ctx.tokens * a * d * ctx.act, ctx.tokens * d * ctx.act
@@ -121,12 +121,12 @@ def _core_attention(
 def _unfused(
     r: Recorder, spec: CompressedAttentionSpec, query: Tensor, whole: Tensor, index: Tensor, keys: int, slots: int
 ) -> Tensor:
-    """softmax(q k^T) k with a sink over the chosen keys, each query's gathered: [T, k, d] in fp32. The gather's
-    gradient is of the size of the expanded keys, [b, s, n, d]."""
+    """softmax(q k^T) k with a sink over the chosen keys, gathered for each query: [T, k, d] in fp32. The gather's
+    gradient has the size of the expanded keys, [b, s, n, d]."""
     ctx, tape = r.ctx, r.tape
     a, d = spec.num_attention_heads, spec.head_dim
     wide, scores = 4 * ctx.tokens * a * d, 4 * a * slots
-    places = tape.tensor("places of the keys", 8 * slots, grad=False)
+    places = tape.tensor("indices of the gathered keys", 8 * slots, grad=False)
     tape.op(places.name, index, places, workspace=4 * slots)
     gathered = tape.make(
         "gathered keys", whole, slots * d * ctx.act, saves=(whole, places),
@@ -150,7 +150,7 @@ def _unfused(
 
 
 def _compress(r: Recorder, name: str, x: Tensor, c: int, d: int) -> Tensor:
-    """Keys of c tokens each, pooled by a softmax in fp32 over them (twice as many where they overlap): [T / c, d]."""
+    """Keys [T / c, d], each pooled from c tokens (2 c if windows overlap) by a softmax in fp32."""
     ctx, tape = r.ctx, r.tape
     overlap = 2 if c == OVERLAPPING else 1
     width = overlap * d
@@ -174,7 +174,7 @@ def _choose(
     r: Recorder, spec: CompressedAttentionSpec, indexer: IndexerSpec, normed: Tensor, latent: Tensor, query: Tensor,
     compressed: Tensor, count: int,
 ) -> Tensor:  # fmt: skip
-    """Indices of the chosen compressed keys [T, k], with the loss that the indexer learns from. Its inputs are cut off
+    """Indices of the chosen compressed keys [T, k], and the loss that trains the indexer. Its inputs are detached from
     the graph; the loss makes scores of every query and compressed key twice, [b, a, s, s / c] in fp32."""
     ctx, tape = r.ctx, r.tape
     name, heads, width = CORE + "indexer", indexer.num_heads, indexer.head_dim
@@ -183,9 +183,9 @@ def _choose(
     q = r.plain_linear(f"{name}.linear_wq_b", q_in, ctx.tokens, spec.q_lora_rank, heads * width)
     if not ctx.impl.apply_rope_fusion:
         q = _rotated(r, spec, "indexer query", q, ctx.tokens * heads * width * ctx.act)
-    q = tape.make("indexer query turned", q, ctx.tokens * heads * width * ctx.act)
+    q = tape.make("rotated indexer query", q, ctx.tokens * heads * width * ctx.act)
     k = _compress(r, f"{name}.compressor", x, spec.compress_ratio, width)
-    k = tape.make("indexer keys turned", k, k.bytes)
+    k = tape.make("rotated indexer keys", k, k.bytes)
     weights = r.plain_linear(f"{name}.linear_weights_proj", x, ctx.tokens, ctx.hidden_size, heads)
     weights = tape.make("indexer weights", weights, 4 * ctx.tokens * heads)
     chosen = tape.tensor("chosen compressed keys", 8 * ctx.tokens * count, grad=False)

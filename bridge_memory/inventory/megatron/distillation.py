@@ -1,7 +1,8 @@
 """The loss of a distillation: divergence of the student's logits from the teacher's, in fp32.
 
-Source: modelopt 0.47 ``torch/distill/plugins/megatron.py: LogitsKLLoss.forward``, which a container with a teacher has
-unless its ``kd_config`` says otherwise (Megatron Bridge ``models/distillation_provider.py``). L = T V / t logits.
+Source: modelopt 0.47 ``torch/distill/plugins/megatron.py: LogitsKLLoss.forward``, the default of a ConfigContainer with
+a teacher unless its ``kd_config`` sets another (Megatron Bridge ``models/distillation_provider.py``). L = T V / t
+logits.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from bridge_memory.tapes.tape import Tensor
 
 
 def teachers_logits(r: Recorder, elements: int) -> Tensor:
-    """Of the microbatch, [T, V / t]: the teacher runs before the student, and its output layer's hook keeps them."""
+    """The teacher's logits of the microbatch, [T, V / t]: it runs before the student, and a hook on its output layer
+    keeps them."""
     logits = r.tape.tensor("teacher's logits", elements * r.ctx.act, grad=False)
     r.tape.op(logits.name, (), logits)
     return logits
 
 
 def record_divergence(r: Recorder, logits: Tensor, teacher: Tensor, elements: int) -> Tensor:
-    """Loss of each token, fp32 [T]. Both are cast, then divided by the temperature; over tensor-parallel ranks
-    the softmax is written out, else it is torch's. Variables of the function hold all but what is made on the way."""
+    """Loss of each token, fp32 [T]. Logits are cast, then divided by the temperature. With tensor parallelism the
+    softmax is written in separate operations, else it is torch's. Variables of the function hold all named results."""
     tape, tokens, wide = r.tape, r.ctx.tokens, 4 * elements
     divided = tape.tensor("teacher's logits over temperature", wide, grad=False)
     tape.op(divided.name, teacher, divided, workspace=wide)
@@ -41,6 +43,6 @@ def record_divergence(r: Recorder, logits: Tensor, teacher: Tensor, elements: in
     difference = tape.make("difference of log probabilities", (own, target), wide)
     divergence = tape.make("divergence", (difference, probabilities), wide, saves=(probabilities,))
     divergence.grad_bytes = 4 * tokens  # one number a token, expanded
-    loss = tape.make("losses", divergence, 4 * tokens)
+    loss = tape.make("distillation loss", divergence, 4 * tokens)
     tape.keep_alive(teacher, logits, divided, student, target, own)
     return loss

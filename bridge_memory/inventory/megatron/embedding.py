@@ -15,15 +15,15 @@ from bridge_memory.tapes.tape import Tensor
 
 
 def learned_positions(model: ModelSpec) -> int | None:
-    """Rows of the position table: 0 where there is none, None where it has as many as a sequence."""
+    """Rows of the position table: 0 without a table, None if it has as many rows as a sequence has tokens."""
     if model.position_embedding_type != "learned_absolute":
         return 0
     return model.max_position_embeddings or None
 
 
 def record_embedding(r: Recorder, rows: int | None, norm: bool, *, scaled: bool = False) -> Tensor:
-    """Token ids [b, s] -> [T_sp, h], through dropout where training has it. ``rows`` of ``learned_positions``;
-    ``norm``: BLOOM's, on the embeddings; ``scaled``: times a number, in a tensor of its own."""
+    """Token ids [b, s] -> [T_sp, h], with dropout if the model has it. ``rows``: from ``learned_positions``. ``norm``:
+    on the embeddings (BLOOM). ``scaled``: multiplied by a constant, in a new tensor."""
     ctx, h = r.ctx, r.ctx.hidden_size
     r.parameter("embedding.word_embeddings.weight", (_rows(r), h), sharded=ctx.tp > 1, use=Use.EMBEDDING)
     positions = position_rows(ctx, rows)
@@ -42,7 +42,7 @@ def record_embedding(r: Recorder, rows: int | None, norm: bool, *, scaled: bool 
 
 
 def position_rows(ctx: BlockContext, rows: int | None) -> int:
-    """Rows of the table, where ``rows`` are of ``learned_positions``."""
+    """Rows of the position table; ``rows``: from ``learned_positions``."""
     return ctx.seq * ctx.cp if rows is None else rows
 
 
@@ -50,18 +50,18 @@ def embed(
     r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False, place: Tensor | None = None,
     waits: bool = False, tables: bool = True,
 ) -> Tensor:
-    """The module's forward pass; ``positions``: rows of its position table, 0 without.
+    """The module's forward pass. ``positions``: rows of its position table, 0 without one.
 
-    ``place``: position ids, where they are not the batch's. ``waits``: the gradient of the positions is there while
-    that of the words is made. ``tables``: gradients of the tables are made.
+    ``place``: position ids, if not the batch's. ``waits``: the gradient of the position table is alive while that of
+    the word table is made. ``tables``: gradients of the tables are made.
     """
     ctx, tape = r.ctx, r.tape
     h = ctx.hidden_size
     whole = ctx.tokens * h * ctx.act
-    # Of several sequences the gradient comes as a view of [s, b, h], of which the kernel makes a contiguous [b, s, h]
-    # (torch ``native/cuda/Embedding.cu: embedding_dense_backward_cuda``).
+    # With several sequences the gradient is a view of [s, b, h], of which the kernel makes a contiguous [b, s, h] (torch
+    # ``native/cuda/Embedding.cu: embedding_dense_backward_cuda``).
     copied = whole if ctx.batch > 1 else 0
-    weight = tape.tensor("embedding weight", 0)  # frozen, it has no gradient, and nothing made of it
+    weight = tape.tensor("embedding weight", 0)  # frozen, neither it nor its results have gradients
     tape.op("weight", (), weight)
     mask = None
     if ctx.tp > 1:
@@ -74,7 +74,7 @@ def embed(
         backward_workspace=(_rows(r) + (positions if waits else 0)) * h * ctx.act + copied if tables else 0,
     )
     if mask is not None:
-        # In place; the gradient is not.
+        # In place in forward; backward makes a new gradient.
         out.grad_bytes = 0 if r.frozen else whole
         out = tape.make("masked embeddings", (out, mask), whole, saves=(mask,))
     scattered = ctx.sp and not positions
@@ -98,7 +98,7 @@ def embed(
     if ctx.residual != ctx.act:
         out = tape.make("fp32 embeddings", out, out.bytes // ctx.act * ctx.residual)
     if ctx.sp and positions:
-        # A view of the rank's part, and its copy (``clone_scatter_output_in_embedding``).
+        # A copy of the view of this rank's tokens (``clone_scatter_output_in_embedding``).
         out = tape.make("scattered embeddings", out, ctx.hidden_bytes)
     if norm:
         stats = r.norm_statistics("embedding norm", ctx.tokens_sp)

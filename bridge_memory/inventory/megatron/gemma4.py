@@ -1,7 +1,7 @@
-"""Gemma 4 as Megatron Bridge puts it together: norms in torch, norms after each block, embeddings layer by layer.
+"""Gemma 4 as Megatron Bridge implements it: norms in torch, norms after each block, per-layer embeddings.
 
 Source: megatron-bridge 0.6.2 ``models/gemma/modeling_gemma4.py: Gemma4DenseTransformerLayer, Gemma4TransformerLayer,
-Gemma4MoELayer, Gemma4TopKRouter``. h: hidden size, w: width of a layer's own embedding, W: of those of all layers.
+Gemma4MoELayer, Gemma4TopKRouter``. h: hidden size, w: width of one layer's embedding, W: of all layers' embeddings.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _dense_layer(r: Recorder, layer: LayerSpec, mixer: AttentionSpec, ffn: MLPSp
     tape.keep_alive(residual)
     tape.part = Part.MLP
     residual = x
-    # ``mlp_norm_manager``, an attribute, holds it to the next forward pass (``transformer_layer.py:
-    # TransformerLayer._forward_pre_mlp_layernorm``); a norm in torch does not keep it.
+    # ``mlp_norm_manager``, an attribute, holds it until the next forward pass (``transformer_layer.py:
+    # TransformerLayer._forward_pre_mlp_layernorm``); a norm in torch does not save it.
     held = tape.make("residual held by the layer", x, 0, saves=(x,))
     held.grad_bytes = 0
     y = record_mlp(r, ffn, x)
@@ -49,15 +49,15 @@ def _dense_layer(r: Recorder, layer: LayerSpec, mixer: AttentionSpec, ffn: MLPSp
     x = r.bias_dropout_add("mlp_bda", normed, residual, bias=False)
     if layer.per_layer_width:
         x = _add_layer_embedding(r, layer, x)
-    # Times a buffer, which is all that the product keeps.
+    # Multiplied by a buffer, which is all that the product saves.
     return tape.make("scaled layer output", x, ctx.hidden_bytes)
 
 
 def _add_layer_embedding(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
-    """x + norm(projection(gelu(gate(x)) * the layer's embedding)); the linears are torch's, whole on every rank.
+    """x + norm(projection(gelu(gate(x)) * the layer's embedding)); the linears are torch's, replicated on every rank.
 
-    The embedding is a view of those of all layers, which the embedding block counts; its gradient is of the size of
-    them all (PyTorch ``select_backward``) and added to what the layers after it gave.
+    The layer's embedding is a view of all layers' embeddings, which the embedding block counts. Its gradient has the
+    size of all of them (PyTorch ``select_backward``) and is added to the gradient from the layers after it.
     """
     ctx, tape = r.ctx, r.tape
     h, w, rows = ctx.hidden_size, layer.per_layer_width, ctx.tokens_sp
@@ -79,7 +79,7 @@ def _add_layer_embedding(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
 
 
 def record_layer_embeddings(r: Recorder, width: int, layers: int, vocabulary: int, embedded: Tensor) -> Tensor:
-    """The embeddings of all layers, [T_sp, W]: a table's rows and a projection of the tokens' own, added up
+    """The embeddings of all layers, [T_sp, W]: rows of a table plus a projection of the token embeddings
     (``_compute_per_layer_inputs``). ``width``: W."""
     ctx, tape = r.ctx, r.tape
     rows = divide(vocabulary, ctx.tp, "vocab_size_per_layer_input", "tensor_model_parallel_size")
@@ -111,13 +111,13 @@ def record_layer_embeddings(r: Recorder, width: int, layers: int, vocabulary: in
     r.torch_norms = False
     both = tape.make("sum of the layers' embeddings", (normed, table), shard, alias=True)
     tape.keep_alive(table, projected, scaled, normed)
-    # Each layer's product keeps its part of them.
+    # Each layer's product saves its part of them.
     return tape.make("embeddings of all layers", both, shard, save_output=True)
 
 
 def _layer_with_experts(r: Recorder, mixer: AttentionSpec, ffn: MoESpec, x: Tensor) -> Tensor:
-    """Attention of Transformer Engine with a norm behind linear_proj; three norms of the same residual for the experts,
-    the shared expert and the router, and one behind each output and behind their sum (``Gemma4TransformerLayer``)."""
+    """Attention of Transformer Engine with a norm after linear_proj; three norms of the same residual, for the experts,
+    the shared expert and the router, and one after each output and after their sum (``Gemma4TransformerLayer``)."""
     ctx, tape = r.ctx, r.tape
     h, rows = ctx.hidden_size, ctx.tokens_sp
     tape.part = Part.ATTENTION

@@ -1,8 +1,8 @@
-"""Hyper-connections (mHC): n residual streams, mixed before and after each block by weights that each token makes.
+"""Hyper-connections (mHC): n residual streams, mixed before and after each block with weights computed per token.
 
-Source: Megatron-LM's main branch of 2026, which megatron-core 0.19 is not yet: ``transformer/hyper_connection.py:
+Source: Megatron-LM's main branch of 2026, not yet in megatron-core 0.19: ``transformer/hyper_connection.py:
 HyperConnectionModule, learned_output_contract``, ``multi_token_prediction.py``. Streams are [T, n h]. In torch the
-weights are made of a copy in fp32; the fused kernels read the streams themselves. What mixes is compiled.
+weights are computed from an fp32 copy; fused kernels read the streams directly. The mixing itself is compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def through_streams(r: Recorder, name: str, streams: Tensor, block: Callable[[Te
     source = streams
     if not ctx.fused_hyper_connections:
         source = tape.make("streams in fp32", streams, 4 * tokens * n * h)
-    # Projection and norm, then the weights' logits: 4 bytes each, and what their sigmoids keep.
+    # Projection and norm, then the logits of the weights (4 bytes each), and what their sigmoids save.
     small = 4 * tokens * width
     kept = tape.tensor("projected streams", small + 8 * tokens, grad=False)
     logits = tape.make("mixing weights in fp32", source, small, saves=(source, kept), also=(kept,), save_output=True)
@@ -40,12 +40,12 @@ def through_streams(r: Recorder, name: str, streams: Tensor, block: Callable[[Te
 
 
 def expand(r: Recorder, x: Tensor) -> Tensor:
-    """One stream n times, where the decoder begins."""
+    """One stream repeated n times, at the beginning of the decoder."""
     return r.tape.make("streams", x, r.ctx.hidden_bytes)
 
 
 def contract(r: Recorder, prefix: str, streams: Tensor) -> Tensor:
-    """The streams weighted and added up, where the decoder (or an MTP depth) ends: [T, n h] -> [T, h], one kernel."""
+    """The weighted sum of the streams, at the end of the decoder (or an MTP depth): [T, n h] -> [T, h], one kernel."""
     ctx, n, h = r.ctx, r.ctx.residual_streams, r.ctx.hidden_size
     r.parameter(f"{prefix}hc_head_fn", (n, n * h))
     r.parameter(f"{prefix}hc_head_base", (n,))
@@ -55,7 +55,8 @@ def contract(r: Recorder, prefix: str, streams: Tensor) -> Tensor:
 
 
 def join(r: Recorder, streams: Tensor, embedded: Tensor) -> Tensor:
-    """What an MTP depth begins with: both normed and projected, the embedding added to every stream."""
+    """The input of an MTP depth: streams and embedding are normed and projected, and the embedding is added to every
+    stream."""
     ctx, tape = r.ctx, r.tape
     n, h, rows = ctx.residual_streams, ctx.hidden_size, ctx.tokens
     e = r.norm("enorm", embedded, h, rows)

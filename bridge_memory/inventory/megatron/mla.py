@@ -1,7 +1,7 @@
 """Multi-latent attention.
 
-Source: megatron-core ``transformer/multi_latent_attention.py: MLASelfAttention``. With Transformer Engine the two
-down-projections are held whole by every tensor-parallel rank and run on the sequence shard (from 0.14); the local
+Source: megatron-core ``transformer/multi_latent_attention.py: MLASelfAttention``. With Transformer Engine (from 0.14)
+the two down-projections are replicated on every tensor-parallel rank and run on the sequence shard; the local
 implementation shards their outputs and gathers them.
 Shapes: q = a (d_nope + d_rope) / t, v = a d_v / t, T = s b, T_sp = T / t under SP.
 """
@@ -43,12 +43,12 @@ def record_mla(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
         tape.checkpoint("core_attn", qkv, enabled=ctx.recomputes("core_attn")),
         r.offload("core_attn"),
     ):
-        # Kernels for packed sequences take values as wide as keys: zeros are appended, and cut off their output.
+        # Kernels for packed sequences need values as wide as keys: zeros are appended, and cut off the output.
         padded = ctx.packed and PACKED_VALUES_PADDED(ctx.impl) and v_width != q_width
         wide = q_width if padded else v_width
         query, key, value = qkv
         if padded:
-            # What recomputed parts return stays, made again, until they have run backward.
+            # Recomputed outputs stay until the region has run backward.
             held = (value,) if recompute_up else ()
             value = tape.make("padded value", value, ctx.tokens * q_width * ctx.act, saves=held)
         out = core_attention(
@@ -111,7 +111,7 @@ def _query_key_value(
                 "self_attention.linear_q_up_proj", q_in, spec.q_lora_rank, q_width, fused_norm=fused_norm
             )
         if ctx.te and (_down_projections_are_whole(ctx) or not ctx.sp):
-            # Transformer Engine makes the latent contiguous, inside the recomputed part.
+            # Transformer Engine makes the latent contiguous, inside the recomputed region.
             kv_in = tape.make("kv_compressed", kv_in, ctx.tokens_sp * spec.kv_lora_rank * act)
         kv = r.column_linear(
             "self_attention.linear_kv_up_proj", kv_in, spec.kv_lora_rank,
@@ -129,23 +129,24 @@ def _query_key_value(
 
 
 def _norms(r: Recorder, spec: MLASpec, q_in: Tensor, kv_in: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms of both latents; without q_lora_rank there is none of the query."""
+    """Norms of both latents; the query has one only with q_lora_rank."""
     if spec.q_lora_rank is not None:
         q_in = r.norm("self_attention.q_layernorm", q_in, spec.q_lora_rank, r.ctx.tokens_sp)
     return q_in, r.norm("self_attention.kv_layernorm", kv_in, spec.kv_lora_rank, r.ctx.tokens_sp)
 
 
 def _down_projections_are_whole(ctx: BlockContext) -> bool:
-    """Whether every rank computes the latents whole, for its own tokens; one rank alone does either way."""
+    """Whether every rank computes whole latents, of its own tokens; true without tensor parallelism."""
     return ctx.te and (ctx.tp == 1 or WHOLE_DOWN_PROJECTIONS(ctx.impl))
 
 
 def _down_projection(r: Recorder, name: str, x: Tensor, rank: int, rope: int) -> tuple[Tensor, Tensor]:
-    """h -> rank + rope: the latent [T_sp, rank] and what holds the rotary part [T, rope].
+    """h -> rank + rope: returns (tensor that holds the latent [T_sp, rank], tensor that holds the rotary part [T,
+    rope]).
 
-    Whole on every rank: the latent is a view of it, and so is the rotary part unless it is gathered for sequence
-    parallelism. Else (local, and TE before 0.14): sharded over the output and gathered; the rotary part is a view of
-    that, and so is a latent without one, while a latent beside one is copied when it is scattered again.
+    Replicated: the latent is a view of the output, and so is the rotary part unless sequence parallelism gathers it.
+    Sharded (local, and TE before 0.14): the output is gathered, and the rotary part is a view of that. The latent is a
+    view too if there is no rotary part; else it is copied when it is scattered to the sequence shards.
     """
     ctx, tape = r.ctx, r.tape
     width, latent_bytes = rank + rope, ctx.tokens_sp * rank * ctx.act

@@ -1,7 +1,7 @@
 """The dense feed-forward block.
 
 Source: megatron-core ``transformer/mlp.py: MLP``, ``fusions/fused_bias_{swiglu,geglu,gelu}.py``. f is the local inner
-width; a gated unit makes 2 f and keeps it, then keeps the f-wide activation as fc2's input.
+width. A gated unit saves fc1's output, 2 f wide, and the activation, f wide, which is fc2's input.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def dense_mlp(
 def activation(r: Recorder, name: str, x: Tensor, rows: int, f: int, *, gated: bool, bias: bool, kind: str) -> Tensor:
     """The elementwise unit between fc1 and fc2, [rows, f or 2 f] -> [rows, f].
 
-    Fused: one kernel keeps its input. Unfused: the bias sum (if any) is kept in place of the raw output, and a
-    gated unit keeps the activated gate as well.
+    Fused: one kernel saves its input. Unfused: the sum with the bias (if any) is saved instead of fc1's output, and a
+    gated unit saves the activated gate as well.
     """
     ctx, tape = r.ctx, r.tape
     out = rows * f * ctx.act
-    # Transformer Engine's operations are fused ones (``extensions/transformer_engine.py: TEFusedMLP``).
+    # Operations of Transformer Engine's fuser are fused (``extensions/transformer_engine.py: TEFusedMLP``).
     fused = ctx.impl.bias_activation_fusion or (ctx.te and ctx.impl.use_transformer_engine_op_fuser)
     if fused and kind in ("silu", "gelu", "quick_gelu"):
         return tape.make(name, x, out, saves=(x,), workspace=0)
@@ -71,5 +71,5 @@ def activation(r: Recorder, name: str, x: Tensor, rows: int, f: int, *, gated: b
     if GLU_OFFSET(ctx.impl):
         linear = tape.make(f"{name} linear half + offset", linear, out, alias=True)
     product = tape.make(name, (gate, linear), out, saves=(gate, linear))
-    tape.keep_alive(x)  # ``intermediate_parallel``, of which ``glu`` has halves
+    tape.keep_alive(x)  # ``intermediate_parallel``, of which the inputs of ``glu`` are views
     return product

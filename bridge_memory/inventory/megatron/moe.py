@@ -43,7 +43,7 @@ class _Tokens(NamedTuple):
 
     entering: int
     permuted: int
-    #: Tokens that the all-to-all brings, before ETP gathers them.
+    #: Tokens after the all-to-all, before ETP gathers them.
     arrived: int
     received: int
     #: Tokens that arrive when each is sent once to every rank that has an expert for it (flex dispatcher).
@@ -51,10 +51,10 @@ class _Tokens(NamedTuple):
 
 
 def routed_tokens(ctx: BlockContext, spec: MoESpec) -> _Tokens:
-    """N, P and R: balanced x imbalance, and at most the capacity of the experts where there is one.
+    """N, P and R: balanced routing times the imbalance, and at most the capacity of the experts if there is one.
 
-    A rank drops what exceeds ceil(N k / E x factor) tokens an expert, and with padding sends exactly that many
-    (``moe_utils.py: get_capacity, apply_router_token_dropping``), however uneven the routing.
+    With a capacity factor a rank drops tokens beyond ceil(N k / E x factor) per expert; with padding it sends exactly
+    that many (``moe_utils.py: get_capacity, apply_router_token_dropping``), however uneven the routing.
     """
     factor = ctx.impl.moe_expert_capacity_factor
     n = ctx.tokens_sp
@@ -63,7 +63,7 @@ def routed_tokens(ctx: BlockContext, spec: MoESpec) -> _Tokens:
         wanted = ceil(n * spec.topk / spec.num_experts * factor)
         capacity = smallest(wanted, n) * spec.num_experts
         if ctx.impl.moe_pad_expert_input_to_capacity:
-            # A map names no token twice, which is what an allgather goes by.
+            # The allgather dispatcher uses the routing map, which contains a token at most once per expert.
             by_map = ctx.impl.moe_token_dispatcher_type == "allgather"
             permuted, imbalance = capacity if by_map else wanted * spec.num_experts, 1.0
         else:
@@ -71,8 +71,9 @@ def routed_tokens(ctx: BlockContext, spec: MoESpec) -> _Tokens:
             permuted = smallest(permuted, capacity)
     once = padding = 0
     if _routers_pad(ctx) and not _pads_in_dispatch(ctx):
-        # Half of a multiple on average, of every expert of this rank's tokens before they are sent (``token_dispatcher
-        # .py: MoEAlltoAllTokenDispatcher.dispatch_preprocess``); DeepEP's of what came (``_pad_routing_map``).
+        # Padding is half of the alignment on average. It is added for every expert before tokens are sent
+        # (``token_dispatcher.py: MoEAlltoAllTokenDispatcher.dispatch_preprocess``), by DeepEP after they are received
+        # (``_pad_routing_map``).
         half = _alignment(ctx) // 2
         if ctx.impl.moe_token_dispatcher_type == "flex":
             padding = spec.num_experts // ctx.ep * half
@@ -89,26 +90,27 @@ def routed_tokens(ctx: BlockContext, spec: MoESpec) -> _Tokens:
 
 
 def rank_budget(topk: int, factor: float, alignment: int, tokens: int) -> int:
-    """Rows that HybridEP makes for a rank's experts, however many tokens come (``token_dispatcher.py:
+    """Rows that HybridEP allocates for a rank's experts, however many tokens arrive (``token_dispatcher.py:
     _HybridEPManager.setup_metadata``)."""
     return -(-int(tokens * topk * factor) // alignment) * alignment
 
 
 def fused_by_ops(ctx: BlockContext) -> bool:
-    """Whether fc1, activation and fc2 of experts are operations of Transformer Engine's fuser. They keep what modules
-    keep: fc1's input and output, the probabilities, fc2's input (TE ``ops/fused/grouped_mlp.py``, ``ops/basic/
+    """Whether fc1, activation and fc2 of experts are operations of Transformer Engine's fuser. They save the same as
+    the modules: fc1's input and output, the probabilities, fc2's input (TE ``ops/fused/grouped_mlp.py``, ``ops/basic/
     {grouped_linear,swiglu}.py``)."""
     impl = ctx.impl
     fuses = impl.use_transformer_engine_op_fuser and impl.te_grouped_gemm
     return fuses and EXPERTS_FUSED_BY_OPS(impl)
 
 
-#: ``fp8_utils.py: get_fp8_align_size``, ``fp4_utils.py: get_fp4_align_size``; others 16.
+#: Recipe -> rows; other recipes 16 (``fp8_utils.py: get_fp8_align_size``, ``fp4_utils.py: get_fp4_align_size``).
 _ALIGNED = {"mxfp8": 32, "nvfp4": 128}
 
 
 def _alignment(ctx: BlockContext) -> int:
-    """Rows of which quantized experts want multiples (``moe_utils.py: get_align_size_for_quantization``)."""
+    """The number of rows to multiples of which quantized experts' rows are padded (``moe_utils.py:
+    get_align_size_for_quantization``)."""
     if fused_by_ops(ctx):
         return 256
     if not ctx.te or ctx.fp8 is None:
@@ -119,7 +121,7 @@ def _alignment(ctx: BlockContext) -> int:
 def ranks_per_token(spec: MoESpec, ep: int) -> float:
     """Expected expert-parallel ranks that hold one of a token's k experts, under uniform routing.
 
-    Group-limited routing draws from group_topk of num_groups groups, which lie on that share of the ranks.
+    Group-limited routing selects from group_topk of num_groups groups, which are on that share of the ranks.
     """
     share = 1.0
     if spec.router_num_groups and spec.router_group_topk:
@@ -145,9 +147,9 @@ def record_moe(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
 
 def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | None = None,
               router_input: Tensor | None = None) -> Tensor:  # fmt: skip
-    """The layer without its norm; shared experts and router may have inputs of their own, as Gemma 4's have, which
-    norms the router's input, scales its probabilities, and norms both outputs (megatron-bridge
-    ``models/gemma/modeling_gemma4.py: Gemma4MoELayer, Gemma4TopKRouter``)."""
+    """The layer without its norm. ``shared_input``, ``router_input``: inputs of shared experts and router if not ``x``,
+    as in Gemma 4, which also norms the router's input, scales its probabilities, and norms both outputs
+    (megatron-bridge ``models/gemma/modeling_gemma4.py: Gemma4MoELayer, Gemma4TopKRouter``)."""
     ctx, tape, first = r.ctx, r.tape, len(r.rows)
     shared, hidden = None, ctx.tokens_sp * ctx.hidden_size * ctx.act
     gemma = router_input is not None
@@ -198,13 +200,13 @@ def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | N
     if shared is not None:
         y = tape.make("routed + shared output", (y, shared), hidden, alias=True)
     if gemma:
-        # Variables of ``forward_with_separate_inputs``, which the norms are part of.
+        # Variables of ``forward_with_separate_inputs``, which calls the norms.
         tape.keep_alive(*shared_output, combined, *dispatched[1:-1])
     r.arrange(first, *(f"mlp.{m}" for m in _MODULES))
     return y
 
 
-#: In the order in which they are registered.
+#: Submodules, in the order in which they are registered.
 _MODULES = ("router", "fc1_latent_proj", "fc2_latent_proj", "experts", "shared_experts")
 
 
@@ -217,7 +219,7 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
         r.parameter("mlp.router.bias", (experts,))
     width = _probability_width(ctx)
     table = n.entering * experts * width
-    # RouterGatingLinearFunction keeps its inputs in their own dtype; the cast is scratch.
+    # RouterGatingLinearFunction saves its inputs in their original dtype; the casts are scratch.
     logits = tape.make(
         "router logits", x, table, saves=(x,),
         workspace=(n.entering + experts) * ctx.hidden_size * width if width != ctx.act else 0,
@@ -225,7 +227,8 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
     if r.frozen:
         logits = frozen.router_logits(r, x, logits, n.entering, experts)
     if ctx.impl.moe_z_loss_coeff is not None:
-        # The sums keep the logits and themselves, twice over one tensor (``moe_utils.py: z_loss_func``).
+        # The log-sum-exp saves the logits and its output; the loss saves that output too (``moe_utils.py:
+        # z_loss_func``).
         sums = tape.make("z-loss of the logits", logits, n.entering * width, saves=(logits,), save_output=True)
         logits = tape.make("router logits with z-loss", (logits, sums), 0, saves=(sums,), alias=True)
         logits.grad_bytes = 0
@@ -244,7 +247,7 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
             workspace=n.entering * experts * 4 + table,
         )
     if ctx.impl.moe_expert_capacity_factor is not None:
-        # Times a map of what is not dropped, which takes the place of the router's (``moe_utils.py:
+        # Multiplied by the map of tokens that are not dropped, which replaces the router's map (``moe_utils.py:
         # apply_router_token_dropping``).
         within = tape.tensor("routing map within capacity", n.entering * experts, grad=False)
         tape.op("tokens within capacity", routing_map, within)
@@ -260,11 +263,11 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
 
 
 def _scores(r: Recorder, spec: MoESpec, logits: Tensor, n: _Tokens, width: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What the top-k chooses from, and what its scores keep.
+    """(the input of top-k, what computing the scores saves).
 
-    The softmax is taken of the k chosen logits in fp32 (of all of them where k is 1); a sigmoid of all of them in
-    fp32. Corrected by a bias, what is chosen from, the chosen scores and their sums are kept too, in the router's dtype
-    until 0.17 and in fp32 from then on (``moe_utils.py: topk_routing_with_score_function``).
+    The softmax is of the k chosen logits in fp32 (of all logits if k is 1); the sigmoid is of all logits in fp32. With
+    an expert bias, the scores before it, the chosen scores and their sums are saved too, in the router's dtype until
+    0.17 and in fp32 from then on (``moe_utils.py: topk_routing_with_score_function``).
     """
     tape = r.tape
     everything, chosen = n.entering * spec.num_experts, n.entering * spec.topk
@@ -287,9 +290,9 @@ def _probability_width(ctx: BlockContext) -> int:
 
 
 def held_routing_bytes(ctx: BlockContext, spec: MoESpec) -> int:
-    """What a layer's dispatcher holds from one microbatch to the next: probabilities and map, [N, E], of all tokens
-    and experts; the map of the local experts with allgather (``token_dispatcher.py``: ``self.probs``,
-    ``self.routing_map``, ``self.local_map``). A map that backward keeps is in ``held_order_bytes``."""
+    """Bytes that a layer's dispatcher holds from one microbatch to the next: probabilities and map, [N, E], of all
+    tokens and experts; with allgather the map of the local experts (``token_dispatcher.py``: ``self.probs``,
+    ``self.routing_map``, ``self.local_map``). A map that is saved for backward is in ``held_order_bytes``."""
     impl = ctx.impl
     if impl.moe_token_dispatcher_type == "flex":
         return 0
@@ -300,30 +303,31 @@ def held_routing_bytes(ctx: BlockContext, spec: MoESpec) -> int:
 
 
 def _map_bytes(ctx: BlockContext, spec: MoESpec) -> int:
-    """The map that a dispatcher holds."""
+    """Bytes of the map that a dispatcher holds."""
     if ctx.impl.moe_token_dispatcher_type == "allgather":
         return ctx.tokens_sp * ctx.ep * ctx.etp * (spec.num_experts // ctx.ep)
     return ctx.tokens_sp * spec.num_experts
 
 
 def _map_kept_bytes(ctx: BlockContext, spec: MoESpec) -> int:
-    """The same where backward keeps that very tensor, else 0.
+    """``_map_bytes`` if the same tensor is saved for backward, else 0.
 
-    With alltoall it is the router's map, which a fused top-k keeps (Transformer Engine ``router.py:
-    FusedTopkScoreFunction``) and so does the product with what capacity leaves; with allgather the map of the local
-    experts, which a selection of probabilities keeps turned around: the same tensor where there is one expert
+    With alltoall it is the router's map: a fused top-k saves it (Transformer Engine ``router.py:
+    FusedTopkScoreFunction``), and so does the multiplication by the map within capacity. With allgather it is the map
+    of the local experts, whose transpose the selection of probabilities saves: the same storage if there is one expert
     (``token_dispatcher.py: MoEAllGatherTokenDispatcher.dispatch_postprocess``).
     """
     impl = ctx.impl
     if impl.moe_token_dispatcher_type == "allgather":
-        return chosen(ctx.ep == spec.num_experts, _map_bytes(ctx, spec), 0)
+        turned: int = chosen(ctx.ep == spec.num_experts, _map_bytes(ctx, spec), 0)
+        return turned
     kept = impl.moe_router_fusion or impl.moe_expert_capacity_factor is not None
     return _map_bytes(ctx, spec) if kept else 0
 
 
 def held_order_bytes(ctx: BlockContext, spec: MoESpec) -> int:
-    """The row map of ``_dispatch``, which the dispatcher holds when backward no longer keeps it; with allgather also
-    the probabilities of the tokens received; and the map that backward keeps."""
+    """Bytes that the dispatcher still holds once backward has freed its saved tensors: the row map of ``_dispatch``;
+    with allgather also the probabilities of the received tokens; and a map that was saved for backward."""
     impl = ctx.impl
     if impl.moe_token_dispatcher_type == "flex":
         return 0
@@ -340,8 +344,8 @@ def held_order_bytes(ctx: BlockContext, spec: MoESpec) -> int:
 
 
 def routed_gradients(ctx: BlockContext, spec: MoESpec) -> int:
-    """Bytes of the gradients of a layer's tokens before their exchange, after it, and on their way back: [P, w], then
-    [R, w] twice."""
+    """Bytes of the gradients of a layer's tokens before the exchange, after it, and before the exchange back: [P, w],
+    then [R, w] twice."""
     n = routed_tokens(ctx, spec)
     return (n.permuted + 2 * n.arrived) * (spec.latent_size or ctx.hidden_size) * ctx.act
 
@@ -350,11 +354,11 @@ def _dispatch(
     r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, routing_map: Tensor, n: _Tokens, width: int,
     overlapped: Overlapped | None,
 ) -> tuple[list[Tensor], Tensor, Tensor]:  # fmt: skip
-    """Permute, exchange and sort tokens: [N, w] -> [R, w], with their probabilities and the row map. Shared experts
-    that are ``overlapped`` run their first half when tokens are exchanged.
+    """Permute, exchange and sort tokens: [N, w] -> [R, w], with their probabilities and the row map. ``overlapped``:
+    shared experts whose first half runs during the exchange.
 
-    Returns the tokens after each of the three steps of ``moe_layer.py: MoELayer.forward``: its local variables
-    hold the first two until the layer is done.
+    Returns the tokens after each of the three steps of ``moe_layer.py: MoELayer.forward``: its local variables hold the
+    first two until the layer has run.
     """
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     local_experts = divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size")
@@ -383,12 +387,12 @@ def _dispatch(
     else:
         row_map = tape.tensor("permutation indices", first * 8, grad=False)
     if alltoall and impl.moe_pad_expert_input_to_capacity and not impl.moe_permute_fusion:
-        # Probabilities are picked by their own indices (``moe_utils.py: permute``, drop_and_pad).
+        # Probabilities are selected by separate indices (``moe_utils.py: permute``, drop_and_pad).
         by_expert = (tape.tensor("indices of probabilities", first * 8, grad=False),)
     elif alltoall and not impl.moe_permute_fusion and PERMUTED_BY_ARGSORT(impl):
         by_expert = (tape.tensor("order of the routing map", 8 * rows * columns, grad=False),)
     elif not (impl.moe_permute_fusion and alltoall):
-        # Both are transposed, and masked_select keeps the copies (``moe_utils.py: permute``,
+        # Both are transposed, and masked_select saves the copies (``moe_utils.py: permute``,
         # ``token_dispatcher.py: MoEAllGatherTokenDispatcher.dispatch_postprocess``).
         by_expert = (
             tape.tensor("routing map by expert", rows * columns, grad=False),
@@ -420,14 +424,15 @@ def _dispatch(
 
 
 def _node_of_experts(r: Recorder) -> None:
-    """After the exchange: weight gradients of experts wait until what follows, up to the exchange back, has run
-    backward (megatron-core ``models/common/model_chunk_schedule_plan.py``: the node ``mlp``)."""
+    """After the exchange, weight gradients of experts are delayed until everything from here to the exchange back has
+    run backward (megatron-core ``models/common/model_chunk_schedule_plan.py``: the node ``mlp``)."""
     if r.tape.delaying:
         r.tape.delay("experts' weight gradients")
 
 
 def _sort_order(r: Recorder, n: _Tokens) -> tuple[Tensor, ...]:
-    """int32 [R] of the fused sort (TE ``permutation.py: _moe_chunk_sort``); unfused, views are concatenated."""
+    """int32 [R] of the fused sort (TE ``permutation.py: _moe_chunk_sort``). Unfused, views are concatenated, which
+    saves nothing."""
     if not r.ctx.impl.moe_permute_fusion:
         return ()
     return (r.tape.tensor("sorted rows", 4 * n.received, grad=False),)
@@ -436,7 +441,7 @@ def _sort_order(r: Recorder, n: _Tokens) -> tuple[Tensor, ...]:
 def _flex_dispatch(
     r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, row: int, overlapped: Overlapped | None
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """DeepEP sends a token once to a rank and sorts it there; HybridEP's exchange puts it in place at once.
+    """DeepEP sends a token to each rank once and permutes it there; HybridEP's exchange also permutes.
 
     Source: ``token_dispatcher.py: _DeepepManager, _HybridEPManager``, ``fused_a2a.py``. Probabilities are fp32.
     """
@@ -470,15 +475,15 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
         return _sequential_experts(r, spec, x, probs, n, width, local_experts, f)
     wgrad1 = r.weight_grad((fc1_width, width), te=ctx.te) * local_experts
     wgrad2 = r.weight_grad((width, f), te=ctx.te) * local_experts
-    # fp8 GEMMs want every expert's rows in multiples of 16 or 32, half of which are missing on average: HybridEP pads
-    # as it permutes, else there is a padded copy before and an unpadded one after (experts.py: TEGroupedMLP.forward,
+    # fp8 GEMMs need every expert's rows in multiples of 16 or 32; on average half a multiple is padding. HybridEP pads
+    # while it permutes; else there is a padded copy before and an unpadded one after (experts.py: TEGroupedMLP.forward,
     # quantization_padding).
     rows = _padded(r, n.received, local_experts)
     pads = _pads(ctx) and not _pads_in_dispatch(ctx) and not _routers_pad(ctx)
     unpadded = x
     if pads:
         x = tape.make("padded tokens", x, rows * width * ctx.act)
-    # Operations of gated units make nothing again (TE ``ops/basic/swiglu.py: _ScaledGLU.__init__``).
+    # The fuser's gated units do not recompute (TE ``ops/basic/swiglu.py: _ScaledGLU.__init__``).
     selected = not fused_by_ops(ctx) and ctx.recomputes("moe_act")
     with r.offload("expert_fc1"):
         mid = _linear(r, "experts fc1", f"{EXPERTS}.linear_fc1", x, rows, width, fc1_width, wgrad1)
@@ -490,14 +495,14 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
     if selected:
         tape.discard(region, act)
     if spec.add_bias and fused_by_ops(ctx):
-        # Added in place, for which the probabilities are kept (TE ``ops/basic/grouped_linear.py``: scale_bias).
+        # Added in place; the probabilities are saved for its backward (TE ``ops/basic/grouped_linear.py``: scale_bias).
         out = tape.make("experts output with bias", (out, probs), out.bytes, saves=(probs,), alias=True)
     elif spec.add_bias:
         out = _add_weighted_bias(r, out, probs, rows * width, local_experts)
     if pads:
         out = tape.make("unpadded outputs", out, n.received * width * ctx.act)
-    # Local variables of the experts' forward, which fp8 GEMMs do not save (they keep copies of their own); fc1's
-    # output had none of its own before.
+    # Local variables of the experts' forward; fp8 GEMMs save copies instead of these. Earlier releases have no variable
+    # for fc1's output.
     tape.keep_alive(unpadded, x, act, *((mid,) if FC1_OUTPUT_HELD(impl) else ()))
     return out
 
@@ -505,8 +510,8 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
 def _add_weighted_bias(r: Recorder, x: Tensor, probs: Tensor, elements: int, experts: int) -> Tensor:
     """x + bias * probability, expert by expert (``experts.py: TEGroupedMLP._apply_bias``).
 
-    The sums are in the wider of the dtypes of both, are joined and cast. Backward an expert has its gradient times
-    bias and times probability beside the whole gradient, and the gradients of all experts are joined again.
+    The sums are in the wider dtype of the two, concatenated, and cast. In backward an expert's gradient times bias and
+    times probability are alive together with the gradient of all experts; the results are concatenated again.
     """
     act, wide = r.ctx.act, max(r.ctx.act, _probability_width(r.ctx))
     temporary = 2 * wide * elements // experts + (wide - act) * elements
@@ -521,9 +526,8 @@ def _linear(
     r: Recorder, name: str, module: str, x: Tensor, rows: Any, in_features: Any, out_features: Any, wgrad: Any, *,
     row: bool = False, original: bool = False, grouped: bool = True,
 ) -> Tensor:  # fmt: skip
-    """fc1 or (``row``) fc2 of experts, [rows, in] -> [rows, out], of all of them (``grouped``) or of one; ``wgrad``:
-    scratch for its weight's gradient.
-    ``original``: it keeps its input as it is, where that is made again for backward."""
+    """fc1 or (``row``) fc2, [rows, in] -> [rows, out], of all experts (``grouped``) or of one. ``wgrad``: scratch for
+    the weight's gradient. ``original``: it saves its input unquantized, since that is recomputed for backward."""
     if r.frozen:
         return frozen.expert_linear(r, module, x, rows, in_features, out_features, row=row, label=f"{name} output")
     kept, also = r.linear_input(name, x, rows * in_features, original=original)
@@ -538,8 +542,8 @@ def _linear(
     if r.tape.delaying:
         later = r.delayed(kept, rows * out_features, 0 if grouped else wgrad, gathered=again)
         if grouped:
-            # Gradients of grouped weights are there from their backward on, and returned: autograd makes a copy of what
-            # the store holds too (``grouped_linear.py``: wgrad_packed; torch ``accumulate_grad.h``).
+            # Gradients of grouped weights are allocated in backward and returned; autograd copies them, because the
+            # store holds them too (``grouped_linear.py``: wgrad_packed; torch ``accumulate_grad.h``).
             later = later._replace(made=later.made + 2 * wgrad)
     return r.tape.make(
         f"{name} output", x, rows * out_features * r.ctx.act, saves=kept, also=also, workspace=layouts,
@@ -550,9 +554,9 @@ def _linear(
 
 
 def _stashed(r: Recorder, x: Tensor) -> Tensor:
-    """What is kept of a tensor of all rows of the budget: as many as come on average, times the buffer's factor. The
-    buffers of all microbatches in flight are one, for good; here each holds its share (``paged_stash.py:
-    PagedStashManager.allocate_stash_buffers, on_save_for_backward``)."""
+    """What the paged stash saves of a tensor with all rows of the budget: the average number of rows times the buffer's
+    factor. The stash is one persistent buffer for all microbatches in flight; here each microbatch counts its share
+    (``paged_stash.py: PagedStashManager.allocate_stash_buffers, on_save_for_backward``)."""
     impl = r.ctx.impl
     assert impl.moe_expert_rank_capacity_factor is not None
     share = impl.moe_paged_stash_buffer_size_factor_cuda / impl.moe_expert_rank_capacity_factor
@@ -560,8 +564,8 @@ def _stashed(r: Recorder, x: Tensor) -> Tensor:
 
 
 def _padded(r: Recorder, rows: Any, experts: Any) -> Any:
-    """``rows`` of so many experts with those that each lacks to the multiple that fp8 wants: half of it on average, and
-    what an expert with a row at all lacks to one multiple. None beyond a budget of rows, where padding is in it."""
+    """``rows`` with each expert's padding to the multiple that fp8 needs: half a multiple on average, and at least one
+    multiple for each expert with a row. A budget of rows includes the padding."""
     multiple = _multiple(r)
     if not multiple:
         return rows
@@ -569,7 +573,7 @@ def _padded(r: Recorder, rows: Any, experts: Any) -> Any:
 
 
 def _multiple(r: Recorder) -> int:
-    """Of rows, to which an expert's are padded; 0 for none."""
+    """The multiple to which an expert's rows are padded; 0: they are not."""
     if not _pads(r.ctx) or r.ctx.impl.moe_expert_rank_capacity_factor is not None:
         return 0
     if _routers_pad(r.ctx) and not _pads_in_dispatch(r.ctx):
@@ -578,7 +582,7 @@ def _multiple(r: Recorder) -> int:
     if r.ctx.fp8_recipe == "nvfp4" and alignment == 128 and not _pads_in_dispatch(r.ctx):
         alignment = 128 if FP4_PADDED_TO_128(r.ctx.impl) else 64
     if r.unquantized and alignment < 256:
-        # Outside of fp8 the recipe is Transformer Engine's default one of the GPU (``quantization.py:
+        # In an unquantized layer the recipe is Transformer Engine's default for the GPU (``quantization.py:
         # get_default_fp8_recipe``): mxfp8 on Blackwell.
         alignment = 32 if r.ctx.impl.gpu_arch == "blackwell" else 16
     return alignment
@@ -589,12 +593,12 @@ def _routers_pad(ctx: BlockContext) -> bool:
 
 
 def _pads_in_dispatch(ctx: BlockContext) -> bool:
-    """Whether HybridEP pads as it permutes, and experts do not."""
+    """Whether HybridEP pads while it permutes, so that experts do not."""
     return ctx.impl.moe_token_dispatcher_type == "flex" and ctx.impl.moe_flex_dispatcher_backend == "hybridep"
 
 
 def _pads(ctx: BlockContext) -> bool:
-    """Whether experts' rows are padded: by the run's precision, whatever the layer computes in (``experts.py``:
+    """Whether experts' rows are padded: if the run uses fp8, even in layers that do not (``experts.py``:
     ``config.fp8``)."""
     return ctx.te and ctx.fp8 is not None
 
@@ -602,7 +606,7 @@ def _pads(ctx: BlockContext) -> bool:
 def _sequential_experts(
     r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, width: int, local_experts: int, f: int
 ) -> Tensor:
-    """One expert after the other, on views of the tokens, which fp8 copies and pads; their outputs are joined
+    """One expert after the other, on views of the tokens, which are padded copies in fp8; outputs are concatenated
     (``experts.py: SequentialMLP``)."""
     ctx, tape = r.ctx, r.tape
     fc1_width = 2 * f if spec.gated else f
@@ -644,8 +648,8 @@ def _sequential_experts(
 
 
 def _weighted_activation(r: Recorder, spec: MoESpec, mid: Tensor, probs: Tensor, rows: int, f: int) -> Tensor:
-    """activation(fc1) * probability (``experts.py: bias_act_func``). Fused: keeps fc1's output and the
-    probabilities; unfused: the activation is kept too, and the product may be made in the router dtype."""
+    """activation(fc1) * probability (``experts.py: bias_act_func``). Fused: saves fc1's output and the probabilities.
+    Unfused: saves the activation too, and the product may be in the router's dtype."""
     ctx, tape = r.ctx, r.tape
     out = rows * f * ctx.act
     fused = ctx.impl.bias_activation_fusion and spec.gated and spec.activation in ("silu", "quick_gelu")
@@ -653,7 +657,7 @@ def _weighted_activation(r: Recorder, spec: MoESpec, mid: Tensor, probs: Tensor,
         fused = ctx.impl.use_fused_weighted_squared_relu
     by_ops = fused_by_ops(ctx)
     if ctx.impl.moe_mlp_glu_interleave_size is not None and spec.gated and not (by_ops and r.fp8):
-        # Gates and values are put apart; quantized kernels of the fuser take them as they are (``experts.py:
+        # Gates and values are deinterleaved; quantized kernels of the fuser read them interleaved (``experts.py:
         # TEGroupedMLP._remove_glu_interleaving``; TE ``ops/basic/swiglu.py``).
         mid = tape.make("experts fc1 output, gates first", mid, mid.bytes)
     if fused or by_ops:
@@ -664,7 +668,7 @@ def _weighted_activation(r: Recorder, spec: MoESpec, mid: Tensor, probs: Tensor,
                 "experts activation", (mid, probs), out, saves=kept, also=kept, backward_workspace=mid.bytes
             )
         return tape.make("experts activation", (mid, probs), out, saves=kept)
-    # The grouped GEMM adds its bias itself.
+    # The grouped GEMM has added its bias.
     plain = activation(
         r, "experts activation", mid, rows, f, gated=spec.gated,
         bias=spec.add_bias and not ctx.impl.moe_grouped_gemm, kind="unfused",
@@ -682,7 +686,7 @@ def _weighted_activation(r: Recorder, spec: MoESpec, mid: Tensor, probs: Tensor,
 def _expert_parameters(
     r: Recorder, spec: MoESpec, local_experts: int, f: int, fc1_width: int, width: int
 ) -> None:
-    """One weight a local expert. TE's grouped linear numbers them; sequential experts are modules."""
+    """One weight per local expert. TE's grouped linear numbers them; sequential experts are modules."""
     ctx = r.ctx
     sharded = ctx.etp > 1
     grouped = ctx.impl.moe_grouped_gemm
@@ -718,9 +722,9 @@ def _combine(
     r: Recorder, spec: MoESpec, y: Tensor, row_map: Tensor, n: _Tokens, width: int, dispatched: list[Tensor],
     overlapped: Overlapped | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Unsort, exchange back and unpermute: [R, w] -> [N, w], and what the last step took. ``dispatched``: the tokens of
-    each step before. Shared experts that are ``overlapped`` run their second half when tokens are exchanged, and are
-    added."""
+    """Unsort, exchange back and unpermute: [R, w] -> [N, w]; returns also the input of the last step. ``dispatched``:
+    the tokens of each step of ``_dispatch``. ``overlapped``: shared experts whose second half runs during the exchange,
+    and whose output is added."""
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     row = width * ctx.act
     if impl.moe_token_dispatcher_type == "allgather":
@@ -770,20 +774,20 @@ def _combine(
 
 
 def _adds_rows(r: Recorder) -> bool:
-    """Whether rows are put back one by one in an order of their own (``releases.ROWS_ADDED_DETERMINISTICALLY``)."""
+    """Whether rows are added one by one in a fixed order (``releases.ROWS_ADDED_DETERMINISTICALLY``)."""
     impl = r.ctx.impl
     return impl.deterministic_mode and ROWS_ADDED_DETERMINISTICALLY(impl)
 
 
 def _unpermuted(r: Recorder, name: str, y: Tensor, row_map: Tensor, nbytes: Any) -> Tensor:
-    """Deterministic and unfused, the rows themselves are kept, and zeros are made twice."""
+    """Unpermuted rows. Deterministic and unfused, the rows are saved too, and the zeros are allocated twice."""
     if r.ctx.impl.moe_permute_fusion or not _adds_rows(r):
         return r.tape.make(name, y, nbytes, saves=(row_map,))
     return r.tape.make(name, y, nbytes, saves=(row_map, y), workspace=nbytes)
 
 
 def _reduced(r: Recorder, name: str, y: Tensor, whole: int, part: int) -> Tensor:
-    """``whole`` elements reduce-scattered to ``part``, in the dtype of the probabilities
+    """``whole`` elements reduce-scattered to ``part``, in the dtype of the router's probabilities
     (``token_dispatcher.py: combine_preprocess, token_combine``)."""
     tape, act, wide = r.tape, r.ctx.act, _probability_width(r.ctx)
     if wide == act:

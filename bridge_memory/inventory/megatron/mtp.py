@@ -1,7 +1,7 @@
 """Multi-token prediction: one depth joins the hidden states with the next token's embedding and runs a layer.
 
 Source: megatron-core ``transformer/multi_token_prediction.py: MultiTokenPredictionLayer``. The output layer and loss
-of each depth are ``output.record_output``; the stage that runs MTP without holding the embedding has a copy of it.
+of each depth are ``output.record_output``. A stage with MTP but without the embedding has a copy of the embedding.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from bridge_memory.tapes.tape import Tensor
 def record_next_embedding(
     r: Recorder, positions: int | None = 0, *, waits: bool = False, tables: bool = True
 ) -> Tensor:
-    """The embedding of the next token, [T_sp, h]; it is made outside of what is recomputed.
+    """The embedding of the next token, [T_sp, h]; it is not part of what is recomputed.
 
     ``positions``: rows of a table of learned positions (``embedding.learned_positions``), whose ids are rolled
-    as tokens are; ``waits``: its gradient of that table is the first of several. ``tables`` as for ``embed``.
+    as token ids are. ``waits``: its gradient of that table is the first of several. ``tables`` as for ``embed``.
     """
     ids = r.tape.tensor("next token ids", 8 * r.ctx.tokens, grad=False)
     r.tape.op("roll", (), ids)
@@ -40,12 +40,12 @@ def record_mtp_inputs(r: Recorder, x: Tensor, embedded: Tensor) -> Tensor:
     if ctx.tp == 1:
         return part
     whole = ctx.tokens * h * act
-    # The parts of the ranks arrive one after the other and are joined along h.
+    # The ranks' parts are gathered one after the other and concatenated along h.
     gathered = tape.make(
         "eh_proj gathered", part, whole, workspace=whole, backward_workspace=whole if ctx.sp else 0
     )
     if ctx.sp:
-        # This rank's tokens are a view of all, of which the layer then keeps the whole (``mappings.py:
+        # This rank's tokens are a view, so that the layer keeps the whole tensor alive (``mappings.py:
         # _split_along_first_dim``); their gradient is gathered.
         gathered.grad_bytes = shard
     return gathered

@@ -33,11 +33,10 @@ def record_output(
 ) -> None:
     """Output layer and loss, from normed hidden states [T_sp, h] to a scalar.
 
-    ``own_weight``: this block holds an output weight (untied, or a tied copy on another stage than the
-    embedding's); False where it uses a weight counted elsewhere. ``input_counted``: another block keeps the hidden
-    states too, and counts them. ``distilled``: the loss is that of ``ImplementationSpec.distillation``. ``softcapped``:
-    c tanh(logits / c) follows, which keeps the tanh (megatron-bridge ``models/gemma/gemma2_provider.py:
-    logit_softcapping``).
+    ``own_weight``: this block holds an output weight (untied, or a tied copy on another stage than the embedding's);
+    False if it uses a weight counted elsewhere. ``input_counted``: another block saves the hidden states too, and
+    counts them. ``distilled``: the loss is that of ``ImplementationSpec.distillation``. ``softcapped``: c tanh(logits /
+    c) follows, which saves the tanh (megatron-bridge ``models/gemma/gemma2_provider.py: logit_softcapping``).
     """
     ctx, tape = r.ctx, r.tape
     rows = divide(ctx.padded_vocab, ctx.tp, "padded vocab_size", "tensor_model_parallel_size")
@@ -54,15 +53,15 @@ def record_output(
     impl = ctx.impl
     wgrad = r.weight_grad((rows, h), te=False)
     if impl.cross_entropy_loss_fusion and impl.cross_entropy_fusion_impl == "linear":
-        # The logits are never whole: chunks of the vocabulary are made, used and dropped; the log-sum-exp of
-        # each token stays (fusions/linear_cross_entropy/).
+        # The full logits never exist: chunks of the vocabulary are made, used and freed; the log-sum-exp of each token
+        # is saved (fusions/linear_cross_entropy/).
         lse = tape.tensor("log-sum-exp", 8 * ctx.tokens, grad=False)
-        loss = tape.make("losses", x, 4 * ctx.tokens, saves=(x, lse), also=(lse,),
+        loss = tape.make("cross entropy", x, 4 * ctx.tokens, saves=(x, lse), also=(lse,),
                          workspace=whole if ctx.sp else 0, backward_workspace=2 * whole + wgrad)
         tape.output(loss)
         return
     teacher = teachers_logits(r, elements) if distilled else None
-    # ColumnParallelLinear of megatron-core itself, also under Transformer Engine.
+    # megatron-core's own ColumnParallelLinear, with Transformer Engine too.
     if r.frozen:
         entering = tape.make("gathered hidden states", x, whole) if ctx.sp else x
         logits = tape.make("logits", entering, elements * ctx.act)
@@ -70,7 +69,7 @@ def record_output(
         if ctx.sp:
             r.keep(Scratch.MPU, whole)
         if ctx.sp and impl.defer_embedding_wgrad_compute:
-            for buffer in (1, 2):  # mpu_0 and mpu_1, of which one gathers while the other is multiplied
+            for buffer in (1, 2):  # mpu_0 and mpu_1: one is gathered into while the other is multiplied
                 r.keep(Scratch.MPU, whole, (buffer,))
         logits = tape.make(
             "logits", x, elements * ctx.act, saves=(x,), backward_workspace=(whole if ctx.sp else 0) + wgrad
@@ -93,36 +92,36 @@ def _cross_entropy(r: Recorder, logits: Tensor, elements: int) -> Tensor:
     ctx, tape = r.ctx, r.tape
     tokens = ctx.tokens
     if ctx.impl.cross_entropy_loss_fusion and ctx.impl.cross_entropy_fusion_impl == "te":
-        # The kernel writes the gradient over the logits (common/triton/cross_entropy.py). Its scratch is the maximum,
-        # the sum and the target's logit of every token in fp32, of this rank and gathered from all.
+        # The kernel writes the gradient over the logits (common/triton/cross_entropy.py). Its scratch: the maximum, the
+        # sum and the target's logit of every token in fp32, of this rank and gathered from all ranks.
         scratch = 12 * tokens * (1 + (ctx.tp if ctx.tp > 1 else 0))
         if LOSS_KEEPS_A_COPY(ctx.impl):
             copy = tape.tensor("copy of the logits", elements * ctx.act, grad=False)
             statistics = tape.tensor("maximum and sum of the logits", 8 * tokens, grad=False)
             return tape.make(
-                "losses", logits, 4 * tokens, saves=(copy, statistics), also=(copy, statistics), in_place=True,
+                "cross entropy", logits, 4 * tokens, saves=(copy, statistics), also=(copy, statistics), in_place=True,
                 workspace=16 * tokens * (1 + ctx.tp) if ctx.tp > 1 else 0,
             )
         if LOSS_GRADIENT_IN_FP32(ctx.impl):
             # Autograd casts it to the logits' dtype.
             gradient = tape.tensor("gradient of the logits (fp32)", 4 * elements, grad=False)
             return tape.make(
-                "losses", logits, 4 * tokens, saves=(gradient,), also=(gradient,), workspace=scratch,
+                "cross entropy", logits, 4 * tokens, saves=(gradient,), also=(gradient,), workspace=scratch,
                 in_place=ctx.act == 4,
             )
-        return tape.make("losses", logits, 4 * tokens, saves=(logits,), workspace=scratch, in_place=True)
+        return tape.make("cross entropy", logits, 4 * tokens, saves=(logits,), workspace=scratch, in_place=True)
     target = tape.tensor("target mask and ids", tokens * 9, grad=False)
     fp32 = 4 * elements
     if ctx.act == 4 and not ctx.impl.cross_entropy_loss_fusion:
-        # Nothing to cast: what is in place below is so in the logits (``calculate_logits_max`` copies no fp32).
-        return tape.make("losses", logits, 4 * tokens, saves=(logits, target), also=(target,), in_place=True)
-    # The fp32 copy becomes exp, then softmax, then the gradient, all in place; autograd casts the gradient back
-    # to the logits' dtype (VocabParallelCrossEntropy.forward, backward).
+        # Logits are fp32, and ``calculate_logits_max`` does not copy them: the operations below run in place on them.
+        return tape.make("cross entropy", logits, 4 * tokens, saves=(logits, target), also=(target,), in_place=True)
+    # The fp32 copy is overwritten by exp, softmax and the gradient in turn; autograd casts the gradient back to the
+    # logits' dtype (VocabParallelCrossEntropy.forward, backward).
     softmax = tape.tensor("softmax of the logits (fp32)", fp32, grad=False)
-    # Compiled ("native" fusion), what is in place above goes through a second fp32 tensor: the compiler makes
-    # mutations functional and copies back (fusions/fused_cross_entropy.py, core/jit.py: jit_fuser).
+    # Compiled ("native" fusion), these in-place operations need a second fp32 tensor: the compiler functionalizes
+    # mutations and copies back (fusions/fused_cross_entropy.py, core/jit.py: jit_fuser).
     scratch = fp32 if ctx.impl.cross_entropy_loss_fusion else 0
     return tape.make(
-        "losses", logits, 4 * tokens, saves=(softmax, target), also=(softmax, target),
+        "cross entropy", logits, 4 * tokens, saves=(softmax, target), also=(softmax, target),
         workspace=scratch, backward_workspace=scratch,
     )

@@ -1,8 +1,7 @@
-"""Shared experts: a dense MLP over all tokens beside the routed experts, before them or in the dispatcher's pauses.
+"""Shared experts: a dense MLP over all tokens, before the routed experts or overlapped with the token exchange.
 
 Source: megatron-core ``transformer/moe/shared_experts.py: SharedExpertMLP``, and with moe_shared_expert_overlap
-``token_dispatcher.py: MoEAlltoAllTokenDispatcher``, which calls its steps one by one. Tokens [T_sp, h] enter, the same
-leave.
+``token_dispatcher.py: MoEAlltoAllTokenDispatcher``, which calls its steps one by one. [T_sp, h] -> [T_sp, h].
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ PREFIX = "mlp.shared_experts"
 
 
 def record_shared_experts(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
-    """All of it at once, optionally scaled by a sigmoid gate."""
+    """The MLP without overlap, optionally scaled by a sigmoid gate."""
     ctx = r.ctx
     mlp = _mlp(r, spec)
     _gate_parameter(r, spec)
@@ -30,12 +29,12 @@ def record_shared_experts(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
 
 
 class Overlapped:
-    """The same in steps. Linears exchange nothing under sequence parallelism: tokens are gathered and scattered by
-    operations of their own.
+    """The MLP in steps. Its linears do not communicate under sequence parallelism: separate operations gather and
+    scatter the tokens.
 
-    Forward either half follows an exchange of routed tokens, and backward too (``set_tensor_grad_fn_sequence_sr``). On
-    the tape each is before the exchange, so that it is after it in backward; what the second makes forward is an
-    operation of its own, ``finish``.
+    Each half runs after an exchange of routed tokens, in forward and in backward (``set_tensor_grad_fn_sequence_sr``).
+    A tape runs backward in reverse, so each half is recorded before the exchange, to be after it in backward;
+    ``finish`` records what the second half allocates in forward.
     """
 
     def __init__(self, r: Recorder, spec: MoESpec, x: Tensor) -> None:
@@ -45,7 +44,7 @@ class Overlapped:
             self._gate = _gate(r, x) if spec.shared_expert_gate else None
 
     def first_half(self) -> None:
-        """Beside the exchange of tokens."""
+        """fc1 and activation, during the exchange of tokens."""
         r, ctx, mlp = self.r, self.r.ctx, self.mlp
         f, h = mlp.ffn_hidden_size, ctx.hidden_size
         with self._named():
@@ -59,7 +58,7 @@ class Overlapped:
             )
 
     def second_half(self) -> None:
-        """Beside the exchange back."""
+        """fc2, during the exchange back."""
         whole = self._whole_bytes()
         with self._named():
             self._at = self.r.row_linear(
@@ -68,7 +67,7 @@ class Overlapped:
         self._at.bytes, self._at.grad_bytes = 0, whole
 
     def finish(self) -> None:
-        """What ``second_half`` makes forward, when the exchange back is over."""
+        """The output that ``second_half`` allocates in forward, when the exchange back is over."""
         ctx, whole, label = self.r.ctx, self._whole_bytes(), f"{PREFIX}.linear_fc2 output"
         with self._named():
             if ctx.sp:
@@ -81,7 +80,7 @@ class Overlapped:
         return self.r.ctx.tokens * self.r.ctx.hidden_size * self.r.ctx.act
 
     def add_to(self, routed: Tensor) -> Tensor:
-        """Routed experts' output with theirs, added in place to a view, whose backward copies (torch
+        """The shared output added in place to a view of the routed one; its backward copies the gradient (torch
         ``csrc/autograd/functions/tensor.cpp: CopySlices``)."""
         r, hidden = self.r, self.r.ctx.tokens_sp * self.r.ctx.hidden_size * self.r.ctx.act
         with self._named():
@@ -96,7 +95,7 @@ class Overlapped:
 
 
 def _mlp(r: Recorder, spec: MoESpec) -> MLPSpec:
-    """With this rank's inner width."""
+    """The MLP with this rank's inner width."""
     f = divide(
         spec.shared_expert_intermediate_size, r.ctx.tp, "moe_shared_expert_intermediate_size",
         "tensor_model_parallel_size",
@@ -105,8 +104,8 @@ def _mlp(r: Recorder, spec: MoESpec) -> MLPSpec:
 
 
 def _keeps_input(r: Recorder) -> bool:
-    """Their input is the router's too: in fp8 fc1 keeps that and no copy (``shared_experts.py: SharedExpertMLP.__init__
-    ``, ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``)."""
+    """Whether fc1 saves its input, which is the router's too, instead of an fp8 copy (``shared_experts.py:
+    SharedExpertMLP.__init__``, ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``)."""
     ctx = r.ctx
     delayed = ctx.fp8_recipe == "delayed" or not SHARED_INPUT_KEPT(ctx.impl)
     return (ctx.recomputes("layernorm") or not delayed) and not ctx.recomputes("shared_experts")
@@ -118,7 +117,7 @@ def _gate_parameter(r: Recorder, spec: MoESpec) -> None:
 
 
 def _gate(r: Recorder, x: Tensor) -> Tensor:
-    """A sigmoid for each token, [T_sp, 1]; its product keeps its input for the weight alone."""
+    """A sigmoid for each token, [T_sp, 1]; its linear saves its input only for the weight's gradient."""
     kept = () if r.frozen else (x,)
     return r.tape.make("shared expert gate", x, r.ctx.tokens_sp * r.ctx.act, saves=kept, save_output=True)
 

@@ -2,7 +2,7 @@
 
 Source: megatron-bridge 0.6.2 ``models/falcon_h1/modeling_falconh1/falconh1_layer.py: FalconH1Layer, FalconH1MambaMixer,
 FalconH1SelfAttention, FalconH1MLP``; its linears are Transformer Engine's. Inputs and outputs are multiplied by
-constants, each product a tensor of its own.
+constants; each product is a new tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bridge_memory.tapes.tape import Tensor
 
 
 def record_side_by_side(r: Recorder, spec: SideBySideSpec, ffn: MLPSpec | None, x: Tensor) -> Tensor:
-    """[T_sp, h] in fp32 -> the same."""
+    """[T_sp, h] in fp32 -> [T_sp, h] in fp32."""
     ctx, tape = r.ctx, r.tape
     size = ctx.tokens_sp * ctx.hidden_size * ctx.act
     tape.part = Part.MAMBA
@@ -34,7 +34,7 @@ def record_side_by_side(r: Recorder, spec: SideBySideSpec, ffn: MLPSpec | None, 
     both = tape.make("sum of both mixers", (first, attention), size, alias=True)
     tape.keep_alive(mamba, attention, normed)
     x = r.bias_dropout_add("falconh1_bda", both, residual, bias=False)
-    # Variables of ``FalconH1Layer.forward`` to its end.
+    # Variables of ``FalconH1Layer.forward`` until it returns.
     variables = (residual, mamba, attention, both)
     if ffn is not None:
         tape.part = Part.MLP
@@ -47,7 +47,7 @@ def record_side_by_side(r: Recorder, spec: SideBySideSpec, ffn: MLPSpec | None, 
 
 
 def _mlp(r: Recorder, ffn: MLPSpec, x: Tensor) -> Tensor:
-    """The gate and the output are multiplied by constants, so that nothing is fused (``FalconH1MLP.forward``)."""
+    """The MLP, unfused since gate and output are multiplied by constants (``FalconH1MLP.forward``)."""
     ctx, tape = r.ctx, r.tape
     f = divide(ffn.ffn_hidden_size, ctx.tp, "ffn_hidden_size", "tensor_model_parallel_size")
     out = ctx.tokens * f * ctx.act

@@ -1,10 +1,12 @@
-"""DeepSeek Sparse Attention: an indexer chooses keys, and absorbed multi-latent attention runs over them.
+"""DeepSeek Sparse Attention: an indexer chooses keys for each query, and absorbed multi-latent attention runs over
+them.
 
 Source: megatron-core 0.19 ``transformer/experimental_attention_variant/absorbed_mla.py: AbsorbedMLASelfAttention``,
 ``dsa.py: DSAttention, DSAIndexer, FusedDSAIndexerLoss, _unfused_absorbed_dsa_fn``, ``dsa_masking.py: masked_softmax``.
-Without kernels (``SparseSpec.kernels``) torch makes scores of every query and key in fp32. cuDNN's and FlashMLA's
-(``dsa_cudnn_kernels.py: FusedIndexerSparseAttnFunc, FusedQKTopKWithSparseLossFunc, FusedSparseAttentionFunc``) keep the
-chosen keys' indices, the output and its statistics, and the indexer's gradients, which they make with its loss.
+Without kernels (``SparseSpec.kernels``) torch makes scores of every query and key in fp32. The kernels of cuDNN and
+FlashMLA (``dsa_cudnn_kernels.py: FusedIndexerSparseAttnFunc, FusedQKTopKWithSparseLossFunc, FusedSparseAttentionFunc``)
+save the indices of the chosen keys, the output and its statistics, and the indexer's gradients, which they compute
+together with its loss.
 Shapes: a heads of this rank share one key, w = kv + d_rope wide, whose first kv are the value; T = s b tokens, n keys
 in a sequence (s c), P = T n pairs; the indexer has i heads of width d on every rank.
 """
@@ -18,14 +20,15 @@ from bridge_memory.tapes.symbolic import largest, smallest
 from bridge_memory.tapes.tape import Tensor
 
 CORE = "self_attention.core_attention."
-#: In the order in which latent attention registers them, absorbed or not (``mla``).
+#: Submodules, in the order in which multi-latent attention registers them, absorbed or not (``mla``).
 MODULES = (
     "core_attention", "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj",
     "linear_kv_up_proj", "q_layernorm", "kv_layernorm",
 )
 INDEXER = CORE + "indexer."
-#: Width of values that FlashMLA's sparse kernel takes; bytes of scores that are made at a time.
+#: Width of values that FlashMLA's sparse kernel supports.
 FLASH_MLA_VALUE = 512
+#: Bytes of scores that are computed at a time.
 SCORES_AT_ONCE = 1 << 30
 
 
@@ -59,7 +62,8 @@ def record_sparse_attention(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
             kv = r.norm("self_attention.kv_layernorm", kv, rank, ctx.tokens_sp)
         if ctx.sp:
             kv = tape.make("gathered kv latent", kv, ctx.tokens * rank * ctx.act)
-        # Both halves of the weight are used apart from its linear; each makes a gradient of the whole.
+        # Key and value half of the weight are used directly, not through its linear; each makes a gradient of the whole
+        # weight.
         weight = tape.input("kv up-projection's weight", 0)
         weight_bytes = a * up_width * rank * ctx.act
         r.parameter("self_attention.linear_kv_up_proj.weight", (a * up_width, rank), sharded=ctx.tp > 1)
@@ -91,7 +95,7 @@ def record_sparse_attention(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
 def _query_and_key(
     r: Recorder, spec: MLASpec, latent: Tensor, kv: Tensor, k_rope: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Query [T, a w], into which keys' up-projection is absorbed, and the one key [T, w]."""
+    """Query [T, a w], into which the keys' up-projection is absorbed, and the single key [T, w]."""
     ctx, tape = r.ctx, r.tape
     a, rank, rope = spec.num_attention_heads // ctx.tp, spec.kv_lora_rank, spec.qk_pos_emb_head_dim
     q_head = spec.qk_head_dim + rope
@@ -117,7 +121,7 @@ def _query_and_key(
 
 
 def _rotated(r: Recorder, name: str, x: Tensor, nbytes: int, rope: int) -> Tensor:
-    """``rope_utils.py: _apply_rotary_pos_emb_bshd``: in pairs, which are put in order first."""
+    """``rope_utils.py: _apply_rotary_pos_emb_bshd`` with interleaved pairs, which are deinterleaved first."""
     angles = cosine_and_sine(r, f"{name} rope", rope)
     return r.tape.make(
         f"rotated {name}", x, nbytes, saves=(angles,), also=(angles,), workspace=3 * nbytes,
@@ -143,7 +147,7 @@ def _core_attention(
     variables: tuple[Tensor, ...] = ()
     if spec.indexer is not None:
         index, loss, variables = _choose(r, spec, spec.indexer, sparse, normed, latent, query, key, keys)
-        if sparse.shares_choice:  # in a dictionary, to the next forward pass
+        if sparse.shares_choice:  # a dictionary holds it until the next forward pass
             kept = tape.tensor("choice for later layers", 0, grad=False)
             tape.op(kept.name, index, kept, saves=(index,))
     else:
@@ -154,7 +158,7 @@ def _core_attention(
         context = _unfused(r, a, width, rank, query, key, index, keys)
     up = ctx.tokens * a * spec.v_head_dim * ctx.act
     out = tape.make("core_attention output, heads first", (context, v_weight), up, saves=(context, v_weight))
-    # ``DSAIndexerLossAutoScaler`` hands the output on, and the loss its gradient.
+    # ``DSAIndexerLossAutoScaler`` returns the output unchanged, and gives the loss its gradient.
     out = tape.make("core_attention output", (out,) if loss is None else (out, loss), up)
     tape.keep_alive(*variables)
     return out
@@ -163,14 +167,15 @@ def _core_attention(
 def _unfused(
     r: Recorder, a: int, width: int, rank: int, query: Tensor, key: Tensor, index: Tensor, keys: int
 ) -> Tensor:
-    """softmax(q k^T) v with all scores, [b, a, s, n] in fp32; keys that were not chosen are masked: [T, a kv]."""
+    """softmax(q k^T) v from all scores [b, a, s, n] in fp32, in which keys that were not chosen are masked: [T, a kv].
+    """
     ctx, tape = r.ctx, r.tape
     pairs = ctx.tokens * keys
     scores, mask = 4 * a * pairs, a * pairs
     several = ctx.batch > 1
     q = tape.make("query in fp32", query, 4 * ctx.tokens * a * width)
     k = tape.make("key in fp32", key, 4 * keys * ctx.batch * width)
-    if several:  # heads and sequences are one dimension of the product
+    if several:  # heads and sequences become one dimension of the batched product
         q = tape.make("query in fp32, sequences first", q, q.bytes)
         k = tape.make("key in fp32, once a head", k, k.bytes * a)
     raw = tape.make("attention scores", (q, k), scores, saves=(q, k))
@@ -184,7 +189,7 @@ def _unfused(
         return tape.make(name, x, scores, saves=(one,), also=(one,))
 
     logits = masked("scores of the chosen keys", added)
-    places = tape.tensor("places of the largest scores", 8 * ctx.tokens * a, grad=False)
+    places = tape.tensor("indices of the largest scores", 8 * ctx.tokens * a, grad=False)
     some = tape.tensor("rows with a chosen key", ctx.tokens * a, grad=False)
     shifted = tape.make("shifted scores", logits, scores, saves=(places, some), also=(places, some))
     exponentials = tape.make("exponentials", shifted, scores, save_output=True)
@@ -214,8 +219,8 @@ def _choose(
     r: Recorder, spec: MLASpec, indexer: IndexerSpec, sparse: SparseSpec, normed: Tensor, latent: Tensor,
     query: Tensor, key: Tensor, keys: int,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
-    """Indices of the chosen keys [T, k], the indexer's loss if it has one, and its query, key and weights. Its inputs
-    are cut off the model's graph."""
+    """(indices of the chosen keys [T, k], the indexer's loss or None, its query, key and weights). Its inputs are
+    detached from the model's graph."""
     ctx, tape = r.ctx, r.tape
     i, d, rope = indexer.num_heads, indexer.head_dim, spec.qk_pos_emb_head_dim
     rank = spec.q_lora_rank or ctx.hidden_size
@@ -223,7 +228,7 @@ def _choose(
     chosen = tape.tensor("chosen keys of every token", 8 * ctx.tokens * smallest(sparse.topk, keys), grad=False)
     slots = 4 * ctx.tokens * smallest(sparse.topk, keys)
     kernels = fused(r, spec)
-    # Dense scores of packed sequences, or of a part of a sequence, are torch's (``run_fused_dsa_attention``).
+    # Dense scores of packed sequences, or under context parallelism, are torch's (``run_fused_dsa_attention``).
     by_kernels = kernels and (sparse.sparse_loss or not (ctx.packed or ctx.cp > 1 or sparse.shares_choice))
     if kernels:
         scores = smallest(4 * pairs, SCORES_AT_ONCE)
@@ -251,7 +256,7 @@ def _choose(
     k = _layer_norm(r, k, d)
     k = _partly_rotated(r, "indexer key", k, k_bytes, d, rope)
     if sparse.rotate_activation:
-        q, k = tape.make("indexer query turned", q, q_bytes), tape.make("indexer key turned", k, k_bytes)
+        q, k = tape.make("rotated indexer query", q, q_bytes), tape.make("rotated indexer key", k, k_bytes)
     weights = r.plain_linear(INDEXER + "linear_weights_proj", x, ctx.tokens, ctx.hidden_size, i)
     weights = tape.make("indexer weights", weights, weights.bytes, workspace=weights.bytes)
     if ctx.cp > 1:
@@ -262,8 +267,8 @@ def _choose(
         return chosen, _loss_of_kernels(r, indexer, sparse, made, chosen, slots, pairs), made
     a, scores = spec.num_attention_heads // ctx.tp, 4 * i * pairs
     attention = 4 * (4 * a * pairs) + a * pairs
-    # The gradient of the scores, multiplied with the mask of the rectifier, where there is one; then in two orders,
-    # beside the query and its gradient in fp32.
+    # The gradient of the scores, multiplied by the mask of the ReLU if there is one; then in two layouts, together with
+    # the query and its gradient in fp32.
     again = largest(3 * scores + i * pairs if sparse.scoring_relu else 0, 2 * scores + 3 * 4 * ctx.tokens * i * d)
     tape.op("indexer scores", (), workspace=2 * scores)
     loss = tape.make(
@@ -277,9 +282,9 @@ def _loss_of_kernels(
     r: Recorder, indexer: IndexerSpec, sparse: SparseSpec, inputs: tuple[Tensor, ...], chosen: Tensor, slots: int,
     pairs: int,
 ) -> Tensor:  # fmt: skip
-    """The loss with the gradients of what it learns from, which are kept and scaled when the loss's own comes. On the
-    way: queries of at least 64 heads and their gradient, and of the chosen keys (all keys without sparse_loss) scores,
-    their logarithm, what is predicted, the target and what the divergence is summed from, in fp32.
+    """The loss, computed together with the gradients of its inputs, which are saved and scaled by the loss's gradient.
+    Temporaries: queries padded to 64 heads and their gradient; and, of the chosen keys (of all keys without
+    sparse_loss), in fp32: scores, their logarithm, the prediction, the target, and the terms of the divergence.
 
     Source: ``dsa_cudnn_kernels.py: _compute_sparse_indexer_loss_and_grads, _compute_dense_indexer_loss_and_grads``.
     """
@@ -298,8 +303,9 @@ def _loss_of_kernels(
 
 
 def fused(r: Recorder, spec: MLASpec) -> bool:
-    """Whether FlashMLA runs attention, which takes values of 512 only, and heads that 64 (on Hopper) or 128 divide or
-    are divided by (``dsa_cudnn_kernels.py: _supports_flash_mla_value_layout, _flash_mla_head_padding``)."""
+    """Whether FlashMLA runs attention: it supports only values of width 512, and numbers of heads that are a multiple
+    or a divisor of 64 (or of 128, on Blackwell) (``dsa_cudnn_kernels.py: _supports_flash_mla_value_layout,
+    _flash_mla_head_padding``)."""
     assert spec.sparse is not None
     if spec.sparse.kernels == "none" or r.ctx.impl.attention_backend == "unfused":
         return False
@@ -307,7 +313,7 @@ def fused(r: Recorder, spec: MLASpec) -> bool:
 
 
 def _padded_heads(r: Recorder, spec: MLASpec) -> int:
-    """Heads of FlashMLA's kernels; 0: it has none."""
+    """Heads that FlashMLA's kernel runs with, padding included; 0: it has no kernel."""
     a = spec.num_attention_heads // r.ctx.tp
     for block in (64, 128) if r.ctx.impl.gpu_arch == "blackwell" else (64,):
         if a % block == 0:
@@ -318,8 +324,9 @@ def _padded_heads(r: Recorder, spec: MLASpec) -> int:
 
 
 def _fused(r: Recorder, spec: MLASpec, query: Tensor, key: Tensor, index: Tensor, keys: int) -> Tensor:
-    """FlashMLA over the chosen keys: [T, a kv]. Of packed sequences over ranks, whose rows all have keys, backward
-    reads what it kept; else copies of that, and once more of the rows that have any. A shared choice is copied."""
+    """FlashMLA over the chosen keys: [T, a kv]. With packed sequences under context parallelism every row has keys, and
+    backward reads its saved tensors; else it copies them, and once more the rows that have keys. Indices that another
+    layer uses too are copied."""
     ctx, tape, sparse = r.ctx, r.tape, spec.sparse
     assert sparse is not None
     a, heads = spec.num_attention_heads // ctx.tp, _padded_heads(r, spec)
@@ -356,15 +363,15 @@ def _indexer_parameters(r: Recorder, spec: MLASpec, indexer: IndexerSpec) -> Non
 
 
 def _partly_rotated(r: Recorder, name: str, x: Tensor, nbytes: int, width: int, rope: int) -> Tensor:
-    """The first ``rope`` of every head of ``width``, joined with the rest in a new tensor."""
+    """The first ``rope`` of every head of ``width`` rotated, and concatenated with the others in a new tensor."""
     part = nbytes * rope // width
     angles = cosine_and_sine(r, f"{name} rope", rope)
     return r.tape.make(f"rotated {name}", x, nbytes, saves=(angles,), also=(angles,), workspace=3 * part)
 
 
 def _layer_norm(r: Recorder, x: Tensor, width: int) -> Tensor:
-    """The indexer's key norm, a LayerNorm whatever the model's norm is; a key that it is handed in fp32
-    (dsa_indexer_k_norm_fp32) Transformer Engine casts back."""
+    """The indexer's key norm, always a LayerNorm; Transformer Engine casts a key that it gets in fp32
+    (dsa_indexer_k_norm_fp32) back."""
     tape, rows = r.tape, 4 * r.ctx.tokens
     r.parameter(INDEXER + "k_norm.weight", (width,))
     r.parameter(INDEXER + "k_norm.bias", (width,))

@@ -10,22 +10,23 @@ from __future__ import annotations
 from math import ceil
 from typing import Any, NamedTuple
 
+from bridge_memory.cards.rows import GPUS
 from bridge_memory.releases import DELTA_NET_TOKENS_FIRST, MAMBA_CONVOLUTION_IS_NO_MODULE, MAMBA_PROJECTION_HELD
 from bridge_memory.spec import GatedDeltaNetSpec, MambaSpec, divide
 from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.tapes.symbolic import largest, smallest
 from bridge_memory.tapes.tape import Tensor
 
-#: Tokens a chunk of flash-linear-attention's gated delta rule.
+#: Tokens per chunk of flash-linear-attention's gated delta rule.
 DELTA_CHUNK = 64
-#: Streaming multiprocessors of an H100 or H200, over which mamba_ssm spreads the heads of a group.
-MULTIPROCESSORS = 132
+#: Streaming multiprocessors, over which mamba_ssm spreads the heads of a group.
+MULTIPROCESSORS = GPUS["H100"].multiprocessors
 
 
 def record_mamba(
     r: Recorder, spec: MambaSpec, x: Tensor, *, name: str = "mixer", normed: bool = False, scaled: bool = False
 ) -> Tensor:
-    """From the residual stream [T_sp, h] to out_proj's output [T_sp, h] (norm included, unless ``x`` is ``normed``).
+    """From the residual stream [T_sp, h] to out_proj's output [T_sp, h], with the norm unless ``x`` is ``normed``.
     ``scaled``: zxBCdt is multiplied by a vector of constants (Falcon-H1)."""
     ctx, tape, first = r.ctx, r.tape, len(r.rows)
     heads = divide(spec.num_heads, ctx.tp, "mamba_num_heads", "tensor_model_parallel_size")
@@ -51,9 +52,9 @@ def record_mamba(
     # Rearranged to batch first: a copy when b > 1, else a view.
     projected, shared = zxbcdt, groups
     if ctx.cp > 1:
-        # Every rank of context parallelism has all tokens of its share of heads, and at least one group of B and C,
-        # put together anew (``ssm/mamba_context_parallel.py: MambaContextParallel.pre_conv_ssm``): the parts are
-        # variables while they are joined, and what was joined while it is put in order.
+        # Every rank of context parallelism gets all tokens of its share of heads, and of at least one group of B and C
+        # (``ssm/mamba_context_parallel.py: MambaContextParallel.pre_conv_ssm``). Variables hold the parts while they
+        # are concatenated, and the result while it is reordered.
         shared = largest(groups, ctx.cp)
         conv_dim, in_width = (n + 2 * (shared - groups) * spec.state_dim for n in (conv_dim, in_width))
         joined = ctx.tokens * in_width * ctx.act
@@ -75,7 +76,7 @@ def record_mamba(
     )
     if ctx.batch > 1:
         y = tape.make("scan output, sequence first", y, inner_bytes)
-    if ctx.cp > 1:  # put in order, exchanged, and joined (``MambaContextParallel.post_conv_ssm``)
+    if ctx.cp > 1:  # reordered, exchanged and concatenated (``MambaContextParallel.post_conv_ssm``)
         y = tape.make("scan output of the rank's tokens", y, inner_bytes, workspace=2 * inner_bytes)
     if spec.rmsnorm:
         stats = tape.tensor("mixer norm rstd", 4 * ctx.tokens * groups, grad=False)
@@ -88,8 +89,8 @@ def record_mamba(
 
 
 class ScanScratch(NamedTuple):
-    """What a scan has in passing, in bytes: ``forward`` beside its outputs and, before they are made, ``states``, or
-    beside them ``products``; ``backward`` beside gradients of what it was given."""
+    """Temporaries of a scan, in bytes. Forward: ``forward`` throughout; in addition ``states`` before its outputs are
+    made, and ``products`` together with them. Backward: ``backward``, in addition to gradients of its inputs."""
 
     forward: Any
     states: Any
@@ -101,8 +102,8 @@ def scan_scratch(
     spec: MambaSpec, *, batch: Any, seq: Any, tokens: Any, heads: Any, groups: Any, conv_dim: Any, act: int,
     ranks: Any = 1,
 ) -> ScanScratch:  # fmt: skip
-    """mamba_ssm ``ssd_combined.py: _mamba_chunk_scan_combined_fwd, _mamba_chunk_scan_combined_bwd`` beside the
-    convolution, where ``ranks`` of context parallelism divide the heads."""
+    """Temporaries of the convolution and of mamba_ssm ``ssd_combined.py: _mamba_chunk_scan_combined_fwd,
+    _mamba_chunk_scan_combined_bwd``. ``ranks``: of context parallelism, which divide the heads."""
     shared = groups
     inner = heads * spec.head_dim
     # fp32: the states after each chunk and the last ones, dt and its running sum, C B^T of each chunk.
@@ -113,14 +114,14 @@ def scan_scratch(
     products = 4 * batch * chunks * shared * spec.chunk_size**2
     conv = tokens * conv_dim * act
     rounded = states // 4 * act
-    # The memory-efficient kernel keeps zxBCdt and the scan's output before its gate z, which is a tensor beside the
-    # gated one that it returns (megatron-core gives it no norm to fuse: MambaMixer._ssm_training); convolution and
-    # chunk states are recomputed. Forward the states are rounded before the outputs are made; backward both states
-    # and their gradients are there in fp32 and rounded (ssd_combined.py: _mamba_chunk_scan_combined_bwd,
-    # ssd_state_passing.py: _state_passing_bwd), beside the convolution again, dxBC, ddt, the ungated output's gradient
-    # and the decays' as partial sums of 64 elements of a state.
-    # Gradients of B, C and C B^T come in parts that are added up, one of so many heads of a group as fill the GPU
-    # (``_chunk_state_bwd_db, _chunk_scan_bwd_dC, _chunk_scan_bwd_dcb``): then the states in fp32 are gone already.
+    # The memory-efficient kernel saves zxBCdt and the scan's output before its gate z, a separate tensor from the gated
+    # one that it returns (megatron-core gives it no norm to fuse: MambaMixer._ssm_training); convolution and chunk
+    # states are recomputed. In forward the states are rounded before the outputs are made. In backward the states and
+    # their gradients are alive in fp32 and rounded (ssd_combined.py: _mamba_chunk_scan_combined_bwd,
+    # ssd_state_passing.py: _state_passing_bwd), with the recomputed convolution, dxBC, ddt, the gradient of the ungated
+    # output, and that of the decays as partial sums over 64 elements of a state.
+    # Gradients of B, C and C B^T are partial sums, each over as many heads of a group as fill the GPU
+    # (``_chunk_state_bwd_db, _chunk_scan_bwd_dC, _chunk_scan_bwd_dcb``); the fp32 states are freed by then.
     decays = 4 * batch * chunks * heads * (ceil(spec.head_dim * spec.state_dim / 64) + 1)
     together = largest(smallest(ceil(batch * chunks * heads / MULTIPROCESSORS), heads // shared), 1)
     parts = 1 + ceil(heads // shared / together)
@@ -161,7 +162,7 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> T
         query, key = (tape.make(name, both, both.bytes // 2 * (v_heads // k_heads)) for name in ("query", "key"))
         value = tape.make("value", conv, rows * v * act)
         gate = tape.make("gate", mixed, rows * v * act)
-        # One kernel makes them of a copy of alpha, which it keeps; the rule keeps beta, and g summed up.
+        # One kernel computes them from a copy of alpha, which it saves; the rule saves beta and the running sum of g.
         more = (tape.tensor("g before it is summed up", 4 * rows * v_heads, grad=False),)
         decay = tape.make("g and beta", mixed, rows * v_heads * (4 + 2 * act), save_output=True, also=more)
     else:
@@ -172,11 +173,11 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> T
             _repeated(r, name, _unit(r, name, conv, rows, qk, k_heads), v_heads // k_heads) for name in ("query", "key")
         )
         value = tape.make("value", conv, rows * v * act)
-        # g and beta are a few eager operations in fp32: softplus keeps its input and output, the rule g summed up.
+        # A few eager operations in fp32: softplus saves its input and output, the rule saves the running sum of g.
         decay = tape.make("g and beta", mixed, rows * v_heads * (12 + act), save_output=True)
     states = ctx.batch * ceil(ctx.seq / DELTA_CHUNK) * v_heads * spec.key_head_dim * spec.value_head_dim * act
-    # Keeps q, k, v, the decays and the triangular inverse A [T, heads, 64]; w, u and the states are made again, and
-    # backward there are also those of the new values, their gradients, dw, dk twice and dg (fp32) twice.
+    # Saves q, k, v, the decays and the triangular inverse A [T, heads, 64]. Backward recomputes w, u and the states,
+    # and makes the new values, the gradients of both, dw, dk twice and dg (fp32) twice.
     inverse = tape.tensor("A", rows * v_heads * DELTA_CHUNK * act, grad=False)
     out = tape.make(
         "gated delta rule output", (query, key, value, decay), rows * v * act,
@@ -186,7 +187,7 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> T
     )
     stats = tape.tensor("out_norm rstd", 4 * rows * v_heads, grad=False)
     if ctx.te:
-        # Transformer Engine's norm is a module where the compiled gating around it (_apply_gated_norm) breaks off.
+        # Transformer Engine's norm is a graph break in the compiled gating around it (_apply_gated_norm).
         normed = tape.make("out_norm output", out, rows * v * act, saves=(out, stats), also=(stats,))
         gated = tape.make("gated norm output", (normed, gate), rows * v * act, saves=(normed, gate))
     else:
@@ -201,7 +202,7 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> T
 
 
 def _unit(r: Recorder, name: str, conv: Tensor, rows: int, width: int, heads: int) -> Tensor:
-    """Queries, keys or both of unit length [T, heads, d]; the norm keeps its output and a deviation a row (fla
+    """Queries, keys or both scaled to unit length [T, heads, d]; the norm saves its output and 4 bytes per row (fla
     ``modules/l2norm.py: L2NormFunction``)."""
     rstd = r.tape.tensor(f"{name} rstd", 4 * rows * heads, grad=False)
     copied = r.tape.make(f"{name} of the convolution", conv, rows * width * r.ctx.act)
@@ -209,5 +210,5 @@ def _unit(r: Recorder, name: str, conv: Tensor, rows: int, width: int, heads: in
 
 
 def _repeated(r: Recorder, name: str, unit: Tensor, times: int) -> Tensor:
-    """Each head ``times`` times, where there are more value heads."""
+    """Each head repeated ``times`` times, if there are more value heads."""
     return r.tape.make(name, unit, unit.bytes * times) if times > 1 else unit

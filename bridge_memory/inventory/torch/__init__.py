@@ -1,6 +1,6 @@
-"""Recorders for models as Hugging Face transformers runs them: plain modules of torch under autograd, on one GPU.
+"""Blocks of Hugging Face transformers, torchtitan and torchtune: plain torch modules under autograd, on one GPU.
 
-The classes of ``models/*/modeling_*.py`` are followed line by line in the operations of ``ops``, which keep what
-autograd's formulas keep (``tools/autograd/derivatives.yaml`` of torch). ``spec.transformers`` says which families are
-known; references/transformers.md what is counted and how it was proven.
+Recorders follow the classes of ``models/*/modeling_*.py`` line by line with the operations of ``ops``, which save what
+autograd's formulas save (``tools/autograd/derivatives.yaml`` of torch). ``spec.transformers`` lists the supported
+families; references/transformers.md says what is counted and how it was tested.
 """

@@ -1,9 +1,9 @@
-"""Self-attention of transformers' classes: projections apart, unfused rotary embedding, eager or fused attention.
+"""Self-attention of transformers' classes: separate projections, unfused rotary embedding, eager or fused attention.
 
 Source: ``models/llama/modeling_llama.py: LlamaAttention, eager_attention_forward``, ``integrations/{sdpa_attention,
-flash_attention}.py``. On a GPU torch's scaled_dot_product_attention is taken to run FlashAttention where no mask is
-handed over and the memory-efficient kernel where one is (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:
-select_sdp_backend``). Shapes: T tokens, s b; a heads, g groups, d a head.
+flash_attention}.py``. On a GPU torch's scaled_dot_product_attention is assumed to run FlashAttention without a mask and
+the memory-efficient kernel with one (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: select_sdp_backend``).
+Shapes: T = s b tokens; a heads, g groups, d per head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bridge_memory.tapes.context import TorchLayers
 
 
 class Shared(NamedTuple):
-    """What the model makes once for all layers."""
+    """Rotary tables, which the model makes once for all layers."""
 
     cos: Array | None = None
     sin: Array | None = None
@@ -46,7 +46,7 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
     elif t.hf.family.rotary == "torchtune" and shared.cos is not None:
         query, key = torchtune.rotated(t, query, key)
     elif t.hf.family.rotary == "complex" and shared.cos is not None:
-        query, key = _turned(t, shared.cos, query, key)
+        query, key = _rotated_complex(t, shared.cos, query, key)
     elif shared.cos is not None and shared.sin is not None and spec.rotary:
         before = query, key
         tables = _tables(t, shared.cos, shared.sin)
@@ -54,7 +54,7 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
         key = _rotated(t, "key", key, *tables, share=ctx.rotary_dim / d)
         t.keep_alive(*before, *tables)
     if t.hf.spec.use_cache and not t.hf.spec.gradient_checkpointing:
-        # cache_utils.py: DynamicLayer.update joins them to none.
+        # cache_utils.py: DynamicLayer.update concatenates them with an empty cache.
         cached = t.copy("cached keys", key), t.copy("cached values", value)
         t.keep_alive(key, value)
         key, value = cached
@@ -74,7 +74,7 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
 
 
 def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, Array, Array | None]:
-    """Queries, keys and values, normed where the class does that, and a gate of the output where it has one."""
+    """(queries, keys, values, gate of the output or None); queries and keys are normed if the class does that."""
     ctx = t.r.ctx
     a, g, d, h = spec.num_attention_heads, spec.num_query_groups, spec.kv_channels, ctx.hidden_size
     tokens, bias = ctx.tokens, spec.add_qkv_bias
@@ -94,7 +94,7 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
         gate = t.copy("gates by head", gate)
     else:
         query = t.linear("self_attn.q_proj", x, tokens, h, a * d, bias=bias)
-    # In the order of the class.
+    # Norms are recorded in the order in which the class runs them.
     after = t.hf.family.norm == "gemma" and not spec.attention_output_gate
     if spec.qk_layernorm and not after:
         query = norm(t, "self_attn.q_norm", query, rows[spec.qk_layernorm][0], width[spec.qk_layernorm][0])
@@ -112,26 +112,28 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
 
 
 def _tables(t: Torch, cos: Array, sin: Array) -> tuple[Array, Array]:
-    """The tables as the layer multiplies by them; pairs have each value twice (``models/glm/modeling_glm.py``)."""
+    """The tables by which the layer multiplies; interleaved ones have each value twice
+    (``models/glm/modeling_glm.py``).
+    """
     if t.hf.family.rotary != "interleaved":
         return cos, sin
     return t.copy("cos of pairs", cos), t.copy("sin of pairs", sin)
 
 
 def _rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: float) -> Array:
-    """``apply_rotary_pos_emb``: x cos + rotate_half(x) sin; keeps the tables, which all layers share. Of a ``share`` of
-    a head, the rest is joined again."""
+    """``apply_rotary_pos_emb``: x cos + rotate_half(x) sin; saves the tables, which all layers share. If only a
+    ``share`` of a head is rotated, the other part is concatenated afterwards."""
     whole, turning, passing = x, x, None
     partly = 0 < share < 1
     if partly or (share == 1 and (t.hf.family.rotary == "interleaved" or t.hf.family.fused_qkv)):
-        turning = t.slice(f"{name}: turning part", whole, round(x.elements * share))
-        passing = t.slice(f"{name}: passing part", whole, x.elements - turning.elements)
+        turning = t.slice(f"{name}: rotary part", whole, round(x.elements * share))
+        passing = t.slice(f"{name}: pass-through part", whole, x.elements - turning.elements)
     straight = t.mul(f"{name} times cos", turning, cos)
     half = turning.elements // 2
     first = t.slice(f"{name}: first half", turning, half)
     second = t.slice(f"{name}: second half", turning, half)
     negated = t.scale(f"{name}: second half negated", second)
-    turned = t.cat(f"{name}: halves exchanged", negated, first)
+    turned = t.cat(f"{name}: halves swapped", negated, first)
     crossed = t.mul(f"{name} times sin", turned, sin)
     out = t.add(f"rotated {name}", straight, crossed)
     if passing is not None:
@@ -140,9 +142,9 @@ def _rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: fl
     return t.cast(f"rotated {name}", out, x.width) if back else out
 
 
-def _turned(t: Torch, table: Array, query: Array, key: Array) -> tuple[Array, Array]:
-    """torchtitan ``models/llama3/model/model.py: apply_rotary_emb``: copies in fp32, products as complex numbers, cast
-    back; all are variables to the end."""
+def _rotated_complex(t: Torch, table: Array, query: Array, key: Array) -> tuple[Array, Array]:
+    """torchtitan ``models/llama3/model/model.py: apply_rotary_emb``: copies in fp32, complex products, cast back; all
+    are variables that live until the function returns."""
     query32, key32 = t.cast("query in fp32", query, FP32), t.cast("key in fp32", key, FP32)
     turned = []
     for name, x in (("query", query32), ("key", key32)):
@@ -157,7 +159,7 @@ def _turned(t: Torch, table: Array, query: Array, key: Array) -> tuple[Array, Ar
 
 
 def attend(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array) -> Array:
-    """The attention interface: [b, a, s, d] each, as the model's ``attn_implementation`` has it."""
+    """Attention with the model's ``attn_implementation``; query, key and value are [b, a, s, d]."""
     implementation = t.hf.attention
     if implementation == "eager":
         return _eager(t, spec, query, key, value)
@@ -186,14 +188,14 @@ def attend(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
 
 
 def _cast_for_kernel(t: Torch, *arrays: Array) -> Sequence[Array]:
-    """Under autocast rotated queries and keys are in fp32 until here."""
+    """Arrays in the compute dtype: under autocast rotated queries and keys are in fp32 until here."""
     return [t.cast(f"{array.tensor.name}, cast", array, t.compute_width) for array in arrays]
 
 
 def needs_mask(hf: TorchLayers, window: int | None, seq: Any, *, packed: bool = False) -> bool:
-    """Whether sdpa is handed a mask [b, 1, s, s] (``masking_utils.py: create_causal_mask, _ignore_causal_mask_sdpa``).
+    """Whether sdpa gets a mask [b, 1, s, s] (``masking_utils.py: create_causal_mask, _ignore_causal_mask_sdpa``).
 
-    Without a mask in the batch, releases before 5 make one of the positions, in case sequences are packed
+    If the batch has no mask, releases before 5 make one from the position ids, in case sequences are packed
     (``find_packed_sequence_indices``).
     """
     spec = hf.spec
@@ -211,9 +213,9 @@ def needs_mask(hf: TorchLayers, window: int | None, seq: Any, *, packed: bool = 
 def _flash(
     t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array, *, shared: bool = True
 ) -> Array:
-    """FlashAttention 2 keeps q, k, v, its output and the log-sum-exp of scores in fp32, [b, a, s]. Backward sums the
-    query's gradient in fp32, has the statistics' product with the gradient, [b, a, s] of fp32, and gradients of keys
-    and values a query head where groups share them (torch ``native/transformers/cuda/flash_attn/flash_api.cpp:
+    """FlashAttention 2 saves q, k, v, its output and the log-sum-exp of scores, [b, a, s] in fp32. Backward sums the
+    query's gradient in fp32, makes the row sums of output times gradient, [b, a, s] in fp32, and gradients of keys and
+    values for every query head if groups share them (torch ``native/transformers/cuda/flash_attn/flash_api.cpp:
     mha_bwd``; flash-attn ``csrc/flash_attn/flash_api.cpp``)."""
     rows = t.r.ctx.tokens * spec.num_attention_heads
     lse = t.tape.tensor("log-sum-exp of the scores", FP32 * rows, grad=False)
@@ -221,7 +223,7 @@ def _flash(
     out_elements = rows * spec.value_channels
     scratch: Any = FP32 * query.elements + FP32 * rows
     if t.hf.modules == "torchtune":
-        # Flex attention sums each gradient in its own kernel (torch ``_inductor/kernel/flex/flex_attention.py``).
+        # Flex attention sums each gradient in a separate kernel (torch ``_inductor/kernel/flex/flex_attention.py``).
         scratch = 2 * FP32 * rows
     if shared and spec.num_query_groups != spec.num_attention_heads:
         scratch = scratch + 2 * query.elements * query.width
@@ -237,8 +239,8 @@ def _flash(
 def _efficient(
     t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array, *, masked: bool
 ) -> Array:
-    """The memory-efficient kernel: keys and values of every query head, and in every layer the mask in the dtype of the
-    scores (torch ``native/transformers/attention.cpp: convert_boolean_attn_mask``), which it keeps.
+    """The memory-efficient kernel: keys and values for every query head. Every layer makes the mask in the dtype of the
+    scores (torch ``native/transformers/attention.cpp: convert_boolean_attn_mask``), and saves it.
 
     Its backward sums the query's gradient in fp32 (``mem_eff_attention/kernel_backward.h: kNeedsAccumGradQ``).
     """
@@ -260,7 +262,7 @@ def _efficient(
 
 
 def _repeated(t: Torch, spec: AttentionSpec, key: Array, value: Array) -> tuple[Array, Array]:
-    """``repeat_kv``: a copy for every query head, where groups share keys and values."""
+    """``repeat_kv``: a copy for every query head, if groups share keys and values."""
     times = spec.num_attention_heads // spec.num_query_groups
     if times == 1:
         t.variables += [key, value] if t.hf.family.own_attention else []
@@ -271,10 +273,10 @@ def _repeated(t: Torch, spec: AttentionSpec, key: Array, value: Array) -> tuple[
 
 
 def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array) -> Array:
-    """Scores [b, a, s, s]: softmax in fp32 is kept, and its copy in the model's dtype.
+    """Eager attention with scores [b, a, s, s]: saves the softmax in fp32 and its copy in the model's dtype.
 
-    ``torch.matmul`` multiplies contiguous batches of heads: of more than one sequence it copies queries, and keys and
-    values too where ``repeat_kv`` did not.
+    ``torch.matmul`` multiplies contiguous batches of heads: with more than one sequence it copies queries, and also
+    keys and values unless ``repeat_kv`` has copied them.
     """
     ctx = t.r.ctx
     key, value = _repeated(t, spec, key, value)
@@ -283,7 +285,7 @@ def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
     several = ctx.batch > 1
     shared = spec.num_attention_heads != spec.num_query_groups
     left, right = _cast_for_kernel(t, query, key)
-    # Queries put together of two halves are contiguous.
+    # Queries concatenated from two halves are contiguous.
     left = t.copy("contiguous queries", left) if several and t.hf.family.eager != "sinks" else left
     right = t.copy("contiguous keys", right) if several and not shared else right
     products = t.matmul("products of queries and keys", left, right, scores)
@@ -309,7 +311,8 @@ def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
 def _weighted(
     t: Torch, spec: AttentionSpec, probabilities: Array, value: Array, variables: Sequence[Array], *, copied: bool
 ) -> Array:
-    """Values, ``copied`` where they are not contiguous, by their probabilities, which are returned to the layer."""
+    """The product of probabilities and values, which are ``copied`` if not contiguous; probabilities are returned to
+    the layer."""
     ctx = t.r.ctx
     if t.hf.family.eager != "llama":
         probabilities = t.cast("attention probabilities, cast", probabilities, value.width)
@@ -326,8 +329,8 @@ def _weighted(
 
 
 def _eager_of_gpt2(t: Torch, spec: AttentionSpec, scores: Array, value: Array, variables: list[Array]) -> Array:
-    """``models/gpt2/modeling_gpt2.py: eager_attention_forward``: before 5 the future is cut off by a buffer of the
-    module first; softmax in the dtype of the scores, under autocast in fp32."""
+    """``models/gpt2/modeling_gpt2.py: eager_attention_forward``: before 5 the causal mask, a buffer of the module, is
+    applied first; the softmax is in the dtype of the scores, under autocast in fp32."""
     if not FAMILIES_OF_5(t.hf.spec):
         before, scores = scores, t.scale("scores of the past", scores)
         t.keep_alive(before)
@@ -339,7 +342,7 @@ def _eager_of_gpt2(t: Torch, spec: AttentionSpec, scores: Array, value: Array, v
 
 
 def _masked(t: Torch, logits: Array) -> Array:
-    """Scores and a mask in the dtype of the parameters."""
+    """Scores plus a mask in the dtype of the parameters."""
     before, logits = logits, t.widened(logits, max(logits.width, t.parameter_width))
     masked = t.make("masked scores", (logits,), logits.elements, logits.width, alias=True)
     t.keep_alive(before)

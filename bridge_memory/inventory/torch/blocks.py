@@ -1,4 +1,4 @@
-"""The blocks of a model as transformers builds it: embedding, decoder layer, final norm, output layer and loss."""
+"""The blocks of a model as transformers builds it: embedding, decoder layers, final norm, output layer with loss."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
             x = layer_norm(t, f"{family.prefix}{family.embedding}_layernorm", x, tokens, h)
         if family.scaled_embeddings:
             x = t.scale("input embeddings, scaled", x)
-        # torchtune's is a buffer of all positions that the model knows.
+        # torchtune's table is a buffer for all positions up to the model's maximum.
         length = model.max_position_embeddings if family.rotary == "torchtune" else r.ctx.seq
         tables = [(name, length * rotary // table_share(t)) for name in (_table_names(t) if rotary else ())]
         if alibi and t.hf.spec.gradient_checkpointing:
             tables.append(("slopes of the positions", tokens * alibi))
         for name, elements in tables:
             table = t.constant(name, elements, table_width(t))
-            # Layers keep it, or their checkpoints do.
+            # Layers save it, or their checkpoints hold it.
             t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,), trains=True)
         t.tape.output(x.tensor)
 
@@ -70,7 +70,7 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
 
 
 def _with_positions(t: Torch, x: Array, positions: int) -> Array:
-    """``GPT2Model.forward``: a learned embedding of each position, which all sequences share, and dropout."""
+    """``GPT2Model.forward``: learned position embeddings, which all sequences share, and dropout."""
     ctx = t.r.ctx
     h, trains = ctx.hidden_size, not t.r.frozen
     t.r.parameter(f"{t.hf.family.prefix}wpe.weight", (positions, h), use=Use.EMBEDDING)
@@ -79,7 +79,7 @@ def _with_positions(t: Torch, x: Array, positions: int) -> Array:
         "position embeddings", (places,), ctx.seq * h, t.parameter_width, trains=trains, saves=(places.tensor,),
         backward_workspace=positions * h * t.parameter_width,
     )
-    # With adapters and checkpoints the tokens' embeddings are made a leaf, which the graph holds (peft ``peft_model.py:
+    # With adapters and checkpoints the token embeddings become a leaf, which the graph holds (peft ``peft_model.py:
     # _prepare_model_for_gradient_checkpointing``).
     leaf = t.r.frozen and t.hf.spec.gradient_checkpointing
     both = t.make(
@@ -105,12 +105,12 @@ def table_width(t: Torch) -> int:
 
 
 def table_share(t: Torch) -> int:
-    """Tables hold each value once, or twice for both halves of a head."""
+    """2 if tables hold each value once, 1 if they hold it for both halves of a head."""
     return 2 if t.hf.family.rotary == "half tables" else 1
 
 
 def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) -> Block:
-    """One decoder layer. Names are relative to the layer's."""
+    """One decoder layer. Parameter names are relative to the layer. ``reached``: its input has a gradient."""
 
     def record(r: Recorder) -> None:
         t = Torch(r)
@@ -118,7 +118,8 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
         r.tape.part = Part.LAYER_INPUT
         x = t.input("hidden_states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual, grad=reached)
         shared = _shared(t)
-        # torchtitan runs whole layers again (``activation_checkpoint.early_stop`` is False); a compiled one is whole.
+        # torchtitan recomputes whole layers (``activation_checkpoint.early_stop`` is False), and so does a compiled
+        # one.
         whole = t.hf.family.norm == "fused" or t.compiled
         if t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant and not whole:
             t.last_saver = _last_saver(t, layer)
@@ -130,7 +131,7 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
 
 
 def _last_saver(t: Torch, layer: LayerSpec) -> str:
-    """The operation of a layer after which nothing is kept."""
+    """The last operation of a layer that saves anything."""
     if t.hf.family.layer == "gpt2":
         return gpt2.last_saver(t)
     if t.hf.family.layer == "bloom":
@@ -145,7 +146,7 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
         if t.r.frozen and t.adapts("mlp.down_proj"):
             dora = t.r.ctx.adapters is not None and t.r.ctx.adapters.use_dora
             return "mlp.down_proj LoRA output times magnitudes" if dora else "mlp.down_proj.lora_B output"
-        # What is in 4 or 8 bits keeps nothing that a checkpoint would see.
+        # Linears in 4 or 8 bits save nothing through the hooks of a checkpoint.
         return "mlp product" if t.quantizes(Use.LAYER) else "mlp.down_proj output"
     return f"{last} output" if t.hf.family.norm == "llama" else f"{last} times weight in fp32"
 
@@ -178,14 +179,14 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
     r.tape.part = part_of(mixer)
     y = _normed(t, before, x)
     entered = y
-    with _again(t, "attention", y, *(table for table in shared if table is not None)):
+    with _checkpointed_submodule(t, "attention", y, *(table for table in shared if table is not None)):
         y = _mixed(t, mixer, y, shared)
     t.keep_alive(entered)
     x = _added(t, "hidden states after attention", x, _normed(t, after, y))
     r.tape.part = Part.MLP if isinstance(ffn, MLPSpec) else Part.MOE
     y = _normed(t, before_ffn, x)
     entered = y
-    with _again(t, "MLP", y):
+    with _checkpointed_submodule(t, "MLP", y):
         y = record_mlp(t, ffn, y) if isinstance(ffn, MLPSpec) else record_moe(t, ffn, y)
     if t.hf.compiled and y.tensor in r.tape.kept_by_checkpoint:
         r.tape.kept_by_checkpoint.remove(y.tensor)  # as ``chain.py: _with_products_kept`` says
@@ -194,7 +195,7 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
 
 
 def part_of(mixer: Mixer | None) -> Part:
-    """The part of memory that a mixer is."""
+    """The part of memory that a mixer belongs to."""
     if isinstance(mixer, MLASpec):
         return Part.MLA
     if isinstance(mixer, GatedDeltaNetSpec):
@@ -215,18 +216,18 @@ def _mixed(t: Torch, mixer: Mixer | None, x: Array, shared: Shared) -> Array:
 def _normed(t: Torch, name: str, x: Array) -> Array:
     if not name:
         return x
-    with _again(t, name, x):
+    with _checkpointed_submodule(t, name, x):
         return norm(t, name, x, t.r.ctx.tokens, t.r.ctx.hidden_size)
 
 
-def _again(t: Torch, name: str, *given: Array) -> AbstractContextManager[None]:
-    """A module that keeps what it is given and runs again in backward, where each does so by itself."""
+def _checkpointed_submodule(t: Torch, name: str, *given: Array) -> AbstractContextManager[None]:
+    """A submodule that saves its inputs and is recomputed in backward, if submodules are checkpointed separately."""
     inputs = [array.tensor for array in given]
     return t.tape.checkpoint(name, inputs, enabled=t.hf.spec.checkpoint_submodules)
 
 
 def _added(t: Torch, name: str, residual: Array, y: Array) -> Array:
-    """``residual + dropout(y)``; both are variables meanwhile."""
+    """``residual + dropout(y)``; variables hold both until then."""
     term = t.dropout(f"{name}: dropout", y, t.r.ctx.hidden_dropout)
     if t.hf.family.scaled_residuals:
         term = t.scale(f"{name}: scaled", term)

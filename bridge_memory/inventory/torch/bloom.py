@@ -1,7 +1,7 @@
-"""Layers of BLOOM as transformers runs them: eager attention with ALiBi, layer norms with biases, a GELU of its own.
+"""Layers of BLOOM in transformers: eager attention with ALiBi, layer norms with biases, BLOOM's GELU.
 
-Source: ``models/bloom/modeling_bloom.py: BloomBlock, BloomAttention, BloomMLP, GeLUFunction``. Shapes: T tokens of h,
-a heads of d, sequences of s.
+Source: ``models/bloom/modeling_bloom.py: BloomBlock, BloomAttention, BloomMLP, GeLUFunction``. Shapes: T tokens of
+width h, a heads of width d, sequences of s tokens.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from bridge_memory.inventory.torch.norms import layer_norm
 from bridge_memory.inventory.torch.ops import FP32, Array, Torch
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec
 
-#: The last operation of a layer that keeps anything.
+#: The last operation of a layer that saves anything.
 LAST_SAVER = "mlp.dense_4h_to_h output"
 LAST_SAVER_WITH_DROPOUT = "mlp dropout"
 
 
 def record_bloom_layer(t: Torch, layer: LayerSpec, x: Array) -> Array:
-    """``BloomBlock.forward``: [T, h] -> [T, h]; returns the probabilities of attention too."""
+    """``BloomBlock.forward``: [T, h] -> [T, h]; the layer returns the attention probabilities too."""
     ctx = t.r.ctx
     assert isinstance(layer.mixer, AttentionSpec) and isinstance(layer.ffn, MLPSpec)
     t.r.tape.part = Part.ATTENTION
@@ -39,7 +39,7 @@ def _attention(t: Torch, spec: AttentionSpec, x: Array, residual: Array) -> Arra
     query, key, value = (t.slice(name, fused, tokens * width) for name in ("query", "key", "value"))
     if ctx.batch > 1:  # else views
         query, key, value = (t.copy(f"{x.tensor.name} by head", x) for x in (query, key, value))
-    # ``alibi.baddbmm``: the products' gradients are scaled in tensors of their own.
+    # ``alibi.baddbmm``: the gradients of the factors are scaled in new tensors.
     made = t.make(
         "attention scores", (query, key), scores, query.width,
         saves=(*((key.tensor,) if query.differentiable else ()), *((query.tensor,) if key.differentiable else ())),
@@ -66,7 +66,8 @@ def _mlp(t: Torch, spec: MLPSpec, x: Array, residual: Array) -> Array:
     ctx = t.r.ctx
     tokens, h, f = ctx.tokens, ctx.hidden_size, spec.ffn_hidden_size
     wide = t.linear("mlp.dense_h_to_4h", x, tokens, h, f, bias=True)
-    # GeLUFunction keeps its input; most of what its expressions make at once, beside its output and its gradient.
+    # GeLUFunction saves its input. Workspace: the most that its expressions hold at once, in addition to output or
+    # gradient.
     act = t.make(
         "mlp activation", (wide,), wide.elements, wide.width, saves=(wide.tensor,), workspace=3 * wide.bytes,
         backward_workspace=4 * wide.bytes,

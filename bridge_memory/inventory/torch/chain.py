@@ -1,4 +1,4 @@
-"""The whole model as transformers runs it, as one chunk: what its forward pass holds beside a layer, and checkpoints.
+"""The whole model as one chunk: what its forward pass holds while a layer runs, and checkpoints.
 
 Source: ``models/llama/modeling_llama.py: LlamaModel.forward, LlamaForCausalLM.forward``, ``modeling_layers.py:
 GradientCheckpointingLayer``, ``masking_utils.py``.
@@ -18,7 +18,7 @@ from bridge_memory.tapes.context import BlockContext
 from bridge_memory.tapes.parameters import matrix_elements
 from bridge_memory.tapes.symbolic import largest
 
-#: torchtune ``OffloadActivations(max_fwd_stash_size=)``: its default, which recipes leave.
+#: Layers: torchtune ``OffloadActivations(max_fwd_stash_size=)``, its default, which recipes do not change.
 STASHED = 5
 
 
@@ -32,7 +32,7 @@ def torch_chunk(
     masks = mask_bytes(model, ctx)
     embedding = plain_link(embedding_block(model, ctx), Label.EMBEDDING)
     if masks and (spec.gradient_checkpointing or (family.own_masks and ctx.torch_layers.attention == "sdpa")):
-        # The arguments of every checkpoint hold them, or attention keeps them as they are.
+        # The arguments of every checkpoint hold the masks, or attention saves them.
         more = ((Part.ATTENTION, Provenance.FORMULA), masks)
         embedding = embedding._replace(
             retained=embedding.retained + masks, forward_peak=embedding.forward_peak + masks,
@@ -41,7 +41,7 @@ def torch_chunk(
         )
         masks = 0
     links: list[tuple[Link, int]] = [(embedding, 1)]
-    # ``inputs_embeds`` is a variable of the model's forward, from which scaled embeddings are apart.
+    # ``inputs_embeds`` is a variable of the model's forward; scaled embeddings are a separate tensor.
     unscaled = ctx.hidden_bytes if family.scaled_embeddings == "model" else 0
     if model.position_embedding_type == "learned_absolute":
         leaf = ctx.adapters is not None and spec.gradient_checkpointing  # the graph holds it
@@ -49,7 +49,7 @@ def torch_chunk(
     idle = ctx.batch * ctx.seq * ctx.seq if family.idle_mask and ctx.torch_layers.attention == "sdpa" else 0
     layers = _layers(shape, ctx)
     if ctx.adapters is not None and not spec.gradient_checkpointing:
-        # Embeddings are frozen: nothing before the first adapter is kept.
+        # Embeddings are frozen: nothing before the first adapter is saved.
         for i, (kind, count) in enumerate(shape.layers):
             unreached = layer_block(kind, ctx, reached=False)
             link = plain_link(unreached, Label.LAYER)
@@ -57,7 +57,7 @@ def torch_chunk(
                 layers[i : i + 1] = [(link, 1), (layers[i][0], count - 1)]
                 break
             layers[i] = link, count
-    # Weights that autocast has cast stay to the end of its region, whether or not a checkpoint keeps them.
+    # Autocast's copies of weights stay until the end of its region, in checkpointed layers too.
     cast = [_cast_weights(kind, ctx) if spec.gradient_checkpointing else 0 for kind, _ in shape.layers]
     cast += [0] * (len(layers) - len(cast))
     checkpointed = spec.gradient_checkpointing or spec.selective_ac_option == "op"
@@ -67,15 +67,15 @@ def torch_chunk(
         held += _returned(shape.layers[0][0], ctx)  # of the layer before
     for i, (link, count) in enumerate(layers):
         if i == 0:
-            links.append((_beside(link, masks + idle + unscaled), 1))
+            links.append((_with_variables(link, masks + idle + unscaled), 1))
             held += cast[0]
             count -= 1
         for _ in range(count if cast[i] else bool(count)):
-            links.append((_beside(link, held), 1 if cast[i] else count))
+            links.append((_with_variables(link, held), 1 if cast[i] else count))
             held += cast[i]
-    links.append((_beside(plain_link(final_norm_block(ctx), Label.FINAL_NORM), held), 1))
+    links.append((_with_variables(plain_link(final_norm_block(ctx), Label.FINAL_NORM), held), 1))
     loss = plain_link(output_block(model.output_bias, not tied, ctx), Label.LOSS)
-    links.append((_beside(loss, sum(n * count for n, (_, count) in zip(cast, layers, strict=True))), 1))
+    links.append((_with_variables(loss, sum(n * count for n, (_, count) in zip(cast, layers, strict=True))), 1))
     makes_logits = not (ctx.torch_layers.liger("fused_linear_cross_entropy") or spec.cut_cross_entropy)
     if ctx.torch_layers.clones_outputs and makes_logits:
         logits = ctx.tokens * ctx.padded_vocab * ctx.torch_layers.compute_width
@@ -94,7 +94,7 @@ def torch_chunk(
 
 
 def _layers(shape: ChunkShape, ctx: BlockContext) -> list[tuple[Link, int]]:
-    """The layers' links; one by one where every nth of them runs again (torchtitan
+    """The layers' links; one link per layer if every nth layer is recomputed (torchtitan
     ``distributed/activation_checkpoint.py: _apply_layer_sac``)."""
     assert ctx.torch_layers is not None
     option = ctx.torch_layers.spec.selective_ac_option
@@ -104,14 +104,14 @@ def _layers(shape: ChunkShape, ctx: BlockContext) -> list[tuple[Link, int]]:
     found = []
     for number, kind in enumerate(kinds, start=1):
         block = layer_block(kind, ctx)
-        again = number % int(option) == 0
-        link = _checkpointed(block.cost, 0, reentrant=False) if again else plain_link(block, Label.LAYER)
+        recomputed = number % int(option) == 0
+        link = _checkpointed(block.cost, 0, reentrant=False) if recomputed else plain_link(block, Label.LAYER)
         found.append((link, 1))
     return found
 
 
 def _cast_weights(layer: LayerSpec, ctx: BlockContext) -> int:
-    """Copies of a layer's matrices in autocast's dtype."""
+    """Bytes of the copies of a layer's matrices in autocast's dtype."""
     assert ctx.torch_layers is not None
     if not ctx.torch_layers.autocast:
         return 0
@@ -120,8 +120,8 @@ def _cast_weights(layer: LayerSpec, ctx: BlockContext) -> int:
 
 
 def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
-    """Masks that the model's forward makes and all layers share: booleans [b, 1, s, s], or in the model's dtype for
-    eager attention, of every kind of layer that there is (``masking_utils.py: sdpa_mask, eager_mask``)."""
+    """Bytes of the masks that the model's forward makes for all layers: [b, 1, s, s] boolean, or in the model's dtype
+    for eager attention; one for each kind of layer (``masking_utils.py: sdpa_mask, eager_mask``)."""
     assert ctx.torch_layers is not None
     if ctx.torch_layers.attention == "flash_attention_2":
         return 0
@@ -129,12 +129,12 @@ def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
     if ctx.torch_layers.family.both_masks:
         windows = windows | {None}
     if ctx.torch_layers.attention == "eager":
-        family = ctx.torch_layers.family  # those whose layers differ make both masks whatever layers there are
+        family = ctx.torch_layers.family  # families with two kinds of layers make both masks in any case
         if family.own_masks and family.eager == "gpt2":
-            return ctx.batch * ctx.seq * ctx.act  # the module's own buffer cuts off the future
+            return ctx.batch * ctx.seq * ctx.act  # the causal mask is a buffer of the module
         kinds = 2 if family.both_masks or family.idle_mask else len(windows)
         if family.own_attention and ctx.torch_layers.spec.attention_mask == "none":
-            return kinds * ctx.seq * ctx.seq * ctx.act  # which all sequences share
+            return kinds * ctx.seq * ctx.seq * ctx.act  # all sequences share it
         return kinds * ctx.batch * ctx.seq * ctx.seq * ctx.act
     if ctx.torch_layers.family.always_masked:
         windows = {None}
@@ -144,7 +144,7 @@ def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
 
 
 def _windows(model: ModelSpec) -> set[int | None]:
-    """Sliding windows of the layers with attention, None for all tokens."""
+    """The sliding windows of the model's attention layers; None: a layer attends to all tokens."""
     mixers = [kind.mixer for kind in dict.fromkeys(model.layers)]
     windows = {mixer.window_size for mixer in mixers if isinstance(mixer, AttentionSpec)}
     return windows | {None for mixer in mixers if isinstance(mixer, MLASpec)}
@@ -160,7 +160,7 @@ def _layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
         return plain_link(found, Label.LAYER)
     before = _gradients_before(layer, ctx)
     link = _checkpointed(found.cost, before, reentrant=spec.reentrant)
-    if spec.reentrant:  # made again, and held as the output is
+    if spec.reentrant:  # recomputed, and held as the output is
         more = _returned(layer, ctx)
         peak = link.backward_peak + more
         link = link._replace(backward_peak=peak, backward_peak_held=peak)
@@ -168,9 +168,10 @@ def _layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
 
 
 def _offloaded(link: Link) -> Link:
-    """A checkpoint whose input is in host memory meanwhile (torchtune ``training/_activation_offloading.py:
-    OffloadActivations``). Forward the last five are still on their way (``max_fwd_stash_size``), this layer's among
-    them; backward that of the layer after stays until this one's backward is queued (``bwd_tensor_stash``)."""
+    """A checkpoint whose input is offloaded to host memory (torchtune ``training/_activation_offloading.py:
+    OffloadActivations``). In forward the inputs of the last five layers are still being copied
+    (``max_fwd_stash_size``), this layer's included; in backward that of the next layer stays until this one's backward
+    is queued (``bwd_tensor_stash``)."""
     kept = link.retained
     return link._replace(
         retained=0, more=(), forward_peak=link.forward_peak + (STASHED - 1) * kept,
@@ -179,7 +180,7 @@ def _offloaded(link: Link) -> Link:
 
 
 def _returned(layer: LayerSpec, ctx: BlockContext) -> int:
-    """What a layer returns beside its output: BLOOM's the probabilities of its attention [b, a, s, s]."""
+    """Bytes that a layer returns in addition to its output: in BLOOM the attention probabilities [b, a, s, s]."""
     assert ctx.torch_layers is not None
     if ctx.torch_layers.family.layer != "bloom" or not isinstance(layer.mixer, AttentionSpec):
         return 0
@@ -187,16 +188,16 @@ def _returned(layer: LayerSpec, ctx: BlockContext) -> int:
 
 
 def _with_products_kept(layer: LayerSpec, cost: BlockCost, ctx: BlockContext) -> Link:
-    """torchtitan ``distributed/activation_checkpoint.py: _apply_op_sac``: the forward pass keeps the layer's input and
-    the outputs of attention and of every second matrix product; backward takes them where it runs forward again.
+    """torchtitan ``distributed/activation_checkpoint.py: _apply_op_sac``: forward saves the layer's input and the
+    outputs of attention and of every second matrix product, which the recomputation reuses.
 
-    Compiled, a product is kept only if backward asks for it, and nothing asks for that of w2 (torch ``_functorch/
-    partitioners.py: min_cut_rematerialization_partition``: MUST_SAVE forbids to make it again).
+    Compiled, a product is saved only if backward needs it, which it does not of w2 (torch ``_functorch/partitioners.py:
+    min_cut_rematerialization_partition``: MUST_SAVE only forbids its recomputation).
     """
     mixer, ffn = layer.mixer, layer.ffn
     assert isinstance(mixer, AttentionSpec) and isinstance(ffn, MLPSpec) and ctx.torch_layers is not None
     heads, h, width = mixer.num_attention_heads, ctx.hidden_size, ctx.act
-    # wq, wv, w1 and w2 of the seven, in the order in which they run; attention's output and statistics.
+    # Of the seven products, in the order in which they run: wq, wv, w1 and w2; and attention's output and statistics.
     products = heads * mixer.kv_channels + mixer.num_query_groups * mixer.value_channels + ffn.ffn_hidden_size
     products += 0 if ctx.torch_layers.compiled else h
     kept = ctx.tokens * ((products + heads * mixer.value_channels) * width + 4 * heads)
@@ -208,8 +209,9 @@ def _with_products_kept(layer: LayerSpec, cost: BlockCost, ctx: BlockContext) ->
 
 
 def _gradients_before(layer: LayerSpec, ctx: BlockContext) -> int:
-    """Gradients that are made of a layer's output's before its backward asks for anything that is kept: of the last
-    linear's output, and in the adapter's dtype of that of an adapter beside it; of every row of the experts'."""
+    """Bytes of gradients that a layer's backward makes before it needs the first saved tensor, and so before a
+    checkpoint recomputes: of the last linear's output, and of its adapter's output in the adapter's dtype; of experts,
+    of the output's row for every token and expert."""
     assert ctx.torch_layers is not None
     hf = ctx.torch_layers
     ffn = layer.ffn
@@ -224,18 +226,19 @@ def _gradients_before(layer: LayerSpec, ctx: BlockContext) -> int:
 
 
 def _checkpointed(cost: BlockCost, before: int, *, reentrant: bool) -> Link:
-    """A layer that keeps its input and runs again in backward (torch ``utils/checkpoint.py``).
+    """A layer that saves its input and runs forward again in backward (torch ``utils/checkpoint.py``).
 
-    Reentrant: a forward pass without gradients; the output made again, and its gradient, are variables of
-    ``CheckpointFunction.backward`` to its end. Else the forward pass keeps nothing of what it would save, and what is
-    made again stops at the last tensor that is saved (``_StopRecomputationError``): nothing holds the output.
+    Reentrant: forward runs without gradients; the recomputed output and its gradient are variables of
+    ``CheckpointFunction.backward`` until it returns. Non-reentrant: forward drops the tensors that it would save, and
+    the recomputation stops at the last saved tensor (``_StopRecomputationError``), so that nothing holds the output.
     """
     kept, out = cost.input_bytes, cost.output_bytes
-    beside = 0 if cost.input_retained else kept
+    unsaved_input = 0 if cost.input_retained else kept
     if reentrant:
-        again, back = cost.forward_peak + out, beside + cost.backward_peak_held + out
+        again, back = cost.forward_peak + out, unsaved_input + cost.backward_peak_held + out
     else:
-        again, back = (cost.before_landmark_forward or cost.forward_peak) + out + before, beside + cost.backward_peak
+        again = (cost.before_landmark_forward or cost.forward_peak) + out + before
+        back = unsaved_input + cost.backward_peak
     back_name = cost.backward_name if back >= again else _recomputed
     return Link(
         Label.RECOMPUTED, kept, cost.no_grad_peak, max(again, back), max(again, back), cost.forward_name, back_name,
@@ -247,15 +250,15 @@ def _recomputed() -> str:
     return "recomputed layer"
 
 
-def _beside(link: Link, held: int) -> Link:
-    """A link whose forward pass runs while a variable holds so much."""
+def _with_variables(link: Link, held: int) -> Link:
+    """The link with ``held`` bytes more in its forward pass, which a variable of the model's forward holds."""
     return link._replace(forward_peak=link.forward_peak + held)
 
 
 def _with_tied_gradient(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:
-    """The gradient of a tied weight as the output layer gives it waits for that of the embedding; autograd adds them in
-    a third tensor where the first is a view (``inventory/shared_weights.py``), which that of a weight's copy in
-    autocast's dtype is not. Engines count none of the three."""
+    """The output layer's gradient of a tied weight waits for the embedding's. Autograd adds them in a third tensor if
+    the first is a view (``inventory/shared_weights.py``), which the gradient through autocast's copy of a weight is
+    not. Engines count none of the three."""
     dense = ctx.padded_vocab * ctx.hidden_size * ctx.act
     (embedding, _), *middle, last = links
     assert ctx.torch_layers is not None
@@ -263,5 +266,5 @@ def _with_tied_gradient(links: list[tuple[Link, int]], ctx: BlockContext) -> lis
     whole = hf.plain_gradients or hf.autocast or hf.spec.num_output_chunks > 1
     summed = embedding.retained + (2 if whole else 3) * dense
     waiting = [(link.with_waiting(dense), count) for link, count in middle]
-    # What the output layer gave is in the sum by the time an engine reduces that.
+    # By the time an engine reduces the sum, the output layer's gradient is part of it.
     return [(embedding.with_concurrent(dense, summed), 1), *waiting, last]

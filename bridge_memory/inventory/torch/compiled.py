@@ -1,13 +1,14 @@
-"""Layers as torch.compile runs them: what AOTAutograd keeps for backward, and what its kernels make.
+"""Layers as torch.compile runs them: what AOTAutograd saves for backward, and what its kernels allocate.
 
-What is kept is the min-cut partitioner's choice (torch ``_functorch/partitioners.py:
-min_cut_rematerialization_partition``), which the tests ask it for at full sizes: operations beside matrix products are
-fused, what they can be recomputed from is kept. A norm keeps its input and one number a row (the input to the second
-norm stands for the attention's projection, from which it is made again); rotary embedding and the copies of keys and
-values keep nothing of their own; the gated product is kept as the down projection's input, beside gate and up.
+The min-cut partitioner chooses what is saved (torch ``_functorch/partitioners.py:
+min_cut_rematerialization_partition``; the tests run it at full sizes). Operations other than matrix products are fused,
+and the tensors from which they can be recomputed are saved. A norm saves its input and one number per row; the input of
+the second norm replaces the output of the attention's projection, which is recomputed from it. Rotary embedding and
+copies of keys and values save nothing. The gated product is saved as the input of the down projection, in addition to
+gate and up.
 
-Not known here: buffers that Inductor makes between kernels that it could not fuse, such as partial sums of the norms'
-weights, and what it writes over buffers that are of no more use. Both are small beside a product's output.
+Not modelled: buffers between kernels that Inductor could not fuse, such as partial sums of the norms' weight gradients,
+and its reuse of buffers that are no longer needed. Both are small compared with a product's output.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from bridge_memory.tapes.tape import Tensor
 
 
 def rotated(t: Torch, query: Array, key: Array) -> tuple[Array, Array]:
-    """One kernel each; tables are the model's. Complex numbers Inductor leaves to torch (``_inductor/lowering.py:
-    warn_complex``): fp32 copies and products of them are made, and the layer keeps the conjugate of the table."""
+    """One kernel for each; the model makes the tables. Inductor does not generate code for complex numbers
+    (``_inductor/lowering.py: warn_complex``): torch makes fp32 copies and their products, and the layer saves the
+    conjugate of the table."""
     if t.hf.family.rotary != "complex":
-        return _turned(t, "query", query), _turned(t, "key", key)
+        return _rotated_by_kernel(t, "query", query), _rotated_by_kernel(t, "key", key)
     conjugate = t.constant("conjugate of the rotary table", t.r.ctx.seq * t.r.ctx.rotary_dim, FP32)
     kept = (conjugate.tensor,)
-    return _turned(t, "query", query, kept, 2 * FP32), _turned(t, "key", key, kept, 2 * FP32)
+    return _rotated_by_kernel(t, "query", query, kept, 2 * FP32), _rotated_by_kernel(t, "key", key, kept, 2 * FP32)
 
 
-def _turned(t: Torch, name: str, x: Array, kept: tuple[Tensor, ...] = (), scratch: int = 0) -> Array:
-    """``scratch``: bytes an element, in both passes."""
+def _rotated_by_kernel(t: Torch, name: str, x: Array, kept: tuple[Tensor, ...] = (), scratch: int = 0) -> Array:
+    """``scratch``: bytes per element, in both passes."""
     nbytes = scratch * x.elements
     return t.make(
         f"rotated {name}", (x,), x.elements, x.width, saves=kept if x.differentiable else (), workspace=nbytes,

@@ -1,8 +1,8 @@
-"""Gated delta nets (Qwen3-Next) as transformers runs them without kernels of other packages: in torch's operations.
+"""Gated delta nets (Qwen3-Next) in transformers: in torch operations, or with the kernels of fla and causal_conv1d.
 
 Source: ``models/qwen3_next/modeling_qwen3_next.py: Qwen3NextGatedDeltaNet, torch_chunk_gated_delta_rule, l2norm,
-Qwen3NextRMSNormGated``. Shapes: T tokens, in chunks of 64, of which a sequence is filled up to whole ones; n value
-heads of width v, keys of width k; everything between is in fp32.
+Qwen3NextRMSNormGated``. Shapes: T tokens, in chunks of 64, to whole ones of which a sequence is padded; n value heads
+of width v, keys of width k. In torch operations all intermediate results are in fp32.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def record_delta_net(t: Torch, spec: GatedDeltaNetSpec, x: Array) -> Array:
 def convolved(
     t: Torch, module: str, x: Array, channels: int, kernel: int, *, bias: bool = False, held: Sequence[Array] = ()
 ) -> Array:
-    """``silu(conv1d(x)[:, :, :s])`` over x turned to [b, channels, s]: makes kernel - 1 more of each sequence, of which
-    the activation keeps all; the kernel takes a contiguous copy of x, and another in backward
-    (``aten/src/ATen/native/Convolution.cpp: _convolution, convolution_backward``). ``held``: variables meanwhile."""
+    """``silu(conv1d(x)[:, :, :s])`` of x transposed to [b, channels, s]. The output has kernel - 1 more tokens per
+    sequence, and the activation saves it whole; the kernel makes a contiguous copy of x, and another in backward
+    (``aten/src/ATen/native/Convolution.cpp: _convolution, convolution_backward``). ``held``: variables until then."""
     ctx = t.r.ctx
     t.r.parameter(f"{module}.weight", (channels, 1, kernel))
     if bias:
@@ -79,7 +79,7 @@ def convolved(
 def convolved_by_kernel(
     t: Torch, module: str, x: Array, channels: int, kernel: int, *, bias: bool = False, held: Sequence[Array] = ()
 ) -> Array:
-    """causal_conv1d ``cpp_functions.py: CausalConv1dFn``: keeps its input."""
+    """causal_conv1d ``cpp_functions.py: CausalConv1dFn``: saves its input."""
     t.r.parameter(f"{module}.weight", (channels, 1, kernel))
     if bias:
         t.r.parameter(f"{module}.bias", (channels,))
@@ -91,8 +91,9 @@ def convolved_by_kernel(
 def _rule(
     t: Torch, spec: GatedDeltaNetSpec, query: Array, key: Array, value: Array, decay: Array, beta: Array
 ) -> Array:
-    """fla ``ops/gated_delta_rule/chunk.py: ChunkGatedDeltaRuleFunction``: of contiguous copies, queries and keys of
-    unit length; keeps these and a deviation a row, values, the decay summed up, beta and the inverse of each chunk."""
+    """fla ``ops/gated_delta_rule/chunk.py: ChunkGatedDeltaRuleFunction``: of contiguous copies, with queries and keys
+    scaled to unit length. Saves these and 4 bytes per row, values, the running sum of the decay, beta and the inverse
+    of each chunk."""
     ctx = t.r.ctx
     rows, k, v = ctx.tokens * spec.num_value_heads, spec.key_head_dim, spec.value_head_dim
     value = t.copy("values, contiguous", value)
@@ -185,7 +186,7 @@ def _chunks(
 
 
 def l2norm(t: Torch, name: str, x: Array, rows: Any) -> Array:
-    """x / sqrt(sum of x squared + eps); a sum's gradient is a view."""
+    """x / sqrt(sum of x squared + eps); the gradient through the sum is a view."""
     squares = t.make(
         f"{name} squared", (x,), x.elements, x.width, saves=(x.tensor,), backward_workspace=x.bytes
     )
@@ -198,10 +199,11 @@ def l2norm(t: Torch, name: str, x: Array, rows: Any) -> Array:
 
 
 def _inverted(t: Torch, attn: Array, chunks: Any) -> tuple[Array, Array, Array]:
-    """(The product, the last row and what was above it, variables to the end.) Row by row of a chunk, in place: clones
-    of a row and of what is above it are kept; ``chunks``: of all heads.
+    """Inverts each chunk's matrix row by row, in place; clones of each row and of the rows above it are saved.
+    ``chunks``: number of chunks, of all heads. Returns (the inverse, the last row, the rows above it); the last two are
+    variables that live until the end.
 
-    Each row is written into a view, of which autograd copies the whole gradient, and the part
+    Each row is written to a view; backward copies the gradient of the whole and that of the row
     (``torch/csrc/autograd/functions/tensor.cpp: CopySlices::apply``).
     """
     row = sub = attn
@@ -223,7 +225,7 @@ def _inverted(t: Torch, attn: Array, chunks: Any) -> tuple[Array, Array, Array]:
 
 
 class _Walk:
-    """Chunk after chunk, with a state from one to the next."""
+    """The loop over chunks, with a state that passes from each to the next."""
 
     def __init__(
         self, t: Torch, query: Array, key: Array, value: Array, k_decay: Array, mask: Array, g: Array,
@@ -231,12 +233,12 @@ class _Walk:
     ) -> None:  # fmt: skip
         self.t, self.query, self.key, self.value, self.k_decay = t, query, key, value, k_decay
         self.mask, self.g, self.chunks, self.k, self.v = mask, g, chunks, k, v
-        #: Variables of the loop, to the next time round.
+        #: Variables of the loop body, which live until the next iteration assigns them.
         self.variables: dict[str, Array] = {"attn": attn}
 
     def whole(self, out: Array, state: Array) -> tuple[Array, Array, Sequence[Array]]:
-        """All chunks: (output, state, variables). Those in between keep what the second does: nothing of them is a peak
-        but what they keep."""
+        """All chunks: (output, state, variables). The chunks in the middle are counted with the bytes that the second
+        saves: they do not contain a peak."""
         tape = self.t.tape
         if self.chunks > 1:
             out, state = self._one(out, state)
@@ -253,15 +255,15 @@ class _Walk:
         return out, last, list(self.variables.values())
 
     def _set(self, **arrays: Array) -> None:
-        """Variables given a new value: what they held goes now."""
+        """Assign variables: their previous values are freed now."""
         for name, array in arrays.items():
             if name in self.variables:
                 self.t.keep_alive(self.variables[name])
             self.variables[name] = array
 
     def _one(self, out: Array, state: Array, *, last: bool = False) -> tuple[Array, Array]:
-        """One chunk. What the ``last`` one makes of the state goes when the function returns, and with it what that
-        keeps."""
+        """One chunk. The state that the ``last`` one makes is freed when the function returns, with all that it saved.
+        """
         t, k, v = self.t, self.k, self.v
         rows = self.g.elements // self.chunks
         heads = rows // CHUNK
@@ -316,7 +318,7 @@ class _Walk:
 
 
 def _kept(nodes: Sequence[Any]) -> Any:
-    """Bytes of storages that these operations make and keep."""
+    """Bytes of storages that these operations both make and save."""
     made: set[Tensor] = {each for node in nodes if isinstance(node, Op) for each in node.outputs}
     saved = {each.whole or each: None for node in nodes if isinstance(node, Op) for each in node.saves}
     total: Any = 0

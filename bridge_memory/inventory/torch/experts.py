@@ -1,8 +1,7 @@
-"""Mixtures of experts: a loop over experts one by one, or, from transformers 5 on, one grouped product.
+"""Mixtures of experts: a loop over experts, or, from transformers 5 on, one grouped matrix product.
 
 Source: ``models/mixtral/modeling_mixtral.py: MixtralSparseMoeBlock`` (4.57), ``models/deepseek_v3/
-modeling_deepseek_v3.py: DeepseekV3MoE``, ``integrations/moe.py`` (5). Tokens are spread evenly: n = T k / E rows
-an expert.
+modeling_deepseek_v3.py: DeepseekV3MoE``, ``integrations/moe.py`` (5). Routing is balanced: n = T k / E rows per expert.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ INT64 = 8
 
 
 def last_saver(t: Torch, spec: MoESpec) -> str:
-    """The operation of a block after which nothing is kept; "mlp": the last sum over experts."""
+    """The last operation of the block that saves anything; "mlp": the last sum over experts."""
     if spec.shared_expert_intermediate_size:
         return "shared expert, gated" if spec.shared_expert_gate else f"{_module(t)}.shared_experts.down_proj output"
     return "experts' output in order" if t.hf.grouped_experts else "mlp"
@@ -30,7 +29,7 @@ def last_saver(t: Torch, spec: MoESpec) -> str:
 
 def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
     """[T, h] -> [T, h]."""
-    # Qwen2MoeSparseMoeBlock of 5 begins with its shared expert.
+    # In transformers 5 Qwen2MoeSparseMoeBlock runs its shared expert first.
     first = spec.shared_expert_gate and t.hf.fused_experts
     variables: Sequence[Array] = ()
     logits: Array | None = None
@@ -57,13 +56,13 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
         out, before = t.add("mlp routed and shared", out, shared), out
         t.keep_alive(before, shared)
         if spec.shared_expert_gate and not t.hf.fused_experts:
-            t.keep_alive(*variables)  # of one function with the loop
+            t.keep_alive(*variables)  # the loop is in the same function
     t.keep_alive(x, weights, chosen, logits if t.hf.fused_experts else None)
     return out
 
 
 def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Array]:
-    """(weights of the chosen experts [T, k] in the model's dtype, the experts chosen, the logits of all)."""
+    """(weights of the chosen experts [T, k] in the model's dtype, their indices, the logits of all experts)."""
     ctx = t.r.ctx
     tokens, e = ctx.tokens, spec.num_experts
     logits = t.linear(f"{_module(t)}.gate", x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
@@ -79,8 +78,8 @@ def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Ar
 
 
 def _router_in_fp32(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Array]:
-    """``DeepseekV3TopkRouter.forward``, ``DeepseekV2MoEGate.forward``: in fp32, hidden states and weight too, but for
-    autocast, which narrows the product as any other."""
+    """``DeepseekV3TopkRouter.forward``, ``DeepseekV2MoEGate.forward``: hidden states, weight and product are in fp32,
+    except under autocast, which casts the operands of every product."""
     ctx = t.r.ctx
     tokens, e, h = ctx.tokens, spec.num_experts, ctx.hidden_size
     module = f"{_module(t)}.gate"
@@ -95,11 +94,11 @@ def _router_in_fp32(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Ar
             "router logits", (wide,), tokens * e, FP32, trains=trains, backward_workspace=e * h * FP32,
             saves=(*((wide.tensor,) if trains else ()), *((weight.tensor,) if wide.differentiable else ())),
         )
-    softmax = t.hf.family.moe == "deepseek_v2"  # asks for fp32
+    softmax = t.hf.family.moe == "deepseek_v2"  # of fp32 logits
     entering = t.cast("router logits in fp32", logits, FP32) if softmax else logits
     scores = t.saves_output("router scores", entering)
     if t.hf.family.moe == "deepseek_v2" and (spec.router_num_groups or 1) > 1:
-        # ``masked_fill`` keeps which experts are in groups that are not chosen.
+        # ``masked_fill`` saves the mask of experts in groups that are not chosen.
         others = t.constant("experts of other groups", tokens * e, 1)
         scores = t.make("router scores of the chosen groups", (scores,), tokens * e, FP32, saves=(others.tensor,))
     weights, chosen = _of_the_chosen(t, spec, scores)
@@ -109,8 +108,7 @@ def _router_in_fp32(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Ar
 
 
 def _of_the_chosen(t: Torch, spec: MoESpec, scores: Array) -> tuple[Array, Array]:
-    """(scores of the chosen experts [T, k], divided by their sum where the family does so, and which they
-    are)."""
+    """(scores of the chosen experts [T, k], divided by their sum if the family does so; the experts' indices)."""
     tokens, k = t.r.ctx.tokens, spec.topk
     chosen = t.tape.tensor("chosen experts", INT64 * tokens * k, grad=False)
     width = scores.width
@@ -125,14 +123,14 @@ def _of_the_chosen(t: Torch, spec: MoESpec, scores: Array) -> tuple[Array, Array
 
 
 def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> tuple[Array, Sequence[Array]]:
-    """(The sum, variables to the end of the function.) Experts one by one: each takes its tokens and adds its
-    weighted output to theirs."""
+    """Experts one by one: each gathers its tokens and adds its weighted output to the sum. Returns (the sum, variables
+    that live until the function returns)."""
     ctx = t.r.ctx
     tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
     rows = tokens * k // e
     out_width = weights.width if t.hf.family.moe == "deepseek" else x.width
     total = t.constant("mlp sum over experts", tokens * h, out_width)
-    classes = e + 1 if t.hf.family.moe == "gpt_oss" and not t.hf.fused_experts else e  # one for what is masked
+    classes = e + 1 if t.hf.family.moe == "gpt_oss" and not t.hf.fused_experts else e  # one more for masked tokens
     mask = t.constant("experts by token, one-hot", tokens * k * classes, INT64)
     _declare(t, spec)
     fused = _fused_parameters(t, spec)
@@ -156,8 +154,8 @@ def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> t
 
 
 def _sorted_loop(t: Torch, spec: MoESpec, x: Array, weights: Array) -> Array:
-    """``DeepseekV2MoE.moe``: tokens sorted by expert, of which each expert takes a part; its outputs are joined, put
-    back in order, and weighted in fp32 in place, for which autograd keeps them as they were."""
+    """``DeepseekV2MoE.moe``: tokens are sorted by expert, and each expert gets a slice; outputs are concatenated, put
+    back in order, and weighted in fp32 in place, for which autograd saves a copy."""
     ctx = t.r.ctx
     tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
     rows = tokens * k
@@ -177,12 +175,12 @@ def _sorted_loop(t: Torch, spec: MoESpec, x: Array, weights: Array) -> Array:
     weighted = t.tape.tensor("experts' outputs, weighted", 0, grad_bytes=wide.bytes * wide.differentiable)
     weighted.whole = wide.tensor.whole or wide.tensor
     saves = (*((kept,) if weights.differentiable else ()), *((weights.tensor,) if wide.differentiable else ()))
-    # Without gradients they are not kept; a checkpoint that is not reentrant makes them all the same. The weights'
-    # gradient is first as large as the product.
+    # Without gradients the copy is not made; under a non-reentrant checkpoint it is. The weights' gradient first has
+    # the product's size.
     made = t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant
     outputs = (weighted, kept) if made else (weighted,)
-    # In fp32 it writes over a view of what was put in order: its gradient and a part of it are copied
-    # (``torch/csrc/autograd/functions/tensor.cpp: CopySlices``).
+    # In an fp32 model it writes in place on a view of the ordered outputs: backward copies the gradient and a part of
+    # it (``torch/csrc/autograd/functions/tensor.cpp: CopySlices``).
     over_a_view = 2 * wide.bytes if x.width == FP32 and not t.hf.autocast else 0
     t.tape.op(
         "experts' outputs, weighted", (wide.tensor, weights.tensor), outputs, saves=saves,
@@ -195,8 +193,8 @@ def _sorted_loop(t: Torch, spec: MoESpec, x: Array, weights: Array) -> Array:
 
 
 def _added_rows(t: Torch, total: Array, rows: Array, where: Array, elements: Any) -> Array:
-    """``index_add_``: in place; keeps the rows, of whose gradient it wants the shape (``derivatives.yaml``), which is
-    taken out of the whole's."""
+    """``index_add_``, in place. It saves the rows, since backward needs their shape (``derivatives.yaml``); their
+    gradient is selected from that of the whole."""
     spread = Tensor("rows in their places", 0, elements * total.width * rows.differentiable, t.tape.part)
     kept = (rows.tensor, where.tensor) if rows.differentiable else ()
     t.tape.op("rows in their places", rows.tensor, spread, saves=kept)
@@ -209,7 +207,7 @@ def _added_rows(t: Torch, total: Array, rows: Array, where: Array, elements: Any
 def _expert(
     t: Torch, spec: MoESpec, x: Array, rows: Any, fused: tuple[Array, Array] | None, number: int
 ) -> tuple[Array, tuple[Array, ...]]:
-    """(One expert's output, variables until the next one's.)"""
+    """(one expert's output, variables that live until the next expert's)."""
     h, f = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size
     if fused is None:
         names = _names(t)
@@ -246,7 +244,8 @@ def _expert(
 
 
 def _times(t: Torch, name: str, x: Array, weights: Array, out: Any, elements: Any) -> Array:
-    """One expert's part of a parameter of all: its gradient is put into zeros of the whole, and these are summed."""
+    """The product with one expert's slice of a parameter of all experts: the slice's gradient is copied into zeros of
+    the whole, and these are summed."""
     saves = []
     if t.hf.family.moe == "gpt_oss" and not EXPERTS_BY_NUMBER(t.hf.spec):
         part = t.make(f"{name}: weight copied", (weights,), elements, weights.width)
@@ -302,7 +301,7 @@ def _declare(t: Torch, spec: MoESpec) -> None:
 
 
 def _names(t: Torch) -> tuple[str, str, str]:
-    """Of an expert's linears: gate, up, down."""
+    """Names of an expert's linears: gate, up, down."""
     return ("w1", "w3", "w2") if t.hf.family.moe == "mixtral" else ("gate_proj", "up_proj", "down_proj")
 
 
@@ -313,7 +312,7 @@ def _module(t: Torch) -> str:
 
 
 def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> Array:
-    """``grouped_mm_experts_forward``: every token k times, sorted by expert; S = T k rows."""
+    """``grouped_mm_experts_forward``: every token is copied k times, sorted by expert: S = T k rows."""
     ctx = t.r.ctx
     tokens, h, e, k, f = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk, spec.moe_ffn_hidden_size
     rows = tokens * k
@@ -326,7 +325,7 @@ def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -
     share = t.make("router weights sorted by expert", (weights,), rows, weights.width, saves=(order.tensor,))
     offsets = t.constant("ends of the experts' rows", e, 4)
     sentinel = t.constant("rows of no expert", rows, 1)
-    # masked_fill_ in place keeps its mask; its gradient is another tensor.
+    # masked_fill_ saves its mask; its gradient is a new tensor.
     filled = t.tape.tensor("tokens sorted by expert, filled", 0, grad_bytes=rows * h * x.width * x.differentiable)
     filled.whole = taken.tensor
     t.tape.op("tokens sorted by expert, filled", taken.tensor, filled, saves=(sentinel.tensor,))
@@ -356,7 +355,7 @@ def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -
     cleared.whole = weighted.tensor
     t.tape.op("experts' output, cleared", weighted.tensor, cleared, saves=(sentinel.tensor,))
     weighted = Array(cleared, weighted.elements, weighted.width)
-    back = t.constant("order of tokens as they came", rows, INT64)
+    back = t.constant("inverse order of tokens", rows, INT64)
     restored = t.make("experts' output in order", (weighted,), rows * h, weighted.width, saves=(back.tensor,))
     t.keep_alive(weighted)
     total = t.make("mlp sum over experts", (restored,), tokens * h, restored.width)
@@ -366,7 +365,7 @@ def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -
 
 
 def _chosen_biases(t: Torch, spec: MoESpec, what: str, elements: Any, experts: Array) -> Array | None:
-    """The bias of its expert for every row."""
+    """The expert's bias for every row; None without biases."""
     if not spec.add_bias:
         return None
     trains = t.trains("experts")
@@ -376,7 +375,7 @@ def _chosen_biases(t: Torch, spec: MoESpec, what: str, elements: Any, experts: A
 
 
 def _biased(t: Torch, x: Array, biases: Array | None) -> Array:
-    """``add_``, in place."""
+    """``add_``: in place."""
     if biases is None:
         return x
     summed = t.tape.tensor(f"{x.tensor.name}, with biases", 0, grad_bytes=x.bytes * x.differentiable)
@@ -386,7 +385,7 @@ def _biased(t: Torch, x: Array, biases: Array | None) -> Array:
 
 
 def _grouped_product(t: Torch, name: str, x: Array, weights: Any, out: Any, offsets: Array) -> Array:
-    """By a parameter of so many elements."""
+    """The grouped product with a parameter of ``weights`` elements; ``out``: elements of the output."""
     trains = t.trains(name)
     stays = trains and t.hf.gradients_stay
     inputs = (x, t.waiting(name, weights)) if stays else (x,)

@@ -1,8 +1,8 @@
-"""Layers of GPT-2 (and GPT-3) as transformers runs them: layer norms with biases, q, k and v of one product, learned
+"""Layers of GPT-2 (and GPT-3) in transformers: layer norms with biases, one projection for q, k and v, learned
 positions, dropout.
 
 Source: ``models/gpt2/modeling_gpt2.py: GPT2Block, GPT2Attention, GPT2MLP``, ``pytorch_utils.py: Conv1D``,
-``activations.py: NewGELUActivation``. Shapes: T tokens of h.
+``activations.py: NewGELUActivation``. Shapes: T tokens of width h.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec
 
 
 def record_gpt2_layer(t: Torch, layer: LayerSpec, x: Array) -> Array:
-    """``GPT2Block.forward``: [T, h] -> [T, h]; outputs of attention and MLP are variables to its end."""
+    """``GPT2Block.forward``: [T, h] -> [T, h]; variables hold the outputs of attention and MLP until it returns."""
     ctx = t.r.ctx
     assert isinstance(layer.mixer, AttentionSpec) and isinstance(layer.ffn, MLPSpec)
     t.r.tape.part = Part.ATTENTION
@@ -33,7 +33,7 @@ def record_gpt2_layer(t: Torch, layer: LayerSpec, x: Array) -> Array:
 
 
 def last_saver(t: Torch) -> str:
-    """The operation of a layer after which nothing is kept."""
+    """The last operation of a layer that saves anything."""
     return "mlp dropout" if t.r.ctx.hidden_dropout else "mlp.c_proj output"
 
 
@@ -64,7 +64,8 @@ def _mlp(t: Torch, spec: MLPSpec, x: Array) -> Array:
 
 
 def gelu_new(t: Torch, x: Array) -> Array:
-    """0.5 x (1 + tanh(c (x + 0.044715 x**3))), operation by operation; under autocast the power is of fp32."""
+    """0.5 x (1 + tanh(c (x + 0.044715 x**3))), one torch operation after another; under autocast the power is in fp32.
+    """
     half = t.scale("mlp activation: half of x", x)
     cube = t.square("mlp activation: x cubed", t.precise("mlp activation: x in fp32", x))
     inner = t.add("mlp activation: sum", x, t.scale("mlp activation: x cubed, scaled", cube))

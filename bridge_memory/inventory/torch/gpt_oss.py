@@ -1,7 +1,7 @@
-"""What gpt-oss does unlike Llama: attention with a learnt sink a head, and experts with biases and clamped gates.
+"""Where gpt-oss differs from Llama: attention with a learned sink per head, and experts with biases and clamped gates.
 
-Source: ``models/gpt_oss/modeling_gpt_oss.py``. Shapes: T tokens of h; E experts of inner width f, of which a token
-takes k; n = T k / E rows an expert, spread evenly.
+Source: ``models/gpt_oss/modeling_gpt_oss.py``. Shapes: T tokens of width h; E experts of inner width f, k of them per
+token; n = T k / E rows per expert (balanced routing).
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ INT64 = 8
 
 
 def rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array) -> Array:
-    """``_apply_rotary_emb``: tables are half as wide as a head; each half of it by both, put together."""
+    """``_apply_rotary_emb``: tables are half as wide as a head; each half of the head is multiplied by both, and the
+    results are concatenated."""
     first, second = t.split(f"{name}: halves", x, x.elements // 2, x.elements // 2)
     one = t.subtract(
-        f"{name}: first half turned", t.mul(f"{name}: first half times cos", first, cos),
+        f"{name}: first half rotated", t.mul(f"{name}: first half times cos", first, cos),
         t.mul(f"{name}: second half times sin", second, sin),
     )
     other = t.add(
-        f"{name}: second half turned", t.mul(f"{name}: second half times cos", second, cos),
+        f"{name}: second half rotated", t.mul(f"{name}: second half times cos", second, cos),
         t.mul(f"{name}: first half times sin", first, sin),
     )
     out = t.cat(f"rotated {name}", one, other)
@@ -33,11 +34,11 @@ def rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array) -> Array:
 
 
 def probabilities(t: Torch, masked: Array, rows: Any) -> tuple[Array, Array]:
-    """``eager_attention_forward``: scores and sinks [rows, s + 1], less the largest of each row, through a softmax in
-    their own dtype: (the probabilities without the sinks', a view; a variable to the end)."""
+    """``eager_attention_forward``: scores and sinks [rows, s + 1] minus the largest of each row, then a softmax in the
+    same dtype. Returns (a view of the probabilities without the sinks', a variable that lives until the end)."""
     wide = masked.elements + rows
     combined = t.make("scores and sinks", (masked,), wide, masked.width, alias=True, trains=t.trains("sinks"))
-    where = t.tape.tensor("places of the largest scores", INT64 * rows, grad=False)
+    where = t.tape.tensor("indices of the largest scores", INT64 * rows, grad=False)
     largest = t.make("largest scores", (combined,), rows, combined.width, saves=(where,), also=(where,))
     less = t.subtract("scores less the largest", combined, largest, broadcast=True)
     t.keep_alive(masked, combined)
@@ -46,8 +47,8 @@ def probabilities(t: Torch, masked: Array, rows: Any) -> tuple[Array, Array]:
 
 
 def router(t: Torch, spec: MoESpec, x: Array, *, scattered: bool) -> tuple[Array, Tensor]:
-    """``GptOssTopKRouter.forward``: (softmax of the largest k logits, before 5 ``scattered`` over zeros [T, E]; which
-    they are)."""
+    """``GptOssTopKRouter.forward``: (softmax of the largest k logits, their indices). ``scattered``: before 5 the
+    softmax is scattered into zeros [T, E]."""
     ctx = t.r.ctx
     tokens, e, k = ctx.tokens, spec.num_experts, spec.topk
     logits = t.linear(
@@ -63,8 +64,8 @@ def router(t: Torch, spec: MoESpec, x: Array, *, scattered: bool) -> tuple[Array
 
 
 def gated(t: Torch, both: Array) -> tuple[Array, tuple[Array, ...]]:
-    """``_apply_gate``: every second column is a gate, clamped: (its quick GELU times the others plus one, variables to
-    the end)."""
+    """``_apply_gate``: gates are every second column; both are clamped. Returns (quick GELU of the gate times the other
+    plus one, variables that live until the end)."""
     half = both.elements // 2
     gate, up = (
         _clamped(t, f"experts' {name}", t.slice(f"experts' {name}, of both", both, half)) for name in ("gate", "up")
@@ -76,11 +77,11 @@ def gated(t: Torch, both: Array) -> tuple[Array, tuple[Array, ...]]:
 
 
 def _clamped(t: Torch, name: str, x: Array) -> Array:
-    """``clamp`` keeps its input; backward a byte an element says where it was within (``clamp_backward``)."""
+    """``clamp`` saves its input; backward makes a mask of one byte per element (``clamp_backward``)."""
     return t.make(f"{name}, clamped", (x,), x.elements, x.width, saves=(x.tensor,), backward_workspace=x.elements)
 
 
 def with_bias(t: Torch, name: str, x: Array) -> Array:
-    """The sum of a product and a bias of the parameters' dtype."""
+    """A product plus a bias in the dtype of the parameters."""
     width = max(x.width, t.parameter_width)
     return t.make(name, (t.widened(x, width),), x.elements, width, alias=True, trains=t.trains(name))

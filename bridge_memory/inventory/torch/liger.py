@@ -1,17 +1,17 @@
-"""Kernels of liger-kernel in place of operations of transformers' classes, each one function of autograd.
+"""Kernels of liger-kernel that replace operations of transformers' classes, each one autograd function.
 
-Source: liger-kernel 0.8.5 ``ops/{rms_norm,swiglu,geglu,rope,cross_entropy,fused_linear_cross_entropy}.py``,
-``transformers/monkey_patch.py``; beside transformers 4, 0.6.4. What they keep is less than the classes keep, and most
-gradients are written over what was kept or over the gradient that came.
+Source: liger-kernel 0.8.5 (with transformers 4: 0.6.4) ``ops/{rms_norm,swiglu,geglu,rope,cross_entropy,
+fused_linear_cross_entropy}.py``, ``transformers/monkey_patch.py``. They save less than the classes do, and most
+gradients are written over saved tensors or over the output's gradient.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from bridge_memory.cards.rows import MULTIPROCESSORS
 from bridge_memory.inventory.torch.ops import FP32, Array, Torch
 from bridge_memory.releases import LIGER_ACCUMULATES_IN_PLACE as ACCUMULATES_IN_PLACE
-from bridge_memory.spec.gpu_names import MULTIPROCESSORS
 from bridge_memory.tapes.symbolic import largest
 
 INT64 = 8
@@ -19,8 +19,8 @@ GATED = ("swiglu", "geglu")
 
 
 def rms_norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
-    """``LigerRMSNormFunction``: keeps its input and the reciprocal deviations in fp32. The weight's gradient is summed
-    from one fp32 row of each multiprocessor."""
+    """``LigerRMSNormFunction``: saves its input and reciprocal deviations in fp32. The weight's gradient is the sum of
+    one fp32 row per multiprocessor."""
     trains = t.trains(f"{name}.weight")
     deviations = t.tape.tensor(f"{name} rstd", FP32 * rows, grad=False)
     sums = FP32 * width * MULTIPROCESSORS[t.r.ctx.impl.gpu_arch] if trains else 0
@@ -33,8 +33,8 @@ def rms_norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
 
 
 def gated_product(t: Torch, name: str, gate: Array, up: Array, *, halves: bool = False) -> Array:
-    """``LigerSiLUMulFunction``, ``LigerGELUMulFunction``: keep gate and up, over which their gradients are written.
-    ``halves`` of one output are copied first (``ensure_contiguous``)."""
+    """``LigerSiLUMulFunction``, ``LigerGELUMulFunction``: save gate and up, which their gradients overwrite. If these
+    are ``halves`` of one output they are copied first (``ensure_contiguous``)."""
     kept = gate.tensor, up.tensor
     if halves:
         kept = tuple(  # type: ignore[assignment]
@@ -47,13 +47,13 @@ def gated_product(t: Torch, name: str, gate: Array, up: Array, *, halves: bool =
 
 
 def rotated(t: Torch, name: str, x: Array) -> Array:
-    """``LigerRopeFunction``: in place, of [b, s, heads, d] in that order; parts of a fused projection are copied."""
+    """``LigerRopeFunction``: in place on [b, s, heads, d]; slices of a fused projection are copied."""
     return t.copy(f"{name}, contiguous", x) if t.hf.family.fused_qkv else x
 
 
 def fused_loss(t: Torch, x: Array) -> Array:
-    """``LigerFusedLinearCrossEntropyFunction``: logits a chunk of tokens at a time, in one buffer; the gradients of its
-    input and of the weight are made in the forward pass and kept."""
+    """``LigerFusedLinearCrossEntropyFunction``: logits of one chunk of tokens at a time, in one buffer; gradients of
+    the input and of the weight are made in forward and saved."""
     ctx = t.r.ctx
     tokens, h, v = ctx.tokens, ctx.hidden_size, ctx.padded_vocab
     trains = t.trains("lm_head.weight")
@@ -63,7 +63,7 @@ def fused_loss(t: Torch, x: Array) -> Array:
         kept.append(t.tape.tensor("gradient of the output layer's weight", v * h * t.parameter_width, grad=False))
         if t.hf.gradients_stay:
             inputs.append(t.waiting("lm_head.weight", v * h))
-    # A padded copy of the labels, the shifted one, a mask of those that count and the losses.
+    # A padded copy of the labels, the shifted labels, the mask of labels that count, and the losses.
     chunk = chunk_of_tokens(tokens, v, h)
     workspace = chunk * v * t.compute_width + (2 * INT64 + 1 + FP32) * tokens
     if not ACCUMULATES_IN_PLACE(t.hf.spec):
@@ -79,8 +79,8 @@ def fused_loss(t: Torch, x: Array) -> Array:
 
 
 def chunk_of_tokens(tokens: Any, v: Any, h: Any) -> Any:
-    """``fused_linear_cross_entropy_forward``: tokens over V / h, up to a power of two, so that a chunk's logits are
-    about as large as all hidden states."""
+    """``fused_linear_cross_entropy_forward``: tokens / (V / h), rounded up to a power of two, so that the logits of a
+    chunk are about as large as all hidden states."""
     parts = (v + h - 1) // h
     rows = (tokens + parts - 1) // parts
     chunk = 1
@@ -90,6 +90,6 @@ def chunk_of_tokens(tokens: Any, v: Any, h: Any) -> Any:
 
 
 def loss_of(t: Torch, wide: Array, targets: Array) -> Array:
-    """``LigerCrossEntropyFunction``: logits in fp32 are overwritten by their gradient in the forward pass."""
+    """``LigerCrossEntropyFunction``: forward overwrites the fp32 logits with their gradient."""
     losses = FP32 * t.r.ctx.tokens
     return t.make("loss", (wide,), 1, FP32, saves=(wide.tensor,), in_place=1, workspace=losses + targets.elements)

@@ -48,15 +48,15 @@ def record_output(t: Torch, x: Array, *, output_bias: bool, own_weight: bool) ->
     loss = t.make(
         "loss", (log_probabilities,), 1, FP32, saves=(log_probabilities.tensor, targets.tensor),
     )
-    # torchtune ``TransformerDecoder.unembed``: no variable holds them as they were.
+    # torchtune ``TransformerDecoder.unembed``: no variable holds the logits before the cast.
     t.keep_alive(x, None if t.hf.modules == "torchtune" else logits, wide, targets)
     return loss
 
 
 def _cut_loss(t: Torch, x: Array) -> Array:
-    """cut-cross-entropy 25.1 ``cce.py: LinearCrossEntropyFunction``: blocks of logits live in registers alone. It keeps
-    its input, log-sum-exp, labels and (to sort the vocabulary by) a mean logit a token of it; backward makes the
-    gradients of input and weight (``cce_backward.py: cce_backward_kernel``)."""
+    """cut-cross-entropy 25.1 ``cce.py: LinearCrossEntropyFunction``: blocks of logits exist only in registers. It saves
+    its input, the log-sum-exp, the labels, and a mean logit per vocabulary entry (to sort the vocabulary); backward
+    makes the gradients of input and weight (``cce_backward.py: cce_backward_kernel``)."""
     ctx = t.r.ctx
     tokens, h, v = ctx.tokens, ctx.hidden_size, ctx.padded_vocab
     targets = t.constant("shifted labels", tokens, 8)

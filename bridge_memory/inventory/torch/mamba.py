@@ -1,8 +1,8 @@
-"""Mamba-2 mixers (Nemotron-H) as transformers runs them without kernels of other packages: in torch's operations.
+"""Mamba-2 mixers (Nemotron-H) in transformers: in torch operations, or with the kernels of mamba_ssm.
 
 Source: ``models/nemotron_h/modeling_nemotron_h.py: NemotronHMamba2Mixer.torch_forward, segment_sum``,
-``models/zamba2/modeling_zamba2.py: Zamba2RMSNormGated`` (5.12). Shapes: S tokens, whole chunks of l; n heads of width p
-and states of N. All that it makes on the way are variables to its end.
+``models/zamba2/modeling_zamba2.py: Zamba2RMSNormGated`` (5.12). Shapes: S tokens, padded to whole chunks of l; n heads
+of width p and states of N. Variables hold all intermediate results of ``torch_forward`` until it returns.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def record_mamba(t: Torch, spec: MambaSpec, x: Array) -> Array:
 
 
 def _by_kernels(t: Torch, spec: MambaSpec, x: Array, both: Array) -> Array:
-    """mamba_ssm ``ssd_combined.py: MambaSplitConv1dScanCombinedFn`` with norm and output projection: keeps what it is
-    given, the scan's output and deviations of its groups; what it multiplied by is made again in backward."""
+    """mamba_ssm ``ssd_combined.py: MambaSplitConv1dScanCombinedFn`` with norm and output projection: saves its input,
+    the scan's output and the deviations of its groups; the normed output is recomputed in backward."""
     ctx = t.r.ctx
     tokens, heads, h = ctx.tokens, spec.num_heads, ctx.hidden_size
     inner = heads * spec.head_dim
@@ -70,8 +70,9 @@ def _by_kernels(t: Torch, spec: MambaSpec, x: Array, both: Array) -> Array:
     weight, trains = h * inner * t.parameter_width, t.trains("mixer.out_proj.weight")
     stays = trains and t.hf.gradients_stay
     inputs = (both, t.waiting("mixer.out_proj.weight", h * inner)) if stays else (both,)
-    # States in fp32 and products are gone before the scan's output is normed. Backward: the normed output again, its
-    # gradient, that of the scan's output and zeros for the last states; the projection's own comes after the scratch.
+    # States in fp32 and products are freed before the scan's output is normed. Backward: the recomputed normed output,
+    # its gradient, that of the scan's output, and zeros for the last states; the projection's weight gradient is made
+    # after that scratch is freed.
     before = largest(scratch.states - done, scratch.products) - tokens * h * width
     out = t.make(
         "mixer.out_proj output", inputs, tokens * h, width, saves=(both.tensor, scanned, deviations),
@@ -85,7 +86,7 @@ def _by_kernels(t: Torch, spec: MambaSpec, x: Array, both: Array) -> Array:
 
 
 def _gated_norm(t: Torch, name: str, x: Array, gate: Array, tokens: Any, width: int, groups: int) -> Array:
-    """``Zamba2RMSNormGated``: x, in fp32 already, by silu of the gate; a norm of each group; the weight."""
+    """``Zamba2RMSNormGated``: x, already in fp32, times silu of the gate; a norm per group; times the weight."""
     t.r.parameter(f"{name}.weight", (width,))
     act = t.activation(f"{name} activation of the gate", t.cast(f"{name} gate in fp32", gate, FP32))
     gated = t.mul(f"{name} gated", x, act)
@@ -97,7 +98,7 @@ def _gated_norm(t: Torch, name: str, x: Array, gate: Array, tokens: Any, width: 
 
 
 def _scan(t: Torch, spec: MambaSpec, mixed: Array, steps: Array) -> Array:
-    """What begins with "ssd naive implementation": [S, n p] in fp32."""
+    """The part of ``torch_forward`` from the comment "ssd naive implementation" on: [S, n p] in fp32."""
     ctx = t.r.ctx
     tokens, heads, p, n, size = ctx.tokens, spec.num_heads, spec.head_dim, spec.state_dim, spec.chunk_size
     chunks = -(-ctx.seq // size)
@@ -135,7 +136,7 @@ def _scan(t: Torch, spec: MambaSpec, mixed: Array, steps: Array) -> Array:
     summed = t.cumulated("decay, summed up", a)
     square = rows * heads * size
     within = t.saves_output("exp of the decay between tokens", _segments(t, "decay", a, square))
-    # Scores: all pairs of a chunk's tokens, for each state; of both factors the gradients are as large first.
+    # Scores: all pairs of a chunk's tokens, for each state; gradients of both factors first have that size.
     pairs = square * n
     products = t.mul_spread("C times B", c, b, pairs)
     scores = t.summed("C times B, summed", products, square)
@@ -178,7 +179,7 @@ def _scan(t: Torch, spec: MambaSpec, mixed: Array, steps: Array) -> Array:
 
 
 def _segments(t: Torch, name: str, x: Array, elements: Any) -> Array:
-    """``segment_sum``: x expanded, its upper triangle zeros, summed up, its upper triangle -inf."""
+    """``segment_sum``: x expanded, its upper triangle zeroed, cumulatively summed, the upper triangle set to -inf."""
     first = t.scale(f"{name}, of the past", t.spread(f"{name}, expanded", x, elements))
     summed = t.cumulated(f"{name}, summed over the past", first)
     out = t.scale(f"{name} between tokens", summed)
@@ -187,6 +188,6 @@ def _segments(t: Torch, name: str, x: Array, elements: Any) -> Array:
 
 
 def _summed_product(t: Torch, name: str, a: Array, b: Array, elements: Any, summed: Any) -> Array:
-    """``(a[...] * b[...]).sum()``: the product is made whole; backward, a gradient as large for each."""
+    """``(a[...] * b[...]).sum()``: the full product is made, and in backward a gradient of its size for each factor."""
     product = t.mul_spread(name, a, b, elements)
     return t.summed(f"{name}, summed", product, summed)

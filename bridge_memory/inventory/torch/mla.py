@@ -1,7 +1,7 @@
-"""Multi-latent attention of transformers' classes: latents, queries and keys put together of two parts.
+"""Multi-latent attention of transformers' classes: latents, and queries and keys concatenated from two parts.
 
-Source: ``models/deepseek_v3/modeling_deepseek_v3.py: DeepseekV3Attention``, and that of deepseek_v2. Shapes: T
-tokens; a heads of n + r queries and keys and v values; latents of l.
+Source: ``models/deepseek_v3/modeling_deepseek_v3.py: DeepseekV3Attention``, and that of deepseek_v2. Shapes: T tokens;
+a heads, whose queries and keys are n + r wide and whose values are v wide; latents of width l.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ def record_mla(t: Torch, spec: MLASpec, x: Array, shared: Shared) -> Array:
     k_pass, value = t.split("keys and values", both, tokens * a * n, tokens * a * v)
     before = q_turning, k_turning
     if t.hf.family.rotary == "polar":
-        q_turned, k_turned = _turned(t, shared, *before)
+        q_turned, k_turned = _rotated_complex(t, shared, *before)
     else:
         assert shared.cos is not None and shared.sin is not None
         q_turned, k_turned = (
             _interleaved(t, name, part, shared.cos, shared.sin)
-            for name, part in (("turning queries", q_turning), ("turning keys", k_turning))
+            for name, part in (("rotary queries", q_turning), ("rotary keys", k_turning))
         )
     t.keep_alive(*before)
-    spread = t.scale("turned keys of every head", k_turned)._replace(elements=tokens * a * r)
+    spread = t.scale("rotated keys of every head", k_turned)._replace(elements=tokens * a * r)
     spread.tensor.bytes = 0
     spread.tensor.grad_bytes = spread.bytes * k_turned.differentiable
     spread.tensor.whole = k_turned.tensor
-    query = t.cat("queries put together", q_pass, q_turned)
-    key = t.cat("keys put together", k_pass, spread)
+    query = t.cat("concatenated queries", q_pass, q_turned)
+    key = t.cat("concatenated keys", k_pass, spread)
     parts = value
     if t.hf.attention == "sdpa" and not SDPA_TAKES_VIEWS(t.hf.spec):
         value = t.copy("contiguous values", value)
@@ -56,29 +56,29 @@ def record_mla(t: Torch, spec: MLASpec, x: Array, shared: Shared) -> Array:
     return y
 
 
-def _turned(t: Torch, shared: Shared, *given: Array) -> list[Array]:
-    """``models/deepseek_v2/modeling_deepseek_v2.py: apply_rotary_emb``: copies in fp32, as complex numbers by a table
-    of them, cast back one after the other."""
+def _rotated_complex(t: Torch, shared: Shared, *given: Array) -> list[Array]:
+    """``models/deepseek_v2/modeling_deepseek_v2.py: apply_rotary_emb``: copies in fp32, multiplied as complex numbers
+    by a complex table, and cast back one after the other."""
     assert shared.cos is not None
     wide = [t.cast(f"{x.tensor.name} in fp32", x, FP32) for x in given]
     turned = []
     for x, x32 in zip(given, wide, strict=True):
         kept = (shared.cos.tensor,) if x32.differentiable else ()
         product = t.make(f"{x.tensor.name} times the table", (x32,), x.elements, FP32, saves=kept)
-        turned.append(t.cast(f"{x.tensor.name}, turned", product, x.width))
+        turned.append(t.cast(f"{x.tensor.name}, rotated", product, x.width))
     t.keep_alive(*wide)
     return turned
 
 
 def _interleaved(t: Torch, name: str, x: Array, cos: Array, sin: Array) -> Array:
-    """``apply_rotary_pos_emb_interleave``: pairs are put apart in a copy first."""
+    """``apply_rotary_pos_emb_interleave``: pairs are first deinterleaved in a copy."""
     apart = t.copy(f"{name}, pairs apart", x)
     straight = t.mul(f"{name} times cos", apart, cos)
     half = apart.elements // 2
     first = t.slice(f"{name}: first half", apart, half)
     second = t.slice(f"{name}: second half", apart, half)
-    turned = t.cat(f"{name}: halves exchanged", t.scale(f"{name}: second half negated", second), first)
+    turned = t.cat(f"{name}: halves swapped", t.scale(f"{name}: second half negated", second), first)
     crossed = t.mul(f"{name} times sin", turned, sin)
-    out = t.add(f"{name}, turned", straight, crossed)
+    out = t.add(f"{name}, rotated", straight, crossed)
     t.keep_alive(apart)
     return out

@@ -1,4 +1,4 @@
-"""Dense feed-forward blocks of transformers' classes, unfused: gate, up, activated gate and product are kept.
+"""Dense feed-forward blocks of transformers' classes, unfused: gate, up, activated gate and product are saved.
 
 Source: ``models/llama/modeling_llama.py: LlamaMLP``, ``models/phi3/modeling_phi3.py: Phi3MLP``.
 """
@@ -49,7 +49,8 @@ def plain_mlp(
 
 
 def relu_squared(t: Torch, name: str, x: Array) -> Array:
-    """``activations.py: ReLUSquaredActivation``: relu, which keeps its output, squared in fp32 under autocast."""
+    """``activations.py: ReLUSquaredActivation``: relu, which saves its output, then the square, in fp32 under autocast.
+    """
     relu = t.saves_output(f"{name}: relu", x)
     out = t.square(name, t.precise(f"{name}: relu in fp32", relu))
     t.keep_alive(relu)
@@ -57,7 +58,7 @@ def relu_squared(t: Torch, name: str, x: Array) -> Array:
 
 
 def _joined(t: Torch, spec: MLPSpec, x: Array) -> Array:
-    """``Phi3MLP.forward``: gate and up are views of one output, which stays a variable's."""
+    """``Phi3MLP.forward``: gate and up are views of one output, which a variable holds."""
     ctx = t.r.ctx
     h, f, rows = ctx.hidden_size, spec.ffn_hidden_size, ctx.tokens
     both = t.linear("mlp.gate_up_proj", x, rows, h, 2 * f, bias=spec.add_bias)

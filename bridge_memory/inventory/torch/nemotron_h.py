@@ -1,7 +1,7 @@
-"""Layers of Nemotron-H as transformers runs them: a norm and one block, be it Mamba, attention, an MLP or experts.
+"""Layers of Nemotron-H in transformers: a norm and one block, which is Mamba, attention, an MLP or experts.
 
 Source: ``models/nemotron_h/modeling_nemotron_h.py: NemotronHBlock, NemotronHAttention, NemotronHMLP, NemotronHMoE``
-(5.12). Shapes: T tokens of h.
+(5.12). Shapes: T tokens of width h.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def record_nemotron_layer(t: Torch, layer: LayerSpec, x: Array) -> Array:
 
 
 def part_of(block: Any) -> Part:
-    """The part of memory that a block is."""
+    """The part of memory that a block belongs to."""
     kinds = {MambaSpec: Part.MAMBA, AttentionSpec: Part.ATTENTION, MoESpec: Part.MOE, MLPSpec: Part.MLP}
     return kinds[type(block)]
 
 
 def last_saver(t: Torch, layer: LayerSpec) -> str:
-    """The operation of a layer after which nothing is kept."""
+    """The last operation of a layer that saves anything."""
     block = layer.mixer or layer.ffn
     if isinstance(block, MoESpec):
         return last_of_experts(t, block)
@@ -57,7 +57,7 @@ def last_saver(t: Torch, layer: LayerSpec) -> str:
 
 
 def _attention(t: Torch, spec: AttentionSpec, x: Array) -> Array:
-    """``NemotronHAttention.forward``: without positions."""
+    """``NemotronHAttention.forward``: attention without position embeddings."""
     tokens, h, d = t.r.ctx.tokens, t.r.ctx.hidden_size, spec.kv_channels
     heads = (("q", spec.num_attention_heads), ("k", spec.num_query_groups), ("v", spec.num_query_groups))
     query, key, value = (t.linear(f"mixer.{name}_proj", x, tokens, h, n * d) for name, n in heads)

@@ -1,4 +1,4 @@
-"""Norms of transformers' classes, computed in fp32 whatever the model's dtype.
+"""Norms of transformers' classes, computed in fp32 in models of any dtype.
 
 Source: ``models/llama/modeling_llama.py: LlamaRMSNorm`` and, for other kinds, the class that ``Family.norm`` names.
 """
@@ -13,7 +13,7 @@ from bridge_memory.tapes.tape import Tensor
 
 
 def norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
-    """[rows, width] in, the same out."""
+    """[rows, width] -> [rows, width]."""
     kind = t.hf.family.norm
     if kind == "olmo":
         return _without_weights(t, name, x, rows)
@@ -41,8 +41,8 @@ def norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
 
 
 def gated_norm(t: Torch, name: str, x: Array, gate: Array, rows: Any, width: Any) -> Array:
-    """``models/qwen3_next/modeling_qwen3_next.py: Qwen3NextRMSNormGated``: the norm as Llama's, times silu of the gate
-    in fp32, of [rows, width]."""
+    """``models/qwen3_next/modeling_qwen3_next.py: Qwen3NextRMSNormGated``: Llama's norm times silu of the gate in fp32,
+    [rows, width]."""
     t.r.parameter(f"{name}.weight", (width,))
     normed = norm_before_weight(t, name, x, rows)
     narrow = t.cast(f"{name} normed", normed, x.width)
@@ -57,7 +57,7 @@ def gated_norm(t: Torch, name: str, x: Array, gate: Array, rows: Any, width: Any
 
 
 def fused_gated_norm(t: Torch, name: str, x: Array, gate: Array, rows: Any, width: Any) -> Array:
-    """fla ``modules/fused_norm_gate.py: LayerNormGatedFunction``: keeps its input, the gate and deviations in fp32."""
+    """fla ``modules/fused_norm_gate.py: LayerNormGatedFunction``: saves its input, the gate and deviations in fp32."""
     t.r.parameter(f"{name}.weight", (width,))
     deviations = t.tape.tensor(f"{name} rstd", FP32 * rows, grad=False)
     return t.make(
@@ -87,7 +87,7 @@ def _without_weights(t: Torch, name: str, x: Array, rows: Any) -> Array:
 
 
 def layer_norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
-    """``nn.LayerNorm``: keeps its input, and means and reciprocal deviations in fp32."""
+    """``nn.LayerNorm``: saves its input, and means and reciprocal deviations in fp32."""
     t.r.parameter(f"{name}.weight", (width,))
     t.r.parameter(f"{name}.bias", (width,))
     statistics = tuple(t.tape.tensor(f"{name} {what}", FP32 * rows, grad=False) for what in ("mean", "rstd"))
@@ -98,7 +98,7 @@ def layer_norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
 
 
 def fused_rms_norm(t: Torch, name: str, x: Array, rows: Any) -> Array:
-    """``nn.RMSNorm`` from torch 2.8 on: one kernel, which keeps its input and reciprocal deviations in fp32
+    """``nn.RMSNorm`` from torch 2.8 on: one kernel, which saves its input and reciprocal deviations in fp32
     (``tools/autograd/derivatives.yaml: _fused_rms_norm``)."""
     deviations = t.tape.tensor(f"{name} rstd", FP32 * rows, grad=False)
     return t.make(

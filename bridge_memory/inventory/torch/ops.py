@@ -1,8 +1,8 @@
-"""torch's operations on a tape: what each makes, what its backward keeps and makes.
+"""torch's operations on a tape: what each allocates, saves for backward, and allocates in backward.
 
-Source: torch ``tools/autograd/derivatives.yaml`` and ``torch/csrc/autograd/FunctionsManual.cpp``; what C++ expressions
-of a backward formula make on the way is there until the formula is done. Sizes are bytes; an ``Array`` says its
-elements and their width. A view (``view``, ``transpose``, ``expand``) is the array itself: its gradient is a view too.
+Source: torch ``tools/autograd/derivatives.yaml`` and ``torch/csrc/autograd/FunctionsManual.cpp``; temporaries of the
+C++ expressions of a backward formula are alive until it returns. Sizes are bytes; an ``Array`` has its number of
+elements and their width. A view (``view``, ``transpose``, ``expand``) is the same array: its gradient is a view too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FP32 = 4
 
 
 class Array(NamedTuple):
-    """A tensor of torch: its storage on the tape, its elements and the bytes of one."""
+    """A tensor of torch: its storage on the tape, its number of elements, and bytes per element."""
 
     tensor: Tensor
     elements: Any
@@ -49,16 +49,16 @@ class Torch:
         self.tape = r.tape
         assert r.ctx.torch_layers is not None
         self.hf = r.ctx.torch_layers
-        #: Bytes of an element of parameters, and of what linears make.
+        #: Bytes per element of parameters, and of outputs of linears.
         self.parameter_width = r.ctx.act
         self.compute_width = self.hf.compute_width
-        #: Whether what is recorded is compiled: layers, and the last norm where the model is compiled as one.
+        #: Whether this block is compiled: layers, and the final norm if the whole model is compiled.
         self.compiled = self.hf.compiled
-        #: The last operation that keeps anything: a checkpoint that is not reentrant runs forward again up to it.
+        #: The last operation that saves anything: a non-reentrant checkpoint stops its recomputation there.
         self.last_saver = ""
-        #: Variables of the layer to its end: what attention returns beside its output.
+        #: Variables that live until the layer returns: what attention returns in addition to its output.
         self.returned: list[Array] = []
-        #: Variables of the function that is recorded, to its end.
+        #: Variables that live until the recorded function returns.
         self.variables: list[Array] = []
         self._products = 0
         self._cast_weights: dict[tuple[str, int], Array] = {}
@@ -66,7 +66,7 @@ class Torch:
     # ---- arrays ----
 
     def input(self, name: str, elements: Any, width: int, *, grad: bool = True, counted: bool = True) -> Array:
-        """What the caller hands in; not ``counted`` where another block, or the batch, counts it."""
+        """An argument of the block; not ``counted`` if another block, or the batch, counts it."""
         nbytes = elements * width
         t = self.tape.input(name, nbytes if counted else 0, requires_grad=grad)
         t.grad_bytes = nbytes if grad else 0
@@ -77,8 +77,8 @@ class Torch:
         save_output: bool = False, workspace: Any = 0, backward_workspace: Any = 0, alias: bool = False,
         also: Sequence[Tensor] = (), grad: bool | None = None, trains: bool = False, in_place: int = 0,
     ) -> Array:  # fmt: skip
-        """One operation; its output is differentiable where an input is, or ``trains``: it has a weight that is.
-        ``in_place``: gradients of inputs are written over so many of the tensors that it saves."""
+        """One operation. Its output is differentiable if an input is, or if it has a weight that ``trains``.
+        ``in_place``: how many of the tensors that it saves are overwritten by gradients of its inputs."""
         differentiable = (trains or any(a.differentiable for a in inputs)) if grad is None else grad
         if self.last_saver == name:
             self.tape.landmark(f"{name}, the last to keep anything")
@@ -92,26 +92,25 @@ class Torch:
         return Array(out, elements, width)
 
     def keep_alive(self, *arrays: Array | None) -> None:
-        """Variables that are still there at this point."""
+        """Variables still hold these arrays at this point."""
         self.tape.keep_alive(*(a.tensor for a in arrays if a is not None))
 
     def precise(self, name: str, x: Array) -> Array:
-        """What autocast hands to operations that it runs in fp32 (``aten/src/ATen/autocast_mode.h:
-        AT_FORALL_FP32``)."""
+        """The input of an operation that autocast runs in fp32 (``aten/src/ATen/autocast_mode.h: AT_FORALL_FP32``)."""
         return self.cast(name, x, FP32) if self.hf.autocast else x
 
     def constant(self, name: str, elements: Any, width: int) -> Array:
-        """Made here, without a gradient."""
+        """A new tensor without a gradient."""
         return self.make(name, (), elements, width, grad=False)
 
     # ---- elementwise ----
 
     def cast(self, name: str, x: Array, width: int) -> Array:
-        """``x.to(dtype)``: nothing where it has it already."""
+        """``x.to(dtype)``: x itself if it has that width already."""
         return x if x.width == width else self.make(name, (x,), x.elements, width)
 
     def widened(self, x: Array, width: int) -> Array:
-        """An operand that a kernel widens as it reads; its gradient is narrowed into a tensor of its own."""
+        """An operand that a kernel converts to a wider dtype as it reads; its gradient is cast back in a new tensor."""
         if x.width == width:
             return x
         view = self.tape.tensor(f"{x.tensor.name}, as it is read", 0, grad_bytes=x.elements * width * x.differentiable)
@@ -120,18 +119,19 @@ class Torch:
         return Array(view, x.elements, width)
 
     def _narrowed(self, x: Array, width: int) -> Any:
-        """Bytes of a widened operand's gradient in its own dtype, made beside the wide ones (``validate_outputs``)."""
+        """Bytes of a widened operand's gradient in the operand's dtype, made while the wide gradients are alive
+        (``validate_outputs``)."""
         return x.bytes if x.differentiable and x.width != width else 0
 
     def add(self, name: str, a: Array, b: Array) -> Array:
-        """Keeps nothing; gradients of both are the output's."""
+        """a + b. Saves nothing; the gradient of each is the output's gradient."""
         width = max(a.width, b.width)
         a, b = self.widened(a, width), self.widened(b, width)
         return self.make(name, (a, b), a.elements, width, alias=True)
 
     def subtract(self, name: str, a: Array, b: Array, *, broadcast: bool = False) -> Array:
-        """Keeps nothing; the gradient of b is the output's negated, as large as it before it is summed where b is
-        ``broadcast``."""
+        """a - b. Saves nothing; the gradient of b is the output's gradient negated. If b is ``broadcast`` that has the
+        output's size before it is summed."""
         view = self.tape.tensor(f"{b.tensor.name}, taken off", 0, grad_bytes=a.bytes * b.differentiable)
         view.whole = b.tensor.whole or b.tensor
         spread = a.bytes if broadcast and b.differentiable else 0
@@ -139,17 +139,17 @@ class Torch:
         return self.make(name, (a, Array(view, a.elements, a.width)), a.elements, max(a.width, b.width), alias=True)
 
     def scale(self, name: str, x: Array) -> Array:
-        """By a Python number: keeps nothing."""
+        """x times a Python number: saves nothing."""
         return self.make(name, (x,), x.elements, x.width)
 
     def mul(self, name: str, a: Array, b: Array, *, broadcast: bool = False, sole: bool = False) -> Array:
-        """Keeps each factor for the other's gradient. Where b is ``broadcast``, its gradient is first as large as the
-        product (``torch/csrc/autograd/engine.cpp: validate_outputs`` sums it afterwards). ``sole``: nobody else keeps
-        a; one that a checkpoint made, not a reentrant one, is gone before gradients are narrowed
+        """a * b. Saves each factor for the other's gradient. If b is ``broadcast``, its gradient first has the
+        product's size (``torch/csrc/autograd/engine.cpp: validate_outputs`` sums it afterwards). ``sole``: nothing else
+        saves a; if a non-reentrant checkpoint recomputed it, it is freed before gradients are cast back
         (``torch/utils/checkpoint.py: _checkpoint_hook``)."""
         elements, width = a.elements, max(a.width, b.width)
-        gone = sole and self.hf.spec.gradient_checkpointing and not self.hf.spec.reentrant
-        narrowed = (0 if gone else self._narrowed(a, width)) + self._narrowed(b, width)
+        freed = sole and self.hf.spec.gradient_checkpointing and not self.hf.spec.reentrant
+        narrowed = (0 if freed else self._narrowed(a, width)) + self._narrowed(b, width)
         a, b = self.widened(a, width), self.widened(b, width)
         whole = elements * width
         return self.make(
@@ -158,20 +158,22 @@ class Torch:
         )
 
     def mul_spread(self, name: str, a: Array, b: Array, elements: Any) -> Array:
-        """A product larger than either: their gradients are as large as it first, and both are there while the first is
-        summed, by when a is gone that a checkpoint made which is not reentrant (as in ``mul``)."""
+        """A product that broadcasts both factors: their gradients first have the product's size, and both are alive
+        while the first is summed. A factor ``a`` that a non-reentrant checkpoint recomputed is freed by then (as in
+        ``mul``).
+        """
         width = max(a.width, b.width)
-        gone = a.bytes if self.hf.spec.gradient_checkpointing and not self.hf.spec.reentrant else 0
+        freed = a.bytes if self.hf.spec.gradient_checkpointing and not self.hf.spec.reentrant else 0
         return self.make(
             name, (a, b), elements, width, saves=_where((a, b.differentiable), (b, a.differentiable)),
-            backward_workspace=2 * elements * width - b.bytes - gone,
+            backward_workspace=2 * elements * width - b.bytes - freed,
         )
 
     def mul_weight(
         self, name: str, x: Array, weight: str, *, width: int | None = None, also_keeps: tuple[Tensor, ...] = (),
     ) -> Array:  # fmt: skip
-        """By a parameter, one value a feature, whose gradient is as large as the product first; ``width``: the
-        parameter's as it is multiplied."""
+        """x times a parameter with one value per feature, whose gradient first has the product's size. ``width``: bytes
+        per element of the parameter when it is multiplied."""
         weight_width = self.parameter_width if width is None else width
         out_width = max(x.width, weight_width)
         narrowed = self._narrowed(x, out_width)
@@ -184,40 +186,40 @@ class Torch:
         )
 
     def square(self, name: str, x: Array) -> Array:
-        """``x.pow(2)`` keeps x; backward x to the first power and twice that (``FunctionsManual.cpp: pow_backward``).
-        """
+        """``x.pow(2)`` saves x; backward makes x to the first power and twice that (``FunctionsManual.cpp:
+        pow_backward``)."""
         return self.make(name, (x,), x.elements, x.width, saves=(x.tensor,), backward_workspace=2 * x.bytes)
 
     def mean(self, name: str, x: Array, rows: Any) -> Array:
-        """Over the last dimension, which is kept: one element a row."""
+        """Over the last dimension, with keepdim: one element per row."""
         return self.make(name, (x,), rows, x.width)
 
     def rsqrt(self, name: str, x: Array) -> Array:
         return self.make(name, (x,), x.elements, x.width, save_output=True, backward_workspace=2 * x.bytes)
 
     def activation(self, name: str, x: Array) -> Array:
-        """One kernel that keeps its input (silu, gelu, relu)."""
+        """One kernel that saves its input (silu, gelu)."""
         return self.make(name, (x,), x.elements, x.width, saves=(x.tensor,))
 
     def saves_output(self, name: str, x: Array) -> Array:
-        """One kernel that keeps its output (tanh, sigmoid, softmax, exp)."""
+        """One kernel that saves its output (tanh, sigmoid, softmax, exp, relu)."""
         return self.make(name, (x,), x.elements, x.width, save_output=True)
 
     def summed(self, name: str, x: Array, rows: Any) -> Array:
-        """``sum`` over a dimension: x's gradient is the sum's, expanded in a view."""
+        """``sum`` over a dimension: x's gradient is an expanded view of the sum's gradient."""
         if x.differentiable:
             x.tensor.grad_bytes = rows * x.width
         return self.make(name, (x,), rows, x.width, alias=True)
 
     def spread(self, name: str, x: Array, elements: Any) -> Array:
-        """x broadcast by what takes it: its gradient is as large as the result first, then summed."""
+        """x, which the next operation broadcasts: its gradient first has the result's size, then is summed."""
         view = self.tape.tensor(name, 0, grad_bytes=elements * x.width * x.differentiable)
         view.whole = x.tensor.whole or x.tensor
         self.tape.op(name, x.tensor, view)
         return Array(view, elements, x.width)
 
     def cumulated(self, name: str, x: Array) -> Array:
-        """``cumsum``: backward the gradient is turned, summed up and turned back (``FunctionsManual.cpp:
+        """``cumsum``: backward flips the gradient, sums it up and flips it back (``FunctionsManual.cpp:
         cumsum_backward``)."""
         return self.make(name, (x,), x.elements, x.width, backward_workspace=x.bytes)
 
@@ -226,15 +228,15 @@ class Torch:
         return self.make(name, (x,), x.elements * times, x.width)
 
     def in_place(self, name: str, x: Array) -> Array:
-        """Written over x; its gradient is another tensor."""
+        """An operation in place on x, whose gradient is a new tensor."""
         view = self.tape.tensor(name, 0, grad_bytes=x.bytes * x.differentiable)
         view.whole = x.tensor.whole or x.tensor
         self.tape.op(name, x.tensor, view)
         return Array(view, x.elements, x.width)
 
     def written(self, name: str, whole: Array, part: Array) -> Array:
-        """``whole[...] = part``: the whole's gradient is copied, a part of it too, and zeros are written there
-        (``torch/csrc/autograd/functions/tensor.cpp: CopySlices::apply``)."""
+        """``whole[...] = part``: backward copies the gradient of the whole and that of the part, and writes zeros in
+        the place of the part (``torch/csrc/autograd/functions/tensor.cpp: CopySlices::apply``)."""
         view = self.tape.tensor(name, 0, grad_bytes=whole.bytes * part.differentiable)
         view.whole = whole.tensor.whole or whole.tensor
         copied = 0 if whole.differentiable else whole.bytes
@@ -242,38 +244,38 @@ class Torch:
         return Array(view, whole.elements, whole.width)
 
     def scaled_product(self, name: str, a: Array, b: Array, elements: Any, inner: int) -> Array:
-        """``a @ b`` in batches, each kept for the other's gradient; under autocast of copies in its dtype."""
+        """``a @ b`` in batches. Each factor is saved for the other's gradient; under autocast both are cast first."""
         if self.hf.autocast:
             a, b = (self.cast(f"{name}: {x.tensor.name}, cast", x, self.compute_width) for x in (a, b))
         return self.matmul(name, a, b, elements)
 
     def slice(self, name: str, x: Array, elements: Any) -> Array:
-        """A part of ``x``: its gradient is put into zeros of the whole."""
+        """A slice of ``x``: its gradient is copied into zeros of the size of x."""
         view = self.tape.tensor(name, 0, grad_bytes=elements * x.width * x.differentiable)
         view.whole = x.tensor.whole or x.tensor
         self.tape.op(name, x.tensor, view)
         return Array(view, elements, x.width)
 
     def split(self, name: str, x: Array, *parts: Any) -> tuple[Array, ...]:
-        """``split`` or ``chunk``: views, whose gradients are joined in one tensor."""
+        """``split`` or ``chunk``: views, whose gradients are concatenated in one tensor."""
         views = self.tape.views(
             name, x.tensor, *((f"{name} {i}", n * x.width * x.differentiable) for i, n in enumerate(parts))
         )
         return tuple(Array(view, n, x.width) for view, n in zip(views, parts, strict=True))
 
     def cat(self, name: str, *parts: Array) -> Array:
-        """A copy; gradients are parts of the output's."""
+        """``cat``: a copy, whose gradients are views of the output's gradient."""
         elements: Any = 0
         for part in parts:
             elements = elements + part.elements
         return self.make(name, parts, elements, max(p.width for p in parts), alias=True)
 
     def copy(self, name: str, x: Array, times: Any = 1) -> Array:
-        """``contiguous`` or ``reshape`` where strides ask for a copy, of an array that may be expanded ``times``."""
+        """``contiguous`` or ``reshape`` where strides require a copy. ``times``: how often the array is expanded."""
         return self.make(name, (x,), x.elements * times, x.width)
 
     def dropout(self, name: str, x: Array, p: float) -> Array:
-        """Nothing at 0 (``aten/src/ATen/native/Dropout.cpp``); else a mask of bytes is kept."""
+        """x itself at p = 0 (``aten/src/ATen/native/Dropout.cpp``); else saves a mask of one byte per element."""
         if not p:
             return x
         mask = self.tape.tensor(f"{name} mask", x.elements, grad=False)
@@ -290,8 +292,9 @@ class Torch:
         expert: bool = False, use: Use = Use.LAYER, declare: bool = True, label: str | None = None, number: int = 0,
         transposed: bool = False,
     ) -> Array:  # fmt: skip
-        """``nn.Linear``: [rows, in] -> [rows, out]; keeps its input for the weight's gradient. ``number``: which of
-        several modules of this name. ``transposed``: a ``Conv1D`` (``pytorch_utils.py``), whose weight is [in, out]."""
+        """``nn.Linear``: [rows, in] -> [rows, out]; saves its input for the weight's gradient. ``number``: which of
+        several modules with this name. ``transposed``: a ``Conv1D`` (``pytorch_utils.py``), whose weight is [in, out].
+        """
         r = self.r
         if declare:
             shape = (in_features, out_features) if transposed else (out_features, in_features)
@@ -315,7 +318,7 @@ class Torch:
             label or f"{module} output", inputs, rows * out_features, self.compute_width, saves=saved,
             backward_workspace=own, trains=trains,
         )
-        # torchtitan's checkpointing of operations keeps every second product, from the first on.
+        # torchtitan's selective checkpointing of operations saves every second matrix product, the first included.
         self._products += 1
         if self._products % 2:
             self.tape.kept_by_checkpoint.append(out.tensor)
@@ -329,7 +332,7 @@ class Torch:
 
     @property
     def parameter_width_of_weights(self) -> int:
-        """Bytes of an element of a weight before it was quantised."""
+        """Bytes per element of a weight before it was quantized."""
         return DTYPE_BYTES[self.r.ctx.params_dtype]
 
     def adapts(self, module: str) -> bool:
@@ -339,9 +342,9 @@ class Torch:
         return is_target(in_any_layer(self.r.ctx.adapters), module.rpartition(".")[2], name)
 
     def _adapted(self, module: str, x: Array, base: Array, rows: Any, in_features: Any, out_features: Any) -> Array:
-        """The adapter beside a linear, in fp32 unless ``autocast_adapter_dtype`` is off: its input is cast for it, and
-        sum and product are as wide (peft ``tuners/lora/layer.py: Linear.forward``, ``tuners/tuners_utils.py:
-        cast_adapter_dtype``)."""
+        """A linear's output with that of its LoRA adapter, which is in fp32 unless ``autocast_adapter_dtype`` is off:
+        its input is cast, and its output and the sum are in fp32 too (peft ``tuners/lora/layer.py: Linear.forward``,
+        ``tuners/tuners_utils.py: cast_adapter_dtype``)."""
         rank, spec = self.r.rank, self.hf.spec
         width = self.hf.adapter_width
         if spec.load_in_4bit:  # ``tuners/lora/bnb.py: Linear4bit.forward``: ``result.clone()``
@@ -368,10 +371,11 @@ class Torch:
     def _with_magnitudes(
         self, module: str, given: Array, x: Array, base: Array, rows: Any, in_features: Any, out_features: Any
     ) -> Array:
-        """DoRA: (m / n - 1) base + m / n (LoRA's output), where m are magnitudes that train and n the norms of the rows
-        of weight and adapter together, for which both are made whole in the adapter's dtype, of an identity of the
-        input's features. With dropout the base is multiplied again, by that copy of its weight, which is kept (peft
-        ``tuners/lora/dora.py: DoraLinearLayer.forward``, ``variants.py: DoraLinearVariant.forward``)."""
+        """DoRA: (m / n - 1) base + m / n (LoRA's output), with trained magnitudes m and the row norms n of weight plus
+        adapter. For the norms, weight and adapter product are made unsharded in the adapter's dtype, the product from
+        an identity matrix of the input's features. With dropout the base output is computed again, from that copy of
+        the weight, which is saved (peft ``tuners/lora/dora.py: DoraLinearLayer.forward``, ``variants.py:
+        DoraLinearVariant.forward``)."""
         rank, spec, width = self.r.rank, self.hf.spec, self.hf.adapter_width
         n = in_features * out_features
         identity = self.constant(f"{module} DoRA identity", in_features * in_features, width)
@@ -409,7 +413,7 @@ class Torch:
         return done
 
     def _adapter(self, module: str, x: Array, rows: Any, in_features: Any, out_features: Any, width: int) -> Array:
-        """One of its two linears."""
+        """One of an adapter's two linears."""
         own = in_features * out_features
         if not self.hf.autocast:
             return self.make(
@@ -424,22 +428,21 @@ class Torch:
         )
 
     def waiting(self, weight: str, elements: Any) -> Array:
-        """A parameter whose gradient is there until the block's backward pass is over, as that of an input is."""
+        """A parameter whose gradient stays until the block's backward pass is over, as that of an input does."""
         parameter = self.tape.input(weight, 0)
         parameter.grad_bytes = elements * self.parameter_width
         return Array(parameter, elements, self.parameter_width)
 
     def cast_operands(self, weight: str, x: Array, elements: Any, number: int = 0) -> tuple[Array, Array | None]:
-        """The input, and under autocast the weight's copy in the compute dtype, each cast where it is not; None where
-        the weight is taken as it is."""
+        """(the input, None), or under autocast (the input, the weight), both in the compute dtype."""
         if not self.hf.autocast:
             return x, None
         x = self.cast(f"{weight.rpartition('.')[0]} input, cast", x, self.compute_width)
         return x, self.cast_weight(weight, elements, number)
 
     def cast_weight(self, weight: str, elements: Any, number: int = 0) -> Array:
-        """A parameter's copy in the compute dtype, made once in a region of autocast (``aten/src/ATen/
-        autocast_mode.cpp: cached_cast``); its gradient is cast back into one of the parameter's dtype."""
+        """A parameter's copy in the compute dtype, made once in an autocast region (``aten/src/ATen/autocast_mode.cpp:
+        cached_cast``); its gradient is cast back to the parameter's dtype."""
         known = self._cast_weights.get((weight, number))
         if known is None:
             trains = self.trains(weight)
@@ -455,11 +458,11 @@ class Torch:
         return known
 
     def keep_cast_weights(self) -> None:
-        """They stay to the end of the region of autocast, and so of the block."""
+        """Weights' copies stay until the end of the autocast region, and so of the block."""
         self.keep_alive(*self._cast_weights.values())
 
     def matmul(self, name: str, a: Array, b: Array, elements: Any) -> Array:
-        """``bmm`` of two arrays: each is kept for the other's gradient."""
+        """``bmm`` of two arrays: each is saved for the other's gradient."""
         return self.make(
             name, (a, b), elements, max(a.width, b.width), saves=_where((a, b.differentiable), (b, a.differentiable)),
         )

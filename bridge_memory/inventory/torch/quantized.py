@@ -1,4 +1,4 @@
-"""Frozen linears whose weights bitsandbytes keeps in 4 or 8 bits: what is kept of a weight, and what a product makes.
+"""Frozen linears with weights of bitsandbytes in 4 or 8 bits: bytes of a weight, and what a product allocates.
 
 Source: bitsandbytes 0.50.2 ``nn/modules.py: Linear4bit, Linear8bitLt``, ``autograd/_functions.py: MatMul4Bit,
 MatMul8bitLt``, ``functional.py: quantize_4bit, dequantize_4bit``, ``backends/cuda/ops.py: _dequant_linear_fallback``;
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bridge_memory.inventory.torch.ops import Array, Torch
 
 FP32 = 4
-#: Elements that share a scale, and scales that share one of theirs.
+#: Elements per scale, and scales per scale of the scales.
 BLOCK_4BIT, BLOCK_OF_SCALES = 64, 256
 
 
@@ -27,14 +27,14 @@ def is_quantized(run: RunSpec, p: Parameter) -> bool:
     """Whether a parameter is the weight of a linear that bitsandbytes replaces."""
     if not run.transformers.quantized or len(p.shape) != 2:
         return False
-    if p.use is Use.ROUTER:  # an ``nn.Linear`` before transformers 5, but for DeepSeek's
+    if p.use is Use.ROUTER:  # an ``nn.Linear`` before transformers 5, except DeepSeek's
         family = family_of(run.model.model_type, run.transformers)
         return family.moe != "deepseek" and not EXPERTS_IN_ONE_PARAMETER(run.transformers)
     return p.use is Use.LAYER
 
 
 def weight_bytes(run: RunSpec, p: Parameter) -> int:
-    """A quantised weight in the allocator: its values, its scales, and the tables to read them by."""
+    """Bytes that a quantized weight takes in the allocator: its values, its scales, and their lookup tables."""
     n = p.numel
     if run.transformers.load_in_8bit:
         return _rounded(n) + _rounded(FP32 * p.shape[0])
@@ -42,7 +42,7 @@ def weight_bytes(run: RunSpec, p: Parameter) -> int:
     packed, code = _rounded(-(-n // 2)), _rounded(16 * FP32)
     if not run.transformers.bnb_4bit_use_double_quant:
         return packed + code + _rounded(FP32 * scales)
-    # Scales in bytes, fp32 scales of theirs with a table of 256 values, and the mean that they were taken from.
+    # One-byte scales, their fp32 scales with a table of 256 values, and the mean that was subtracted from them.
     of_scales = _rounded(scales) + _rounded(FP32 * -(-scales // BLOCK_OF_SCALES)) + _rounded(256 * FP32)
     return packed + code + of_scales + ALLOCATION_UNIT
 
@@ -61,8 +61,8 @@ def product(t: Torch, module: str, x: Array, rows: Any, in_features: Any, out_fe
     n = in_features * out_features
     scales = FP32 * n // BLOCK_4BIT if spec.bnb_4bit_use_double_quant else 0
     given = t.cast(f"{module} input, cast", x, compute)
-    # The whole weight in the compute dtype, and its scales in fp32 before and after the mean is added. Backward it is
-    # made in the dtype that it was quantised from, and cast.
+    # Forward: the weight in the compute dtype, and its scales in fp32 before and after the mean is added. Backward
+    # makes the weight in the dtype from which it was quantized, and casts it.
     again = n * compute if own == compute else largest(n * compute, n * (own + compute) - given.elements * compute)
     out = t.make(
         f"{module} output", (given,), rows * out_features, compute, workspace=n * compute + 2 * scales,
@@ -74,10 +74,10 @@ def product(t: Torch, module: str, x: Array, rows: Any, in_features: Any, out_fe
 
 
 def _in_8_bits(t: Torch, module: str, x: Array, rows: Any, in_features: Any, out_features: Any) -> Array:
-    """Inputs in int8 by row, the product in int32, made fp16 and then of the input's dtype; the input is kept. Backward
-    the weight is made in the input's dtype."""
+    """Inputs are quantized to int8 by row; the product is int32, then fp16, then in the input's dtype; the input is
+    saved. Backward makes the weight in the input's dtype."""
     entering, leaving = rows * in_features, rows * out_features
-    # A copy in fp16, its magnitudes, which of them are outliers, and the input in int8.
+    # A copy in fp16, its absolute values, the mask of outliers, and the input in int8.
     looked_at = entering * (2 + 2 + 1 + 1) - leaving * x.width
     multiplied = entering + FP32 * rows + leaving * (4 + 2)
     return t.make(

@@ -1,9 +1,9 @@
-"""torchtune's layers, where they are not Llama's of transformers: positions, and the loss in chunks.
+"""Where torchtune's layers differ from transformers' Llama: rotary embedding, and the chunked loss.
 
 Source: torchtune 0.6.1 ``modules/position_embeddings.py: RotaryPositionalEmbeddings.forward``, ``modules/
 transformer.py: TransformerDecoder.chunked_output``, ``modules/loss/ce_chunked_output_loss.py:
-CEWithChunkedOutputLoss``. Its norm casts back before it multiplies by the weight, as Llama's does (release 0.6 alone
-has ``F.rms_norm`` of fp32).
+CEWithChunkedOutputLoss``. Its norm casts back before it multiplies by the weight, as Llama's does (only release 0.6 has
+``F.rms_norm`` in fp32).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from bridge_memory.inventory.torch.ops import FP32, Array, Torch
 
 
 def rotated(t: Torch, query: Array, key: Array) -> tuple[Array, Array]:
-    """Pairs of features turned in fp32. Of packed samples positions are given, by which each of the two takes rows of
-    the table [b, s, d / 2, 2], which its products keep."""
+    """Pairs of features are rotated in fp32. Packed samples have position ids, with which query and key each gather
+    rows of the table, [b, s, d / 2, 2]; their products save these."""
     return _turned(t, "query", query), _turned(t, "key", key)
 
 
@@ -29,16 +29,17 @@ def _turned(t: Torch, name: str, x: Array) -> Array:
     for which, one, other in (("first", first, second), ("second", second, first)):
         straight = t.mul(f"{name}: {which} times cos", one, table._replace(elements=half))
         crossed = t.mul(f"{name}: {which} times sin", other, table._replace(elements=half))
-        parts.append(t.add(f"{name}: {which} turned", straight, crossed))
-    out = t.cat(f"{name}: pairs turned", *parts)
+        parts.append(t.add(f"{name}: {which} rotated", straight, crossed))
+    out = t.cat(f"{name}: pairs rotated", *parts)
     t.keep_alive(x, wide, table, *parts)
     return t.cast(f"rotated {name}", out, x.width)
 
 
 def chunked_loss(t: Torch, x: Array) -> Array:
-    """The output layer on chunks of each sequence, one by one, then the loss of each: all chunks' logits are there at
-    once, in the compute dtype. Backward makes all their gradients before the output layer's, one of the whole weight
-    for every chunk; the first two are summed in a third (``inventory/shared_weights.py``), later ones into it."""
+    """The output layer on one chunk of the sequences after the other, then the loss of each: the logits of all chunks
+    are alive together, in the compute dtype. Backward makes the gradients of all logits first, then a gradient of the
+    whole weight for each chunk; the first two are summed in a third (``inventory/shared_weights.py``), later ones into
+    it."""
     ctx, hf = t.r.ctx, t.hf
     h, v, n = ctx.hidden_size, ctx.padded_vocab, hf.spec.num_output_chunks
     rows = ctx.batch * ((ctx.seq + n - 1) // n)
@@ -51,7 +52,7 @@ def chunked_loss(t: Torch, x: Array) -> Array:
     logits = []
     for i, chunk in enumerate(chunks):
         inputs, more = [chunk], weight
-        if i == n - 1 and waits:  # the first whose backward runs: its gradient, and the sums in its place, stay
+        if i == n - 1 and waits:  # the first whose backward runs: its gradient, later replaced by the sum, stays
             inputs, more = [chunk, t.waiting("lm_head.weight", v * h)], 0
         elif i < n - 1 and not waits:
             more = 2 * weight
@@ -76,7 +77,7 @@ def chunked_loss(t: Torch, x: Array) -> Array:
 
 
 def _summed_in_a_third(t: Torch, chunk: Array, nbytes: Any) -> Array:
-    """A chunk after whose output layer's backward the sum of gradients is made."""
+    """The input of an output layer's chunk, marked so that the sum of weight gradients is made after its backward."""
     view = t.tape.tensor(f"{chunk.tensor.name}, as it is read", 0, grad_bytes=chunk.bytes * chunk.differentiable)
     view.whole = chunk.tensor.whole or chunk.tensor
     t.tape.op("sum of the output weight's gradients", chunk.tensor, view, backward_workspace=nbytes, alias=True)
@@ -84,8 +85,8 @@ def _summed_in_a_third(t: Torch, chunk: Array, nbytes: Any) -> Array:
 
 
 def loss_of(t: Torch, name: str, logits: Array, targets: Array, rows: Any) -> Array:
-    """Cross entropy of logits. Compiled it keeps them and two numbers a row, and writes their gradient in their own
-    dtype (``partitioners.py: min_cut_rematerialization_partition``); else log-softmax in fp32 is kept."""
+    """Cross entropy of logits. Compiled, it saves the logits and two numbers per row, and makes the gradient in the
+    logits' dtype (``partitioners.py: min_cut_rematerialization_partition``); else it saves the log-softmax in fp32."""
     if t.hf.compiled_loss:
         statistics = ("maxima", "log sums")
         kept = [t.tape.tensor(f"{what} of the logits{name}", FP32 * rows, grad=False) for what in statistics]

@@ -34,7 +34,15 @@ Cost = Callable[[int, StageShape], float]
 
 
 class Balanced(NamedTuple):
-    """One split, and what it costs."""
+    """One split of the layers over stages, and what it costs.
+
+    Example:
+        >>> from bridge_memory import ParallelSpec, RunSpec, balance
+        >>> sizes = ParallelSpec(world_size=4, pipeline_model_parallel_size=4)
+        >>> split = balance(RunSpec(model="meta-llama/Llama-3.2-1B", parallel=sizes), gpu="H100")
+        >>> sum(split.layers), split.peak == max(split.peaks), len(split.seconds)
+        (16, True, 4)
+    """
 
     run: RunSpec
     #: Layers of every chunk, in the order in which a microbatch passes them.

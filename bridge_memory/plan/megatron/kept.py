@@ -20,7 +20,7 @@ import numpy as np
 import bridge_memory
 from bridge_memory.files import read_bytes, write_whole
 from bridge_memory.spec import SpecError, show
-from bridge_memory.tapes.many import Grid
+from bridge_memory.tapes.many import RunGrid
 from bridge_memory.tapes.packed import name, pack, unpack
 
 #: Bytes of a file that is read.
@@ -46,7 +46,7 @@ class KeptCosts:
         #: How many blocks of a grid are in its file, by the grid's name.
         self._there: dict[str, int] = {}
 
-    def take_up(self, grid: Grid) -> None:
+    def take_up(self, grid: RunGrid) -> None:
         """What is kept of ``grid``."""
         known = name(grid)
         try:
@@ -59,7 +59,7 @@ class KeptCosts:
             return
         self._there[known] = len(about["blocks"])
 
-    def keep(self, grid: Grid) -> None:
+    def keep(self, grid: RunGrid) -> None:
         """Write what ``grid`` has worked out since. A disk that is full keeps nothing."""
         known = name(grid)
         arrays, about = pack(grid)

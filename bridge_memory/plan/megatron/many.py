@@ -1,9 +1,9 @@
 """The layouts of a space evaluated together: legality, memory and step time as arrays.
 
-What decides is written once, for single runs (``spec.validation``, ``estimate.StageHolds``, ``speed.step_time``), and
-evaluated here with arrays in the place of numbers; ``inventory.fields`` says how that cannot go wrong. Layouts of one
-pipeline (its size, virtual stages and split of the layers) stand in a grid of parallel sizes x micro batches x sets of
-recomputation. What of memory does not depend on the pipeline is worked out once for all of them.
+What decides is written once, for single runs (``spec.validation``, ``estimate.StageContents``, ``speed.step_time``),
+and evaluated here with arrays in the place of numbers; ``inventory.fields`` says how that cannot go wrong. Layouts of
+one pipeline (its size, virtual stages and split of the layers) stand in a grid of parallel sizes x micro batches x sets
+of recomputation. What of memory does not depend on the pipeline is worked out once for all of them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
-from bridge_memory.estimation import StageHolds, by_lifetime
+from bridge_memory.estimation import StageContents, by_lifetime
+from bridge_memory.plan.found import Refused
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.space import (
-    Refused,
     Sizes,
     Space,
     micro_batches,
@@ -42,13 +42,15 @@ from bridge_memory.spec.validation import RULES
 from bridge_memory.speed.constants import Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import Passes, Step
-from bridge_memory.tapes.batched import Differs, Part, along, collapsed, distinct, numbered_rows, parts, whole
+from bridge_memory.tapes.batched import Differs, Subgrid, along, collapsed, distinct, numbered_rows, parts, whole
 from bridge_memory.tapes.context import TRACE_CACHE, settings_of, sizes_of, switches_of
-from bridge_memory.tapes.many import Grid, Same
+from bridge_memory.tapes.many import RunGrid, Same
 from bridge_memory.workspaces.driver import driver_bytes, may_have_driver_buffers
 
 if TYPE_CHECKING:
     from bridge_memory.plan.megatron.kept import KeptCosts
+
+_S = TypeVar("_S", ParallelSpec, BatchSpec)
 
 
 def expressible(run: RunSpec) -> bool:
@@ -91,7 +93,7 @@ class Runs:
         raise AttributeError(name)
 
 
-def _unchecked(base: Any, **values: Any) -> Any:
+def _unchecked(base: _S, **values: Any) -> _S:
     """A copy of a spec with arrays for some fields."""
     out = object.__new__(type(base))
     for f in fields(base):
@@ -129,8 +131,9 @@ class Fitting(NamedTuple):
     def order(self, sheet: Sheet) -> np.ndarray:
         """Their places in the order in which a space lists its layouts."""
         p = self.pipeline
-        out = p.order[self.sizes] * sheet.most_splits + p.number
-        return (out * len(sheet.batches) + self.batch) * sheet.most_recomputes + self.recompute
+        out: np.ndarray = p.order[self.sizes] * sheet.most_splits + p.number
+        out = (out * len(sheet.batches) + self.batch) * sheet.most_recomputes + self.recompute
+        return out
 
 
 class Sheet:
@@ -188,7 +191,7 @@ class Sheet:
             expert_model_parallel_size=along(0, [s.ep for s in sizes]), expert_tensor_parallel_size=etp, **more,
         )  # fmt: skip
 
-    def runs(self, pipeline: Pipeline, part: Part) -> Runs:
+    def runs(self, pipeline: Pipeline, part: Subgrid) -> Runs:
         """Those of a pipeline's layouts."""
         sizes, batches, choices = part.positions
         few = [pipeline.recomputes[i] for i in choices]
@@ -198,7 +201,7 @@ class Sheet:
             self.batch(batches), few[0] if len(few) == 1 else Same(few),
         )  # fmt: skip
 
-    def without_pipeline(self, part: Part) -> Runs:
+    def without_pipeline(self, part: Subgrid) -> Runs:
         """Runs of these sizes, micro batches and sets of recomputation; a pipeline's fields are not there to be asked
         for."""
         parallel = self.parallel(part.positions[0])
@@ -229,7 +232,7 @@ class Sheet:
         if not legal.any():
             return legal
         #: Why a layout is refused, as a number of ``errors``.
-        reasons = np.zeros(shape, np.int32)
+        reasons: np.ndarray = np.zeros(shape, np.int32)
         todo = legal.copy()
         around, runs = _around(todo), _kept_of(lambda part: self.runs(pipeline, part))
         choices = np.array([self.number[r] for r in pipeline.recomputes])
@@ -253,7 +256,8 @@ class Sheet:
             error = self._errors[at]
             if number and error is not None:
                 refused.add(error, number)
-        return legal & (reasons == 0)
+        legal &= reasons == 0
+        return legal
 
     @cached_property
     def _everywhere(self) -> list[np.ndarray | None]:
@@ -274,12 +278,12 @@ class Sheet:
         return out
 
     def _refusals(
-        self, rule: Callable[[Any, Any], None], of: Part, runs: Callable[[Part], Runs]
-    ) -> Iterator[tuple[Part, int]]:
+        self, rule: Callable[[Any, Any], None], of: Subgrid, runs: Callable[[Subgrid], Runs]
+    ) -> Iterator[tuple[Subgrid, int]]:
         """Parts that a rule refuses, and why, as a number of ``errors``."""
         limits = limits_of(self.base.model)
 
-        def refusal(part: Part) -> SpecError | None:
+        def refusal(part: Subgrid) -> SpecError | None:
             try:
                 rule(runs(part), limits)
             except SpecError as error:
@@ -292,11 +296,11 @@ class Sheet:
                 yield part, len(self._errors) - 1
 
 
-def _kept_of(runs: Callable[[Part], Runs]) -> Callable[[Part], Runs]:
+def _kept_of(runs: Callable[[Subgrid], Runs]) -> Callable[[Subgrid], Runs]:
     """``runs``, made once of a part, of which many rules ask."""
-    known: dict[int, tuple[Part, Runs]] = {}
+    known: dict[int, tuple[Subgrid, Runs]] = {}
 
-    def of(part: Part) -> Runs:
+    def of(part: Subgrid) -> Runs:
         found = known.get(id(part))
         if found is None:
             found = known[id(part)] = part, runs(part)
@@ -305,9 +309,9 @@ def _kept_of(runs: Callable[[Part], Runs]) -> Callable[[Part], Runs]:
     return of
 
 
-def _around(some: np.ndarray) -> Part:
+def _around(some: np.ndarray) -> Subgrid:
     """The smallest part of a grid that has all of ``some`` in it."""
-    return Part(tuple(
+    return Subgrid(tuple(
         np.flatnonzero(some.any(axis=tuple(other for other in range(some.ndim) if other != axis)))
         for axis in range(some.ndim)
     ))  # fmt: skip
@@ -350,16 +354,16 @@ class Pieces:
     """A function of parts of a grid, evaluated on the largest parts that answer every question alike. Parts that had to
     be divided once stay so for all that is asked later."""
 
-    def __init__(self, of: Part, make: Callable[[Part], Any]) -> None:
+    def __init__(self, of: Subgrid, make: Callable[[Subgrid], Any]) -> None:
         """``make``: what is kept of a part between evaluations. It may raise Differs."""
         self._make = make
         self._parts = list(parts(of, make))
 
     def each(
         self, evaluate: Callable[[Any], Any], needed: np.ndarray | None = None
-    ) -> Iterator[tuple[Part, Any]]:
+    ) -> Iterator[tuple[Subgrid, Any]]:
         """(part, ``evaluate`` of what was made of it), of the parts in which anything is ``needed``."""
-        kept: list[tuple[Part, Any]] = []
+        kept: list[tuple[Subgrid, Any]] = []
         todo = self._parts[::-1]
         found = []
         while todo:
@@ -370,7 +374,7 @@ class Pieces:
             try:
                 result = evaluate(made)
             except Differs as differs:
-                for few in part.divided(differs.answers):
+                for few in part.divided(differs.values):
                     todo += list(parts(few, self._make))
                 continue
             kept.append((part, made))
@@ -402,7 +406,7 @@ class Memory:
         self._sizes = np.flatnonzero(needed)
         of_all = self.runs(None, whole((len(self._sizes), len(sheet.batches), len(sheet.recomputes))))
         switches = [switches_of(r, base.implementation) for r in sheet.recomputes]
-        self.grid = Grid(
+        self.grid = RunGrid(
             TRACE_CACHE.cache(settings_of(base)), sizes_of(of_all),  # type: ignore[arg-type]
             [along(2, [row[i] for row in switches]) for i in range(len(switches[0]))], sheet.recomputes,
         )
@@ -415,18 +419,18 @@ class Memory:
         #: Of a pipeline size, what stages of a shape keep of model state.
         self._of_shapes: dict[tuple[int, StageShape], _State] = {}
 
-    def runs(self, pipeline: Pipeline | None, part: Part) -> Runs:
+    def runs(self, pipeline: Pipeline | None, part: Subgrid) -> Runs:
         """Some runs of the grid; without a pipeline its fields are not there to be asked for."""
         sheet, sizes = self.sheet, self._sizes[part.positions[0]]
-        runs = sheet.without_pipeline(Part((sizes, *part.positions[1:])))
+        runs = sheet.without_pipeline(Subgrid((sizes, *part.positions[1:])))
         if pipeline is not None:
             runs.parallel = sheet.parallel(sizes, pipeline_model_parallel_size=pipeline.pp, **pipeline.fields)
         return runs
 
-    def _held_by(self, part: Part) -> StageHolds:
-        return StageHolds(self.runs(None, part), self.grid.context(part), _NoEngine())  # type: ignore[arg-type]
+    def _held_by(self, part: Subgrid) -> StageContents:
+        return StageContents(self.runs(None, part), self.grid.context(part), _NoEngine())  # type: ignore[arg-type]
 
-    def _stage(self, holds: StageHolds, shapes: StageShape) -> _Stage:
+    def _stage(self, holds: StageContents, shapes: StageShape) -> _Stage:
         held = holds.held(shapes)
         distinct = list(dict.fromkeys(map(id, held.inventories)))
         which = tuple(distinct.index(id(inventory)) for inventory in held.inventories)
@@ -444,14 +448,14 @@ class Memory:
             return known
         pieces = self._states.get(pp)
         if pieces is None:
-            def made(part: Part) -> StageHolds:
+            def made(part: Subgrid) -> StageContents:
                 runs: Any = self.runs(pipeline._replace(fields={}), part)
-                return StageHolds(runs, self.grid.context(part).bare(), engine_of(runs))
+                return StageContents(runs, self.grid.context(part).bare(), engine_of(runs))
 
             sizes = np.flatnonzero(self._of_pp[pp][self._sizes])
-            pieces = self._states[pp] = Pieces(Part((sizes, *self.grid.all.positions[1:])), made)
+            pieces = self._states[pp] = Pieces(Subgrid((sizes, *self.grid.all.positions[1:])), made)
 
-        def state(holds: StageHolds) -> tuple[Any, ...]:
+        def state(holds: StageContents) -> tuple[Any, ...]:
             found = holds.state(shapes)
             persistent, between = by_lifetime(found.buffers())
             model = sum([nbytes for _, nbytes in found.amounts])
@@ -470,7 +474,7 @@ class Memory:
     def _ranks(self, pipeline: Pipeline, legal: np.ndarray) -> tuple[ParallelSpec, dict[StageShape, list[int]]]:
         """The pipeline's own fields, and its stages by what they hold."""
         model, part = self.sheet.base.model, _around(legal)
-        parallel = self.sheet.runs(pipeline, Part(tuple(at[:1] for at in part.positions))).parallel
+        parallel = self.sheet.runs(pipeline, Subgrid(tuple(at[:1] for at in part.positions))).parallel
         ranks: dict[StageShape, list[int]] = {}
         for rank, shapes in enumerate(layout(model, parallel).shapes(model)):
             ranks.setdefault(shapes, []).append(rank)
@@ -485,7 +489,7 @@ class Memory:
         found = np.nonzero(legal)
         cells = self.cells(pipeline, found)
         most = np.max([_at(self._state(pipeline, shapes).model, cells) for shapes in ranks], axis=0)
-        kept = legal.copy()
+        kept: np.ndarray = legal.copy()
         kept[found] = allowed(most)
         return kept
 
@@ -524,7 +528,7 @@ class Memory:
             if not fit.all():
                 found, peaks, microbatches = tuple(at[fit] for at in found), peaks[fit], microbatches[fit]
         for holds in self._holds.made():
-            holds.let_go(self.few_chunks)
+            holds.evict(self.few_chunks)
         return Peaks(found[0], found[1], found[2], peaks)
 
     def cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -536,7 +540,8 @@ class Memory:
         runs = self.sheet.runs(pipeline, whole((len(pipeline.at), len(self.sheet.batches), 1)))
         number = runs.num_microbatches
         shape = len(pipeline.at), len(self.sheet.batches), 1
-        return np.broadcast_to(np.asarray(number), shape)[found[0], found[1], 0]
+        numbers: np.ndarray = np.broadcast_to(np.asarray(number), shape)[found[0], found[1], 0]
+        return numbers
 
     def _peak(
         self, pipeline: Pipeline, parallel: ParallelSpec, shapes: StageShape, ranks: Sequence[int], state: _State,
@@ -548,7 +553,7 @@ class Memory:
         used[cells] = True
         pp, v = pipeline.pp, len(shapes)
         group = parallel.microbatch_group_size_per_vp_stage or pp
-        todo: dict[tuple[int, ...], list[tuple[Part, _Stage]]] = {}
+        todo: dict[tuple[int, ...], list[tuple[Subgrid, _Stage]]] = {}
         for part, stage in self._holds.each(lambda holds: self._stage(holds, shapes), used):
             todo.setdefault(stage.which, []).append((part, stage))
         for which, pieces in todo.items():
@@ -599,7 +604,9 @@ def _spread(values: np.ndarray, positions: Sequence[np.ndarray]) -> np.ndarray:
 
 def _at(values: np.ndarray, cells: tuple[np.ndarray, ...]) -> np.ndarray:
     """The entries of an array over a grid at some of its cells."""
-    return values[tuple(at if values.shape[axis] > 1 else np.zeros_like(at) for axis, at in enumerate(cells))]
+    index = tuple(at if values.shape[axis] > 1 else np.zeros_like(at) for axis, at in enumerate(cells))
+    found: np.ndarray = values[index]
+    return found
 
 
 # ---- time ----
@@ -612,7 +619,7 @@ class Times:
         self._memory, self._hardware, self._constants = memory, hardware, constants
         self._passes = Pieces(memory.asked, self._passes_of)
 
-    def _passes_of(self, part: Part) -> tuple[Part, Passes]:
+    def _passes_of(self, part: Subgrid) -> tuple[Subgrid, Passes]:
         runs: Any = self._memory.runs(None, part)
         return part, Passes(runs, self._memory.grid.context(part), self._hardware, self._constants)
 
@@ -622,7 +629,7 @@ class Times:
         used = np.zeros(grid.shape, bool)
         used[cells] = True
 
-        def seconds(of: tuple[Part, Passes]) -> Any:
+        def seconds(of: tuple[Subgrid, Passes]) -> Any:
             part, passes = of
             runs: Any = memory.runs(pipeline, part)
             return Step(runs, self._hardware, self._constants, passes=passes).time().seconds
@@ -632,8 +639,9 @@ class Times:
             for part, values in self._passes.each(seconds, used):
                 out[part.index] = values
         for _, passes in self._passes.made():
-            passes.let_go(memory.few_chunks)
-        return out[cells]
+            passes.evict(memory.few_chunks)
+        found: np.ndarray = out[cells]
+        return found
 
 
 # ---- all of it ----
@@ -763,7 +771,7 @@ def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:
     return peaks < few[number] if number < len(few) else np.ones(len(peaks), bool)
 
 
-def sorted_together(sheet: Sheet, found: Sequence[Fitting]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def sorted_batches(sheet: Sheet, found: Sequence[Fitting]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Layouts by step time, of equal ones by peak, of equal ones as the space lists them: in which of ``found`` each
     is, where in it, and its peak."""
     if not found:

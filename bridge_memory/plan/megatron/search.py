@@ -1,7 +1,7 @@
 """Which layouts fit, and which of them is the fastest.
 
-Every layout is estimated (all stages, to the byte what ``estimate`` says); what fits the card less its margin is given
-a step time (``speed``) and ranked by it. Layouts are evaluated together, as arrays (``many``), where numpy is installed
+Every layout is estimated (all stages, to the byte what ``estimate`` says); what fits the GPU less its margin is given a
+step time (``speed``) and ranked by it. Layouts are evaluated in batches, as arrays (``many``), where numpy is installed
 and arrays can say all of their memory, else one by one.
 """
 
@@ -9,118 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from bridge_memory.estimation import model_state, peaks
+from bridge_memory.plan.found import Found, Listed, Refused, Row, Rows
 from bridge_memory.plan.jobs import spread
-from bridge_memory.plan.megatron.space import AXES, Refused, Space, layouts, parallel_sizes
+from bridge_memory.plan.megatron.space import AXES, Space, layouts, parallel_sizes
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, show
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import StepTime, step_time
+from bridge_memory.verdict import MemoryLimit
 from bridge_memory.workspaces.driver import driver_bytes
 
 if TYPE_CHECKING:
     from bridge_memory.plan.megatron.many import Fitting, Sheet
 
-#: Step times that differ by less are a tie: the spread of measured over predicted time inside of a group of layouts
-#: (``references/search.md``).
-TIE = 0.05
-
-
-class Row(NamedTuple):
-    """One layout that fits."""
-
-    run: RunSpec
-    #: Of the stage with the highest peak, bytes.
-    peak: int
-    stage: int
-    #: Bytes of the card that are left, its margin taken off.
-    headroom: int
-    time: StepTime
-
-
-class Card(NamedTuple):
-    """What layouts have to fit."""
-
-    #: Bytes.
-    capacity: int
-    #: Of a peak, what the card must hold beyond it; never less of a higher one.
-    margin: Callable[[int], int]
-
-    def headroom(self, peak: int, driver: int = 0) -> int:
-        """Bytes that are left beside ``driver``, what libraries of the run allocate themselves."""
-        return self.capacity - peak - self.margin(peak) - driver
-
-    def holds(self, peak: int, driver: int = 0) -> bool:
-        return self.headroom(peak, driver) >= 0
-
-
-class Rows(Sequence[Row]):
-    """Layouts that fit, the fastest first."""
+class Layouts(Rows[StepTime]):
+    """Layouts that fit. Those that differ in their split alone are one choice."""
 
     def choice(self, number: int) -> object:
-        """Sizes, micro batch and recomputation of one, whatever its split."""
         row = self[number]
         p = row.run.parallel
         return p.tp, p.pp, p.cp, p.ep, p.etp, row.run.batch.micro_batch_size, row.run.recompute
 
-    def peaks(self) -> Iterable[int]:
-        """The highest of each."""
-        return [row.peak for row in self]
+    def best(self, number: int | None = None) -> tuple[Row[StepTime], ...]:
+        """The fastest layout of each choice; where nothing but the split varied, every split."""
+        found = super().best(number)
+        return found if len(found) > 1 else tuple(self[:number])
 
 
-class _Listed(Rows):
-    """Rows that were made one by one."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = tuple(rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: Any) -> Any:
-        return self._rows[number]
-
-
-class Found(NamedTuple):
-    """What a search found."""
-
-    #: The fastest first.
-    rows: Rows
-    looked_at: int
-    #: Of those looked at; and of them those whose model state alone is.
-    too_large: int
-    without_activations: int
-    #: Field -> layouts that it refused.
-    refused: Refused
-    #: Whether the search was ended before it was through.
-    stopped: bool = False
-    #: Whether layouts were evaluated together, and not one by one.
-    together: bool = False
-
-    def best(self, number: int) -> tuple[Row, ...]:
-        """The fastest, one for every choice of sizes, micro batch and recomputation: of several splits the best. Where
-        nothing else varied, splits are shown."""
-        out: dict[object, int] = {}
-        for i in range(len(self.rows)):
-            out.setdefault(self.rows.choice(i), i)
-            if len(out) == number:
-                break
-        shown = range(min(number, len(self.rows))) if len(out) == 1 else out.values()
-        return tuple([self.rows[i] for i in shown])
-
-    def front(self, most: int | None = None) -> tuple[Row, ...]:
-        """Layouts than which no other is both faster and smaller, the fastest first, and no more than ``most``."""
-        out: list[int] = []
-        least = None
-        for i, peak in enumerate(self.rows.peaks()):
-            if least is None or peak < least:
-                out.append(i)
-                least = peak
-                if len(out) == most:
-                    break
-        return tuple([self.rows[i] for i in out])
+class _Listed(Layouts, Listed[StepTime]):
+    """Layouts that were evaluated one by one."""
 
 
 def search(
@@ -131,18 +51,18 @@ def search(
     margin: Callable[[int], int],
     constants: Constants = DEFAULT,
     progress: Callable[[int, int], None] | None = None,
-    together: bool | None = None,
+    batched: bool | None = None,
     jobs: int = 1,
     backend: str | None = None,
     cache: str | None = None,
 ) -> Found:
     """Look at every layout of ``space``. Raises SpecError where the space is empty or no time is known.
 
-    ``capacity``: bytes of the card; ``margin``: of a peak, what the card must hold beyond it, never less of a higher
-    one; ``progress`` is told how many were looked at and how many fit; ``together``: whether layouts are evaluated as
-    arrays (None: where they can be); ``jobs``: processes, of this machine or of ``backend``, a name that joblib knows
-    (-1: all there are); ``cache``: a folder that keeps what blocks cost for later searches. KeyboardInterrupt ends the
-    search with what was found so far.
+    ``capacity``: bytes of the GPU; ``margin``: of a peak, what the GPU must hold beyond it, never less of a higher
+    one; ``progress`` is called with how many were looked at and how many fit; ``batched``: whether layouts are
+    evaluated as arrays (None: where they can be); ``jobs``: processes, of this machine or of ``backend``, a name that
+    joblib knows (-1: all there are); ``cache``: a folder that keeps what blocks cost for later searches.
+    KeyboardInterrupt ends the search with what was found so far.
     """
     i = space.base.implementation
     if i.torch_layers:
@@ -152,16 +72,16 @@ def search(
         )
     if not any(True for _ in parallel_sizes(space)):
         raise SpecError(f"world_size ({space.num_gpus}) is divided by no layout of the space{_bounds(space)}")
-    card = Card(capacity, margin)
-    tell = progress or (lambda looked_at, fitting: None)
-    if together or (together is None and _can_be_together(space)):
+    limit = MemoryLimit(capacity, margin)
+    report = progress or (lambda looked_at, fitting: None)
+    if batched or (batched is None and _can_be_batched(space)):
         try:
-            return _together(space, hardware, card, constants, tell, jobs, backend, cache)
+            return _in_batches(space, hardware, limit, constants, report, jobs, backend, cache)
         except (AttributeError, TypeError):
-            if together:
+            if batched:
                 raise
             # Some rule or formula does not take arrays; it takes numbers.
-    return _one_by_one(space, hardware, card, constants, tell, jobs, backend)
+    return _one_by_one(space, hardware, limit, constants, report, jobs, backend)
 
 
 def _bounds(space: Space) -> str:
@@ -174,7 +94,7 @@ def _bounds(space: Space) -> str:
     return f"; change {' or '.join(bounds)}" if bounds else ""
 
 
-def _can_be_together(space: Space) -> bool:
+def _can_be_batched(space: Space) -> bool:
     try:
         from bridge_memory.plan.megatron.many import expressible
     except ImportError:  # numpy is not installed
@@ -189,23 +109,23 @@ class _Alone:
 
     base: RunSpec
     hardware: Hardware
-    card: Card
+    limit: MemoryLimit
     constants: Constants
 
     def __call__(self, task: Sequence[tuple[ParallelSpec, BatchSpec, RecomputeSpec]]) -> list[Any] | None:
         runs = [self.base.with_(parallel=p, batch=b, recompute=r) for p, b, r in task]
-        if not self.card.holds(max(model_state(runs[0]))):
+        if not self.limit.holds(max(model_state(runs[0]))):
             return None
-        found = (_row(run, self.hardware, self.card, self.constants) for run in runs)
-        return [None if row is None else row[1:] for row in found]
+        found = (_row(run, self.hardware, self.limit, self.constants) for run in runs)
+        return [None if row is None else (row.peak, row.stage, row.headroom, row.time) for row in found]
 
 
 def _one_by_one(
-    space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None],
+    space: Space, hardware: Hardware, limit: MemoryLimit, constants: Constants, progress: Callable[[int, int], None],
     jobs: int, backend: str | None,
 ) -> Found:  # fmt: skip
     refused = Refused()
-    rows: list[Row] = []
+    rows: list[Row[StepTime]] = []
     looked_at = too_large = without_activations = 0
     stopped = False
 
@@ -213,15 +133,15 @@ def _one_by_one(
         """Some runs, and their rows (None for what does not fit), or None where model state alone is too large."""
         if jobs == 1 and backend is None:
             for alike in layouts(space, refused):
-                if not card.holds(max(model_state(alike[0]))):
+                if not limit.holds(max(model_state(alike[0]))):
                     yield alike, None
                 else:
-                    yield from (([run], [_row(run, hardware, card, constants)]) for run in alike)
+                    yield from (([run], [_row(run, hardware, limit, constants)]) for run in alike)
             return
         groups = list(layouts(space, refused))
         # Runs are not sent to other processes: their model would be each time.
         tasks = [[(run.parallel, run.batch, run.recompute) for run in alike] for alike in groups]
-        work = _Alone(space.base, hardware, card, constants)
+        work = _Alone(space.base, hardware, limit, constants)
         for alike, found in zip(groups, spread(jobs, work, tasks, backend), strict=True):
             yield alike, found and [values and Row(run, *values) for run, values in zip(alike, found, strict=True)]
 
@@ -237,25 +157,24 @@ def _one_by_one(
             progress(looked_at + without_activations, len(rows))
     except KeyboardInterrupt:
         stopped = True
-    rows.sort(key=lambda row: (row.time.seconds, row.peak))
     number = looked_at + without_activations
-    return Found(_Listed(rows), number, too_large + without_activations, without_activations, refused, stopped)
+    return Found(_Listed(rows), number, too_large + without_activations, refused, stopped, without_activations)
 
 
-def _row(run: RunSpec, hardware: Hardware, card: Card, constants: Constants) -> Row | None:
+def _row(run: RunSpec, hardware: Hardware, limit: MemoryLimit, constants: Constants) -> Row[StepTime] | None:
     """One layout, or None where it does not fit."""
     stages = peaks(run)
     stage = max(range(len(stages)), key=lambda i: stages[i].peak_bytes)
     peak = stages[stage].peak_bytes
-    headroom = card.headroom(peak, driver_bytes(run))
+    headroom = limit.headroom(peak, driver_bytes(run))
     return None if headroom < 0 else Row(run, peak, stage, headroom, step_time(run, hardware, constants))
 
 
-# ---- together ----
+# ---- batched ----
 
 
-def _together(
-    space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None],
+def _in_batches(
+    space: Space, hardware: Hardware, limit: MemoryLimit, constants: Constants, progress: Callable[[int, int], None],
     jobs: int, backend: str | None, cache: str | None,
 ) -> Found:  # fmt: skip
     from bridge_memory.plan.megatron.many import Sheet, fitting
@@ -271,7 +190,7 @@ def _together(
     looked_at = without_activations = fit = 0
     stopped = False
     try:
-        for few in fitting(sheet, hardware, constants, card.holds, refused, jobs, backend, costs):
+        for few in fitting(sheet, hardware, constants, limit.holds, refused, jobs, backend, costs):
             found.append(few)
             looked_at += few.looked_at
             without_activations += few.without_activations
@@ -279,25 +198,25 @@ def _together(
             progress(looked_at, fit)
     except KeyboardInterrupt:
         stopped = True
-    rows = _Together(sheet, found, lambda run: _row(run, hardware, card, constants), cache)
-    return Found(rows, looked_at, looked_at - fit, without_activations, refused, stopped, True)
+    rows = _Batched(sheet, found, lambda run: _row(run, hardware, limit, constants), cache)
+    return Found(rows, looked_at, looked_at - fit, refused, stopped, without_activations, batched=True)
 
 
-class _Together(Rows):
+class _Batched(Layouts):
     """Rows that are made when they are asked for: of a hundred thousand a few are shown."""
 
     def __init__(
-        self, sheet: Sheet, found: Sequence[Fitting], make: Callable[[RunSpec], Row | None], cache: str | None
+        self, sheet: Sheet, found: Sequence[Fitting], make: Callable[[RunSpec], Row[StepTime] | None], cache: str | None
     ) -> None:
         """``cache``: the folder that what blocks cost may be from."""
-        from bridge_memory.plan.megatron.many import sorted_together
+        from bridge_memory.plan.megatron.many import sorted_batches
 
         self._cache = cache
 
         self._sheet, self._found, self._make = sheet, found, make
         #: In order: in which of ``found`` a row is, where in it, and its peak.
-        self._of, self._at, self._peaks = sorted_together(sheet, found)
-        self._made: dict[int, Row] = {}
+        self._of, self._at, self._peaks = sorted_batches(sheet, found)
+        self._made: dict[int, Row[StepTime]] = {}
 
     def __len__(self) -> int:
         return len(self._of)
@@ -328,9 +247,5 @@ class _Together(Rows):
         return pipeline.pp, self._sheet.sizes[pipeline.at[sizes]], batch, pipeline.recomputes[recompute]
 
     def peaks(self) -> Iterable[int]:
-        return self._peaks.tolist()
-
-
-def ties(rows: Sequence[Row]) -> int:
-    """How many of the first rows are as fast as the first, as far as the time model can tell."""
-    return sum(row.time.seconds <= rows[0].time.seconds * (1 + TIE) for row in rows) if rows else 0
+        peaks: list[int] = self._peaks.tolist()
+        return peaks

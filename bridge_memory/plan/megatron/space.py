@@ -8,7 +8,6 @@ and keeps what divides. Of PP and EP it has every divisor: GPUs that are no powe
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -16,6 +15,7 @@ from math import isqrt
 from typing import Any, NamedTuple
 
 from bridge_memory.caveats.ignored import idle_modules
+from bridge_memory.plan.found import Refused
 from bridge_memory.plan.megatron.splits import NO_SPLIT, splits
 from bridge_memory.spec import ParallelSpec, RecomputeSpec, RunSpec, SpecError
 from bridge_memory.spec.limits import limits_of
@@ -75,24 +75,14 @@ class Space(NamedTuple):
         idle = set() if self.base.model.has_experts else {"ep"}
         powers = [axis for axis in POWERS if axis not in self.fixed]
         divisors = [axis for axis in ("pp", "ep") if axis not in self.fixed | idle]
-        parts = [f"powers of two of {', '.join(powers)}"] if powers else []
+        parts = [f"{', '.join(powers)} in powers of two"] if powers else []
         if divisors:
             parts.append(f"every {' and '.join(divisors)} that divides")
         if "split" not in self.fixed:
-            parts.append("one or two splits of the layers a number of chunks")
+            parts.append("one or two splits of the layers for each number of virtual stages")
         if "recompute" not in self.fixed:
-            parts.append("one, two or all modules recomputed, or whole layers")
-        return "; ".join(parts) or "what the flags leave open"
-
-
-class Refused(Counter[str]):
-    """Layouts that are refused, by the field that the refusal begins with."""
-
-    def add(self, error: SpecError, number: int = 1) -> None:
-        text = str(error)
-        field = text.split(" ", 1)[0].rstrip(":,")
-        words, value, _ = text.partition(" (")
-        self[words if value and "_" not in field and words.count(" ") < 4 else field] += number
+            parts.append("recompute none, one, two or all modules, or whole layers")
+        return "; ".join(parts) or "nothing beyond what the flags give"
 
 
 def layouts(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:

@@ -1,4 +1,4 @@
-"""Ways to deal a model's layers out over pipeline stages and virtual chunks."""
+"""Splits of a model's layers over pipeline stages and virtual chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to run a model under engines outside of megatron-core that a search looks at: what a user of DDP, FSDP or
+"""The configurations of a run under PyTorch's engines and DeepSpeed that a search looks at: what a user of DDP, FSDP or
 ZeRO can change while the GPUs and the sequences of a step stay.
 
 There is no tensor, pipeline or context parallelism here: an engine, what it divides over which ranks, the micro batch,
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from bridge_memory.plan.megatron.space import Refused
+from bridge_memory.plan.found import Refused
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import ENGINE_OPTIONS, ENGINES
 from bridge_memory.spec.transformers import family_of, usable_attention
@@ -49,15 +49,7 @@ FUSED_LOSS = "fused_linear_cross_entropy"
 Fields = dict[str, Any]
 
 
-class Configuration(NamedTuple):
-    """One run of the space."""
-
-    run: RunSpec
-    #: "group.field" -> value, of what differs from the run of its engine as it was given.
-    fields: Fields
-
-
-class EngineSpace(NamedTuple):
+class Space(NamedTuple):
     """What varies, and around what."""
 
     #: Engine -> the run that the flags describe with it, on all GPUs and with all sequences of the step.
@@ -71,13 +63,13 @@ class EngineSpace(NamedTuple):
     exhaustive: bool = False
 
     def rule(self) -> str:
-        """Which of all ways are looked at, in words."""
+        """Which of all configurations are looked at, in words."""
         several = {axis for axis in _OF_AXIS if any(len(_values(self, axis, b)) > 1 for b in self.bases.values())}
         several |= {"mbs"} - self.fixed | ({"engine"} if len(self.bases) > 1 else set())
         varies = [axis for axis in AXES if axis in several]
         if not varies:
-            return "what the flags leave open"
-        often = "every micro batch that divides" if self.exhaustive else "powers of two of mbs"
+            return "nothing beyond what the flags give"
+        often = "every micro batch that divides" if self.exhaustive else "mbs in powers of two"
         others = f"all of {', '.join(axis for axis in varies if axis != 'mbs')}" if varies != ["mbs"] else ""
         return "; ".join(words for words in (often * ("mbs" in varies), others) if words)
 
@@ -111,14 +103,14 @@ def is_of(engine: str, field: str) -> bool:
     )}.get(engine, ())  # fmt: skip
 
 
-def configurations(space: EngineSpace, refused: Refused) -> Iterator[list[Configuration]]:
-    """Every way of the space, those together that have all but micro batch and passes in common."""
+def configurations(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:
+    """Every run of the space, those together that differ in micro batch, checkpointing and kernels alone."""
     for base in space.bases.values():
         total, ranks = base.batch.global_batch_size, base.parallel.data_parallel_size
         of_engine = [_values(space, axis, base) for axis in _OF_ENGINE]
         of_passes = [_values(space, axis, base) for axis in _OF_PASSES]
         for kept in product(*of_engine):
-            alike: list[Configuration] = []
+            alike: list[RunSpec] = []
             for mbs in _micro_batches(space, base):
                 number = 1
                 for values in of_passes:
@@ -131,14 +123,14 @@ def configurations(space: EngineSpace, refused: Refused) -> Iterator[list[Config
                     for chosen in (*kept, *passed):
                         fields |= chosen
                     try:
-                        alike.append(Configuration(base.with_fields(**fields) if fields else base, fields))
+                        alike.append(base.with_fields(**fields) if fields else base)
                     except SpecError as error:
                         refused.add(error)
             if alike:
                 yield alike
 
 
-def _micro_batches(space: EngineSpace, base: RunSpec) -> list[int]:
+def _micro_batches(space: Space, base: RunSpec) -> list[int]:
     if "mbs" in space.fixed:
         return [base.batch.micro_batch_size]
     low, high = space.micro_batches
@@ -146,7 +138,7 @@ def _micro_batches(space: EngineSpace, base: RunSpec) -> list[int]:
     return list(sizes) if space.exhaustive else [n for n in sizes if n & (n - 1) == 0]
 
 
-def _values(space: EngineSpace, axis: str, base: RunSpec) -> list[Fields]:
+def _values(space: Space, axis: str, base: RunSpec) -> list[Fields]:
     """The values of one axis under an engine, each as the fields that it changes; the first changes none."""
     if axis in space.fixed:
         return [{}]
@@ -155,12 +147,18 @@ def _values(space: EngineSpace, axis: str, base: RunSpec) -> list[Fields]:
     return [{}, *(fields for fields in found if fields not in same)] if same else found
 
 
+def changed_fields(run: RunSpec, base: RunSpec) -> Fields:
+    """"group.field" -> value, of what a search changed in ``base`` to make ``run``."""
+    names = dict.fromkeys(name for fields in AXES.values() for name in fields)
+    return {name: _at(run, name) for name in names if _at(run, name) != _at(base, name)}
+
+
 def _at(run: RunSpec, name: str) -> Any:
     group, _, field = name.partition(".")
     return getattr(getattr(run, group), field)
 
 
-def _checkpointing(space: EngineSpace, base: RunSpec) -> list[Fields]:
+def _checkpointing(space: Space, base: RunSpec) -> list[Fields]:
     on, kind, part = AXES["checkpointing"][:3]
     if not base.implementation.torch_layers:
         full = {"recompute.granularity": "full", "recompute.method": "uniform", "recompute.num_layers": 1}
@@ -173,7 +171,7 @@ def _checkpointing(space: EngineSpace, base: RunSpec) -> list[Fields]:
     return [{on: False, kind: None}, {on: True, kind: True}, {on: True, kind: False}]
 
 
-def _reshard(space: EngineSpace, base: RunSpec) -> list[Fields]:
+def _reshard(space: Space, base: RunSpec) -> list[Fields]:
     """Of FSDP1 ``_shard`` says the strategies over all ranks or over some; this one which frees after forward."""
     if base.data_parallel.engine == "fsdp2":
         both = [{"fsdp.reshard_after_forward": value} for value in (None, False)]
@@ -187,7 +185,7 @@ def _strategies(hybrid: bool) -> tuple[str, str]:
     return ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2") if hybrid else ("FULL_SHARD", "SHARD_GRAD_OP")
 
 
-def _shard(space: EngineSpace, base: RunSpec) -> list[Fields]:
+def _shard(space: Space, base: RunSpec) -> list[Fields]:
     """All ranks, or those of a node, or with ``exhaustive`` every divisor; of FSDP1 with what is freed after forward,
     since one word says both."""
     engine, ranks = base.data_parallel.engine, base.parallel.data_parallel_size
@@ -206,14 +204,14 @@ def _shard(space: EngineSpace, base: RunSpec) -> list[Fields]:
     return [{}]
 
 
-def _accumulation(space: EngineSpace, base: RunSpec) -> list[Fields]:
+def _accumulation(space: Space, base: RunSpec) -> list[Fields]:
     """FSDP keeps whole gradients from one microbatch to the next unless it reduces them in each."""
     if base.data_parallel.engine not in ("fsdp1", "fsdp2"):
         return [{}]
     return [{"data_parallel.sync_each_batch": value} for value in (False, True)]
 
 
-def _overlap(space: EngineSpace, base: RunSpec) -> list[Fields]:
+def _overlap(space: Space, base: RunSpec) -> list[Fields]:
     engine = base.data_parallel.engine
     if engine == "ddp":
         return [{"ddp.gradient_as_bucket_view": value} for value in (False, True)]
@@ -222,7 +220,7 @@ def _overlap(space: EngineSpace, base: RunSpec) -> list[Fields]:
     return [{}]
 
 
-def _offload(space: EngineSpace, base: RunSpec) -> list[Fields]:
+def _offload(space: Space, base: RunSpec) -> list[Fields]:
     engine, (fsdp, optimizer, parameters) = base.data_parallel.engine, AXES["offload"]
     if engine in ("fsdp1", "fsdp2"):
         return [{fsdp: value} for value in (False, True)]
@@ -234,7 +232,7 @@ def _offload(space: EngineSpace, base: RunSpec) -> list[Fields]:
     return found
 
 
-def _attention(space: EngineSpace, base: RunSpec) -> list[Fields]:
+def _attention(space: Space, base: RunSpec) -> list[Fields]:
     if not base.implementation.torch_layers or base.implementation.own_layers:
         return [{}]
     usable = usable_attention(base.model.model_type, base.transformers)
@@ -242,7 +240,7 @@ def _attention(space: EngineSpace, base: RunSpec) -> list[Fields]:
     return [{"transformers.attn_implementation": name} for name in names]
 
 
-def _liger(space: EngineSpace, base: RunSpec) -> list[Fields]:
+def _liger(space: Space, base: RunSpec) -> list[Fields]:
     """None, the fused loss alone, and what ``use_liger_kernel`` means for the family."""
     if not base.implementation.torch_layers or base.implementation.own_layers:
         return [{}]

@@ -25,10 +25,11 @@ from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.readers.engines.torchtitan import read_torchtitan
 from bridge_memory.readers.engines.training_args import read_training_args
 from bridge_memory.readers.resolve import resolve_model
-from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec, SpecError, show
 from bridge_memory.spec.parts import ENGINE_OPTIONS, layers_by_default
 from bridge_memory.spec.run import GROUPS
 
+Path = str | os.PathLike[str]
 #: Kind of file -> what to give, for messages.
 KINDS = {
     "deepspeed": "a DeepSpeed config (JSON)", "accelerate": "accelerate's YAML",
@@ -163,22 +164,59 @@ def fields_of(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def run_from_files(
-    model: ModelSpec | str | None = None, *, world_size: int | None = None, seq_length: int | None = None,
-    deepspeed: str | None = None, accelerate: str | None = None, training_args: str | None = None,
-    torchtitan: str | None = None, peft_config: str | None = None,
+    model: ModelSpec | Path | None = None, *, world_size: int | None = None, seq_length: int | None = None,
+    deepspeed: Path | None = None, accelerate: Path | None = None, training_args: Path | None = None,
+    torchtitan: Path | None = None, peft_config: Path | None = None,
 ) -> RunSpec:  # fmt: skip
-    """The run that the files describe. ``model``: a ModelSpec or what ``resolve_model`` takes; None where torchtitan's
-    TOML names one that is known. Raises SpecError."""
-    if model is None and torchtitan is not None:
-        model = settings_from_files(torchtitan=torchtitan).model
+    """Read the configuration files of DeepSpeed, accelerate, the HF Trainer or torchtitan as a run.
+
+    Several files may describe one run. Words of TrainingArguments win over accelerate's.
+
+    Args:
+        model: What is trained, a ModelSpec or what ``resolve_model`` takes. None: the model that torchtitan's file
+            names.
+        world_size: GPUs of the job. None: as a file says it, else 1.
+        seq_length: Tokens of a sequence. None: as a file says it, else 4096.
+        deepspeed: A DeepSpeed config (JSON).
+        accelerate: The YAML of ``accelerate config``.
+        training_args: TrainingArguments as JSON or YAML.
+        torchtitan: torchtitan's TOML, which describes the whole run.
+        peft_config: peft's adapter_config.json.
+
+    Returns:
+        The run. Its ``assumptions`` say what the files leave to the script.
+
+    Raises:
+        SpecError: A file cannot be read, contradicts another, or asks for what is not estimated.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from bridge_memory import run_from_files
+        >>> config = Path("ds_config.json")
+        >>> _ = config.write_text('''{
+        ...     "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "bf16": {"enabled": true},
+        ...     "zero_optimization": {"stage": 3}
+        ... }''')
+        >>> run = run_from_files("meta-llama/Llama-3.1-8B", deepspeed=config, world_size=8)
+        >>> run.data_parallel.engine, run.batch.global_batch_size
+        ('zero3', 64)
+    """
+    files = {
+        "deepspeed": deepspeed, "accelerate": accelerate, "training_args": training_args, "torchtitan": torchtitan,
+        "peft_config": peft_config,
+    }  # fmt: skip
+    paths: dict[str, Any] = {}
+    for kind, path in files.items():
+        if path is not None and not isinstance(path, (str, os.PathLike)):
+            raise SpecError(f"{kind} ({show(path)}) is no path; give that of {KINDS[kind]}")
+        paths[kind] = None if path is None else os.fspath(path)
+    if model is None and paths["torchtitan"] is not None:
+        model = settings_from_files(torchtitan=paths["torchtitan"]).model
     if model is None:
         raise SpecError("the model is missing; name a preset, a path or a Hub id")
-    spec = resolve_model(model) if isinstance(model, str) else model
-    settings = settings_from_files(
-        deepspeed=deepspeed, accelerate=accelerate, training_args=training_args, torchtitan=torchtitan,
-        peft_config=peft_config,
-        told=Specified(world_size=world_size, hidden_size=spec.hidden_size, model_type=spec.model_type),
-    )  # fmt: skip
+    spec = model if isinstance(model, ModelSpec) else resolve_model(model)
+    told = Specified(world_size=world_size, hidden_size=spec.hidden_size, model_type=spec.model_type)
+    settings = settings_from_files(**paths, told=told)
     settings.notes.check()
     given = fields_of(settings)
     if seq_length is not None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from bridge_memory.cards.generations import AMD, DEFAULT_GENERATION
+from bridge_memory.cards.names import gpu_of_name
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.megatron_args.arguments import Arguments
 from bridge_memory.readers.megatron_args.beside_model import beside_model, trained
@@ -13,7 +15,7 @@ from bridge_memory.readers.megatron_args.container import MegatronLM, container_
 from bridge_memory.readers.megatron_args.parsing import RawArguments, is_namespace, read_arguments
 from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Release, Running
 from bridge_memory.spec import ModelSpec, RunSpec, SpecError
-from bridge_memory.spec.gpu_names import AMD, DEFAULT_GENERATION, gpu_of_name, taken_as_nvidia
+from bridge_memory.spec.gpus import taken_as_nvidia
 from bridge_memory.spec.release import read_release
 
 
@@ -28,18 +30,35 @@ def run_from_megatron_args(
     env: Mapping[str, object] | None = None,
     model: ModelSpec | None = None,
 ) -> RunSpec:
-    """A RunSpec from Megatron-LM arguments, unset ones at Megatron-LM's defaults for that release.
+    """Read Megatron-LM's arguments as a run. Unset ones have Megatron-LM's defaults for the release.
 
-    ``args``: a dict (``{"--num-layers": 32}``), a list of words, a command line, the text of a launch
-    script or of a functional test's YAML, or the parsed arguments (``megatron.training.get_args()``).
-    ``world_size``: number of ranks; taken from a script's torchrun options or the parsed arguments where they
-    have it. ``gpu``: a GPU's name, for workspace sizes. ``env``: its CUBLAS_WORKSPACE_CONFIG,
-    PYTORCH_CUDA_ALLOC_CONF and NVTE_* variables matter. ``model``: what is trained, where the arguments need
-    not say it; sizes that both say have to agree. ``megatron_core``, ``transformer_engine``, ``torch``: the
-    releases that run, as (0, 16) or "0.16.1".
+    Args:
+        args: A command line, a list of words, a dict such as ``{"--num-layers": 32}``, the text of a launch script or
+            of a functional test's YAML, or the parsed arguments (``megatron.training.get_args()``).
+        world_size: GPUs of the job. None: those of the script's torchrun options or of the parsed arguments.
+        gpu: A GPU's name, for the sizes of workspaces.
+        megatron_core: The release that runs, as (0, 16) or "0.16.1".
+        transformer_engine: Likewise.
+        torch: Likewise.
+        env: The job's environment. CUBLAS_WORKSPACE_CONFIG, PYTORCH_CUDA_ALLOC_CONF and NVTE_* matter.
+        model: What is trained, where the arguments need not say it. Sizes that both say have to agree.
 
-    Raises SpecError for missing or contradictory arguments. Arguments that change memory and are not
-    modelled, and arguments that nobody here knows, are listed in ``RunSpec.not_modelled``.
+    Returns:
+        The run. Its ``not_modelled`` lists arguments that change memory and are not modelled, and unknown ones.
+
+    Raises:
+        SpecError: Arguments are missing, or contradict each other.
+
+    Example:
+        >>> from bridge_memory import run_from_megatron_args
+        >>> run = run_from_megatron_args(
+        ...     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --bf16 "
+        ...     "--max-position-embeddings 4096 --vocab-size 32000 --micro-batch-size 1 --global-batch-size 64 "
+        ...     "--tensor-model-parallel-size 2",
+        ...     world_size=8,
+        ... )
+        >>> run.num_microbatches
+        16
     """
     # Containers ask megatron_args what a field of the same name is to memory.
     from bridge_memory.readers.config_container import run_of_container
@@ -82,6 +101,6 @@ def _container(
 
 
 def gpu_architecture(gpu: str | None) -> str:
-    """The generation that a GPU's name says (``gpu_names.GENERATIONS``); hopper where it says none of NVIDIA's."""
+    """The generation that a GPU's name says (``generations.GENERATIONS``); hopper where it says none of NVIDIA's."""
     known = gpu_of_name(gpu) if gpu else None
     return (known and known.generation) or DEFAULT_GENERATION

@@ -96,7 +96,7 @@ ORDERS: dict[str, str] = {
     "2 bytes for each element of the largest weight": """
         grad_accum_wgrad_dtype
     """,
-    "as large as what the optimizer's step makes in passing": """
+    "as large as the temporaries of the optimizer's step": """
         optimizer_cuda_graph
     """,
     "4 bytes for each element that Muon does not update, in the states of the other optimizer": """
@@ -157,7 +157,7 @@ ORDERS: dict[str, str] = {
     "8 b n s / t bytes, of one layer at a time": """
         log_max_attention_logit qk_clip
     """,
-    "as large as what one MLP makes in passing": """
+    "as large as the temporaries of one MLP": """
         mlp_chunks_for_training
     """,
     "as large as what a dense or shared MLP saves, in every layer that has one": """

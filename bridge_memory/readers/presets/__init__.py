@@ -9,7 +9,13 @@ _SUFFIX = ".json"
 
 
 def list_presets() -> list[str]:
-    """Every preset as ``org/name``, sorted without regard to case."""
+    """List the models whose configs ship with the package, as ``org/name``, sorted without regard to case.
+
+    Example:
+        >>> from bridge_memory import list_presets
+        >>> "meta-llama/Llama-3.1-8B" in list_presets()
+        True
+    """
     names = [f[: -len(_SUFFIX)].replace("__", "/", 1) for f in os.listdir(_FOLDER) if f.endswith(_SUFFIX)]
     return sorted(names, key=str.lower)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.rehearsal.tracker import Tracker
 from bridge_memory.spec import RunSpec
-from bridge_memory.workspaces.caching_allocator import CachingAllocator
+from bridge_memory.workspaces.caching_allocator import CachingAllocator, Reserved, reserved_by
 
 #: Engines of which every tensor is made on a stream that is known here, and no block waits for another stream.
 FOLLOWED = ("single", "ddp", "fsdp2")
@@ -27,22 +27,6 @@ _OF_FSDP2 = {
     "all_gather_copy_in_stream": "all-gather", "all_gather_stream": "all-gather (collective)",
     "reduce_scatter_stream": "reduce-scatter", "all_reduce_stream": "all-reduce",
 }
-
-
-class Reserved(NamedTuple):
-    """Bytes that the allocator reserved at most in the steps of a rehearsal, as it is and with
-    ``expandable_segments:True``; of either what each stream has at the end: (its name, bytes)."""
-
-    segments: int
-    expandable: int
-    of_streams: tuple[tuple[str, int], ...]
-    of_streams_expandable: tuple[tuple[str, int], ...]
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "segments": self.segments, "expandable_segments": self.expandable,
-            "streams": dict(self.of_streams), "streams_expandable_segments": dict(self.of_streams_expandable),
-        }  # fmt: skip
 
 
 def why_not(run: RunSpec) -> str | None:
@@ -76,8 +60,7 @@ class Follower:
         """``model``: what the engine made of it. The allocators follow no longer."""
         self.tracker.heard = None
         names = _stream_names(model)
-        streams = [_named(a.by_stream(), names) for a in (self._plain, self._expandable)]
-        return Reserved(self._plain.peak_reserved, self._expandable.peak_reserved, *streams)
+        return reserved_by(self._plain, self._expandable, lambda stream: names.get(stream, "another stream"))
 
 
 def _current_stream() -> Hashable:
@@ -96,20 +79,12 @@ def _stream_names(model: Any) -> dict[Hashable, str]:
     return found
 
 
-def _named(of_streams: dict[Hashable, int], names: dict[Hashable, str]) -> tuple[tuple[str, int], ...]:
-    sums: dict[str, int] = {}
-    for stream, nbytes in of_streams.items():
-        name = names.get(stream, "another stream")
-        sums[name] = sums.get(name, 0) + nbytes
-    return tuple(sorted(sums.items(), key=lambda item: -item[1]))
-
-
 def lines(found: Reserved, segments: int | None, expandable: int | None) -> Sequence[str]:
     """As people read them, beside the two that the estimate's own storages give where those can be followed."""
     table = [Line("reserved, replayed", segments, found.segments),
              Line("with expandable_segments", expandable, found.expandable)]
     return ["", *(str(line) for line in table),
-            *(f"  {name:26}{'':>18}{nbytes:>18,}" for name, nbytes in found.of_streams_expandable)]  # fmt: skip
+            *(f"  {name:26}{'':>18}{nbytes:>18,}" for name, nbytes in found.expandable_of)]  # fmt: skip
 
 
 class Line(NamedTuple):

@@ -24,8 +24,8 @@ from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import ALL_LINEAR
 
 if TYPE_CHECKING:
-    from bridge_memory.rehearsal.torch.reserved import Reserved
     from bridge_memory.rehearsal.tracker import Tracker
+    from bridge_memory.workspaces.caching_allocator import Reserved
 
 _STEPS = 3
 

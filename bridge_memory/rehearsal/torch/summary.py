@@ -1,4 +1,4 @@
-"""Phase by phase: what the estimate predicts and what the real engine took, in bytes of one rank."""
+"""Memory by phase, bytes of one rank: predicted, and allocated by the real engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from bridge_memory.estimation import stage_phases
 from bridge_memory.spec import RunSpec
 
 
-class Row(NamedTuple):
-    """``predicted`` is None where a phase is not modelled, ``found`` where it does not run without a GPU."""
+class ComparedPhase(NamedTuple):
+    """``predicted``: None where a phase is not modelled; ``found``: None where it does not run without a GPU."""
 
     phase: Phase
     predicted: int | None
@@ -27,15 +27,16 @@ class Row(NamedTuple):
         }  # fmt: skip
 
 
-def rows(run: RunSpec, found: Mapping[Phase, int]) -> list[Row]:
-    """Every phase that either knows, of a run with one stage."""
+def rows(run: RunSpec, found: Mapping[Phase, int]) -> list[ComparedPhase]:
+    """Every phase of the prediction or the rehearsal, of a run with one stage."""
     ours = stage_phases(run, 0)
-    return [Row(phase, ours.get(phase), found.get(phase)) for phase in Phase if phase in ours or phase in found]
+    known = [phase for phase in Phase if phase in ours or phase in found]
+    return [ComparedPhase(phase, ours.get(phase), found.get(phase)) for phase in known]
 
 
-def lines(table: Sequence[Row]) -> list[str]:
-    """The rows as people read them."""
-    out = [f"{'':28}{'estimate':>18}{'real':>18}{'difference':>16}{'%':>8}"]
+def lines(table: Sequence[ComparedPhase]) -> list[str]:
+    """The rows as lines of text."""
+    out = [f"{'':28}{'predicted':>18}{'rehearsed':>18}{'difference':>16}{'%':>8}"]
     for row in table:
         numbers = (row.predicted, row.found, row.difference)
         line = f"{row.phase!s:28}" + "".join(

@@ -1,2 +1,2 @@
-"""An estimate as a page: what it draws (``data.page_data``), how it is drawn (``charts.js``, ``style.css``), and all of
-it in one file (``one_file``). The page of ``serve`` draws with the same files."""
+"""An estimate as a page: its data (``data.page_data``), charts (``charts.js``, ``style.css``) and the one-file report
+(``one_file``). The page of ``serve`` uses the same charts."""

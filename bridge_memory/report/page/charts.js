@@ -1,7 +1,7 @@
 // Charts of an estimate: stages as stacked bars, a stage over one training step, the peak as a treemap.
 //
-// Plain ES module, no dependencies. Each function draws into an element that is given, takes pieces of page_data()
-// (schema bridge-memory/page/1) and gives back {destroy()}. Text from the data becomes text nodes only.
+// Plain ES module, no dependencies. Each function draws into a given element, takes parts of page_data() (schema
+// bridge-memory/page/2) and returns {destroy()}. Text from the data becomes text nodes only.
 
 const UNITS = { GiB: 2 ** 30, MiB: 2 ** 20, GB: 1e9, MB: 1e6 };
 export const ROLES = ["weights", "gradients", "optimizer", "buffers", "activation", "transient"];
@@ -14,7 +14,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 // ---- small things ----
 
-// Making a format takes longer than a hundred uses of it.
+// Creating a format takes longer than a hundred uses.
 const FORMATS = [0, 1, 2].map((digits) => new Intl.NumberFormat("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
 
 export function formatBytes(bytes, unit = "GiB") {
@@ -188,12 +188,12 @@ export function expand(timeline) {
   add(passes.length, -1, 1, 0, 0, 0);
   add(passes.length, 0, 1, 0, 0, timeline.in_step, timeline.carried_over);
   const describe = (point) => {
-    if (point.pass < 0) return ["start of the step", "what the last step left is still there"];
+    if (point.pass < 0) return ["start of the step", "with what is carried over from the last step"];
     if (point.pass === passes.length) return point.step < 0 ? ["end of the passes", ""] : ["optimizer step", ""];
     const one = passes[point.pass], phase = PHASES[one[0]];
     const where = (chunk) => (chunks.length > 1 ? `, ${chunks[chunk].name}` : "");
     if (one[0] === 2) {
-      return [`microbatch ${one[4]} forward${where(one[5])} beside ${one[1]} backward${where(one[2])}`, "layer by layer"];
+      return [`forward of microbatch ${one[4]}${where(one[5])}, overlapped with backward of ${one[1]}${where(one[2])}`, "layer by layer"];
     }
     const pass = `${phase} of microbatch ${one[1]}${where(one[2])}`;
     if (point.step < 0) return [pass, one[0] ? "before its first layer" : "after its last layer"];
@@ -250,10 +250,10 @@ export function stepTimeline(element, timeline, options = {}) {
   element.classList.add("bm-host");
   if (timeline.followed < timeline.microbatches) {
     element.firstChild.append(html("p", { class: "bm-note" },
-      `${timeline.followed} of ${timeline.microbatches} microbatches are drawn; the others are like those in the middle.`));
+      `${timeline.followed} of ${timeline.microbatches} microbatches are drawn; those left out repeat the middle ones.`));
   }
   element.firstChild.append(html("p", { class: "bm-note" },
-    "Operations come in the order of the real schedule; widths are layers (backward twice as wide), not seconds. Arrow keys move from one operation to the next, P goes to the peak, + and \u2212 zoom."));
+    "Operations are in the order of the pipeline schedule. Widths are layers (backward is twice as wide), not seconds. Arrow keys: next operation; P: peak; + and \u2212: zoom."));
 
   const made = responsive(plot, (width) => {
     const height = options.height ?? Math.max(220, Math.min(360, Math.round(width * 0.42)));
@@ -268,7 +268,7 @@ export function stepTimeline(element, timeline, options = {}) {
     redraw = () => {
       const { from, to } = state;
       const x = (at) => margin.left + (inner.width * (at - from)) / (to - from);
-      // Of the points on one column of pixels the highest is drawn.
+      // In each column of pixels the highest point is drawn.
       let shown = points.filter((p, i) => p.x >= from && p.x <= to || (points[i + 1]?.x >= from && p.x < from) || (points[i - 1]?.x <= to && p.x > to));
       if (shown.length > 2 * inner.width) {
         const columns = new Map();
@@ -309,7 +309,7 @@ export function stepTimeline(element, timeline, options = {}) {
       for (const span of all.spans) {
         if (span.end < from || span.begin > to) continue;
         const left = x(span.begin), wide = x(span.end) - left, one = timeline.passes[span.pass];
-        if (wide < 0.5 && left < drawnTo) continue; // Of several passes on half a pixel one is drawn.
+        if (wide < 0.5 && left < drawnTo) continue; // One of several passes on half a pixel is drawn.
         drawnTo = left + 0.5;
         strip.append(svg("rect", { class: `bm-pass bm-pass-${PHASES[one[0]]}`, x: left, y: top, width: Math.max(0.5, wide - (wide > 3 ? 1 : 0)), height: 14 }));
         if (wide > 8 * String(one[1]).length + 6) strip.append(svg("text", { class: "bm-pass-text", x: left + wide / 2, y: top + 11, "text-anchor": "middle" }, one[1]));
@@ -331,14 +331,14 @@ export function stepTimeline(element, timeline, options = {}) {
       }
       const cursor = svg("line", { class: "bm-cursor", y1: margin.top, y2: margin.top + inner.height + 20 });
       root.append(cursor);
-      const mark = (tell) => {
+      const mark = (withTip) => {
         const p = points[state.at], w = words(p);
         cursor.setAttribute("x1", x(p.x)); cursor.setAttribute("x2", x(p.x));
         cursor.style.display = p.x < from || p.x > to ? "none" : "";
         root.setAttribute("aria-valuenow", state.at);
         root.setAttribute("aria-valuetext", `${w.total}: ${w.pass}, ${w.operation}; ${aliveWords(p)}; ${w.parts.join(", ")}`);
         status.replaceChildren(html("b", {}, w.total), ` ${w.pass}${w.operation ? `: ${w.operation}` : ""}`);
-        if (tell) {
+        if (withTip) {
           tip.show(x(p.x), Math.min(y(p.total), margin.top + inner.height - 40), [
             html("b", {}, w.total), html("div", {}, w.pass), html("div", {}, w.operation),
             aliveWords(p) ? html("div", {}, aliveWords(p)) : null,
@@ -353,7 +353,7 @@ export function stepTimeline(element, timeline, options = {}) {
         const at = from + ((event.clientX - root.getBoundingClientRect().left - margin.left) / inner.width) * (to - from);
         let low = 0, high = points.length - 1;
         while (low < high) { const middle = (low + high) >> 1; if (points[middle].x < at) low = middle + 1; else high = middle; }
-        // Of the moments under one pixel, the highest.
+        // The highest moment under the pixel.
         const near = (to - from) / inner.width;
         let best = low > 0 && at - points[low - 1].x < points[low].x - at ? low - 1 : low;
         for (let i = best; i >= 0 && points[i].x > at - near; i--) if (points[i].total > points[best].total) best = i;
@@ -445,13 +445,13 @@ export function peakTreemap(element, tree, options = {}) {
       const root = svg("svg", { width, height, class: "bm-svg", role: "group", "aria-label": `Parts of ${here.name}` });
       const labels = svg("g", { class: "bm-labels", "aria-hidden": "true" });
       const tip = { current: null };
-      const told = (node, trail) => `${[...trail, node].map((n) => n.name).join(", ")}: ${formatBytes(node.bytes, unit)}, ${((100 * node.bytes) / whole).toFixed(1)} % of the peak${node.provenance ? `, ${node.provenance}` : ""}`;
+      const label = (node, trail) => `${[...trail, node].map((n) => n.name).join(", ")}: ${formatBytes(node.bytes, unit)}, ${((100 * node.bytes) / whole).toFixed(1)} % of the peak${node.provenance ? `, ${node.provenance}` : ""}`;
       const draw = (node, box, depth, role, trail) => {
         if (box.width < 1 || box.height < 1) return;
         const opens = children(node).length > 0;
         const cell = svg("g", {
           class: `bm-cell bm-depth-${depth}`, ...(depth === 0
-            ? { tabindex: 0, role: opens ? "button" : "img", "aria-label": told(node, trail) } : { "aria-hidden": "true" }),
+            ? { tabindex: 0, role: opens ? "button" : "img", "aria-label": label(node, trail) } : { "aria-hidden": "true" }),
         }, svg("rect", { class: `bm-${role}`, x: box.x, y: box.y, width: Math.max(0, box.width - 1), height: Math.max(0, box.height - 1) }));
         root.append(cell);
         const clip = (text, room) => {
@@ -471,8 +471,8 @@ export function peakTreemap(element, tree, options = {}) {
           tip.current.show(event.clientX - from.left, event.clientY - from.top, [
             ...[...trail, node].map((n, i, list) => html(i === list.length - 1 ? "b" : "div", {}, n.name)),
             html("div", {}, `${size}, ${((100 * node.bytes) / whole).toFixed(1)} % of the peak`),
-            node.provenance ? html("div", {}, `known as: ${node.provenance}${node.shard ? `; divided over ${node.shard}` : ""}`) : null,
-            [...trail, node].some((n) => n.shares) ? html("div", {}, "a shard of data-parallel ranks: each tensor has its share") : null,
+            node.provenance ? html("div", {}, `basis: ${node.provenance}${node.shard ? `; sharded over ${node.shard}` : ""}`) : null,
+            [...trail, node].some((n) => n.shares) ? html("div", {}, "sharded over data-parallel ranks: each tensor is shown with its share") : null,
           ].filter(Boolean));
         });
         cell.addEventListener("pointerleave", () => tip.current.hide());

@@ -1,7 +1,7 @@
-"""What a page draws, as JSON: the schema ``bridge-memory/page/1`` (``page.schema.json`` in ``report``).
+"""The data of a page as JSON, schema ``bridge-memory/page/2`` (``page.schema.json`` in ``report``).
 
-Nothing here is computed a second way: stages are those of the Estimate, the timeline is ``bridge_memory.timeline`` and
-the parts of the treemap add up to the components, to the byte.
+Nothing here is computed a second time: stages are those of the Estimate, the timeline is ``bridge_memory.timeline``,
+and the tensors of the treemap add up to the components, to the byte.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from bridge_memory.estimation import Estimate, StageEstimate, StageParts, stage_
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.report.answer import answer_of, peak_words
 from bridge_memory.report.details import layer_name
-from bridge_memory.report.gpus import Fit
 from bridge_memory.report.summary import configuration
 from bridge_memory.report.table import alike, moves_words
 from bridge_memory.report.units import ranges
@@ -26,8 +25,9 @@ from bridge_memory.spec.layout import layout
 from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
 from bridge_memory.timeline import Step, Timeline, step_timeline
+from bridge_memory.verdict import Fit
 
-SCHEMA = "bridge-memory/page/1"
+SCHEMA = "bridge-memory/page/2"
 #: Phase of a pass -> its number in ``passes``.
 PHASES = ("forward", "backward", "overlapped")
 
@@ -43,8 +43,11 @@ def page_data(
     unit: str = "GiB",
     drawn: Collection[int] | None = None,
 ) -> dict[str, Any]:
-    """Everything that a page shows of ``result``. ``flags``: the command that reproduces it; ``fix``: what would make
-    it fit, in words; ``drawn``: stages that get a timeline and a treemap (None: one of each group of equal stages)."""
+    """Everything that a page shows of ``result``.
+
+    ``flags``: the command that reproduces it; ``fix``: a change that makes it fit, in words; ``drawn``: stages that get
+    a timeline and a treemap (None: one of each group of equal stages).
+    """
     answer = answer_of(result, fits, unit=unit, fix=fix)
     groups = alike(result.stages)
     chosen = {group[0].stage for group in groups} if drawn is None else set(drawn)
@@ -91,11 +94,11 @@ def _component(c: Component) -> dict[str, Any]:
 
 
 def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
-    """One stage over one step, for ``charts.js: expand``, which makes the points of ``timeline.Timeline.points``.
+    """One stage over one training step. ``charts.js: expand`` makes of it the points of ``timeline.Timeline.points``.
 
     A pass is [phase, microbatch, chunk, hidden states held], an overlapped one [2, microbatch, chunk, hidden states,
     forward microbatch, forward chunk, bytes of both]; a step of a chunk is [name, kind, keeps, forward, backward,
-    forward operation, backward operation], names by their place in ``words``.
+    forward operation, backward operation], with names as indices into ``words``.
     """
     timeline = step_timeline(result.run, stage)
     measured = sum(c.bytes for c in result.stages[stage].components if c.part is Part.CALIBRATION)
@@ -112,7 +115,7 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
             for step in chunk.steps
         ]  # fmt: skip
         name = f"virtual stage {number}" if len(timeline.chunks) > 1 else "the stage"
-        chunks.append({"name": name, "saved": chunk.saved, "beside": chunk.beside, "steps": steps})
+        chunks.append({"name": name, "saved": chunk.saved, "beside": chunk.carried_over, "steps": steps})
     peak = timeline.peak()
     return {
         "stage": stage,
@@ -165,7 +168,7 @@ _KINDS = {label: "" for label in Label} | {
 
 
 def treemap_data(result: Estimate, stage: int) -> Node:
-    """The peak of a stage: component, kind of layer, tensor. Children add up to their parents."""
+    """The peak of a stage as a tree: component, kind of layer, tensor. Children add up to their parents."""
     one = result.stages[stage]
     parts = stage_parts(result.run, stage)
     weights = _parameters(result.run, stage)
@@ -183,7 +186,7 @@ def treemap_data(result: Estimate, stage: int) -> Node:
         nodes = [_group(name, tensors) for name, tensors in inside.items() if sum(tensors.values())]
         if nodes and sum(node["bytes"] for node in nodes) == c.bytes:
             node["children"] = sorted(nodes, key=lambda n: -n["bytes"])
-            # Which tensors lie in the shard of one data-parallel rank is not told; each has its share.
+            # Which tensors lie in the shard of one data-parallel rank is not modelled; each gets its share.
             node["shares"] = bool(c.state) and not {"dp", "edp"}.isdisjoint(c.shard.split(" x "))
         children.append(node)
     return {"name": f"peak of stage {stage}", "bytes": one.peak_bytes, "children": children}
@@ -220,7 +223,7 @@ def _parameters(run: RunSpec, stage: int) -> dict[tuple[bool, bool], Groups]:
 
 
 def _widened(groups: Groups, nbytes: int) -> Groups:
-    """Elements as bytes where every element has the same whole number of them; else nothing is said."""
+    """Elements as bytes, where ``nbytes`` is a whole number of bytes per element; else nothing."""
     elements = sum(n for tensors in groups.values() for n in tensors.values())
     if not elements or nbytes % elements:
         return {}
@@ -229,8 +232,7 @@ def _widened(groups: Groups, nbytes: int) -> Groups:
 
 
 def _saved(parts: StageParts, model: ModelSpec) -> dict[tuple[Part, Provenance], Groups]:
-    """What microbatches in flight keep at the highest moment: part and provenance -> kind of layer -> tensor ->
-    bytes."""
+    """Activations of microbatches in flight at the peak: part and provenance -> kind of layer -> tensor -> bytes."""
     out: dict[tuple[Part, Provenance], Groups] = {}
     for chunk, links, times in parts.alive_at_peak():
         layers, at = parts.layers[chunk], 0

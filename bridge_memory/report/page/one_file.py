@@ -1,7 +1,7 @@
-"""A page in one HTML file: no network, opens from a mail, at most ``MOST_BYTES``.
+"""A page in one HTML file of at most ``MOST_BYTES``; it needs no network and opens from a mail.
 
-The verdict and the tables are there without JavaScript; the charts are drawn by ``charts.js`` from the JSON inside. A
-content security policy lets nothing but these very scripts run and nothing be fetched.
+Verdict and tables need no JavaScript; ``charts.js`` draws the charts from the JSON inside. A content security policy
+allows only these scripts and no fetches.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from bridge_memory.estimation import Estimate
 from bridge_memory.files import read_text
 from bridge_memory.report.document import Bullets, Chart, Drawn, Pairs, Words
-from bridge_memory.report.gpus import Fit
 from bridge_memory.report.page.data import page_data
-from bridge_memory.report.table import alike
-from bridge_memory.report.units import format_bytes, format_count
+from bridge_memory.report.table import ALL_MODELLED, alike
+from bridge_memory.report.units import format_bytes, format_count, format_ticks, ticks
+from bridge_memory.verdict import Fit
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 #: Of the whole file.
@@ -34,19 +34,19 @@ def asset(name: str) -> str:
 
 
 def _script(*names: str) -> str:
-    """Modules of this folder as one, each after those that it imports; an import of one is a line that names it."""
+    """Modules of this folder joined into one, in the order of ``names``; their import lines are dropped."""
     lines = (line for name in names for line in asset(name).splitlines(keepends=True))
     return "".join(line for line in lines if not line.startswith("import "))
 
 
 class Measured(NamedTuple):
-    """What was measured of a run, to lie over its estimate."""
+    """Measured figures of a run, drawn over its estimate."""
 
-    #: How it compares.
+    #: The comparison in words.
     words: Words
-    #: Stage -> its peak and what is there between steps, bytes, as far as they are known.
+    #: Stage -> peak and memory between steps, bytes; None where not measured.
     stages: Mapping[int, tuple[int | None, int | None]]
-    #: What else is shown of it.
+    #: Further tables and charts.
     blocks: Sequence[Drawn] = ()
 
 
@@ -54,9 +54,11 @@ def estimate_page(
     result: Estimate, fits: Sequence[Fit] = (), *, flags: str = "", fix: str = "", unit: str = "GiB",
     stage: int | None = None, measured: Measured | None = None,
 ) -> str:  # fmt: skip
-    """``result`` as one HTML file. ``stage``: drawn first (default: that of the highest peak); ``measured``: drawn over
-    it. Where the file would grow beyond ``MOST_BYTES``, timelines and treemaps of the stages with the lowest peaks are
-    left out."""
+    """``result`` as one HTML file.
+
+    ``stage``: drawn first (default: the stage with the highest peak); ``measured``: drawn over it. Where the file would
+    exceed ``MOST_BYTES``, timelines and treemaps of the stages with the lowest peaks are left out.
+    """
     first = result.peak_stage.stage if stage is None else stage
     shown = next(group[0].stage for group in alike(result.stages) if first in [s.stage for s in group])
     data = page_data(result, fits, flags=flags, fix=fix, unit=unit)
@@ -77,7 +79,7 @@ def estimate_page(
 
 
 def _highest(found: Sequence[tuple[int | None, int | None]]) -> dict[str, int]:
-    """Of equal stages the one with the most."""
+    """The largest figures of a group of equal stages."""
     names = ("peak_bytes", "static_bytes")
     columns = ([value for value in column if value is not None] for column in zip(*found, strict=True))
     return {name: max(column) for name, column in zip(names, columns, strict=True) if column}
@@ -86,8 +88,8 @@ def _highest(found: Sequence[tuple[int | None, int | None]]) -> dict[str, int]:
 def blocks_page(
     title: str, blocks: Iterable[Drawn], flags: str = "", text: str = "", *, under: str = "", refresh: int = 0
 ) -> str:
-    """A printed report, block by block, as one HTML file; ``text`` after them, as it is. ``under``: a line under the
-    title; ``refresh``: seconds after which a browser reads the file again."""
+    """A printed report as one HTML file, ``text`` unchanged after its blocks. ``under``: a line under the title;
+    ``refresh``: seconds after which a browser reloads the file."""
     shown = list(blocks)
     beneath = f'<p class="sub">{escape(under)}</p>' if under else ""
     parts = [f"<header><div><h1>{escape(title)}</h1>{beneath}</div>{_THEME}</header>", "<main>"]
@@ -98,7 +100,7 @@ def blocks_page(
         parts.append(f"<section><h2>Reproduce</h2><pre id=\"flags\">{escape(flags)}</pre></section>")
     charts = [block for block in shown if isinstance(block, Chart)]
     if charts:
-        parts.append("<noscript><p>The charts need JavaScript; the tables do not.</p></noscript>")
+        parts.append("<noscript><p>The charts need JavaScript; the tables work without.</p></noscript>")
     names = (*_CHARTS, "blocks.js") if charts else ()
     return _document(
         title, "\n".join([*parts, "</main>"]), _script(*names, "theme.js"), _held_charts(charts), refresh=refresh
@@ -151,7 +153,7 @@ def _estimate_html(data: dict[str, Any], measured: Measured | None) -> str:
         assumptions=_list(data["assumptions"], "nothing beyond the configuration"),
         unmodelled=_list(
             [f"{feature['what']} ({feature['moves']})" for feature in data["not_modelled"]],
-            "no option in use is known to be left out",
+            ALL_MODELLED,
         ),
         flags=_flags(data["flags"]),
         measured="" if measured is None else "\n".join(map(_block, (measured.words, *measured.blocks))),
@@ -161,10 +163,10 @@ def _estimate_html(data: dict[str, Any], measured: Measured | None) -> str:
 
 
 _KNOWN = (
-    '<span class="known known-exact">exact</span> follows from the parameters, '
-    '<span class="known known-formula">formula</span> from the source of the packages, '
-    '<span class="known known-measured">measured</span> was measured in runs, '
-    '<span class="known known-assumed">assumed</span> depends on what the assumptions say.'
+    'Basis: <span class="known known-exact">exact</span>: counted from the parameters; '
+    '<span class="known known-formula">formula</span>: from the source code of the packages; '
+    '<span class="known known-measured">measured</span>: in runs; '
+    '<span class="known known-assumed">assumed</span>: depends on the assumptions below.'
 )
 
 
@@ -193,7 +195,7 @@ _NUMBER, _WORST = ' class="number"', ' class="worst"'
 
 
 def _table(caption: str, heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]], worst: int = -1) -> str:
-    """``heads``: title, and whether it is of numbers."""
+    """``heads``: title, and whether the column holds numbers."""
 
     def cells(tag: str, row: Sequence[str], scope: str = "") -> str:
         return "".join(
@@ -226,7 +228,7 @@ def _stage_table(data: dict[str, Any]) -> str:
 
 
 def _component_rows(data: dict[str, Any]) -> str:
-    """Of the stage that is shown first; the script writes them anew."""
+    """Components of the stage shown first; the script replaces them when another is chosen."""
     stage = next(s for s in data["stages"] if s["stage"] == data["shown"])
     return "".join(
         f"<tr><td>{escape(c['name'])}</td><td class=\"number\">{format_bytes(c['bytes'])}</td><td class=\"number\">"
@@ -244,13 +246,13 @@ def _gpu_section(data: dict[str, Any]) -> str:
 
 
 def _gpu_table(data: dict[str, Any]) -> str:
-    heads = [("GPU", False), ("usable", True), ("peak", True), ("margin", True), ("left", True), ("verdict", False)]
-    rows = [
-        (g["gpu"], format_bytes(g["capacity_bytes"]), format_bytes(g["peak_bytes"]), format_bytes(g["margin_bytes"]),
-         format_bytes(g["headroom_bytes"]), g["verdict"] + (f": no {g['lacks']}" if g["lacks"] else ""))
-        for g in data["gpus"]
-    ]
-    return _table("margin: CUDA context, NCCL's buffers and fragmentation", heads, rows)
+    heads = [("GPU", False), ("usable", True), ("peak", True), ("margin", True), ("free", True), ("verdict", False)]
+    rows = []
+    for g in data["gpus"]:
+        usable, peak, free = (ticks(g[key], "GiB") for key in ("capacity_bytes", "peak_bytes", "headroom_bytes"))
+        numbers = [f"{format_ticks(n, 'GiB')} GiB" for n in (usable, peak, usable - peak - free, free)]
+        rows.append((g["gpu"], *numbers, g["verdict"] + (f": no {g['lacks']}" if g["lacks"] else "")))
+    return _table("margin: CUDA context, NCCL buffers and fragmentation; usable = peak + margin + free", heads, rows)
 
 
 #: Tone of words -> the kind of a verdict.

@@ -40,7 +40,7 @@ export function plot(element, data, options = {}) {
     .sort((a, b) => a.x - b.x || a.s - b.s);
   const figure = (axis, value) => `${axis.title} ${number(value)}${axis.unit ? ` ${axis.unit}` : ""}`;
   const head = (axis) => `${axis.title}${axis.unit ? `, ${axis.unit}` : ""}`;
-  const told = (p) => `${figure(data.y, p.y)}, ${figure(data.x, p.x)}${p.words ? `; ${p.words}` : ""}`;
+  const label = (p) => `${figure(data.y, p.y)}, ${figure(data.x, p.x)}${p.words ? `; ${p.words}` : ""}`;
   const plotted = html("div", { class: "bm-plot" });
   const status = html("p", { class: "bm-status", "aria-live": "off" });
   const keys = html("ul", { class: "bm-legend", "aria-hidden": "true" }, data.series.filter((s) => s.points.length).map((series) =>
@@ -94,8 +94,8 @@ export function plot(element, data, options = {}) {
     const mark = (tell) => {
       const p = every[at];
       root.setAttribute("aria-valuenow", at);
-      root.setAttribute("aria-valuetext", `${data.series[p.s].name}: ${told(p)}`);
-      status.replaceChildren(html("b", {}, data.series[p.s].name), `: ${told(p)}`);
+      root.setAttribute("aria-valuetext", `${data.series[p.s].name}: ${label(p)}`);
+      status.replaceChildren(html("b", {}, data.series[p.s].name), `: ${label(p)}`);
       if (!tell) return;
       ring.setAttribute("cx", x(p.x));
       ring.setAttribute("cy", y(p.y));

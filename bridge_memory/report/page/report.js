@@ -1,4 +1,4 @@
-// The one-file report: puts the charts into a page that Python has written. What it draws is in #data.
+// The one-file report: draws charts into a page written by Python, from the JSON in #data.
 import { formatBytes, html, peakTreemap, stageBars, stepTimeline } from "./charts.js";
 import { drawAll } from "./plots.js";
 
@@ -13,7 +13,7 @@ function show(stage) {
   const name = data.stages.length > 1 || group.number > 1 ? `stage ${group.label}` : "the GPU";
   for (const heading of document.querySelectorAll(".of-stage")) heading.textContent = name;
   const timeline = data.timelines[stage], tree = data.treemaps[stage];
-  const missing = "left out of this file for its size; the command below makes a report of this stage with --stage";
+  const missing = "left out to keep this file small; the command below with --stage makes a report of this stage";
   if (timeline) drawn.push(stepTimeline(place("timeline"), timeline, { gpus: data.gpus, measured: data.measured?.[group.stage] }));
   else place("timeline").replaceChildren(html("p", {}, missing));
   if (tree) drawn.push(peakTreemap(place("treemap"), tree, {}));
@@ -44,7 +44,7 @@ function components(group) {
     const sum = found.filter((c) => words.length === 0 || rows.includes(c)).reduce((n, c) => n + c.bytes, 0);
     place("found").textContent = words.length
       ? `${found.length} of ${every.length} components and tensors${found.length > most ? `, the first ${most} shown` : ""}`
-      : `${rows.length} components, ${formatBytes(sum)} in all; a search looks into their tensors too`;
+      : `${rows.length} components, ${formatBytes(sum)} in total; the search covers their tensors too`;
   };
   search.oninput = list;
   list();
@@ -60,5 +60,5 @@ const copy = place("copy");
 copy?.addEventListener("click", async () => {
   try { await navigator.clipboard.writeText(place("flags").textContent); copy.textContent = "copied"; } catch { getSelection().selectAllChildren(place("flags")); }
 });
-// What is folded away is printed all the same.
+// Folded sections are printed too.
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((d) => { d.open = true; }));

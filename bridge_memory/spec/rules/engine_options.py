@@ -1,5 +1,5 @@
 """What the engines outside of megatron-core refuse: flags of megatron-core, parallel sizes that they have not, options
-of each other. One line each, as in ``validation``.
+of each other.
 """
 
 from __future__ import annotations

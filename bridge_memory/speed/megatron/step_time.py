@@ -27,7 +27,7 @@ from bridge_memory.speed.megatron.work import (
 )
 from bridge_memory.tapes.context import BlockContext, context_of
 from bridge_memory.tapes.parameters import elements
-from bridge_memory.tapes.symbolic import chosen, largest, smallest, somewhere
+from bridge_memory.tapes.symbolic import any_nonzero, chosen, largest, smallest
 
 T = TypeVar("T")
 
@@ -64,9 +64,9 @@ class Parts(NamedTuple):
         return added(self)
 
 
-def added(seconds: Iterable[Any]) -> Any:
+def added(seconds: Iterable[float]) -> float:
     """One after the other: what ``sum`` does to numbers depends on Python's release, to arrays it does this."""
-    total: Any = 0.0
+    total: float = 0.0
     for one in seconds:
         total = total + one
     return total
@@ -90,6 +90,13 @@ class StepTime(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.passes.total + self.bubble + self.pipeline + self.data_parallel + self.optimizer
+
+    @property
+    def exposed_communication(self) -> float:
+        """All communication that nothing hides."""
+        parts = self.passes
+        inside = parts.tensor_parallel + parts.expert_parallel + parts.context_parallel
+        return inside + self.data_parallel + self.pipeline
 
 
 class _Rates:
@@ -141,7 +148,7 @@ class _Rates:
 
     def experts(self, w: Work, ranks: Any, stride: Any) -> Any:
         """The exchanges with experts on ``ranks`` that are ``stride`` apart."""
-        if not somewhere(w.expert_parallel):
+        if not any_nonzero(w.expert_parallel):
             return 0.0
         if w.expert_gathers:
             return self.gathered(w.expert_parallel, w.expert_exchanges, ranks * stride)
@@ -190,8 +197,8 @@ def not_timed(run: RunSpec) -> tuple[str, ...]:
 class _Pass:
     """Forward and backward of one chunk for one microbatch, and of backward what runs again."""
 
-    def __init__(self, forward: Parts, backward: Parts, again: float) -> None:
-        self.forward, self.backward, self.again = forward, backward, again
+    def __init__(self, forward: Parts, backward: Parts, recomputation: float) -> None:
+        self.forward, self.backward, self.recomputation = forward, backward, recomputation
 
     @cached_property
     def forward_total(self) -> float:
@@ -239,22 +246,22 @@ class Step:
         sends: Any = 0.0 if p.vpp > 1 or p.pp == 1 else messages * m * hop
         slowest: list[Any] = []
         for shapes, of in stages.items():
-            work, again = Parts(), 0.0
+            work, recomputation = Parts(), 0.0
             for x, times in of:
                 number = times * m
                 work = work.plus(x.forward, number).plus(x.backward, number)
-                again = again + number * x.again
-            here = [totals[shapes], again, *work]
+                recomputation = recomputation + number * x.recomputation
+            here = [totals[shapes], recomputation, *work]
             later = slowest and here[0] > slowest[0]
             slowest = [chosen(later, a, b) for a, b in zip(here, slowest, strict=True)] if slowest else here
-        total, again, *parts = slowest
+        total, recomputation, *parts = slowest
         bubble = (added(totals[shapes] for shapes in self._shapes) - total) / p.vpp + 2 * (p.pp - 1) * hop
         if p.vpp > 1 and p.pp > 1:  # what one direction of a link takes longer than the chunks beside it
             sends = m * largest(0.0, p.vpp * hop - total)
         data_parallel = largest(*[self._data_parallel(shapes, of) for shapes, of in stages.items()])
         own = largest(*[self._own_elements(shapes) for shapes in stages])
         optimizer = own * _ADAM_BYTES / passes.rates.memory
-        return StepTime(Parts(*parts), again, bubble, sends, data_parallel, optimizer)
+        return StepTime(Parts(*parts), recomputation, bubble, sends, data_parallel, optimizer)
 
     def seconds_of(self, stage: Sequence[ChunkShape]) -> float:
         """Seconds of all passes of one microbatch through a stage that holds this."""
@@ -293,7 +300,7 @@ class Step:
         for numel, ranks, beside in (
             (dense, p.data_parallel_size * p.cp, p.tp), (experts, p.expert_data_parallel_size, p.etp * p.ep),
         ):
-            if not somewhere(numel):
+            if not any_nonzero(numel):
                 continue
             sharing = largest(1, ranks // instances)
             moves = (sharing > 1) & (numel > 0)
@@ -349,7 +356,7 @@ class Passes:
         self._layers.clear()
         self._chunks.clear()
 
-    def let_go(self, few: int) -> None:
+    def evict(self, few: int) -> None:
         """Of all chunks so far, where there are more than ``few``."""
         if len(self._chunks) > few:
             self._chunks.clear()
@@ -423,7 +430,7 @@ class Passes:
     def _context(self, w: Work, attention: Any, passed: int) -> Any:
         """Context parallelism's communication that nothing hides (Transformer Engine's ``context_parallel.py``)."""
         p, how = self.run.parallel, self.run.implementation.cp_comm_type
-        if not somewhere(w.context_parallel):
+        if not any_nonzero(w.context_parallel):
             return 0.0
         if how == "a2a":  # queries, keys and values by heads, and back by tokens
             nbytes = (w.context_parallel + w.context_queries) * (p.cp - 1) / p.cp
@@ -446,11 +453,11 @@ class Passes:
         mixer, ffn = self._once(layer, lambda: layer_work(layer, self.run, self.ctx, self.kernels))
         (mixer_forward, mixer_backward), (ffn_forward, ffn_backward) = self._half(mixer), self._half(ffn)
         forward, backward = mixer_forward.plus(ffn_forward), mixer_backward.plus(ffn_backward)
-        again = self._again(layer, mixer_forward, ffn_forward)
-        again = Parts(*[chosen(recomputed, a, b) for a, b in zip(forward, again, strict=True)])
-        return _Pass(forward, backward.plus(again), again.total)
+        recomputation = self._recomputation(layer, mixer_forward, ffn_forward)
+        recomputation = Parts(*[chosen(recomputed, a, b) for a, b in zip(forward, recomputation, strict=True)])
+        return _Pass(forward, backward.plus(recomputation), recomputation.total)
 
-    def _again(self, layer: LayerSpec, mixer_forward: Parts, ffn_forward: Parts) -> Parts:
+    def _recomputation(self, layer: LayerSpec, mixer_forward: Parts, ffn_forward: Parts) -> Parts:
         """What selective recomputation runs again."""
         ctx, rates = self.ctx, self.rates
         routed = isinstance(layer.ffn, MoESpec)
@@ -490,19 +497,19 @@ class Passes:
     def _passes(self, shape: ChunkShape) -> _Pass:
         model, ctx = self.run.model, self.ctx
         recomputed = recomputed_layers(shape.num_layers, ctx, ignored=self.ignored)
-        again: Any
-        forward, backward, again = Parts(), Parts(), 0.0
+        recomputation: Any
+        forward, backward, recomputation = Parts(), Parts(), 0.0
 
         def add(one: _Pass, times: Any) -> None:
-            nonlocal forward, backward, again
+            nonlocal forward, backward, recomputation
             forward, backward = forward.plus(one.forward, times), backward.plus(one.backward, times)
-            again = again + times * one.again
+            recomputation = recomputation + times * one.recomputation
 
         for kind, count in shape.layers:
             first = largest(0, smallest(count, recomputed))
-            if somewhere(first):
+            if any_nonzero(first):
                 add(self._layer(kind, "whole"), first)
-            if somewhere(count - first):
+            if any_nonzero(count - first):
                 add(self._layer(kind, "not at all"), count - first)
             recomputed = recomputed - count
         losses = int(shape.output)
@@ -513,7 +520,7 @@ class Passes:
             losses += shape.num_depths
         if losses:
             add(_Pass(*self._half(self._once("output", lambda: output_work(model, ctx))), 0.0), losses)
-        return _Pass(forward, backward, again)
+        return _Pass(forward, backward, recomputation)
 
 
 def _up_projections(mixer: MLASpec, ctx: BlockContext) -> tuple[Product, ...]:

@@ -241,7 +241,7 @@ def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> flo
     return traffic + _merged(layer, ctx)
 
 
-def _merged(layer: LayerSpec, ctx: BlockContext) -> Any:
+def _merged(layer: LayerSpec, ctx: BlockContext) -> float:
     """Bytes with which what attention makes of the keys of other context-parallel ranks is added up: the first part is
     copied, every other read, and the sum read and written (Transformer Engine's ``context_parallel.py:
     flash_attn_fwd_incremental_out_correction``). Backward adds gradients of queries, keys and values likewise."""
@@ -250,7 +250,8 @@ def _merged(layer: LayerSpec, ctx: BlockContext) -> Any:
         return 0.0
     wide = mixer.value_channels if isinstance(mixer, AttentionSpec) else mixer.v_head_dim
     made = ctx.tokens * mixer.num_attention_heads / ctx.tp * wide * ctx.act
-    return chosen(ctx.cp > 1, (2 + 3 * (ctx.cp - 1)) * made, 0.0)
+    nbytes: float = chosen(ctx.cp > 1, (2 + 3 * (ctx.cp - 1)) * made, 0.0)
+    return nbytes
 
 
 def _feed_forward_traffic(ffn: FeedForward, ctx: BlockContext) -> float:
@@ -261,13 +262,13 @@ def _feed_forward_traffic(ffn: FeedForward, ctx: BlockContext) -> float:
         return traffic + passes * ctx.tokens * ffn.ffn_hidden_size / ctx.tp * ctx.act
     routed = ctx.tokens_sp * ffn.topk
     traffic += experts_activation_traffic(ffn, ctx)
-    moves = chosen(ctx.ep > 1, 4, 2)  # permute and put back, once more by local expert after an exchange
+    moves: int = chosen(ctx.ep > 1, 4, 2)  # permute and put back, once more by local expert after an exchange
     traffic += moves * 2 * routed * ctx.etp * (ffn.latent_size or ctx.hidden_size) * ctx.act
     traffic += 4 * ctx.tokens_sp * ffn.num_experts * 4  # the router's scores in fp32
     return traffic + _shared_experts_traffic(ffn, ctx)
 
 
-def _shared_experts_traffic(ffn: MoESpec, ctx: BlockContext) -> Any:
+def _shared_experts_traffic(ffn: MoESpec, ctx: BlockContext) -> float:
     return _activation_passes(ffn) * ctx.tokens * ffn.shared_expert_intermediate_size / ctx.tp * ctx.act
 
 

@@ -1,7 +1,7 @@
-"""Seconds of one step under the engines outside of megatron-core: one GPU's passes, what is gathered and reduced over
+"""Seconds of one step under PyTorch's engines and DeepSpeed: one GPU's passes, what is gathered and reduced over
 data-parallel ranks and is not hidden by them, the optimizer's step, and what crosses to host memory.
 
-Passes take what ``engine_work`` counts over the rates of ``constants``, which were fitted on Megatron's runs; what an
+Passes take what ``work`` counts over the rates of ``constants``, which were fitted on Megatron's runs; what an
 engine sends and when is read off its source, named at each function. Nothing here was fitted on a run of these engines;
 ``scripts/speeds_torch.py`` says how far measured ones are off.
 """
@@ -14,7 +14,6 @@ from bridge_memory.engines.peft import adapter_units
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.spec.layout import layout
-from bridge_memory.speed.cards import FP32, HOST
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import LEAST_EXPOSED, Passes
@@ -26,13 +25,13 @@ from bridge_memory.tapes.context import context_of
 #: Engines whose step this module times.
 TIMED = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
 
-#: What stands behind such a time, for people.
+#: How far such a time can be trusted, for people.
 NOT_FITTED = (
-    "times of engines outside of megatron-core are for ranking alone: rates were fitted on Megatron's runs, and of "
-    "measured runs one ladder of three checkpointing modes alone varies these engines' options"
+    "step times of engines outside of megatron-core are for ranking only: rates were fitted on Megatron's runs, and "
+    "only one measured series, of three checkpointing modes, varies these engines' options"
 )
 #: Seconds that the host takes to start one operation forward (Python, dispatcher, autograd), and backward (C++ alone).
-#: Judgement: an eager operation of torch is usually told to take 5 to 10 microseconds.
+#: Judgement: an eager operation of torch is usually said to take 5 to 10 microseconds.
 HOST_FORWARD, HOST_BACKWARD = 1e-5, 5e-6
 #: Times an element of a state or a parameter is read or written in a step of torch's optimizers, by optimizer and
 #: kind of update: gradient in, parameter and states in and out (fused, one kernel: ``aten/src/ATen/native/cuda/
@@ -53,7 +52,7 @@ _ZERO_HOST_STEP = 34
 _ADDED, _CLIPPED = 3, 3
 
 
-class EngineTime(NamedTuple):
+class StepTime(NamedTuple):
     """Seconds of one step."""
 
     #: Passes over all microbatches of one GPU; waiting for the host among them.
@@ -62,23 +61,23 @@ class EngineTime(NamedTuple):
     #: Of ``backward``, what runs again for checkpoints.
     recomputation: float
     #: Parameters gathered and gradients reduced that no pass hides.
-    sent: float
+    exposed_communication: float
     #: Those that passes hide; in no sum.
-    hidden: float
+    overlapped_communication: float
     optimizer: float
     #: To and from host memory, and the optimizer's step there.
     host: float
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.backward + self.sent + self.optimizer + self.host
+        return self.forward + self.backward + self.exposed_communication + self.optimizer + self.host
 
-    def times(self, factor: float) -> EngineTime:
+    def times(self, factor: float) -> StepTime:
         """Every part so many times as long."""
-        return EngineTime(*[factor * part for part in self])
+        return StepTime(*[factor * part for part in self])
 
 
-def not_timed_here(run: RunSpec) -> tuple[str, ...]:
+def not_timed(run: RunSpec) -> tuple[str, ...]:
     """What of ``run`` moves its step time and is not in this model, by the names of its fields."""
     hf, z = run.transformers, run.deepspeed
     asked = {
@@ -93,7 +92,7 @@ def not_timed_here(run: RunSpec) -> tuple[str, ...]:
     return tuple([name for name, is_asked in asked.items() if is_asked])
 
 
-def engine_time(run: RunSpec, hardware: Hardware, constants: Constants = DEFAULT) -> EngineTime:
+def step_time(run: RunSpec, hardware: Hardware, constants: Constants = DEFAULT) -> StepTime:
     """The time of one step of ``run``, whose engine is one of ``TIMED``."""
     assert run.data_parallel.engine in TIMED, run.data_parallel.engine
     return _Step(run, hardware, constants).time()
@@ -104,7 +103,7 @@ class _Pass(NamedTuple):
 
     forward: float
     backward: float
-    again: float
+    recomputation: float
 
 
 class _Sent(NamedTuple):
@@ -154,7 +153,7 @@ class _Step:
         #: Of gradients as autograd makes them.
         self.gradient_width = DTYPE_BYTES[run.adapters_dtype] if run.peft.freezes else self.compute_width
 
-    def time(self) -> EngineTime:
+    def time(self) -> StepTime:
         """The time of one step."""
         m, memory = self.m, self.rates.memory
         sent, one = self._sent(), self._pass()
@@ -173,8 +172,8 @@ class _Step:
         seen, hidden = seen + reductions * open_ + sent.step, hidden + reductions * (sent.reduced - open_)
         copies = reductions * sent.copied_reduced / memory
         host_moves, host_step = self._host()
-        return EngineTime(
-            m * forward, m * backward + copies + self._accumulated() / memory, m * one.again, seen, hidden,
+        return StepTime(
+            m * forward, m * backward + copies + self._accumulated() / memory, m * one.recomputation, seen, hidden,
             0.0 if host_step else self._optimizer() / memory, host_moves + host_step,
         )
 
@@ -183,9 +182,9 @@ class _Step:
     def _pass(self) -> _Pass:
         if not self.run.implementation.torch_layers:  # Megatron's layers, beside these engines
             of_chunk = self.passes.chunk(self.shape)
-            return _Pass(of_chunk.forward.total, of_chunk.backward.total, of_chunk.again)
+            return _Pass(of_chunk.forward.total, of_chunk.backward.total, of_chunk.recomputation)
         work, spec = model_work(self.run), self.run.transformers
-        forward = backward = again = 0.0
+        forward = backward = recomputation = 0.0
         for block in (work.embedding, work.end):
             forward, backward = forward + self._forward(block), backward + self._backward(block)
         number = 0
@@ -202,8 +201,8 @@ class _Step:
             elif spec.selective_ac_option is not None:
                 every = int(spec.selective_ac_option)
                 runs_again = ((number + times) // every - number // every) * there
-            again, number = again + runs_again, number + times
-        return _Pass(forward, backward + again, again)
+            recomputation, number = recomputation + runs_again, number + times
+        return _Pass(forward, backward + recomputation, recomputation)
 
     def _forward(self, w: BlockWork) -> float:
         seconds = sum(self._product(p) for p in w.products)
@@ -232,7 +231,7 @@ class _Step:
         """16-bit rates over those of what layers compute in."""
         hf = self.ctx.torch_layers
         width = hf.compute_width if hf is not None else self.compute_width
-        return self.hardware.flops / FP32[self.hardware.name] if width == DTYPE_BYTES["fp32"] else 1.0
+        return self.hardware.flops / self.hardware.fp32_flops if width == DTYPE_BYTES["fp32"] else 1.0
 
     # ---- between GPUs ----
 
@@ -284,7 +283,8 @@ class _Step:
         )
         # The root's parameters stay; torchtitan's policy leaves it none.
         root = 0.0 if f.auto_wrap_policy == "torchtitan" else self.root_numel
-        again = 0.0 if stays or whole else self._ring((self.numel - root) * width, ranks, self.layers + 2 * (not root))
+        pieces_again = self.layers + 2 * (not root)
+        regathered = 0.0 if stays or whole else self._ring((self.numel - root) * width, ranks, pieces_again)
         reduced = self._ring(self.trained * reduce_width, ranks, pieces)
         reduced += 2 * self._ring(self.trained * reduce_width / ranks, replicas, pieces, ranks)
         share = self.trained / self.numel
@@ -293,11 +293,11 @@ class _Step:
         nothing_ahead = one and f.backward_prefetch == "NO_PREFETCH"
         copied = 0.0 if one else 2.0 * self.numel * width
         sent = _Sent(
-            gathered, again, reduced, run.data_parallel.sync_each_batch, 0.0, self._ring(unit * width, ranks), last,
-            copied, copied * (again > 0), self.trained * (self.gradient_width + reduce_width),
+            gathered, regathered, reduced, run.data_parallel.sync_each_batch, 0.0, self._ring(unit * width, ranks),
+            last, copied, copied * (regathered > 0), self.trained * (self.gradient_width + reduce_width),
         )  # fmt: skip
         # Without prefetching backward waits for every unit that it gathers.
-        return sent if not nothing_ahead else sent._replace(backward=0.0, step=self.m * again)
+        return sent if not nothing_ahead else sent._replace(backward=0.0, step=self.m * regathered)
 
     def _of_ddp(self) -> _Sent:
         """Buckets are all-reduced as they fill, in the last microbatch or in each; the last one, with the embedding,
@@ -340,14 +340,14 @@ class _Step:
         stay = min(self.numel, z.stage3_max_reuse_distance / 2, z.stage3_max_live_parameters)
         gathered = self._ring(self.numel * width, self.ranks, self.layers + 1)
         inside = z.zero_hpz_partition_size
-        again = self._ring((self.numel - stay) * width, inside if inside > 1 else self.ranks, self.layers + 1)
+        regathered = self._ring((self.numel - stay) * width, inside if inside > 1 else self.ranks, self.layers + 1)
         comm = DTYPE_BYTES[z.communication_data_type] if z.communication_data_type else self.gradient_width
         bucket = min(z.reduce_bucket_size, self.trained)
         reduced = self._ring(self.trained * comm, self.ranks, self.trained / bucket)
         ahead = z.stage3_prefetch_bucket_size > 0
         first = self._ring(max(self.layer_numel, self.root_numel / 2) * width, self.ranks)
         return _Sent(
-            gathered, again, reduced, True, 0.0, first if ahead else None,
+            gathered, regathered, reduced, True, 0.0, first if ahead else None,
             self._ring(bucket * comm, self.ranks) if z.overlap_comm is not False else None,
             2.0 * self.numel * width, 2.0 * (self.numel - stay) * width,
             2.0 * self.trained * self.gradient_width * z.contiguous_gradients,
@@ -395,8 +395,7 @@ class _Step:
         """(seconds of what crosses to and from host memory, of the optimizer's step there), nothing of it hidden."""
         run, z, f = self.run, self.run.deepspeed, self.run.fsdp
         engine = run.data_parallel.engine
-        link, memory = HOST[self.hardware.name]
-        link, memory = link * self.c.memory, memory * self.c.memory
+        link, memory = self.hardware.host_link * self.c.memory, self.hardware.host_memory * self.c.memory
         own = self.trained / self._divided
         if engine in ("fsdp1", "fsdp2"):
             if not f.offload_params:

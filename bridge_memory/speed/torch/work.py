@@ -1,7 +1,7 @@
 """The work of the modules that Hugging Face transformers and torchtitan build: products, attention, and the bytes that
 all other operations read and write.
 
-Operations are those of the recordings that memory is counted from (``inventory/transformers``): each reads its inputs
+Operations are those of the traces that memory is counted from (``inventory/torch``): each reads its inputs
 and writes its outputs, and its backward reads what it kept and the gradients that come, and writes those that it
 gives. A product's own operands are taken off again: its time covers them.
 """
@@ -16,7 +16,7 @@ from bridge_memory.inventory.torch.attention import needs_mask
 from bridge_memory.inventory.torch.blocks import embedding_block, final_norm_block, layer_block, output_block
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MoESpec, RunSpec
 from bridge_memory.speed.megatron.work import Product
-from bridge_memory.tapes.blocks import Block
+from bridge_memory.tapes.blocks import Block, PlainTraces
 from bridge_memory.tapes.context import BlockContext, context_of
 from bridge_memory.tapes.parameters import Parameter, Use
 from bridge_memory.tapes.recorder import Recorder
@@ -60,25 +60,13 @@ def model_work(run: RunSpec) -> ModelWork:
     return ModelWork(of.embedding(), layers, end)
 
 
-class _Tapes:
-    """Stands where ``blocks.block`` asks for a recording, and gives the recording itself: with plain sizes."""
-
-    def __init__(self, ctx: BlockContext) -> None:
-        self._ctx = BlockContext(ctx.cache, ctx.dimensions)
-
-    def block(self, key: Any, record: Callable[[Recorder], None]) -> Any:
-        recorder = Recorder(self._ctx)
-        record(recorder)
-        return recorder
-
-
 class _Works:
-    """Works of blocks, kept with the recordings of the same settings."""
+    """Works of blocks, kept with the traces of the same settings."""
 
     def __init__(self, run: RunSpec) -> None:
         self._run, self._known = run, context_of(run)
         self._tapes = context_of(run)
-        self._tapes.many = _Tapes(self._tapes)  # type: ignore[assignment]
+        self._tapes.many = PlainTraces(self._tapes)  # type: ignore[assignment]
 
     def _kept(self, key: Any, work: Callable[[], BlockWork]) -> BlockWork:
         kept: dict[Any, BlockWork] = self._known.cache.kept

@@ -1,4 +1,4 @@
-// The server's answers. A refusal is thrown as Refusal; a server that is not there as Gone.
+// Requests to the server. Throws Refusal for a refusal, Gone where the server does not answer.
 
 export class Refusal extends Error {
   constructor(document) {
@@ -21,7 +21,7 @@ async function ask(path, options = {}) {
   try {
     document = await answer.json();
   } catch {
-    throw new Gone("the server's answer broke off");
+    throw new Gone("the server's answer was cut off");
   }
   if (!answer.ok) throw new Refusal(document);
   return document;
@@ -38,7 +38,7 @@ export function postFile(path, head, file) {
   return ask(path, { method: "POST", headers: { "Content-Type": "application/octet-stream" }, body });
 }
 
-// One question at a time, and of those that came meanwhile the last: the last answer that is shown is the last one asked.
+// One request at a time; of those that arrive meanwhile only the last is sent, so the last answer shown is for the last question.
 export class Latest {
   constructor(answer) {
     this.answer = answer;

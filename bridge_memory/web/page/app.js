@@ -1,4 +1,4 @@
-// The page: one state, in the address too; every change is asked of the server, and the last answer is shown.
+// The page: one state, kept in the address too. Every change asks the server; the last answer is shown.
 
 import { get, Gone, Latest, post, Refusal } from "./api.js";
 import { $, button, fill, h, toast } from "./dom.js";
@@ -8,17 +8,17 @@ import * as results from "./results.js";
 import { Search } from "./search.js";
 import { State } from "./state.js";
 
-// Milliseconds: changes of one field that are one step back, and quiet ones before the what-if is asked for.
+// Milliseconds: changes of one field within ONE_STEP are one history entry; the what-if is asked after QUIET.
 const ONE_STEP = 900;
 const QUIET = 120;
-// Milliseconds after which an answer that is not there yet is said to be on its way.
+// Milliseconds after which a pending answer is marked as busy.
 const SLOW = 300;
 
 class Page {
   constructor(facts, models) {
     this.facts = facts;
     this.state = new State(Object.fromEntries(facts.options.map((option) => [option.name, option.kind])));
-    this.shown = null; // the last answer and what it answers
+    this.shown = null; // the last answer with its question
     this.other = null;
     this.last = null; // the field that changed last
     this.pushed = { field: null, at: 0 };
@@ -65,7 +65,7 @@ class Page {
     this.form.show();
   }
 
-  // What only another model has goes with it.
+  // Drops options that apply only to the previous model.
   forget() {
     const known = this.form.models.find((one) => one.name === this.state.now.model);
     if (known && !known.experts) this.state.change({ ep: null, etp: null });
@@ -76,7 +76,7 @@ class Page {
     delete this.state.now.stage;
   }
 
-  // What an option cannot do without.
+  // Sets options that the changed ones require.
   follow(options) {
     const now = this.state.now.options;
     if (options["recompute-granularity"] === "full") {
@@ -94,7 +94,7 @@ class Page {
   apply(options) {
     const before = this.shown && { address: this.shown.address, effective: this.shown.answer.effective };
     this.state.change(options);
-    // The refused question has no answer to have changed from.
+    // A refused question has no answer to compare with.
     this.taken = before && { names: Object.keys(options), before: before.effective, back: before.address, address: this.state.address() };
     this.last = null;
     this.push(null);
@@ -240,7 +240,7 @@ class Page {
     this.state.vs = alone.address();
     this.push(null);
     this.ask();
-    toast("Kept as A: change anything to compare");
+    toast("Pinned as A: change anything to compare");
   }
 
   unpin() {
@@ -284,10 +284,10 @@ class Page {
     area.select();
   }
 
-  // The server went away: say so, and ask again until it is back.
+  // The server does not answer: show that, and ask again until it does.
   gone(asked) {
     $("offline").hidden = false;
-    $("offline").textContent = "The server does not answer. This page asks again until it does.";
+    $("offline").textContent = "The server does not answer. This page keeps trying.";
     clearTimeout(this.retry);
     this.retry = setTimeout(() => this.ask(), 700);
     return asked;

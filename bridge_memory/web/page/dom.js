@@ -1,4 +1,4 @@
-// Elements from names, attributes and children. Text is always text: nothing that a server or a file says is markup.
+// Elements from names, attributes and children. Text from a server or a file is never markup.
 
 export function h(name, attributes = {}, ...children) {
   const element = document.createElement(name);
@@ -42,10 +42,10 @@ export function toast(text) {
   quiet = setTimeout(() => $("toast").classList.remove("shown"), 4000);
 }
 
-// A button that only looks like text, and one that does the main thing.
+// A button; its class makes it plain text or the primary action.
 export const button = (text, onclick, more = {}) => h("button", { type: "button", onclick, ...more }, text);
 
-// Puts `children` into `parent`, and the focus back on what had it (by data-focus).
+// Replaces the children of `parent` and restores the focus (by data-focus).
 export function fill(parent, ...children) {
   const at = parent.contains(document.activeElement) ? document.activeElement.dataset.focus : null;
   parent.replaceChildren(...children.flat().filter(Boolean));

@@ -1,9 +1,9 @@
-// The form: a field for each option, made of what /api/options says of it.
+// The form: one field per option, from /api/options.
 
 import { $, button, fill, h, parameters, set } from "./dom.js";
 import { typed } from "./state.js";
 
-// Labels of the options that stand in the form itself; every other option is under "More options".
+// Labels of the options in the form itself; all others are under "More options".
 const MAIN = {
   "num-gpus": "Number of GPUs",
   tp: "Tensor", pp: "Pipeline", vpp: "Virtual stages", cp: "Context", ep: "Expert", etp: "Expert tensor",
@@ -25,7 +25,7 @@ const TITLES = {
 const OTHER = "\u0000other";
 const PASTED = "\u0000pasted";
 
-// A change of options in a few words: the short names of sizes, else the flags as the server says them.
+// A change of options in a few words: short names of sizes, else the server's flags.
 export function changeWords(change) {
   const names = Object.keys(change.options);
   const [name] = names;
@@ -84,7 +84,7 @@ export class Form {
     this.hubRow = h("div", { class: "field", hidden: true }, h("label", { for: "f-hub" }, "Hub id"), this.hubId);
     this.config = h("textarea", { id: "f-config", rows: 6, spellcheck: "false", "aria-describedby": "e-config",
       placeholder: '{"model_type": "qwen3_moe", ...}', oninput: () => this.pasted() });
-    this.configName = h("input", { id: "f-name", placeholder: "its name", maxlength: 100, oninput: () => this.pasted() });
+    this.configName = h("input", { id: "f-name", placeholder: "name of the model", maxlength: 100, oninput: () => this.pasted() });
     this.configRow = h("div", { hidden: true },
       h("div", { class: "field" }, h("label", { for: "f-config" }, "config.json"), this.config, this.errorOf("config")),
       h("div", { class: "field" }, h("label", { for: "f-name" }, "Name"), this.configName));
@@ -125,7 +125,7 @@ export class Form {
   field(name, label = MAIN[name] ?? `--${name}`) {
     const option = this.options[name];
     const id = `f-${name}`;
-    const said = { id, "aria-describedby": `e-${name}`, title: `--${name}: ${option.help}` };
+    const common = { id, "aria-describedby": `e-${name}`, title: `--${name}: ${option.help}` };
     const change = (value) => this.change({ options: { [name]: value } }, name);
     let input;
     let show;
@@ -133,27 +133,27 @@ export class Form {
     if (option.kind === "names") {
       const boxes = option.choices.map((choice) => h("input", { type: "checkbox", value: choice,
         onchange: () => change(boxes.filter((box) => box.checked).map((box) => box.value)) }));
-      input = h("div", { ...said, class: "boxes", role: "group", "aria-label": label },
+      input = h("div", { ...common, class: "boxes", role: "group", "aria-label": label },
         ...boxes.map((box) => h("label", {}, box, ` ${box.value}`)));
       show = (value) => { for (const box of boxes) box.checked = (value ?? []).includes(box.value); };
       if (!option.choices.length) {
-        input = h("input", { ...said, oninput: () => change(typed(input.value, "names")) });
+        input = h("input", { ...common, oninput: () => change(typed(input.value, "names")) });
         show = (value) => { if (document.activeElement !== input) input.value = (value ?? []).join(","); };
       }
     } else if (option.kind === "switch") {
-      input = h("select", { ...said, onchange: () => change({ on: true, off: false }[input.value] ?? null) },
+      input = h("select", { ...common, onchange: () => change({ on: true, off: false }[input.value] ?? null) },
         h("option", { value: "" }, option.default === null ? "automatic" : option.default ? "on (default)" : "off (default)"),
         option.default !== true && h("option", { value: "on" }, "on"),
         option.default !== false && h("option", { value: "off" }, "off"));
       show = (value) => { input.value = value === true ? "on" : value === false ? "off" : ""; };
     } else if (option.kind === "choice") {
       const titles = name === "engine" ? this.facts.engines : {};
-      input = h("select", { ...said, onchange: () => change(input.value === "" ? null : input.value) },
+      input = h("select", { ...common, onchange: () => change(input.value === "" ? null : input.value) },
         option.default === null && h("option", { value: "" }, "none"),
         ...option.choices.map((choice) => h("option", { value: choice }, titles[choice] ?? choice)));
       show = (value) => { input.value = value ?? option.default ?? ""; };
     } else {
-      input = h("input", { ...said, inputmode: option.kind === "integer" ? "numeric" : null, spellcheck: "false",
+      input = h("input", { ...common, inputmode: option.kind === "integer" ? "numeric" : null, spellcheck: "false",
         maxlength: 400, oninput: () => change(typed(input.value.trim(), option.kind)) });
       show = (value) => {
         const text = value === undefined ? (this.plain(name) ?? "") : String(value);
@@ -184,7 +184,7 @@ export class Form {
     return row;
   }
 
-  // What a size is when nothing is given, where that is a plain number.
+  // The default of a size, where it is a plain number.
   plain(name) {
     const option = this.options[name];
     return option.kind === "integer" && option.default !== null && name in MAIN ? option.default : null;
@@ -214,7 +214,7 @@ export class Form {
       ...Object.entries(groups).map(([group, names]) =>
         h("fieldset", {}, h("legend", {}, TITLES[group] ?? group), ...names.map((name) => this.field(name)))));
     this.rest = rest.map((option) => option.name);
-    this.given = h("ul", { class: "given", "aria-label": "Other options that are given", hidden: true });
+    this.given = h("ul", { class: "given", "aria-label": "Other options in use", hidden: true });
     return h("div", {}, this.given, this.more);
   }
 
@@ -240,12 +240,12 @@ export class Form {
     const given = this.rest.filter((option) => options[option] !== undefined);
     fill(this.given, ...given.map((option) => h("li", {},
       h("span", {}, `--${option}`, options[option] === true ? "" : h("b", {}, ` ${options[option]}`)),
-      button("\u00d7", () => this.change({ options: { [option]: null } }, option), { "aria-label": `Drop --${option}` }))));
+      button("\u00d7", () => this.change({ options: { [option]: null } }, option), { "aria-label": `Remove --${option}` }))));
     this.given.hidden = given.length === 0;
     this.fit();
   }
 
-  // Fields that say nothing for this run are not shown.
+  // Hides fields that do not apply to this run.
   fit() {
     const { options, model } = this.state.now;
     const known = this.models.find((one) => one.name === model);
@@ -261,13 +261,13 @@ export class Form {
     on(sharding, options.engine === "megatron_fsdp" || options[sharding] !== undefined);
   }
 
-  // Whether a field is one that is typed into.
+  // Whether a field takes typed text.
   typed(name) {
     const tag = this.fields[name]?.input.tagName;
     return tag === "INPUT" || tag === "TEXTAREA";
   }
 
-  // What counts where nothing is given: shown in grey.
+  // Values in use where nothing is given, shown in grey.
   answered(answer) {
     this.effective = answer.effective;
     this.experts = answer.experts;
@@ -276,14 +276,14 @@ export class Form {
       if (field.input.tagName === "INPUT" && value !== undefined && value !== null) field.input.placeholder = String(value);
     }
     const { dp, microbatches } = answer.effective;
-    $("derived").textContent = `Data parallel ${dp} \u00b7 ${microbatches} microbatch${microbatches === 1 ? "" : "es"} a step`;
+    $("derived").textContent = `Data parallel ${dp} \u00b7 ${microbatches} microbatch${microbatches === 1 ? "" : "es"} per step`;
     const { model } = answer.estimate;
     $("model-facts").textContent = `${parameters(model.parameters)} parameters \u00b7 ${model.num_layers} layers \u00b7 hidden ${model.hidden_size}`;
     this.fit();
     this.refused(null);
   }
 
-  // A refusal at its field; returns the name of that field.
+  // Shows a refusal at its field; returns the field's name.
   refused(refusal, last, fixes = []) {
     for (const [name, field] of Object.entries(this.fields)) {
       const error = $(`e-${name}`);

@@ -1,4 +1,4 @@
-// A log, a journal or a memory snapshot beside the prediction.
+// A log, a journal or a memory snapshot compared with the prediction.
 
 import { postFile } from "./api.js";
 import { $, button, fill, gib, h } from "./dom.js";
@@ -28,7 +28,7 @@ export class Measured {
 
   async take(file) {
     this.file = file;
-    if (file.size > MOST) return this.show({ error: `${file.name} is larger than ${MOST / 2 ** 20} MiB; of a long log give its lines about memory` });
+    if (file.size > MOST) return this.show({ error: `${file.name} is larger than ${MOST / 2 ** 20} MiB; for a long log, give only its lines about memory` });
     this.show({ busy: true });
     this.found = null;
     try {
@@ -44,7 +44,7 @@ export class Measured {
     $("measured").scrollIntoView({ block: "nearest" });
   }
 
-  /** What was measured of a stage of this very configuration, to lie over its step; stages may be chosen meanwhile. */
+  /** Measured figures of a stage of this configuration, drawn over its step; null for another configuration. */
   of(stage, address) {
     const same = (one) => one.replace(/&stage=\d+/, "");
     if (!this.found || same(this.found.address) !== same(address)) return null;
@@ -57,10 +57,10 @@ export class Measured {
   show({ busy, error, found } = {}) {
     const input = h("input", { type: "file", id: "f-file", class: "unseen", onchange: () => input.files[0] && this.take(input.files[0]) });
     const own = h("input", { type: "checkbox", checked: this.own, onchange: () => { this.own = own.checked; if (this.file) this.take(this.file); } });
-    fill($("measured"), h("h2", {}, "Beside a measured run", h("small", {}, "a Megatron log, our journal, or a torch memory snapshot: drop it anywhere")),
+    fill($("measured"), h("h2", {}, "Compare with a measured run", h("small", {}, "a Megatron log, a bridge-memory journal or a torch memory snapshot: drop it anywhere")),
       h("div", { class: "buttons" }, h("label", { for: "f-file", class: "button" }, "Choose a file"), input,
         this.file && !busy && button(`Compare ${this.file.name} again`, () => this.take(this.file)),
-        h("label", { class: "inline" }, own, " by the run that the file itself describes")),
+        h("label", { class: "inline" }, own, " predict the run described in the file")),
       busy && h("p", { role: "status" }, `Reading ${this.file.name} ...`),
       error && h("p", { class: "error", role: "alert" }, error),
       found?.stages && this.table(found), found?.snapshot && this.snapshot(found.snapshot));
@@ -69,8 +69,8 @@ export class Measured {
   table(found) {
     const cell = (value, sign = false) => h("td", { class: "number" }, value === null ? "\u2013" : `${sign && value > 0 ? "+" : ""}${gib(value, 2)}`);
     return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Predicted and measured" }, h("table", {},
-      h("caption", {}, `${found.measured}: GiB, predicted and measured`),
-      h("thead", {}, h("tr", {}, ...["Stage", "Static", "Allocated", "Difference", "Peak", "Max allocated", "Difference", "Error"].map((t) => h("th", { scope: "col", class: "number" }, t)))),
+      h("caption", {}, `${found.measured}: predicted and measured, GiB`),
+      h("thead", {}, h("tr", {}, ...["Stage", "Predicted static", "Allocated", "Difference", "Predicted peak", "Max allocated", "Difference", "Error"].map((t) => h("th", { scope: "col", class: "number" }, t)))),
       h("tbody", {}, ...found.stages.map((s) => h("tr", {}, h("th", { scope: "row", class: "number" }, s.stage),
         cell(s.predicted_static_bytes), cell(s.allocated_bytes), cell(s.static_residual_bytes, true),
         cell(s.predicted_peak_bytes), cell(s.max_allocated_bytes), cell(s.residual_bytes, true),
@@ -80,7 +80,7 @@ export class Measured {
   snapshot(found) {
     return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The snapshot" }, h("table", {},
       h("caption", {}, `Peak ${gib(found.peak_bytes, 2)} GiB${found.predicted_peak_bytes === null ? "" : `, predicted ${gib(found.predicted_peak_bytes, 2)} GiB`}; ${(100 * found.attributed_share).toFixed(0)} % attributed`),
-      h("thead", {}, h("tr", {}, ...["Alive at the peak", "Measured GiB", "Predicted GiB", "Blocks"].map((t, i) => h("th", { scope: "col", class: i ? "number" : "" }, t)))),
+      h("thead", {}, h("tr", {}, ...["Alive at the peak", "Measured, GiB", "Predicted, GiB", "Blocks"].map((t, i) => h("th", { scope: "col", class: i ? "number" : "" }, t)))),
       h("tbody", {}, ...found.groups.map((g) => h("tr", {}, h("th", { scope: "row" }, g.group),
         h("td", { class: "number" }, gib(g.measured_bytes, 2)),
         h("td", { class: "number" }, g.predicted_bytes === null ? "\u2013" : gib(g.predicted_bytes, 2)),

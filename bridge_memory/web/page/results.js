@@ -1,7 +1,7 @@
-// The answer: whether it fits, the stages, what is in one of them, what could be changed.
+// The answer: verdict, stages, one stage over a step and at its peak, changes that free memory.
 
 import { post } from "./api.js";
-import { bar, legend, ROLES, said, scaleOf } from "./bars.js";
+import { bar, legend, partsOf, ROLES, scaleOf } from "./bars.js";
 import { peakTreemap, stepTimeline } from "./report/charts.js";
 import { $, button, count, fill, gib, h, seconds, toast } from "./dom.js";
 
@@ -18,30 +18,40 @@ export function verdict(answer, page) {
   const worst = estimate.stages[fit.peak_stage];
   const section = $("verdict");
   section.className = tone;
-  const spare = `${gib(Math.abs(fit.headroom_bytes))} GiB ${fit.headroom_bytes < 0 ? "missing" : "to spare"}`;
+  const room = roomOf(fit);
+  const spare = `${room.free} GiB ${room.over ? "over" : "free"}`;
   brief(tone, `${word} ${count(gpus)} \u00d7 ${fit.gpu} \u00b7 ${spare}`);
   fill(section,
     h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, fit.verdict === "tight" ? "!" : { yes: "\u2713", no: "\u2715", perhaps: "?" }[tone]),
       `${word} ${count(gpus)} \u00d7 ${fit.gpu}`),
-    h("p", { class: "answer" }, sentence(answer.answer)),
+    h("p", { class: "answer" }, sentence(answer.answer.replace(/^[A-Z ]+ [\w-]+: /, ""))), // the heading names verdict and GPU
     changed(answer, page),
     !fit.fits && !fit.lacks && h("p", { class: "hint" }, `This is one layout of many (${layoutWords(answer.effective)}): another may fit the same GPUs.`),
     answer.evidence && h("p", { class: "hint evidence" }, sentence(answer.evidence)),
-    worst && bar(worst, scaleOf([worst], fit), fit, `The fullest GPU: ${said(worst)}, of ${gib(fit.capacity_bytes)} GiB`),
+    worst && bar(worst, scaleOf([worst], fit), fit, `The GPU with the highest peak: ${partsOf(worst)}, of ${gib(fit.capacity_bytes)} GiB`),
     h("dl", { class: "facts" },
-      ...fact("Peak", `${gib(fit.peak_bytes)} GiB`, `stage ${fit.peak_stage}, ${estimate.peak.phase}`),
-      ...fact("Margin", `${gib(fit.margin_bytes)} GiB`, "CUDA, NCCL, fragmentation"),
-      ...fact("Usable", `${gib(fit.capacity_bytes)} GiB`, `of one ${fit.gpu}`),
-      ...fact(fit.headroom_bytes < 0 ? "Missing" : "To spare", `${gib(Math.abs(fit.headroom_bytes))} GiB`,
-        fit.headroom_bytes < 0 ? "peak + margin \u2212 usable" : "usable \u2212 peak \u2212 margin"),
-      ...(step ? fact("Step", seconds(step.seconds), "by the time model") : []),
-      ...(step ? fact("Speed", `${count(step.tokens_per_second_per_gpu)}`, "tokens/s and GPU") : [])),
+      ...fact("Peak", `${room.peak} GiB`, `stage ${fit.peak_stage}, ${estimate.peak.phase}`),
+      ...fact("Margin", `${room.margin} GiB`, "CUDA, NCCL, fragmentation"),
+      ...fact("Usable", `${room.usable} GiB`, `of one ${fit.gpu}`),
+      ...fact(room.over ? "Over by" : "Free", `${room.free} GiB`,
+        room.over ? "peak + margin \u2212 usable" : "usable \u2212 peak \u2212 margin"),
+      ...(step ? fact("Step", seconds(step.seconds), "predicted") : []),
+      ...(step ? fact("Speed", `${count(step.tokens_per_second_per_gpu)}`, "tokens/s/GPU, predicted") : [])),
     h("p", { class: "hint", id: "others" }),
     h("div", { class: "buttons" },
       button(fit.fits ? "Find faster layouts" : "Find a layout that fits", () => page.search(),
         { class: fit.fits ? "" : "primary", "data-focus": "find" }),
       h("span", { id: "cheapest" }),
       button("Compare with another", () => page.pin(), { class: "quiet", "data-focus": "pin" })));
+}
+
+// Peak, margin, usable and free memory as they are printed: the margin takes the rounding, so that they add up.
+function roomOf(fit) {
+  const digits = Math.abs(fit.headroom_bytes) < 2 ** 30 ? 2 : 1;
+  const scale = 10 ** digits, rounded = (bytes) => Math.round((bytes / 2 ** 30) * scale);
+  const [usable, peak, free] = [fit.capacity_bytes, fit.peak_bytes, fit.headroom_bytes].map(rounded);
+  const text = (number) => (number / scale).toFixed(digits);
+  return { usable: text(usable), peak: text(peak), margin: text(usable - peak - free), free: text(Math.abs(free)), over: fit.headroom_bytes < 0 };
 }
 
 const NAMES = { tp: "TP", pp: "PP", vpp: "VPP", cp: "CP", ep: "EP", etp: "ETP", "num-gpus": "GPUs", "micro-batch-size": "micro batch",
@@ -55,11 +65,11 @@ function layoutWords(now) {
   return [...sizes, `data parallel ${now.dp}`].join(" \u00b7 ");
 }
 
-/** What a click on a layout or a change has changed, in words: the question was what to change. */
+/** The options changed by the last click on a layout or a suggested change. */
 function changed(answer, page) {
   const taken = page.taken;
   if (!taken || taken.address !== page.shown.address) return null;
-  // Of recomputation the modules say more than that it is selective.
+  // The list of recomputed modules makes "selective" redundant.
   const one = (name) => name !== "recompute-granularity" || !taken.names.includes("recompute-modules") || answer.effective[name] !== "selective";
   const words = taken.names.filter((name) => JSON.stringify(taken.before[name] ?? null) !== JSON.stringify(answer.effective[name] ?? null))
     .filter((name) => !(name === "recompute-modules" && answer.effective["recompute-granularity"] !== "selective") && one(name))
@@ -69,7 +79,7 @@ function changed(answer, page) {
     button("Undo", () => page.untake(), { class: "quiet", "data-focus": "untake" }));
 }
 
-// On a narrow screen: the answer in a line that stays in sight.
+// On a narrow screen: the answer in a line that stays visible.
 function brief(tone, words) {
   $("brief").className = tone;
   fill($("brief"), h("b", {}, words));
@@ -89,7 +99,7 @@ export function refused(refusal, fixes, page) {
       button("Find a layout that fits", () => page.search(), { class: "quiet", "data-focus": "find" })));
 }
 
-// What was of the last answer.
+// Hides the parts of the last answer.
 export function hide() {
   clearTimeout(next);
   for (const id of ["stages", "stage", "whatif", "notes"]) $(id).hidden = true;
@@ -105,7 +115,7 @@ export function stages(answer, page) {
     const over = stage.peak_bytes + Math.round(stage.peak_bytes * (fit.margin_bytes / fit.peak_bytes)) > fit.capacity_bytes;
     return h("button", { type: "button", class: "row", role: "radio", "aria-checked": String(stage.stage === answer.drawn.stage),
       tabindex: stage.stage === answer.drawn.stage ? "0" : "-1", "data-focus": `stage-${stage.stage}`, "data-stage": stage.stage,
-      "aria-label": `Stage ${stage.stage}, ${stage.num_layers} layers, peak ${gib(stage.peak_bytes)} GiB: ${said(stage)}`,
+      "aria-label": `Stage ${stage.stage}, ${stage.num_layers} layers, peak ${gib(stage.peak_bytes)} GiB: ${partsOf(stage)}`,
       onclick: () => page.choose(stage.stage) },
     h("span", { class: "name" }, `Stage ${stage.stage}`, h("small", {}, ` ${stage.num_layers} layers`)),
     bar(stage, scale, fit, ""), h("span", { class: `value${over ? " over" : ""}` }, gib(stage.peak_bytes)));
@@ -119,13 +129,13 @@ export function stages(answer, page) {
     page.choose(next);
     group.parentNode.querySelector(`[data-stage="${next}"]`)?.focus();
   });
-  fill($("stages"), h("h2", {}, "Pipeline stages", h("small", {}, "GiB at the peak, on one GPU of each")), group, legend(fit));
+  fill($("stages"), h("h2", {}, "Pipeline stages", h("small", {}, "GiB of one GPU at the peak")), group, legend(fit));
 }
 
 let charts = { text: "", drawn: [] };
 let next;
 
-// The charts come after the answer: of many changes in a row the last is drawn.
+// Charts are drawn after the answer, and only for the last of several quick changes.
 export function stage(answer, measured = null) {
   clearTimeout(next);
   next = setTimeout(() => draw(answer, measured), 25);
@@ -149,12 +159,12 @@ function draw(answer, measured) {
   fill($("stage"),
     h("h2", {}, `${name} over one step`, h("small", {}, `${gib(one.peak_bytes)} GiB at the peak, in ${one.peak_phase}${one.peak_operation ? `: ${one.peak_operation}` : ""}`)),
     timeline,
-    h("h2", { class: "second" }, `${name} at its peak`, h("small", {}, "every part by its size: choose one to look inside")),
+    h("h2", { class: "second" }, `${name} at its peak`, h("small", {}, "area: size; choose a component to open it")),
     treemap,
-    h("details", { open }, h("summary", {}, "The same as a table"),
+    h("details", { open }, h("summary", {}, "As a table"),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Components of ${name}` },
         h("table", {},
-          h("thead", {}, h("tr", {}, ...["Component", "Kind", "GiB", "How it is known"].map((t, i) =>
+          h("thead", {}, h("tr", {}, ...["Component", "Kind", "GiB", "Basis"].map((t, i) =>
             h("th", { scope: "col", class: i === 2 ? "number" : "" }, t)))),
           h("tbody", {}, ...parts.map((c) => h("tr", {},
             h("th", { scope: "row" }, c.name), h("td", {}, h("i", { class: `dot role-${c.role}` }), roleName(c.role)),
@@ -167,7 +177,7 @@ function draw(answer, measured) {
 
 const roleName = (role) => ROLES.find(([name]) => name === role)?.[2] ?? role;
 
-// ---- what could be changed ----
+// ---- changes that free memory ----
 
 export function whatif(found, page) {
   const cheapest = $("cheapest");
@@ -175,14 +185,14 @@ export function whatif(found, page) {
     const one = page.fits ? null : found.cheapest;
     if (one) {
       fill(cheapest, button(one.title, () => page.apply(one.options), { class: "primary", "data-focus": "cheapest",
-        title: "the change with which it fits at the least cost in time" }),
-      h("small", {}, ` then it fits${factor(one.step_time_factor, ", ")}`));
+        title: "the change that makes it fit at the least cost in time" }),
+      h("small", {}, ` makes it fit${factor(one.step_time_factor, ", ")}`));
     } else cheapest.replaceChildren();
   }
   const others = found.other_gpus.map((fit) => `${fit.gpu} ${{ fits: "\u2713", "does not fit": "\u2715" }[fit.verdict] ?? "?"}`);
-  if ($("others")) $("others").textContent = `The same on other GPUs: ${others.join(" \u00b7 ")}`;
+  if ($("others")) $("others").textContent = `On other GPUs: ${others.join(" \u00b7 ")}`;
   const section = $("whatif");
-  const head = h("h2", {}, "What one change frees", h("small", {}, "on the fullest stage; time by the time model"));
+  const head = h("h2", {}, "What one change frees", h("small", {}, "of the highest peak; predicted step time"));
   if (!found.changes.length) {
     fill(section, head, h("p", { class: "hint" }, "No single change lowers the highest peak."));
     return;
@@ -196,7 +206,7 @@ export function whatif(found, page) {
     h("td", { class: "wide" }, change.fits ? h("span", { class: "tag yes" }, "fits") : h("span", { class: "tag" }, "not yet")),
     h("td", {}, button("Apply", () => page.apply(change.options), { "aria-label": `Apply: ${change.title}`, "data-focus": `what-${i}` })));
   const table = (rows) => h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Changes" }, h("table", {},
-    h("thead", {}, h("tr", {}, ...["Change", "Frees GiB", "Peak GiB", "Time", "", ""].map((t, i) =>
+    h("thead", {}, h("tr", {}, ...["Change", "Frees, GiB", "Peak, GiB", "Step time", "", ""].map((t, i) =>
       t ? h("th", { scope: "col", class: `${i ? "number" : ""}${i === 2 ? " wide" : ""}` }, t) : h("td", { class: i === 4 ? "wide" : "" })))),
     h("tbody", {}, ...rows)));
   fill(section, head, table(found.changes.slice(0, page.moreChanges ? 100 : 8).map(row)),
@@ -207,7 +217,7 @@ export function whatif(found, page) {
 }
 
 const percent = (f) => (f === null ? "?" : `${f >= 1 ? "+" : "\u2212"}${Math.abs((f - 1) * 100).toFixed(1)} %`);
-const factor = (f, before) => (f === null ? "" : Math.abs(f - 1) < 0.0005 ? `${before}at no cost in time` : `${before}${percent(f)} time`);
+const factor = (f, before) => (f === null ? "" : Math.abs(f - 1) < 0.0005 ? `${before}same step time` : `${before}${percent(f)} step time`);
 
 // ---- two configurations ----
 
@@ -228,33 +238,32 @@ export function versus(other, now, page) {
   const scale = Math.max(...[other, now].map((one) => (one.answer ? scaleOf([one.answer.estimate.stages[one.answer.fit.peak_stage]], one.answer.fit) : 1)));
   const worst = (one) => one.answer.estimate.stages[one.answer.fit.peak_stage];
   const of = (get) => (one) => (one.answer ? get(one) : "\u2013");
-  fill(section, h("h2", {}, "Two configurations", h("small", {}, "A is kept, B is the one on this page")),
+  fill(section, h("h2", {}, "Two configurations", h("small", {}, "A: pinned; B: this page")),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Two configurations" }, h("table", { class: "two" },
       h("thead", {}, h("tr", {}, h("td", {}), h("th", { scope: "col" }, "A"), h("th", { scope: "col" }, "B"))),
       h("tbody", {},
         cells("Answer", (one) => (one.answer ? h("span", { class: `tag ${WORDS[one.answer.fit.verdict]?.[0]}` }, one.answer.fit.verdict) : one.refusal?.message ?? "\u2013")),
         cells("Peak, GiB", of((one) => gib(one.answer.fit.peak_bytes, 2))),
-        cells("Fullest stage", of((one) => bar(worst(one), scale, one.answer.fit))),
+        cells("Stage with the highest peak", of((one) => bar(worst(one), scale, one.answer.fit))),
         ...ROLES.map(([, key, name]) => cells(`${name}, GiB`, of((one) => gib(worst(one)[key], 2)))),
         cells("Step", of((one) => (one.answer.step ? seconds(one.answer.step.seconds) : "\u2013"))),
         model(other) !== model(now) && cells("Model", model),
         other.question.gpu !== now.question.gpu && cells("GPU", (one) => one.question.gpu),
         ...differ.map((name) => cells(`--${name}`, (one) => option(one, name)))))),
     h("div", { class: "buttons" }, button("Swap", () => page.swap(), { "data-focus": "swap" }),
-      button("Forget A", () => page.unpin(), { class: "quiet", "data-focus": "unpin" })));
+      button("Unpin A", () => page.unpin(), { class: "quiet", "data-focus": "unpin" })));
 }
 
-// ---- what it rests on ----
+// ---- assumptions ----
 
 export function notes(answer) {
   const { estimate } = answer;
   const list = (title, lines) => lines.length > 0 && h("details", {}, h("summary", {}, `${title} `, h("span", { class: "count" }, lines.length)),
     h("ul", {}, ...lines.map((line) => h("li", {}, line))));
-  const gaps = estimate.not_modelled;
-  const open = list("Not modelled", gaps);
+  const open = list("Not modelled", estimate.not_modelled);
   if (open && answer.fit.verdict === "unknown") open.open = true;
-  fill($("notes"), h("h2", {}, "What it rests on"), open, list("Assumed", estimate.assumptions),
-    list("The time model does not know", answer.step?.not_timed ?? []),
+  fill($("notes"), h("h2", {}, "Assumptions and unmodelled features"), open, list("Assumed", estimate.assumptions),
+    list("Not in the time model", answer.step?.not_timed ?? []),
     h("p", { class: "hint" }, answer.margin));
 }
 

@@ -1,11 +1,11 @@
-// Layouts that fit: start, progress, cancel, and one click to take one.
+// Layouts that fit: start, progress, cancel, and a click to use one.
 
 import { plot } from "./report/plots.js";
 import { get, Gone, post, Refusal } from "./api.js";
 import { $, button, count, fill, gib, h, seconds } from "./dom.js";
 
 const AXES = {
-  tp: "TP", pp: "PP", split: "split of the layers", vpp: "VPP", cp: "CP", ep: "EP", etp: "ETP", mbs: "micro batch", recompute: "recomputation",
+  tp: "TP", pp: "PP", split: "layer split", vpp: "VPP", cp: "CP", ep: "EP", etp: "ETP", mbs: "micro batch", recompute: "recomputation",
 };
 
 export class Search {
@@ -46,8 +46,8 @@ export class Search {
     if (this.job?.state !== "running" || !this.job.id) return;
     if (quietly) this.turn++;
     try {
-      await post(`/api/search/${this.job.id}/cancel`, {}); // how it ended is what the next look says
-    } catch { /* as does this */ }
+      await post(`/api/search/${this.job.id}/cancel`, {}); // the next poll reports how it ended
+    } catch { /* the next poll reports it */ }
   }
 
   close() {
@@ -59,24 +59,24 @@ export class Search {
 
   show() {
     const { job, page } = this;
-    const boxes = h("details", { class: "vary" }, h("summary", {}, "What is varied"), h("div", { class: "boxes" },
+    const boxes = h("details", { class: "vary" }, h("summary", {}, "Search over"), h("div", { class: "boxes" },
       ...Object.entries(AXES).map(([axis, name]) => h("label", {}, h("input", { type: "checkbox", checked: this.vary.includes(axis),
         onchange: (event) => {
           this.vary = this.vary.filter((one) => one !== axis).concat(event.target.checked ? [axis] : []);
         } }), ` ${name}`))));
     boxes.open = $("search").querySelector(".vary")?.open ?? false;
-    const head = h("h2", {}, "Layouts that fit", h("small", {}, "the fastest first, by the time model"));
+    const head = h("h2", {}, "Layouts that fit", h("small", {}, "fastest first, by predicted step time"));
     const again = h("div", { class: "buttons" }, button("Search again", () => this.start(), { "data-focus": "search" }),
       button("Close", () => this.close(), { class: "quiet" }));
-    if (!job) return; // the button of the verdict starts one
+    if (!job) return; // the verdict's button starts a search
     const about = this.asked.model ?? this.asked.name ?? "the pasted model";
     const on = `${about} on ${this.asked.options["num-gpus"] ?? "?"} \u00d7 ${this.asked.gpu}`;
     if (job.state === "running") {
       const { looked_at: looked = 0, fit = 0 } = job.progress;
       return fill($("search"), head, h("div", { class: "progress", role: "status" },
         h("progress", { "aria-label": "Searching" }),
-        h("span", {}, `${count(looked)} layouts looked at, ${count(fit)} fit \u00b7 ${Math.round(job.seconds)} s`)),
-      h("div", { class: "buttons" }, button("Stop and show what was found", () => this.cancel(), { "data-focus": "search" })));
+        h("span", {}, `${count(looked)} layouts evaluated, ${count(fit)} fit \u00b7 ${Math.round(job.seconds)} s`)),
+      h("div", { class: "buttons" }, button("Stop and show the layouts found", () => this.cancel(), { "data-focus": "search" })));
     }
     if (job.refused) {
       return fill($("search"), head, h("p", { class: "error" }, job.refused.message), boxes, again);
@@ -86,23 +86,23 @@ export class Search {
     if (!found.rows.length) {
       return fill($("search"), head,
         h("p", { class: "answer" }, found.stopped
-          ? `Stopped: of the ${count(found.looked_at)} layouts of ${on} that were looked at none fits.`
-          : `No layout of ${on} fits: ${count(found.looked_at)} were looked at. Take more or larger GPUs, a shorter sequence, or another engine or optimizer.`),
+          ? `Stopped: none of the ${count(found.looked_at)} layouts of ${on} evaluated so far fits.`
+          : `No layout of ${on} fits (${count(found.looked_at)} evaluated). Try more or larger GPUs, a shorter sequence, or another engine or optimizer.`),
         boxes, again);
     }
     const experts = found.rows.some((row) => row.ep > 1 || row.etp > 1);
     const columns = [
       ["TP", (r) => r.tp], ["PP", (r) => r.pp], found.rows.some((r) => r.vpp > 1) && ["VPP", (r) => r.vpp],
       found.rows.some((r) => r.cp > 1) && ["CP", (r) => r.cp], experts && ["EP", (r) => r.ep], experts && ["ETP", (r) => r.etp],
-      ["Micro batch", (r) => r.mbs], ["Recompute", (r) => r.recompute, "text"], ["Peak GiB", (r) => gib(r.peak_bytes)],
-      ["Spare GiB", (r) => gib(r.headroom_bytes)], ["Step", (r) => seconds(r.step_seconds)],
+      ["Micro batch", (r) => r.mbs], ["Recompute", (r) => r.recompute, "text"], ["Peak, GiB", (r) => gib(r.peak_bytes)],
+      ["Free, GiB", (r) => gib(r.headroom_bytes)], ["Step", (r) => seconds(r.step_seconds)],
       ["Tokens/s/GPU", (r) => count(r.tokens_per_second_per_gpu)],
     ].filter(Boolean);
     const same = (row) => Object.entries(row.options).every(([name, value]) => {
       const now = page.state.now.options[name];
       return JSON.stringify(now ?? null) === JSON.stringify(value) || (now === undefined && value === 1);
     });
-    // Of those that are as fast as the fastest the one with most to spare.
+    // Among the layouts tied for fastest, the one with the most free memory.
     const tied = found.rows.slice(0, Math.max(1, found.ties));
     const best = tied.reduce((a, b) => (b.headroom_bytes > a.headroom_bytes ? b : a));
     const chart = h("div", { class: "chart" });
@@ -110,23 +110,23 @@ export class Search {
     const points = (rows) => rows.map((r) => [r.step_seconds, r.peak_bytes / 2 ** 30, words(r)]);
     const front = found.front ?? [];
     fill($("search"), head,
-      h("p", { class: "hint" }, `${on}, ${count(found.global_batch_size)} sequences a step${found.global_batch_size_given ? "" : " (assumed: give a global batch to change it)"}: `
-        + `${count(found.looked_at)} layouts looked at, ${count(found.fit)} fit${found.stopped ? "; stopped before the end" : ""}.`
-        + (found.ties > 1 ? ` The first ${found.ties} are a tie: the time model cannot tell them apart.` : "")),
+      h("p", { class: "hint" }, `${on}, ${count(found.global_batch_size)} sequences per step${found.global_batch_size_given ? "" : " (assumed; set a global batch to change it)"}: `
+        + `${count(found.looked_at)} layouts evaluated, ${count(found.fit)} fit${found.stopped ? "; stopped before the end" : ""}.`
+        + (found.ties > 1 ? ` The first ${found.ties} are tied: their predicted times differ by less than the error of the time model.` : "")),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Layouts that fit" }, h("table", {},
         h("thead", {}, h("tr", {}, h("td", {}), ...columns.map(([t, , text]) => h("th", { scope: "col", class: text ? "" : "number" }, t)))),
         h("tbody", {}, ...found.rows.map((row, i) => h("tr", { class: same(row) ? "same" : "" },
           h("td", {}, button(same(row) ? "In use" : "Use", () => page.apply(row.options), { "aria-label": `Use layout ${i + 1}`, "data-focus": `use-${i}`,
             class: row === best && !same(row) ? "primary" : "" }),
-          row === best && tied.length > 1 && h("small", { class: "best" }, " most room of the fastest")),
+          row === best && tied.length > 1 && h("small", { class: "best" }, " most free memory of the tied")),
           ...columns.map(([, of, text]) => h("td", { class: text ? "" : "number" }, of(row)))))))),
-      front.length > 1 && h("h2", { class: "second" }, "Less memory for time", h("small", {}, "no other layout is both faster and smaller: choose one to use it")),
+      front.length > 1 && h("h2", { class: "second" }, "Memory against time", h("small", {}, "layouts that no other beats in both; choose one to use it")),
       front.length > 1 && chart, boxes, again);
     if (front.length < 2) return;
     plot(chart, {
-      x: { title: "step by the time model", unit: "s" }, y: { title: `peak on ${this.asked.gpu}`, unit: "GiB" },
+      x: { title: "predicted step time", unit: "s" }, y: { title: `peak on ${this.asked.gpu}`, unit: "GiB" },
       series: [{ name: "the fastest", tone: "some", points: points(found.rows) },
-        { name: "less memory for time", tone: "predicted", line: "steps", dots: true, points: points(front) }],
+        { name: "least memory at its step time", tone: "predicted", line: "steps", dots: true, points: points(front) }],
     }, { onSelect: (series, p) => page.apply([...front, ...found.rows].find((r) => r.step_seconds === p.x && r.peak_bytes / 2 ** 30 === p.y).options) });
   }
 }

@@ -1,4 +1,4 @@
-// What the page asks about, and its form in the address: #model=Qwen/Qwen3-8B&gpu=H100&tp=2 (the command line's flags).
+// The page's question and its form in the address: #model=Qwen/Qwen3-8B&gpu=H100&tp=2 (the command line's flags).
 
 export const FIRST = { model: "meta-llama/Llama-3.1-8B", gpu: "H100", options: { "num-gpus": 8, tp: 2 } };
 const OWN = ["model", "config", "name", "gpu", "vs"];
@@ -99,7 +99,7 @@ function packed(text) {
   let short = text;
   try {
     short = JSON.stringify(JSON.parse(text));
-  } catch { /* it is what was pasted, sound or not */ }
+  } catch { /* as pasted, valid or not */ }
   const bytes = new TextEncoder().encode(short);
   let binary = "";
   for (let i = 0; i < bytes.length; i += 8192) binary += String.fromCharCode(...bytes.subarray(i, i + 8192));

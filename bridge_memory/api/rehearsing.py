@@ -1,0 +1,203 @@
+"""``rehearse``: run the real training stack for one rank, without a GPU, and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from bridge_memory.rehearsal.world import INSTALL, RehearsalUnavailable
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE
+from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.errors import show
+from bridge_memory.spec.parts import WITH_TRANSFORMERS
+
+if TYPE_CHECKING:
+    from bridge_memory.rehearsal.run import Rehearsal
+
+
+@dataclass(frozen=True, slots=True)
+class RehearsalRow:
+    """One quantity, predicted and found. Bytes; the row "parameters (elements)" counts elements.
+
+    Example:
+        >>> from bridge_memory import RehearsalRow
+        >>> RehearsalRow("weights", predicted=96, found=64).difference
+        32
+    """
+
+    name: str
+    #: None where the estimate does not model it.
+    predicted: int | None
+    #: None where it cannot be seen without a GPU.
+    found: int | None
+
+    @property
+    def difference(self) -> int | None:
+        """Predicted minus found; None where one of them is."""
+        return None if self.predicted is None or self.found is None else self.predicted - self.found
+
+
+@dataclass(frozen=True, slots=True)
+class RehearsalResult:
+    """One rank of a run, rehearsed.
+
+    Example:
+        >>> from bridge_memory import ParallelSpec, RunSpec, rehearse
+        >>> run = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=2))
+        >>> done = rehearse(run)
+        >>> str(done).splitlines()[0]
+        'meta-llama/Llama-3.2-1B: rank 0 of 2, stage 0'
+    """
+
+    #: The run as it was rehearsed, by the rules of the releases that are installed.
+    run: RunSpec
+    rank: int
+    stage: int
+    rows: tuple[RehearsalRow, ...]
+    #: What of the rehearsal differs from the run, a sentence each.
+    notes: tuple[str, ...]
+    #: Every saved tensor and peak of every model chunk; of megatron-core's engines alone.
+    details: Rehearsal | None = None
+
+    def __str__(self) -> str:
+        """The rows as a table."""
+        width = max((len(row.name) for row in self.rows), default=0)
+        lines = [f"{self.run.model.name}: rank {self.rank} of {self.run.parallel.world_size}, stage {self.stage}"]
+        lines += [
+            f"{row.name:<{width}}" + "".join(f"{'-' if n is None else format(n, ','):>20}" for n in (
+                row.predicted, row.found, row.difference
+            ))
+            for row in self.rows
+        ]  # fmt: skip
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def rehearse(
+    run: RunSpec,
+    *,
+    stage: int | None = None,
+    rank: int | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> RehearsalResult:
+    """Run the real training stack for one rank without a GPU, and compare it with the estimate.
+
+    Under megatron-core's engines its own modules run forward and backward on the meta device. Under PyTorch's and
+    DeepSpeed's engines transformers' model trains three steps whose products are not computed.
+
+    Args:
+        run: The run. The rules of the megatron-core that is installed apply, which is the one that runs.
+        stage: A rank of this pipeline stage: the first, with context parallelism the last of its ring. None: 0.
+        rank: This global rank, instead of ``stage``.
+        config: The model's config.json as a dict, for PyTorch's and DeepSpeed's engines. None: looked up by the model's
+            name.
+
+    Returns:
+        ``rows`` with what was predicted and what was found, in bytes, and ``notes`` on what differs from the run.
+
+    Raises:
+        RehearsalUnavailable: torch, megatron-core, transformers or DeepSpeed is not installed, or is a release that
+            cannot be rehearsed. It is a SpecError.
+        SpecError: The run cannot be built, or there is no such stage or rank.
+
+    Example:
+        >>> from bridge_memory import ParallelSpec, RunSpec, rehearse
+        >>> run = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=2))
+        >>> done = rehearse(run, stage=0)
+        >>> {row.name: row.difference for row in done.rows}["weights"]
+        0
+    """
+    if not isinstance(run, RunSpec):
+        raise SpecError(f"run ({show(run)}) is not a RunSpec; give RunSpec(model=...)")
+    if stage is not None and rank is not None:
+        raise SpecError(f"stage ({show(stage)}) and rank ({show(rank)}) both say which rank; give one of them")
+    if run.data_parallel.engine in WITH_TRANSFORMERS:
+        if stage not in (None, 0):
+            raise SpecError(f"stage ({show(stage)}) is not a stage of the run; engine {run.data_parallel.engine} has 0")
+        return _torch(run, rank, config)
+    if config is not None:
+        raise SpecError("config (a dict) is for PyTorch's and DeepSpeed's engines; drop it")
+    return _megatron(run, stage, rank)
+
+
+def _megatron(run: RunSpec, stage: int | None, rank: int | None) -> RehearsalResult:
+    from bridge_memory.rehearsal.runnable import on_meta, take_transformer_engine
+    from bridge_memory.rehearsal.world import first_line, newer_release, quiet, require_megatron
+
+    _check("stage", stage, run.parallel.pp)
+    _check("rank", rank, run.parallel.world_size)
+    with quiet():
+        if find_spec("torch") is None:
+            raise RehearsalUnavailable(
+                f"rehearse runs the real megatron-core, and torch is not installed; install it: {INSTALL}"
+            )
+        why_not = take_transformer_engine()
+        require_megatron()
+        newer = newer_release()
+        notes = [newer] if newer else []
+        try:
+            spec = on_meta(_with_release_here(run), why_not, notes)
+            from bridge_memory.rehearsal.run import rehearse as rehearsed
+            from bridge_memory.rehearsal.summary import rows, shared
+
+            done = rehearsed(spec, stage, rank=rank)
+            table = tuple(RehearsalRow(row.name, row.predicted, row.found) for row in rows(done))
+        except SpecError:
+            raise
+        except Exception as error:
+            if not newer:
+                raise
+            raise RehearsalUnavailable(
+                f"{newer}, and this rank does not run without a GPU there ({first_line(error)[:120]}); "
+                f"install the release that does: {INSTALL}"
+            ) from error
+        return RehearsalResult(spec, done.rank, done.stage, table, (*notes, *shared(done)), done)
+
+
+def _with_release_here(run: RunSpec) -> RunSpec:
+    """By the rules of the megatron-core that is installed. Raises SpecError where the run names another."""
+    from bridge_memory.rehearsal.world import installed_release
+    from bridge_memory.releases import release_words
+
+    here, asked = installed_release(), run.implementation.megatron_core
+    if here is None or asked == here:
+        return run
+    if asked != DEFAULT_MEGATRON_CORE:
+        raise SpecError(
+            f"megatron_core ({release_words(asked)}) is not the release installed here ({release_words(here)}), which "
+            f"is the one that would run; drop it, or install megatron-core {release_words(asked)}"
+        )
+    return run.with_(implementation=replace(run.implementation, megatron_core=here))
+
+
+def _torch(run: RunSpec, rank: int | None, config: Mapping[str, Any] | None) -> RehearsalResult:
+    from bridge_memory.engines.zero_1_and_2 import fullest_rank
+    from bridge_memory.readers import model_from_hf_config
+    from bridge_memory.readers.resolve import resolve_config
+    from bridge_memory.rehearsal.torch.run import rehearse_engine, require, with_layers
+    from bridge_memory.rehearsal.torch.summary import rows
+    from bridge_memory.rehearsal.world import quiet
+
+    # What the CPU has not: the workspaces of CUDA's libraries.
+    spec = run.with_(implementation=replace(run.implementation, cublas_workspace_bytes=0))
+    with quiet():
+        require(spec)
+        _check("rank", rank, spec.parallel.world_size)
+        if config is None:
+            _, config = resolve_config(spec.model.name)
+        if model_from_hf_config(config, spec.model.name).num_layers != spec.model.num_layers:
+            config = with_layers(config, spec.model.num_layers)
+        if rank is None:
+            rank = fullest_rank(spec) if spec.data_parallel.engine in ("zero1", "zero2") else 0
+        found = rehearse_engine(spec, config, rank=rank)
+        table = tuple(RehearsalRow(str(row.phase), row.predicted, row.found) for row in rows(spec, found.phases))
+    notes = ["without the workspaces of CUDA's libraries, which the CPU does not have"]
+    if spec.model.has_experts:
+        notes.append("routers send every expert as many tokens as any other")
+    return RehearsalResult(spec, rank, 0, table, tuple(notes))
+
+
+def _check(name: str, value: object, number: int) -> None:
+    if value is not None and (type(value) is not int or not 0 <= value < number):
+        raise SpecError(f"{name} ({show(value)}) is not one of 0 to {number - 1}; give one of them")

@@ -1,0 +1,182 @@
+"""``bridge-memory search`` of megatron-core's layouts: those that fit a GPU, the fastest first."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from bridge_memory.arguments.template import template
+from bridge_memory.cli.measured import measured_steps
+from bridge_memory.cli.progress import Progress
+from bridge_memory.cli.ranked import Shown, Style, print_found
+from bridge_memory.components import GIB
+from bridge_memory.emit.formats import emitted, formats_of
+from bridge_memory.emit.megatron import recompute_words, split_words
+from bridge_memory.plan.found import Row
+from bridge_memory.plan.megatron.space import AXES, Space
+from bridge_memory.spec import SpecError
+from bridge_memory.speed.megatron.step_time import StepTime, not_timed
+
+if TYPE_CHECKING:
+    from bridge_memory.cards.gpu import Gpu
+    from bridge_memory.speed.hardware import Hardware
+
+_MORE = " (--exhaustive: every layout that divides)"
+SCHEMA = "bridge-memory/search/1"
+WITHOUT_NUMPY = (
+    "bridge-memory: numpy is not installed, so layouts are evaluated one by one, which takes 20 to 400 times longer; "
+    "pip install numpy"
+)
+#: Axis -> the flag of its size, which also takes a range.
+RANGED = {axis: AXES[axis][0] for axis in ("tp", "pp", "vpp", "cp", "ep", "mbs")}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search and print. Returns 0, or 1 where nothing fits."""
+    from bridge_memory.plan.megatron.search import search
+    from bridge_memory.spec.gpus import find_gpu
+    from bridge_memory.speed.constants import DEFAULT
+    from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.speed.measured import calibrated
+    from bridge_memory.verdict import margin_bytes
+
+    if (args.emit is not None and args.emit not in formats_of("megatron")) or args.mixed_precision is not None:
+        flag = "--mixed-precision" if args.mixed_precision is not None else f"--emit {args.emit}"
+        raise SpecError(f"{flag} is for engines outside of megatron-core; add --engine, such as --engine fsdp2")
+    gpu = find_gpu(args.gpu)
+    hardware = hardware_of(gpu.name)
+    space = _space(args, gpu, hardware, _ranges(args))
+    steps = calibrated(measured_steps(args.measured_step_time, space), hardware) if args.measured_step_time else None
+    if find_spec("numpy") is None and sys.stderr is not None:
+        print(WITHOUT_NUMPY, file=sys.stderr)
+    with _few_collections():
+        with Progress("layout") as progress:
+            found = search(
+                space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
+                margin=partial(margin_bytes, world_size=space.num_gpus), progress=progress,
+                constants=steps.constants if steps else DEFAULT, backend=args.backend, cache=args.cache,
+                jobs=args.jobs or (1 if args.backend is None else -1),
+            )  # fmt: skip
+        calibration = {"calibration": steps.words} if steps else {}
+        document = {
+            "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
+            "refused": dict(found.refused), "stopped": found.stopped,
+            "without_activations": found.without_activations, "grid": space.rule(), **calibration,
+        }  # fmt: skip
+        base, experts = space.base, space.base.model.has_experts
+        times = (
+            "step s is predicted, for ranking: work over rates fitted on measured runs; compute, exposed comm (all "
+            "communication that nothing hides), bubble and recompute time are its parts", *calibration.values(),
+        )
+        last = ("how layouts with different EP compare is not tested: no group of measured runs varies EP",)
+        return print_found(
+            Shown(
+                STYLE if experts else STYLE._replace(hidden=frozenset({"ep", "etp"})), found, base, gpu, space.num_gpus,
+                space=[f"searched: {space.rule()}" + _MORE * (not space.exhaustive)],
+                otherwise=(), times=times, not_timed=lambda rows: not_timed(rows[0].run), document=document,
+                emit=lambda row: emitted(args.emit, "megatron", row.run, args, gpu.name, {}),
+                last=last if experts else (),
+            ),
+            args,
+        )  # fmt: skip
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Python looks for cycles seldom meanwhile: a search makes a hundred thousand small objects and few cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _space(
+    args: argparse.Namespace, gpu: Gpu, hardware: Hardware, ranges: dict[str, tuple[int, int]]
+) -> Space:
+    """The layouts that the flags leave open."""
+    given, run = template(args, gpu, ("parallel.world_size", "batch.global_batch_size"))
+    if "parallel.world_size" not in given:
+        raise SpecError("--num-gpus is missing; say on how many GPUs the layout has to run")
+    if given["parallel.world_size"] < 1:
+        raise SpecError(f"--num-gpus ({given['parallel.world_size']}) is no number of GPUs; give 1 or more")
+    if "batch.global_batch_size" not in given:
+        raise SpecError("--global-batch-size is missing; layouts are compared at one number of sequences a step")
+    fixed = {axis for axis, fields in AXES.items() if vars(args).keys() & set(fields)}
+    if args.vary is not None:
+        asked = [name for name in args.vary.replace(",", " ").split() if name]
+        for name in asked:
+            if name not in AXES:
+                raise SpecError(f"--vary {name} is none of {', '.join(AXES)}; name some of these")
+            if name in fixed:
+                raise SpecError(f"--vary {name} does not go with a flag that fixes it; drop one of them")
+        fixed |= AXES.keys() - set(asked) - ranges.keys()  # a range varies too
+    return Space(
+        run, given["parallel.world_size"], hardware.domain, frozenset(fixed), ranges, args.exhaustive,
+        given["batch.global_batch_size"],
+    )  # fmt: skip
+
+
+def _ranges(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
+    """Axis -> its range, taken off the flags, which then fix nothing."""
+    ranges = {}
+    for axis, field in RANGED.items():
+        value = getattr(args, field, None)
+        if isinstance(value, tuple):
+            ranges[axis] = value
+            delattr(args, field)
+    return ranges
+
+
+# ---- what is printed ----
+
+_HEADINGS = (
+    "tp", "pp", "vpp", "cp", "ep", "etp", "mbs", "split", "recompute", "peak GiB", "free GiB", "step s", "compute",
+    "exposed comm", "bubble", "recompute time",
+)  # fmt: skip
+
+
+def _cells(row: Row[StepTime]) -> tuple[str, ...]:
+    p, r, t = row.run.parallel, row.run.recompute, row.time
+    compute = t.seconds - t.exposed_communication - t.bubble - t.recomputation
+    return (
+        str(p.tp), str(p.pp), str(p.vpp), str(p.cp), str(p.ep), str(p.etp), str(row.run.batch.micro_batch_size),
+        split_words(p), recompute_words(r), f"{row.peak / GIB:.2f}", f"{row.headroom / GIB:.2f}", f"{t.seconds:.2f}",
+        *(f"{part / t.seconds:.0%}" for part in (compute, t.exposed_communication, t.bubble, t.recomputation)),
+    )  # fmt: skip
+
+
+def _layout_words(row: Row[StepTime]) -> str:
+    """"TP 2, PP 4, EP 8, DP 2, micro batch 1, recompute mlp"."""
+    p, split = row.run.parallel, split_words(row.run.parallel)
+    sizes = {"TP": p.tp, "PP": p.pp, "VPP": p.vpp, "CP": p.cp, "EP": p.ep}
+    sizes |= {"ETP": p.etp} if row.run.model.has_experts else {}
+    words = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP")]
+    words += [f"DP {p.data_parallel_size}", f"micro batch {row.run.batch.micro_batch_size}"]
+    words += [f"split {split}"] * (split != "even")
+    return ", ".join([*words, f"recompute {recompute_words(row.run.recompute)}"])
+
+
+def _record(row: Row[StepTime]) -> dict[str, Any]:
+    t, p = row.time, row.run.parallel
+    return {
+        "tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp,
+        "mbs": row.run.batch.micro_batch_size, "split": split_words(p), "recompute": recompute_words(row.run.recompute),
+        "peak_bytes": row.peak, "stage": row.stage, "headroom_bytes": row.headroom, "step_seconds": t.seconds,
+        **{f"{name}_seconds": value for name, value in t.passes._asdict().items()},
+        "recomputation_seconds": t.recomputation, "bubble_seconds": t.bubble, "pipeline_seconds": t.pipeline,
+        "data_parallel_seconds": t.data_parallel, "optimizer_seconds": t.optimizer,
+    }  # fmt: skip
+
+
+STYLE = Style(
+    "layout", _HEADINGS, of_words=frozenset({"split", "recompute"}), always=frozenset({"tp", "pp", "mbs"}),
+    idle=frozenset({"1", "even", "none", "0%"}), cells=_cells, words=_layout_words, record=_record,
+)  # fmt: skip

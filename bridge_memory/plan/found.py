@@ -1,0 +1,156 @@
+"""What a search takes and finds, whichever trainer runs the layouts: the rows that fit, the fastest first."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from bridge_memory.spec import RunSpec, SpecError
+
+#: Step times that differ by less are a tie: the spread of measured over predicted time inside of a group of layouts
+#: (``references/search.md``).
+TIE = 0.05
+
+
+class Time(Protocol):
+    """What every step time says."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+
+    @property
+    def recomputation(self) -> float:
+        """Of ``seconds``, forward passes that run again in backward."""
+
+    @property
+    def exposed_communication(self) -> float:
+        """Of ``seconds``, communication that no computation hides."""
+
+    @property
+    def optimizer(self) -> float:
+        """Of ``seconds``, the optimizer's step."""
+
+
+TimeT = TypeVar("TimeT", bound=Time)
+
+
+@dataclass(frozen=True)
+class Row(Generic[TimeT]):
+    """One configuration that fits.
+
+    Example:
+        >>> from bridge_memory import peaks, search
+        >>> found = search("meta-llama/Llama-3.2-1B", gpu="H100", num_gpus=2, global_batch_size=8, vary=["tp", "pp"])
+        >>> row = found.rows[0]
+        >>> row.peak == peaks(row.run)[row.stage].peak_bytes
+        True
+    """
+
+    run: RunSpec
+    #: Of the stage with the highest peak, bytes.
+    peak: int
+    #: That stage's number; 0 where layers are not split over stages.
+    stage: int
+    #: Bytes of the GPU that are free beside the peak and its margin.
+    headroom: int
+    time: TimeT
+
+
+class Refused(Counter[str]):
+    """How many configurations were refused, by the field that the refusal begins with."""
+
+    def add(self, error: SpecError, number: int = 1) -> None:
+        text = str(error)
+        field = text.split(" ", 1)[0].rstrip(":,")
+        words, value, _ = text.partition(" (")
+        self[words if value and "_" not in field and words.count(" ") < 4 else field] += number
+
+
+class Rows(Sequence[Row[TimeT]]):
+    """Configurations that fit, the fastest first."""
+
+    @abstractmethod
+    def choice(self, number: int) -> object:
+        """What row ``number`` shares with the rows that are no other choice to a reader."""
+
+    @abstractmethod
+    def peaks(self) -> Iterable[int]:
+        """The highest peak of each row, bytes."""
+
+    def best(self, number: int | None = None) -> tuple[Row[TimeT], ...]:
+        """The fastest row of each choice: all of them, or the first ``number``."""
+        out: dict[object, int] = {}
+        for i in range(len(self)):
+            out.setdefault(self.choice(i), i)
+            if len(out) == number:
+                break
+        return tuple([self[i] for i in out.values()])
+
+
+class Listed(Rows[TimeT]):
+    """Rows that were made one by one."""
+
+    def __init__(self, rows: Iterable[Row[TimeT]]) -> None:
+        self._rows = tuple(sorted(rows, key=lambda row: (row.time.seconds, row.peak)))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._rows[number]
+
+    def peaks(self) -> Iterable[int]:
+        return [row.peak for row in self._rows]
+
+
+class Found(NamedTuple):
+    """What a search found.
+
+    Example:
+        >>> from bridge_memory import search
+        >>> found = search("meta-llama/Llama-3.2-1B", gpu="H100", num_gpus=2, global_batch_size=8, vary=["tp", "pp"])
+        >>> found.looked_at == len(found.rows) + found.too_large
+        True
+        >>> found.front(1)[0] == found.rows[0]
+        True
+    """
+
+    #: The fastest first.
+    rows: Rows[Any]
+    #: Configurations that were estimated.
+    looked_at: int
+    #: Of those looked at.
+    too_large: int
+    #: Field -> configurations that it refused.
+    refused: Refused
+    #: Whether the search was ended before it was through.
+    stopped: bool = False
+    #: Of ``too_large``, those whose weights, gradients and optimizer state alone do not fit, as far as that was asked.
+    without_activations: int = 0
+    #: Whether layouts were evaluated as arrays, and not one by one.
+    batched: bool = False
+
+    def best(self, number: int | None = None) -> tuple[Row[Any], ...]:
+        """The fastest row of each choice: all of them, or the first ``number``."""
+        return self.rows.best(number)
+
+    def front(self, most: int | None = None) -> tuple[Row[Any], ...]:
+        """Rows than which no other is both faster and smaller, the fastest first, and no more than ``most``."""
+        out: list[int] = []
+        least = None
+        for i, peak in enumerate(self.rows.peaks()):
+            if least is None or peak < least:
+                out.append(i)
+                least = peak
+                if len(out) == most:
+                    break
+        return tuple([self.rows[i] for i in out])
+
+
+def ties(rows: Sequence[Row[Any]]) -> int:
+    """How many of the first rows are as fast as the first, as far as the time model can tell."""
+    return sum(row.time.seconds <= rows[0].time.seconds * (1 + TIE) for row in rows) if rows else 0

@@ -1,0 +1,81 @@
+"""A run's GPU: the card that a name means, whether it computes in the run's precision, and what is supposed of it."""
+
+from __future__ import annotations
+
+from bridge_memory.cards.formats import lacking, multiplies_one_layout
+from bridge_memory.cards.generations import AMD
+from bridge_memory.cards.gpu import Gpu, capability_words
+from bridge_memory.cards.names import gpu_called, near_names
+from bridge_memory.cards.rows import common_gpus
+from bridge_memory.spec.errors import SpecError, show
+from bridge_memory.spec.parts import PrecisionSpec
+from bridge_memory.spec.run import RunSpec
+
+
+def find_gpu(name: str) -> Gpu:
+    """Find the GPU that a name means.
+
+    Args:
+        name: Such as "H100", "a100-80gb" or "NVIDIA H100 80GB".
+
+    Returns:
+        The GPU, with its memory in bytes.
+
+    Raises:
+        SpecError: It is not known; close names are named.
+
+    Example:
+        >>> from bridge_memory import find_gpu
+        >>> find_gpu("NVIDIA H100 80GB").name
+        'H100'
+    """
+    if not isinstance(name, str):
+        raise SpecError(f"gpu ({show(name)}) is no name; `bridge-memory gpus` lists them")
+    found = gpu_called(name)
+    if found is not None:
+        return found
+    close = near_names(name)
+    hint = f"did you mean {' or '.join(close)}?" if close else "`bridge-memory gpus` lists them"
+    raise SpecError(f"gpu ({name!r}) is not one that is known here; {hint}")
+
+
+def lacks(gpu: Gpu, precision: PrecisionSpec) -> str:
+    """What ``precision`` computes in and ``gpu`` cannot: "fp8", "blockwise fp8", "mxfp8"; "" where it can."""
+    return lacking(gpu, precision.recipe) if precision.quantizes else ""
+
+
+def check_computes(gpu: Gpu, precision: PrecisionSpec) -> None:
+    """Raise SpecError where ``gpu`` cannot compute in ``precision``, naming the cards that can."""
+    missing = lacks(gpu, precision)
+    if not missing:
+        return
+    field = f"fp8 ({precision.fp8})" if missing == "fp8" else f"fp8_recipe ({precision.fp8_recipe})"
+    if precision.fp4 is not None:
+        field = f"fp4 ({precision.fp4})"
+    able = [card.name for card in common_gpus() if not lacks(card, precision)]
+    other = "drop fp8" if missing == "fp8" else "use another recipe"
+    raise SpecError(
+        f"{field} does not run on --gpu {gpu.name}, of compute capability {capability_words(gpu)}; {other}, or name a "
+        f"GPU that has {missing}, such as {', '.join(able)}"
+    )
+
+
+def supposed_on(gpu: Gpu, run: RunSpec) -> list[str]:
+    """What is supposed of ``run`` on ``gpu``, a sentence each: where it is not what was counted for."""
+    if gpu.vendor == AMD:
+        return [taken_as_nvidia(gpu.name, run.implementation.gpu_arch)]
+    per_tensor = run.precision.fp8 is not None and run.precision.fp8_recipe in ("delayed", "tensorwise")
+    if per_tensor and gpu.arch == "blackwell" and not multiplies_one_layout(gpu):
+        return [
+            f"{gpu.name}, of compute capability {capability_words(gpu)}, keeps fp8 weights and activations in a second "
+            "layout, which is not counted: fp8 is laid out as on compute capability 10.0"
+        ]
+    return []
+
+
+def taken_as_nvidia(what: str, generation: str) -> str:
+    """The assumption under which anything is said of ``what``, a GPU or a runtime of AMD's."""
+    return (
+        f"{what} is AMD's: library workspaces, attention kernels and fp8 layouts are taken as on NVIDIA's "
+        f"{generation.capitalize()} (Transformer Engine's ROCm fork is not modelled)"
+    )

@@ -1,0 +1,181 @@
+"""What megatron-core's attention lacks in a release, and what no kernel of Transformer Engine takes."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import TYPE_CHECKING
+
+from bridge_memory.releases import (
+    ATTENTION_TOKENS_FIRST,
+    GATES_WITH_REPLICATED_GROUPS,
+    LOCAL_WINDOWS,
+    MTP_TAKES_PACKED_SEQUENCES,
+    QUERY_GROUPS_REPLICATED,
+    UNEQUAL_HEADS_EXCHANGED,
+    release_words,
+)
+from bridge_memory.spec.errors import SpecError
+from bridge_memory.spec.limits import Limits, divisors
+from bridge_memory.spec.model import AttentionSpec, CompressedAttentionSpec, MLASpec
+from bridge_memory.spec.parts import ImplementationSpec, ParallelSpec
+
+if TYPE_CHECKING:
+    from bridge_memory.spec.run import RunSpec
+
+
+def check_query_groups(p: ParallelSpec, i: ImplementationSpec, limits: Limits) -> None:
+    """TC: a multiple of TP; since ``QUERY_GROUPS_REPLICATED`` a divisor will do."""
+    tp = p.tensor_model_parallel_size
+    for groups in limits.groups:
+        if groups % tp and (tp % groups or not QUERY_GROUPS_REPLICATED(i)):
+            fix = f"use {divisors(gcd(limits.groups_gcd, limits.tp_gcd), tp)}"
+            if tp % groups == 0:
+                fix += f", or {QUERY_GROUPS_REPLICATED} or later, which replicates keys and values"
+            raise SpecError(
+                f"num_query_groups ({groups}) is not divisible by tensor_model_parallel_size ({tp}) in "
+                f"megatron-core {release_words(i.megatron_core)}; {fix}"
+            )
+        gated = any(isinstance(m, AttentionSpec) and m.attention_output_gate for m in limits.mixers)
+        if groups < tp and gated and not GATES_WITH_REPLICATED_GROUPS(i):
+            raise SpecError(
+                f"tensor_model_parallel_size ({tp}) is more than num_query_groups ({groups}), which the gate over "
+                f"attention's output of this model needs {GATES_WITH_REPLICATED_GROUPS} or later for, not "
+                f"{release_words(i.megatron_core)}; use {divisors(gcd(limits.groups_gcd, limits.tp_gcd), tp)}"
+            )
+
+
+def check_attention_release(run: RunSpec, limits: Limits) -> None:
+    """Attention that older releases lack, or fail on."""
+    i, b = run.implementation, run.batch.micro_batch_size
+    if run.model.mtp_num_layers and run.batch.packed_sequences and not MTP_TAKES_PACKED_SEQUENCES(i):
+        raise SpecError(
+            f"packed_sequences (True) with mtp_num_layers ({run.model.mtp_num_layers}) needs "
+            f"{MTP_TAKES_PACKED_SEQUENCES} or later, not {release_words(i.megatron_core)}; drop one of them"
+        )
+    turned = not ATTENTION_TOKENS_FIRST(i) and not run.batch.packed_sequences
+    for m in limits.mixers:
+        if isinstance(m, AttentionSpec) and m.window_size is not None and not i.te and not LOCAL_WINDOWS(i):
+            raise SpecError(
+                f"transformer_impl (local) takes the sliding windows of this model from {LOCAL_WINDOWS} on, not "
+                f"{release_words(i.megatron_core)}; use transformer_engine"
+            )
+        if isinstance(m, MLASpec) and i.te and i.apply_rope_fusion and b > 1 and turned:
+            # fusions/fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbKV.backward views gradients that lie [b, s].
+            raise SpecError(
+                f"apply_rope_fusion (True) with multi-latent attention and micro_batch_size ({b}) needs "
+                f"{ATTENTION_TOKENS_FIRST} or later, not {release_words(i.megatron_core)}; set it to False, or "
+                "micro_batch_size to 1"
+            )
+
+
+def check_kernels(run: RunSpec, limits: Limits) -> None:
+    """What no attention kernel of Transformer Engine takes (``dot_product_attention/utils.py: get_attention_backend``,
+    ``context_parallel.py: attn_forward_func_with_cp``)."""
+    i, cp, fp32 = run.implementation, run.parallel.context_parallel_size, run.precision.params_dtype == "fp32"
+    asked, how = i.attention_backend, i.cp_comm_type
+    if asked == "local" and i.te and any(isinstance(m, AttentionSpec | MLASpec) for m in limits.mixers):
+        # models/common/language_module/language_module.py: LanguageModule._set_attention_backend switches off all
+        # three of Transformer Engine's, whose attention then refuses to run.
+        raise SpecError(
+            "attention_backend (local) leaves Transformer Engine no attention; use auto, or transformer_impl local"
+        )
+    _check_fp8_attention(run, limits)
+    kernel = i.attention_kernel != "unfused"
+    for m in limits.mixers:
+        if isinstance(m, CompressedAttentionSpec):
+            _check_compressed(run)
+            continue
+        if isinstance(m, AttentionSpec):
+            window, sink, equal_heads = m.window_size is not None, m.learnable_softmax_sink, True
+        elif isinstance(m, MLASpec) and m.sparse is not None:
+            _check_sparse(run, cp, how)
+            continue
+        elif isinstance(m, MLASpec):
+            window, sink, equal_heads = False, False, m.qk_head_dim + m.qk_pos_emb_head_dim == m.v_head_dim
+        else:
+            continue
+        if cp > 1:
+            if window and how not in ("a2a", "all_gather"):
+                raise SpecError(
+                    f"cp_comm_type ({how}) does not go with the sliding windows of this model and "
+                    f"context_parallel_size ({cp}); use a2a or all_gather"
+                )
+            te = i.transformer_engine
+            if not equal_heads and how in ("a2a", "all_gather") and te and not UNEQUAL_HEADS_EXCHANGED(i):
+                raise SpecError(
+                    f"cp_comm_type ({how}) does not go with multi-latent attention and context_parallel_size ({cp}) "
+                    f"in Transformer Engine {release_words(te)}; use p2p"
+                )
+        if kernel and fp32 and (asked != "auto" or cp > 1):
+            what = f"context_parallel_size ({cp})" if cp > 1 else f"attention_backend ({asked})"
+            raise SpecError(f"{what} needs params_dtype bf16 or fp16: Transformer Engine has no such kernel for fp32")
+        if asked == "fused" and window and run.model.attention_dropout and i.te and not fp32:
+            raise SpecError(
+                f"attention_backend (fused) does not go with sliding windows and attention_dropout "
+                f"({run.model.attention_dropout}), which cuDNN does not take together; use auto"
+            )
+        if kernel and sink and not fp32:
+            if asked == "flash":
+                raise SpecError(
+                    "attention_backend (flash) has no softmax sink, which this model has; use fused or auto"
+                )
+            if cp > 1 and how != "a2a":
+                raise SpecError(
+                    f"cp_comm_type ({how}) does not go with the softmax sinks of this model and "
+                    f"context_parallel_size ({cp}); use a2a"
+                )
+
+
+def _check_fp8_attention(run: RunSpec, limits: Limits) -> None:
+    """TE ``get_attention_backend``, for the recipes that pass it on (``fp8_utils.py: get_fp8_recipe``)."""
+    p, i = run.precision, run.implementation
+    passed_on = p.fp8_recipe in ("delayed", "tensorwise", "mxfp8")
+    if not (p.fp8_dot_product_attention and p.fp8 and i.te and passed_on):
+        return
+    if not any(isinstance(m, AttentionSpec | MLASpec) for m in limits.mixers):
+        return
+    if i.attention_backend not in ("auto", "fused"):
+        raise SpecError(
+            f"attention_backend ({i.attention_backend}) does not compute in fp8, which fp8_dot_product_attention asks "
+            "for; use fused or auto"
+        )
+    # So does mxfp8 itself, whatever attention computes in: the card's fit says that.
+    if p.fp8_recipe == "tensorwise" and i.gpu_arch != "blackwell":
+        raise SpecError(
+            f"fp8_dot_product_attention with fp8_recipe {p.fp8_recipe} runs on Blackwell alone, not on gpu_arch "
+            f"{i.gpu_arch}; name a Blackwell card, use fp8_recipe delayed or drop fp8_dot_product_attention"
+        )
+
+
+def _check_compressed(run: RunSpec) -> None:
+    """Megatron-LM ``deepseek_v4_hybrid_attention.py: DSv4HybridAttention.__init__, forward``."""
+    p = run.parallel
+    if p.tp > 1:
+        raise SpecError(f"tensor_model_parallel_size ({p.tp}): DeepSeek-V4's attention runs on one rank; set it to 1")
+    if p.cp > 1 and not run.batch.packed_sequences:
+        raise SpecError(
+            f"context_parallel_size ({p.cp}): DeepSeek-V4's attention divides packed sequences alone; set it to 1"
+        )
+    if "core_attn" in run.recompute.modules and run.recompute.granularity == "selective":
+        raise SpecError("recompute_modules (core_attn) is not supported by DeepSeek-V4's attention; drop it")
+
+
+def _check_sparse(run: RunSpec, cp: int, how: str) -> None:
+    """TC; ``absorbed_mla.py: AbsorbedMLASelfAttention.__init__``."""
+    i, p = run.implementation, run.parallel
+    if i.torch_layers:
+        return
+    if cp > 1 and how != "all_gather":
+        raise SpecError(
+            f"cp_comm_type ({how}) does not go with sparse attention and context_parallel_size ({cp}); use all_gather"
+        )
+    if p.tp > 1 and not p.sp:
+        raise SpecError(
+            f"sequence_parallel (False) with tensor_model_parallel_size ({p.tp}) is refused by sparse attention; set "
+            "sequence_parallel to True"
+        )
+    if run.recompute.selects("mla_up_proj") and run.precision.quantizes:
+        raise SpecError(
+            f"recompute_modules (mla_up_proj) with {run.precision.format_words} is refused by sparse attention; leave "
+            "it out"
+        )

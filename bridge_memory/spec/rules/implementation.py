@@ -1,0 +1,74 @@
+"""Options of megatron-core's implementation, and what of it moves to host memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bridge_memory.spec.errors import SpecError
+from bridge_memory.spec.limits import Limits
+from bridge_memory.spec.parts import ImplementationSpec
+from bridge_memory.spec.rules.experts import check_experts, check_overlap, check_padding
+
+if TYPE_CHECKING:
+    from bridge_memory.spec.run import RunSpec
+
+
+def check_implementation(run: RunSpec, limits: Limits) -> None:
+    i, p = run.implementation, run.parallel
+    if run.batch.packed_sequences and not i.te and not i.torch_layers:
+        # transformer/dot_product_attention.py: DotProductAttention.forward
+        raise SpecError(
+            f"packed_sequences (True) does not go with transformer_impl ({i.transformer_impl}), whose attention takes "
+            "none; use transformer_engine"
+        )
+    if i.defer_embedding_wgrad_compute:  # MPC
+        if p.pipeline_model_parallel_size == 1:
+            raise SpecError(
+                "defer_embedding_wgrad_compute (True) needs pipeline_model_parallel_size of 2 or more; drop it"
+            )
+        if not i.gradient_accumulation_fusion:
+            raise SpecError("defer_embedding_wgrad_compute (True) needs gradient_accumulation_fusion; set that to True")
+    if i.cpu_offloading_num_layers:
+        _check_cpu_offloading(run)
+    if i.offload_modules:
+        _check_offload_modules(i)
+    if limits.experts:
+        check_experts(i, p, limits)
+        check_padding(run, limits)
+    if i.overlap_moe_expert_parallel_comm:
+        check_overlap(run, limits)
+    elif i.delay_wgrad_compute:  # TC
+        raise SpecError(
+            "delay_wgrad_compute (True) needs overlap_moe_expert_parallel_comm; set that to True or drop it"
+        )
+
+
+def _check_cpu_offloading(run: RunSpec) -> None:
+    """TC."""
+    n = run.implementation.cpu_offloading_num_layers
+    if n >= run.model.num_layers:
+        raise SpecError(
+            f"cpu_offloading_num_layers ({n}) is not a number of layers below num_layers "
+            f"({run.model.num_layers}); lower it"
+        )
+    if run.parallel.pipeline_model_parallel_size > 1:
+        raise SpecError(
+            f"cpu_offloading_num_layers ({n}) does not go with pipeline_model_parallel_size "
+            f"({run.parallel.pipeline_model_parallel_size}); set one of them to 0 or 1"
+        )
+    if run.recompute.granularity is not None:
+        raise SpecError(
+            f"cpu_offloading_num_layers ({n}) does not go with recompute_granularity "
+            f"({run.recompute.granularity}); drop one of them"
+        )
+
+
+def _check_offload_modules(i: ImplementationSpec) -> None:
+    """TC (``fine_grained_activation_offloading``, from 0.16)."""
+    if i.cpu_offloading_num_layers:
+        raise SpecError(
+            f"offload_modules ({', '.join(i.offload_modules)}) does not go with cpu_offloading_num_layers "
+            f"({i.cpu_offloading_num_layers}); drop one of them"
+        )
+    if "attn_proj" in i.offload_modules and "core_attn" not in i.offload_modules:
+        raise SpecError("offload_modules (attn_proj) needs core_attn beside it; add core_attn")

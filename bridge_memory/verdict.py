@@ -1,0 +1,234 @@
+"""Whether a run fits a card: the margin that it needs beyond its peak, the headroom that is left, the verdict.
+
+The peak of an ``Estimate`` is what torch's allocator hands out. A card must hold more than that: the driver's
+context and NCCL's buffers lie outside the allocator, and the allocator itself reserves more than it hands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from typing import NamedTuple
+
+from bridge_memory.cards.gpu import Gpu
+from bridge_memory.cards.rows import common_gpus
+from bridge_memory.evidence import evidence_of
+from bridge_memory.result import Estimate, StagePeak
+from bridge_memory.spec import RunSpec, SpecError, show
+from bridge_memory.spec.gpus import find_gpu, lacks
+from bridge_memory.spec.unmodelled import Bounds, bounds
+from bridge_memory.workspaces.driver import driver_buffers, driver_bytes
+
+#: CUDA context with the kernels of torch, cuBLAS, cuDNN and Transformer Engine loaded, bytes. Assumed: nvidia-smi
+#: shows 0.5 to 0.6 GiB for a process that has run such kernels on A100 and H100.
+CONTEXT_BYTES = 600 << 20
+#: NCCL's buffers, bytes; nothing on one GPU. Assumed: a channel holds some 10 MiB (NCCL's default buffers: 4 MiB of
+#: the Simple protocol, and those of LL and LL128), a communicator up to 32 channels, and a Megatron job has a
+#: handful of them (tensor, pipeline, context, expert, data parallel), most with few channels.
+NCCL_BYTES = 1434 << 20
+#: max_reserved over max_allocated, minus one: the 90th percentile of the 80 ranks in 10 runs on B200 (SimuMax's
+#: published measurements, tests/data/measurements/runs.jsonl; median 3.8 %, worst 9.3 %).
+FRAGMENTATION = 0.073
+
+
+class Verdict(str, Enum):
+    """Whether a run fits a card.
+
+    Unknown where something that is not modelled decides it. Tight where it fits by less than predictions of measured
+    runs of its kind were off.
+
+    Example:
+        >>> from bridge_memory import RunSpec, Verdict, estimate, fits
+        >>> (fit,) = fits(estimate(RunSpec(model="meta-llama/Llama-3.1-70B")), ["H100"])
+        >>> fit.verdict is Verdict.DOES_NOT_FIT
+        True
+    """
+
+    FITS = "fits"
+    TIGHT = "tight"
+    DOES_NOT_FIT = "does not fit"
+    UNKNOWN = "unknown"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How one GPU takes a run: capacity = peak + margin + headroom, exactly. Bytes.
+
+    ``peak_bytes`` is the highest peak, that of ``peak_stage``, with the workspaces, attention kernels and fp8 layouts
+    of ``gpu_arch``, the card's own generation. ``fits``: the verdict is that it does, if tightly. What is not
+    modelled is in the verdict and not in the headroom.
+
+    Example:
+        >>> from bridge_memory import RunSpec, estimate, fits
+        >>> (fit,) = fits(estimate(RunSpec(model="meta-llama/Llama-3.2-1B")), ["H100"])
+        >>> fit.capacity_bytes == fit.peak_bytes + fit.margin_bytes + fit.headroom_bytes
+        True
+    """
+
+    gpu: str
+    gpu_arch: str
+    capacity_bytes: int
+    peak_stage: int
+    peak_bytes: int
+    margin_bytes: int
+    headroom_bytes: int
+    fits: bool
+    #: What the run needs and the card has not, such as "mxfp8"; then it never fits, and its numbers are those of the
+    #: estimate's generation.
+    lacks: str = ""
+    verdict: Verdict = Verdict.UNKNOWN
+
+
+def outside_bytes(world_size: int, driver: int = 0) -> int:
+    """What lies outside torch's allocator: the context, NCCL's buffers where there is more than one GPU, and
+    ``driver``, what libraries of the run allocate themselves (``workspaces.driver.driver_bytes``)."""
+    return CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0) + driver
+
+
+def margin_bytes(peak_bytes: int, world_size: int, driver: int = 0) -> int:
+    """What a card must hold beyond a peak: memory outside the allocator, and fragmentation inside it."""
+    return outside_bytes(world_size, driver) + int(peak_bytes * FRAGMENTATION)
+
+
+class MemoryLimit(NamedTuple):
+    """What a run has to fit."""
+
+    #: Bytes.
+    capacity: int
+    #: Of a peak, what the card must hold beyond it; never less of a higher one.
+    margin: Callable[[int], int]
+
+    def headroom(self, peak: int, driver: int = 0) -> int:
+        """Bytes that are left beside ``driver``, what libraries of the run allocate themselves."""
+        return self.capacity - peak - self.margin(peak) - driver
+
+    def holds(self, peak: int, driver: int = 0) -> bool:
+        """Whether ``peak`` fits with its margin."""
+        return self.headroom(peak, driver) >= 0
+
+
+def limit_of(capacity_bytes: int, world_size: int) -> MemoryLimit:
+    """A card of so many bytes, for runs on ``world_size`` GPUs."""
+    return MemoryLimit(capacity_bytes, partial(margin_bytes, world_size=world_size))
+
+
+def headroom(gpu: Gpu, peak_bytes: int, run: RunSpec) -> int:
+    """Bytes of ``gpu`` that are left beside a peak of ``run`` and its margin; below zero what is missing."""
+    return limit_of(gpu.capacity_bytes, run.parallel.world_size).headroom(peak_bytes, driver_bytes(run))
+
+
+def largest_peak(gpu: Gpu, run: RunSpec) -> int:
+    """Bytes: the highest peak of ``run`` that ``gpu`` holds with its margin, within a byte."""
+    card, driver = limit_of(gpu.capacity_bytes, run.parallel.world_size), driver_bytes(run)
+    peak = int((gpu.capacity_bytes - outside_bytes(run.parallel.world_size, driver)) / (1 + FRAGMENTATION))
+    while not card.holds(peak, driver):
+        peak -= 1
+    return peak
+
+
+def margin_words(run: RunSpec, shown: Callable[[int], str]) -> str:
+    """How the margin is made, for people; ``shown``: bytes as they read them."""
+    nccl = f" + {shown(NCCL_BYTES)} NCCL" if run.parallel.world_size > 1 else ""
+    more = "".join(f" + {shown(found.nbytes)} {found.name}" for found in driver_buffers(run))
+    return (
+        f"margin = {shown(CONTEXT_BYTES)} CUDA context{nccl} (assumed){more} + {FRAGMENTATION:.1%} of the "
+        "peak for fragmentation (measured: 90th percentile of reserved over allocated, 80 ranks on B200)"
+    )
+
+
+def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
+    """Say whether the worst stage of a run fits, with the margin, on each of some GPUs.
+
+    A GPU of another generation than that of ``result`` is judged by the peaks of the same run on its own. One that
+    cannot compute the run fits nothing, whatever its memory.
+
+    Args:
+        result: The estimate of the run.
+        gpus: GPUs, or names that ``find_gpu`` knows. None given: the common ones.
+
+    Returns:
+        One ``Fit`` a GPU, in bytes.
+
+    Raises:
+        SpecError: A GPU is not known.
+
+    Example:
+        >>> from bridge_memory import RunSpec, estimate, fits
+        >>> result = estimate(RunSpec(model="meta-llama/Llama-3.1-8B"))
+        >>> [(fit.gpu, fit.fits) for fit in fits(result, ["A100-40GB", "B300"])]
+        [('A100-40GB', False), ('B300', True)]
+    """
+    if not isinstance(result, Estimate):
+        raise SpecError(f"result ({show(result)}) is not an Estimate; give estimate(run)")
+    if isinstance(gpus, (str, Gpu)):
+        raise SpecError(f"gpus ({show(gpus)}) is one GPU; give a list of them")
+    world_size, driver = result.run.parallel.world_size, driver_bytes(result.run)
+    by_arch: dict[str, StagePeak | None] = {result.run.implementation.gpu_arch: _worst(result)}
+    out = []
+    for gpu in [gpu if isinstance(gpu, Gpu) else find_gpu(gpu) for gpu in gpus] or common_gpus():
+        missing, arch = lacks(gpu, result.run.precision), gpu.arch or result.run.implementation.gpu_arch
+        if not missing and arch not in by_arch:
+            by_arch[arch] = _worst_on(arch, result)
+        worst = _worst(result) if missing else by_arch[arch]
+        if worst is None:
+            missing, worst = "attention kernel", _worst(result)
+        assert worst is not None
+        capacity, margin = gpu.capacity_bytes, margin_bytes(worst.peak_bytes, world_size, driver)
+        left = limit_of(capacity, world_size).headroom(worst.peak_bytes, driver)
+        within = bounds(worst.peak_bytes, result.not_modelled)
+        verdict = Verdict.DOES_NOT_FIT
+        if not missing:
+            band = evidence_of(result.run, arch).band
+            verdict = verdict_of(within, capacity, world_size, band or 0.0, driver)
+        out.append(
+            Fit(
+                gpu.name, result.run.implementation.gpu_arch if missing else arch, capacity, worst.stage,
+                worst.peak_bytes, margin, left,
+                verdict in (Verdict.FITS, Verdict.TIGHT), missing, verdict,
+            )
+        )  # fmt: skip
+    return out
+
+
+def _worst(result: Estimate) -> StagePeak:
+    stage = result.peak_stage
+    return StagePeak(stage.stage, stage.static_bytes, stage.peak_bytes)
+
+
+def _worst_on(arch: str, result: Estimate) -> StagePeak | None:
+    """The highest peak of the run on another generation; None where its attention has no kernel there."""
+    from bridge_memory.estimation import peaks
+
+    implementation = result.run.implementation
+    try:
+        run = result.run.with_(implementation=replace(implementation, gpu_arch=arch))
+    except SpecError:
+        return None
+    return max(peaks(run), key=lambda stage: stage.peak_bytes)
+
+
+def verdict_of(peak: Bounds, capacity_bytes: int, world_size: int, band: float = 0.0, driver: int = 0) -> Verdict:
+    """Whether a card takes a peak that lies within ``peak``, with the margin. ``band``: the share of a peak by which
+    predictions of such runs are off."""
+    card = limit_of(capacity_bytes, world_size)
+    if peak.most is not None and card.holds(peak.most, driver):
+        return Verdict.FITS if card.holds(peak.most + int(peak.most * band), driver) else Verdict.TIGHT
+    if peak.least is not None and not card.holds(peak.least, driver):
+        return Verdict.DOES_NOT_FIT
+    return Verdict.UNKNOWN
+
+
+def answer(fits: Sequence[Fit]) -> str | None:
+    """One word for all of ``fits``: their verdict where they share it, "unknown" where it is that of any, "tight" where
+    it is tight on some and fits the others, else "fits on some"; None for no card."""
+    verdicts = {fit.verdict for fit in fits}
+    if Verdict.UNKNOWN in verdicts:
+        return str(Verdict.UNKNOWN)
+    if verdicts == {Verdict.FITS, Verdict.TIGHT}:
+        return str(Verdict.TIGHT)
+    return str(*verdicts) if len(verdicts) == 1 else "fits on some" if verdicts else None
