@@ -58,7 +58,7 @@ def embed(
     ctx, tape = r.ctx, r.tape
     h = ctx.hidden_size
     whole = ctx.tokens * h * ctx.act
-    # With several sequences the gradient is a view of [s, b, h], of which the kernel makes a contiguous [b, s, h] (torch
+    # With several sequences the gradient is a view of [s, b, h]; the kernel makes a contiguous [b, s, h] of it (torch
     # ``native/cuda/Embedding.cu: embedding_dense_backward_cuda``).
     copied = whole if ctx.batch > 1 else 0
     weight = tape.tensor("embedding weight", 0)  # frozen, neither it nor its results have gradients
