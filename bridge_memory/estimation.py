@@ -205,6 +205,8 @@ class StageParts(NamedTuple):
     #: Alive during forward and backward passes: the batch, and parameters gathered for all passes.
     batch: int
     gathered: int
+    #: Unsharded gradients of earlier microbatches, during every pass.
+    accumulated: int
     #: Kept for deferred weight gradients of the output layer, during the last microbatch.
     deferred: int
     #: Allocated only for the optimizer's step.
@@ -240,7 +242,7 @@ def stage_parts(run: RunSpec, stage: int) -> StageParts:
     return StageParts(
         tuple(chunk.layers for chunk in stages.plan.stages[stage]), held.inventories, held.costs,
         (*held.state.components(run.parallel), *held.persistent), held.between_steps, held.batch, held.state.gathered,
-        held.deferred, held.state.in_step, stages.ctx.hidden_bytes, stages.moment(stage, held),
+        held.state.accumulated, held.deferred, held.state.in_step, stages.ctx.hidden_bytes, stages.moment(stage, held),
     )
 
 

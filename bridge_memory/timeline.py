@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
-from bridge_memory.components import Role
+from bridge_memory.components import Lifetime, Role
 from bridge_memory.estimation import StageParts, stage_parts
 from bridge_memory.result import OPTIMIZER_STEP
 from bridge_memory.schedule.events import ChunkCost, overlapped, schedule_table, walk
@@ -40,6 +40,9 @@ class Step(NamedTuple):
     backward: int
     forward_operation: str
     backward_operation: str
+    #: Of ``backward``: gradients that earlier links made and that stay until the optimizer's step, as far as they are
+    #: more than the unsharded gradients of earlier microbatches that are freed by then.
+    gradients: int
 
 
 class Chunk(NamedTuple):
@@ -77,6 +80,8 @@ class Point(NamedTuple):
     activations: int
     #: Hidden states that the schedule holds.
     pipeline: int
+    #: Made by this step's backward passes so far, for the optimizer.
+    gradients: int
     #: Temporaries of the running link or of the optimizer's step, and the batch.
     transient: int
     #: Carried over from the last step until the first forward pass.
@@ -89,10 +94,12 @@ class Timeline:
     """One stage over one step; ``points`` computes what is alive. Sizes are bytes."""
 
     stage: int
-    #: By role: weights, gradients, optimizer state and buffers, which are alive throughout.
+    #: By role: weights, gradients, optimizer state and buffers, which are alive throughout; without ``fresh``.
     persistent: dict[Role, int]
+    #: Gradients that do not exist before backward makes them.
+    fresh: int
     carried_over: int
-    #: The batch, and parameters gathered for all passes.
+    #: The batch, parameters gathered for all passes, and unsharded gradients of earlier microbatches.
     always: int
     #: Allocated for the optimizer's step.
     in_step: int
@@ -108,10 +115,10 @@ class Timeline:
         """All points from the start of the step to its end."""
         floor = sum(self.persistent.values())
         saved = [chunk.saved for chunk in self.chunks]
-        yield Point(-1, -1, 0, 0, 0, self.carried_over, floor + self.carried_over)
+        yield Point(-1, -1, 0, 0, 0, 0, self.carried_over, floor + self.carried_over)
 
-        def point(number: int, step: int, kept: int, held: int, transient: int) -> Point:
-            return Point(number, step, kept, held, transient, 0, floor + kept + held + transient)
+        def point(number: int, step: int, kept: int, held: int, transient: int, made: int = 0) -> Point:
+            return Point(number, step, kept, held, made, transient, 0, floor + kept + held + made + transient)
 
         for number, one in enumerate(self.passes):
             held = one.hidden * self.hidden_state
@@ -130,13 +137,14 @@ class Timeline:
             for i in reversed(order) if backward else order:
                 step = chunk.steps[i]
                 kept = step.before + step.keeps
-                high = step.backward if backward else step.forward
-                yield point(number, i, others + kept, held, high - kept + more)
+                high, made = (step.backward, step.gradients) if backward else (step.forward, 0)
+                yield point(number, i, others + kept, held, high - kept - made + more, made)
             if not backward:
                 yield point(number, -1, alive, held, more)
         end = len(self.passes)
-        yield Point(end, -1, 0, 0, 0, 0, floor)
-        yield Point(end, 0, 0, 0, self.in_step, self.carried_over, floor + self.carried_over + self.in_step)
+        yield Point(end, -1, 0, 0, self.fresh, 0, 0, floor + self.fresh)
+        total = floor + self.fresh + self.carried_over + self.in_step
+        yield Point(end, 0, 0, 0, self.fresh, self.in_step, self.carried_over, total)
 
     def peak(self) -> Point:
         """The highest point, the first of equals. The start of the step is skipped: the optimizer's step has the same
@@ -163,14 +171,17 @@ class Timeline:
 def step_timeline(run: RunSpec, stage: int) -> Timeline:
     """Follow one stage of ``run`` through a training step, the second or a later one. Raises SpecError."""
     parts = stage_parts(run, stage)
-    persistent = {role: sum(c.bytes for c in parts.persistent if c.role is role) for role in Role}
+    made = [c for c in parts.persistent if c.lifetime is Lifetime.BACKWARD]
+    there = [c for c in parts.persistent if c.lifetime is not Lifetime.BACKWARD]
+    persistent = {role: sum(c.bytes for c in there if c.role is role) for role in Role}
     total = run.num_microbatches
     followed = _followed(run, len(parts.costs), total)
     return Timeline(
         stage=stage,
         persistent={role: nbytes for role, nbytes in persistent.items() if nbytes},
+        fresh=sum(c.bytes for c in made),
         carried_over=sum(c.bytes for c in parts.between_steps),
-        always=parts.batch + parts.gathered + parts.deferred,
+        always=parts.batch + parts.gathered + parts.accumulated + parts.deferred,
         in_step=parts.in_step,
         hidden_state=parts.hidden_state,
         microbatches=total,
@@ -206,8 +217,9 @@ def _steps(inventory: ChunkInventory, layers: tuple[int, ...]) -> Iterator[Step]
         if id(link) not in names:
             names[id(link)] = link.forward_name(), link.backward_name()
         yield Step(
-            link.label, layers[at : at + number], before, link.retained, forward, backward, *names[id(link)]
-        )
+            link.label, layers[at : at + number], before, link.retained, forward, backward, *names[id(link)],
+            max(0, link.gradients - link.freed),
+        )  # fmt: skip
         at += number
 
 

@@ -107,6 +107,10 @@ INTO_ZEROS = {
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
 }
 
+#: Kernels that copy their first argument where it is not contiguous, which a tensor without data does not show
+#: (``aten/src/ATen/native/cuda/Embedding.cu: embedding_dense_backward_cuda``).
+CONTIGUOUS_INSIDE = (torch.ops.aten.embedding_dense_backward.default,)
+
 
 def _sums_gradients(func: Any) -> bool:
     """Whether autograd's engine itself adds gradients, not a backward function written in Python. Call it directly from
@@ -216,8 +220,11 @@ class Tracker(TorchDispatchMode):
             func = ADD_IN_PLACE
         elif func in INTO_ZEROS and _the_engine_asks(2):
             func = INTO_ZEROS[func]
-        out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[-1]
+        if func in CONTIGUOUS_INSIDE and not args[0].is_contiguous():
+            args = (args[0].contiguous(), *args[1:])
+            self._note(args[0], name)
+        out = func(*args, **(kwargs or {}))
         made = False
         for leaf in tree_iter(out):
             # DTensor uses fake tensors to compute shapes; they have no memory.

@@ -58,7 +58,7 @@ def snapshot(result: Estimate, stage: int) -> bytes:
     """One stage of ``result`` over one step, pickled."""
     memory = _Allocator()
     for number, c in enumerate(result.stages[stage].components):
-        if c.role in STATIC_ROLES and c.lifetime is not Lifetime.BETWEEN_STEPS:
+        if c.role in STATIC_ROLES and c.lifetime not in (Lifetime.BETWEEN_STEPS, Lifetime.BACKWARD):
             memory.alloc(("persistent", number), c.bytes, c.name, str(c.role))
     _follow(memory, step_timeline(result.run, stage))
     blocks = [
@@ -75,7 +75,7 @@ def snapshot(result: Estimate, stage: int) -> bytes:
 
 
 def _follow(memory: _Allocator, timeline: Timeline) -> None:
-    hidden = 0
+    hidden = made = 0
     memory.alloc("carried over", timeline.carried_over, "carried over from the last step", "carried over")
 
     def hold(count: int) -> None:
@@ -102,6 +102,10 @@ def _follow(memory: _Allocator, timeline: Timeline) -> None:
         if number < 0:
             continue
         memory.free("carried over")
+        if point.gradients != made:
+            memory.free("gradients")
+            made = point.gradients
+            memory.alloc("gradients", made, "gradients", "gradients")
         if number >= len(timeline.passes):
             hold(0)
             if point.step >= 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from bridge_memory.components import Role
 from bridge_memory.estimation import Estimate
 from bridge_memory.report.page.data import step_name
 from bridge_memory.timeline import Timeline, step_timeline
@@ -38,6 +39,7 @@ def _stage(timeline: Timeline) -> list[dict[str, Any]]:
         {"ph": "M", "name": "thread_name", "pid": pid, "tid": links, "args": {"name": "layers"}},
     ]
     persistent = {str(role): nbytes for role, nbytes in timeline.persistent.items()}
+    gradients = str(Role.GRADIENTS)
     begins: dict[int, int] = {}
     ends: dict[int, int] = {}
     now = 0
@@ -59,8 +61,10 @@ def _stage(timeline: Timeline) -> list[dict[str, Any]]:
         if inside:
             begins.setdefault(number, now)
             ends[number] = now + length
+        made = {gradients: persistent.get(gradients, 0) + point.gradients} if timeline.fresh else {}
         parts = {
-            **persistent, "activations": point.activations, "pipeline": point.pipeline, "temporaries": point.transient,
+            **persistent, **made, "activations": point.activations, "pipeline": point.pipeline,
+            "temporaries": point.transient,
             "carried over from the last step": point.carried_over,
         }  # fmt: skip
         # The peak of an operation lies somewhere within it.

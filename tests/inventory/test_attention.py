@@ -106,6 +106,20 @@ def test_ranks_beyond_the_query_groups_hold_everyones_qkv_for_a_moment() -> None
     assert 1.3 * 2 * 2048 * 3072 * 2 > cost.forward_peak > 2 * 2048 * 3072 * 2
 
 
+def test_cudnn_copies_what_does_not_lie_head_by_head() -> None:
+    """Nemotron-3-Nano rotates nothing and has 2 query groups: on 4 ranks q (8 heads of 128) and one k and v are slices
+    of everyone's qkv, of which TE get_qkv_layout makes contiguous copies. The gathered one (32 + 2 x 2 heads) goes."""
+    run = RunSpec(
+        model=resolve_model("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+        parallel=ParallelSpec(world_size=4, tensor_model_parallel_size=4), batch=BatchSpec(seq_length=2048),
+    )  # fmt: skip
+    (attention, *_) = [kind for kind in run.model.layers if type(kind.mixer).__name__ == "AttentionSpec"]
+    cost = layer_block(attention, context_of(run)).cost
+    assert kept(cost, "gathered qkv") == 0
+    assert kept(cost, "query") == 2048 * 8 * 128 * 2
+    assert kept(cost, "key") == kept(cost, "value") == 2048 * 128 * 2
+
+
 def test_context_parallelism_refuses_what_transformer_engine_refuses() -> None:
     """``context_parallel.py: attn_forward_func_with_cp`` asserts: windows need a2a or all_gather, MLA p2p (to 2.11)."""
     windows, mla = "google/gemma-2-2b", "deepseek-ai/DeepSeek-V2-Lite"

@@ -57,8 +57,8 @@ def test_javascript_makes_the_points_of_the_timeline(name: str, tmp_path: Path) 
     (tmp_path / "main.mjs").write_text(
         'import { expand } from "./charts.mjs"; import { readFileSync } from "node:fs";\n'
         'const all = expand(JSON.parse(readFileSync("data.json")));\n'
-        "console.log(JSON.stringify(all.points.map((p) => [p.pass, p.step, p.activations, p.pipeline, p.passing, "
-        "p.carried_over, p.total])));\n"
+        "console.log(JSON.stringify(all.points.map((p) => [p.pass, p.step, p.activations, p.pipeline, p.gradients, "
+        "p.passing, p.carried_over, p.total])));\n"
     )
     done = subprocess.run(["node", "main.mjs"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [list(point) for point in step_timeline(answer.run, stage).points()]

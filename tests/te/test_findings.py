@@ -58,6 +58,16 @@ COMMANDS = {
     f"{FULL}",
     "in fp8": f"{DEEPSEEK} --num-layers 4 --tp 4 --ep 8 --pp 2 --fp8 hybrid {FULL}",
     "of the product with it": f"{QWEN} --ep 8 {CAPACITY}",
+    "recomputed keys and values beside those of the ring": f"{DEEPSEEK} --num-layers 2 --mtp-num-layers 0 --pp 2 "
+    "--cp 2 --num-gpus 4 --recompute-granularity selective --recompute-modules mla_up_proj --stage 0",
+    "grouped queries that nothing rotates are copied": "nvidia/Nemotron-H-56B-Base-8K --num-layers 8 --seq-length 1024 "
+    "--recompute-granularity selective --recompute-modules core_attn",
+    "by unfused attention too": "nvidia/Nemotron-H-56B-Base-8K --num-layers 8 --seq-length 1024 "
+    "--attention-backend unfused",
+    "an embedding alone, of several sequences": "meta-llama/Llama-3.2-1B --num-layers 3 --pp 2 --num-gpus 4 --tp 2 "
+    "--pipeline-model-parallel-layout E|t|t|tL --vpp 2 --seq-length 1024 --micro-batch-size 2 --stage 0",
+    "ranks beyond the query groups, nothing rotated": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 --num-layers 12 "
+    "--seq-length 1024 --tp 4",
 }
 
 

@@ -48,17 +48,22 @@ def record_attention(
         qkv, region = _input_projection(r, spec, x, qkv_width, normed)
     if spec.num_query_groups < ctx.tp:
         # q, k and v are views of the gathered tensor, which is concatenated from the ranks' parts
-        # (``SelfAttention.get_query_key_value_tensors``, ``mappings.py: _gather_along_last_dim``).
+        # (``SelfAttention.get_query_key_value_tensors``, ``mappings.py: _gather_along_last_dim``). Its gradient is
+        # concatenated before it is scattered (``_reduce_scatter_along_last_dim``).
         gathered = qkv_width * ctx.tp * ctx.tokens * ctx.act
-        qkv = tape.make("gathered qkv", qkv, gathered, workspace=gathered)
+        qkv = tape.make("gathered qkv", qkv, gathered, workspace=gathered, backward_workspace=gathered)
 
     query, key, value, gate = qkv, qkv, qkv, qkv
-    if not ctx.te or gate_heads or scaled_key:
+    rotated = spec.rotary and ctx.rotary
+    # q, k and v reach Transformer Engine's attention as slices of one tensor. It uses slices whose heads alternate
+    # (sbh3d) and makes contiguous copies of any others (``get_qkv_layout``).
+    sliced = ctx.te and not rotated and not spec.qk_layernorm and (a != g or spec.num_query_groups < ctx.tp)
+    if not ctx.te or gate_heads or scaled_key or sliced:
         parts = [("query", q_bytes), ("gate", q_bytes)][: 1 + bool(gate_heads)]
         query, *gates, key, value = tape.views("split qkv", qkv, *parts, ("key", key_bytes), ("value", value_bytes))
         gate = gates[0] if gates else qkv
     separate, raw_key = False, key
-    if (not ctx.te or (not spec.qk_layernorm and spec.rotary and ctx.rotary)) and 1 < g < a:
+    if (not ctx.te or not spec.qk_layernorm) and 1 < g < a:
         # The reshape of a grouped query to [s, b, a, d] is a copy.
         query = tape.make("query", query, q_bytes)
     if spec.qk_layernorm:
@@ -84,7 +89,7 @@ def record_attention(
     if gate_heads and 1 < g < a:  # else a view, which keeps the mixed tensor of q, k and v alive
         gate = tape.make("gate", gate, q_bytes)
     before_rope = (query, key, value, gate) if QKV_OUTPUT_HELD(ctx.impl) else (gate,)
-    if spec.rotary and ctx.rotary:
+    if rotated:
         query = _rope(r, "query rope", query, q_bytes, d)
         key = _rope(r, "key rope", key, key_bytes, d)
         separate = True
@@ -97,6 +102,10 @@ def record_attention(
             # q and k are separate tensors by now, so TE makes v contiguous, which frees the mixed tensor
             # (``utils.py: get_qkv_layout``). The local code, and a checkpoint, keep the view.
             value = tape.make("value", value, value_bytes)
+        elif sliced and not separate and not sequences_first(r):
+            if g == 1:
+                query = tape.make("query", query, q_bytes)
+            key, value = tape.make("key", key, key_bytes), tape.make("value", value, value_bytes)
         out = core_attention(
             r, tuple(dict.fromkeys((query, key, value))), heads=a,
             q_width=q_width, kv_width=kv_width, v_width=v_width, out_width=out_width,
@@ -188,10 +197,15 @@ def core_attention(
     v_width: int,
     out_width: int,
     grouped: bool,
+    recomputed: bool = False,
     sink: bool = False,
     window: bool = False,
 ) -> Tensor:
     """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads.
+
+    ``recomputed``: q, k and v are discarded after attention and recomputed before its backward; they stay until the
+    recomputed part has run backward, whether or not attention saves them (``random.py:
+    CheckpointWithoutOutput._recompute``).
 
     Flash and cuDNN fused attention save q, k, v, the output and an fp32 log-sum-exp per head and token; their
     backward needs an fp32 accumulator of dq and an fp32 row sum. FlashAttention works on [b, s, a, d]: with more than
@@ -224,7 +238,7 @@ def core_attention(
         if ctx.cp > 1:
             out = _context_parallel(
                 r, qkv, rows=rows, q_width=q_width, kv_bytes=kv_bytes, out_bytes=out_bytes, kernel=kernel,
-                batch_first=batch_first,
+                batch_first=batch_first, recomputed=recomputed,
             )
         else:
             if fp8_attention(r):
@@ -253,6 +267,13 @@ def core_attention(
         parts = [("query", q_width), ("key", kv_width), ("value", v_width)]
         qkv = tape.views("split qkv", qkv[0], *((name, ctx.tokens * width * ctx.act) for name, width in parts))
     variables = qkv if ctx.te else ()  # of DotProductAttention.forward
+    unpacked = ctx.te and ctx.packed
+    if unpacked:  # one row per sequence (``ConvertTHDtoBSHD``)
+        widths = (("query", q_width), ("key", kv_width), ("value", v_width))
+        qkv = tuple(
+            tape.make(f"{name} by sequences", x, ctx.tokens * width * ctx.act)
+            for x, (name, width) in zip(qkv, widths, strict=True)
+        )
     if batch_first:  # back to [s, b], by a reshape of a view; repeating keys and values copies them anyway
         again = qkv[:1] if grouped else qkv
         qkv = (*(tape.make(f"{x.name} [s, b]", x, x.bytes) for x in again), *qkv[len(again) :])
@@ -276,6 +297,9 @@ def core_attention(
         probs = tape.make("attention probabilities", scores, scores_bytes, save_output=True, alias=not own)
     else:
         probs = _softmax(r, scores, scores_elements, rows if sink else 0, made, window=window)
+    if unpacked:  # rows of padding are zeros (``UnfusedDotProductAttention._forward``)
+        assert made is not None
+        probs = tape.make("attention probabilities without padding", probs, scores_bytes, saves=(made,))
     if ctx.attention_dropout:
         kept = tape.tensor("attention dropout mask", scores_elements, grad=False, item=1)
         probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(kept,), also=(kept,))
@@ -288,7 +312,7 @@ def core_attention(
     context = tape.make(
         "attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]), backward_workspace=copied
     )
-    out = tape.make("core_attention output", context, out_bytes, alias=True)
+    out = tape.make("core_attention output", context, out_bytes, alias=not unpacked)
     tape.keep_alive(scores, probs, context, *qkv, *variables, *([made] if made else []))
     if batch_first:
         out = tape.make("core_attention output [s, b]", out, out_bytes, alias=True)
@@ -368,7 +392,7 @@ def _softmax(r: Recorder, scores: Tensor, elements: int, sinks: int, made: Tenso
     if wide:
         x = tape.make("attention scores fp32", x, 4 * elements)
     masked, view = x, not wide and not (sinks and ctx.te)
-    causal = not (window or sinks)
+    causal = not (window or sinks or (ctx.te and ctx.packed))
     mask = _te_mask(r, made, causal=causal) if made else _causal_mask(r, window=window)
     x = _fill(r, x, mask, view)
     if sinks and not ctx.te:
@@ -392,7 +416,7 @@ def _full_mask(r: Recorder) -> Tensor:
 
 def _te_mask(r: Recorder, made: Tensor, *, causal: bool) -> Tensor:
     """The mask that ``masked_fill_`` saves: a causal one is ``made`` joined with the mask that all layers share; masks
-    of windows and sinks are ``made`` itself (TE ``softmax.py: forward_torch_softmax``)."""
+    of windows, sinks and packed sequences are ``made`` itself (TE ``softmax.py: forward_torch_softmax``)."""
     if not causal:
         return made
     r.keep(Scratch.CAUSAL_MASK, made.bytes)
@@ -481,7 +505,7 @@ def _contiguous(r: Recorder, qkv: tuple[Tensor, ...], q_bytes: int, kv_bytes: in
 
 def _context_parallel(
     r: Recorder, qkv: tuple[Tensor, ...], *, rows: int, q_width: int, kv_bytes: int, out_bytes: int,
-    kernel: str, batch_first: bool,
+    kernel: str, batch_first: bool, recomputed: bool,
 ) -> Tensor:  # fmt: skip
     """Flash or fused attention over a sequence divided among c ranks (TE ``context_parallel.py``). ``kv_bytes``: of
     keys and values together. ``batch_first``: they are [b, s, a, d], and the output's gradient is copied to that layout
@@ -511,6 +535,7 @@ def _context_parallel(
         exchanged = q_bytes + kv_bytes + kv_bytes // 2
         whole = tape.make(
             "q, k, v of whole sequences", (query, *keys_values), q_bytes + kv_bytes, workspace=exchanged,
+            saves=(query, *keys_values) if recomputed else (),
             backward_workspace=exchanged + q_bytes + kv_bytes + 2 * out_bytes,
         )
         out = tape.make(
@@ -558,8 +583,9 @@ def _context_parallel(
     around += copies
     gradient_copy = out_bytes if batch_first and kernel == "fused" else 0
     out = tape.make(
-        "core_attention output", (query, kv), out_bytes, saves=(query, kv, *statistics), save_output=True,
-        also=statistics, workspace=around,
+        "core_attention output", (query, kv), out_bytes,
+        saves=(query, kv, *statistics, *(keys_values if recomputed else ())), save_output=True, also=statistics,
+        workspace=around,
         backward_workspace=accumulate + 4 * kv_bytes + q_bytes + gradient_copy + (4 * rows if ctx.packed else 0),
     )
     tape.keep_alive(*keys_values)

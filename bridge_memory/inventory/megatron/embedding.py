@@ -58,6 +58,9 @@ def embed(
     ctx, tape = r.ctx, r.tape
     h = ctx.hidden_size
     whole = ctx.tokens * h * ctx.act
+    # With several sequences the gradient is a view of [s, b, h]; the kernel makes a contiguous [b, s, h] of it (torch
+    # ``native/cuda/Embedding.cu: embedding_dense_backward_cuda``).
+    copied = whole if ctx.batch > 1 else 0
     weight = tape.tensor("embedding weight", 0)  # frozen, neither it nor its results have gradients
     tape.op("weight", (), weight)
     mask = None
@@ -68,7 +71,7 @@ def embed(
     # The weight's gradient is dense, of the parameter's size and dtype.
     out = tape.make(
         "word embeddings", (ids, weight), whole if mask is None else 0, saves=(ids,),
-        backward_workspace=(_rows(r) + (positions if waits else 0)) * h * ctx.act if tables else 0,
+        backward_workspace=(_rows(r) + (positions if waits else 0)) * h * ctx.act + copied if tables else 0,
     )
     if mask is not None:
         # In place in forward; backward makes a new gradient.
@@ -78,7 +81,7 @@ def embed(
     looked_up = [out]  # variables of LanguageModelEmbedding.forward
     if scattered:
         if ctx.batch > 1:
-            out = tape.make("transposed embeddings", out, whole)
+            out = tape.make("transposed embeddings", out, whole, alias=True)
         out = tape.make("reduce-scattered embeddings", out, ctx.tokens_sp * h * ctx.act)
         looked_up = [out]
     if positions:
@@ -86,12 +89,12 @@ def embed(
             place = tape.input("position ids", 8 * ctx.tokens, requires_grad=False)
         position = tape.make(
             "position embeddings", (place, weight), whole, saves=(place,),
-            backward_workspace=positions * h * ctx.act if tables else 0,
+            backward_workspace=positions * h * ctx.act + copied if tables else 0,
         )
         out = tape.make("embeddings", (out, position), whole, alias=True)
         looked_up.append(position)
     if not scattered and ctx.batch > 1:
-        out = tape.make("transposed embeddings", out, whole)
+        out = tape.make("transposed embeddings", out, whole, alias=True)
     if ctx.residual != ctx.act:
         out = tape.make("fp32 embeddings", out, out.bytes // ctx.act * ctx.residual)
     if ctx.sp and positions:

@@ -53,7 +53,7 @@ def record_mla(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
             value = tape.make("padded value", value, ctx.tokens * q_width * ctx.act, saves=held)
         out = core_attention(
             r, (query, key, value), heads=a, q_width=q_width, kv_width=q_width, v_width=wide, out_width=wide,
-            grouped=False,
+            grouped=False, recomputed=recompute_up,
         )
         if padded:
             (out,) = tape.views("cut", out, ("core_attention output, cut", ctx.tokens * v_width * ctx.act))

@@ -152,9 +152,9 @@ export function expand(timeline) {
     let before = 0;
     return chunk.steps.map((step) => { const at = before; before += step[2]; return at; });
   });
-  const add = (pass, step, width, activations, pipeline, passing, carried_over = 0, held = null) => {
-    points.push({ x: x + width / 2, pass, step, activations, pipeline, passing, carried_over,
-      total: floor + activations + pipeline + passing + carried_over, alive: held });
+  const add = (pass, step, width, activations, pipeline, passing, carried_over = 0, held = null, gradients = 0) => {
+    points.push({ x: x + width / 2, pass, step, activations, pipeline, gradients, passing, carried_over,
+      total: floor + activations + pipeline + gradients + passing + carried_over, alive: held });
     x += width;
   };
   add(-1, -1, 0, 0, 0, 0, timeline.carried_over);
@@ -178,15 +178,16 @@ export function expand(timeline) {
     for (let n = 0; n < chunk.steps.length; n++) {
       const i = back ? chunk.steps.length - 1 - n : n, step = chunk.steps[i];
       const own = starts[chunkNumber][i] + step[2];
-      add(number, i, back ? 2 : 1, others + own, held, step[back ? 4 : 3] - own + beside, 0, now);
+      const made = back ? step[7] : 0;
+      add(number, i, back ? 2 : 1, others + own, held, step[back ? 4 : 3] - own - made + beside, 0, now, made);
     }
     if (!chunk.steps.length) x += back ? 2 : 1;
     if (back) alive[chunkNumber] -= 1;
     else add(number, -1, 0, kept, held, beside, 0, now);
     spans.push({ begin, end: x, pass: number });
   });
-  add(passes.length, -1, 1, 0, 0, 0);
-  add(passes.length, 0, 1, 0, 0, timeline.in_step, timeline.carried_over);
+  add(passes.length, -1, 1, 0, 0, 0, 0, null, timeline.fresh);
+  add(passes.length, 0, 1, 0, 0, timeline.in_step, timeline.carried_over, null, timeline.fresh);
   const describe = (point) => {
     if (point.pass < 0) return ["start of the step", "with what is carried over from the last step"];
     if (point.pass === passes.length) return point.step < 0 ? ["end of the passes", ""] : ["optimizer step", ""];
@@ -217,6 +218,7 @@ export function stepTimeline(element, timeline, options = {}) {
   const state = { from: 0, to: all.width, at: peakAt };
   const value = (point, series) => ({
     activation: point.activations, pipeline: point.pipeline, transient: point.passing, carried_over: point.carried_over,
+    gradients: (timeline.persistent.gradients ?? 0) + point.gradients,
   })[series] ?? timeline.persistent[series] ?? 0;
   const used = SERIES.filter((series) => points.some((p) => value(p, series)));
   const status = html("p", { class: "bm-status", "aria-live": "off" });

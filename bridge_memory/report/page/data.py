@@ -98,7 +98,7 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
 
     A pass is [phase, microbatch, chunk, hidden states held], an overlapped one [2, microbatch, chunk, hidden states,
     forward microbatch, forward chunk, bytes of both]; a step of a chunk is [name, kind, keeps, forward, backward,
-    forward operation, backward operation], with names as indices into ``words``.
+    forward operation, backward operation, gradients made before], with names as indices into ``words``.
     """
     timeline = step_timeline(result.run, stage)
     measured = sum(c.bytes for c in result.stages[stage].components if c.part is Part.CALIBRATION)
@@ -111,7 +111,7 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
     for number, chunk in enumerate(timeline.chunks):
         steps = [
             [word(step_name(step)), word(_kind(step, result.run.model)), step.keeps, step.forward, step.backward,
-             word(step.forward_operation), word(step.backward_operation)]
+             word(step.forward_operation), word(step.backward_operation), step.gradients]
             for step in chunk.steps
         ]  # fmt: skip
         name = f"virtual stage {number}" if len(timeline.chunks) > 1 else "the stage"
@@ -120,6 +120,7 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
     return {
         "stage": stage,
         "persistent": {str(role): nbytes for role, nbytes in timeline.persistent.items()},
+        "fresh": timeline.fresh,
         "carried_over": timeline.carried_over,
         "always": timeline.always + measured,
         "in_step": timeline.in_step + measured,
