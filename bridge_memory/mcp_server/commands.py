@@ -17,6 +17,7 @@ import anyio
 from anyio.abc import ByteReceiveStream, Process
 
 import bridge_memory
+from bridge_memory.mcp_server.child import ENDS_WITH_STDIN
 from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.errors import bounded
 
@@ -47,15 +48,15 @@ async def answer(words: Sequence[str], *, seconds: float) -> Any:
     """The JSON that ``bridge-memory WORDS --json`` prints.
 
     Raises SpecError with the command's own refusal, or where it takes more than ``seconds``. The process is killed
-    with its children when time is over, or when the caller stops waiting.
+    with its children when time is over, when the caller stops waiting, or when this process ends.
     """
     folder = str(Path(bridge_memory.__file__).resolve().parents[1])
     path = os.pathsep.join(part for part in (folder, os.environ.get("PYTHONPATH")) if part)
     try:
         process = await anyio.open_process(
             [sys.executable, "-m", "bridge_memory", *words, "--json"],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, ENDS_WITH_STDIN: "1"},
             start_new_session=True,
         )
     except (OSError, ValueError) as error:  # an argument that is too long, or holds a zero byte
@@ -73,6 +74,8 @@ async def answer(words: Sequence[str], *, seconds: float) -> Any:
         ) from None
     finally:
         _kill(process)
+        with anyio.CancelScope(shield=True):
+            await process.aclose()
     if code not in _ANSWERED:
         lines = [line for line in err.splitlines() if line.startswith("bridge-memory:")] or err.splitlines()[-1:]
         said = lines[-1] if lines else f"bridge-memory {words[0]} ended with {code}"

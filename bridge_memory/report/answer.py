@@ -57,10 +57,11 @@ def answer_of(result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: 
     return Answer(verdict, "; ".join(filter(None, parts)), evidence)
 
 
-def brief(result: Estimate, answer: Answer) -> str:
-    """The answer with the precision and the releases that it is for, as one line."""
+def brief(result: Estimate, fits: Sequence[Fit], answer: Answer, unit: str = "GiB") -> str:
+    """The answer with the peak, the precision and the releases that it is for, as one line."""
     about = dict(configuration(result))
-    return "; ".join((answer.words, about["precision"], about["releases"]))
+    peak = [] if len(fits) == 1 else [peak_words(result, unit)]  # of one GPU the words give it
+    return "; ".join((answer.words, *peak, about["precision"], about["releases"]))
 
 
 _BEST_FIRST = (Verdict.FITS, Verdict.TIGHT, Verdict.UNKNOWN, Verdict.DOES_NOT_FIT)
