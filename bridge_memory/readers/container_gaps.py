@@ -64,7 +64,7 @@ def provider_of(model: Any) -> str:
     )
 
 
-#: Providers with a tower whose parameters are counted -> the model_type of their wrapper, as transformers has it.
+#: Providers with an encoder whose parameters are counted -> the model_type of their wrapper, as transformers has it.
 _WRAPPERS = {
     "Exaone45ModelProvider": "exaone4_5",
     "GLM45VModelProvider": "glm4v_moe",
@@ -80,7 +80,7 @@ _WRAPPERS = {
 
 
 def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
-    """The provider's tower of another modality and what joins it to the language model, where its size is known."""
+    """The provider's encoder of another modality and what joins it to the language model, where its size is known."""
     provider = provider_of(model)
     if provider not in _WRAPPERS or getattr(model, "freeze_vision_model", False):
         return ()
@@ -110,7 +110,7 @@ def _at(model: Any, path: str) -> Any:
 
 
 def encoder_gaps(model: Any) -> Iterator[Unmodelled]:
-    """One for each tower of another modality whose size is not known or that is frozen: it is not counted."""
+    """One for each encoder of another modality whose size is not known or that is frozen: it is not counted."""
     provider = provider_of(model)
     counted = {encoder.name for encoder in encoders_of(model)}
     for path in PROVIDERS.get(provider, ()):

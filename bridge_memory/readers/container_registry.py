@@ -443,7 +443,7 @@ def known(part: str, field: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------
 
 #: Providers (and Bridge's newer model configs) whose text model is what their config says -> the fields that hold the
-#: configs of towers of other modalities. A class that is derived from one and makes no model of its own is one.
+#: configs of encoders of other modalities. A class that is derived from one and makes no model of its own is one.
 PROVIDERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         _words(

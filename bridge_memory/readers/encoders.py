@@ -1,7 +1,7 @@
 """Multimodal configs: the language model inside, and what stands beside it, counted where the config says enough.
 
 Shapes after transformers' ``modeling_<model_type>.py``. Parameters of what is counted are the model's ``EncoderSpec``s.
-What a tower keeps while it trains is not modelled: it depends on images and sounds, of which a run says nothing.
+What an encoder keeps while it trains is not modelled: it depends on images and sounds, of which a run says nothing.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def held_by(encoder: EncoderSpec) -> str:
 
 
 def encoder_parameters(config: Mapping[str, Any], name: str = "config") -> int | None:
-    """Parameters beside the language model's and the output layer's: towers and what joins them to it.
+    """Parameters beside the language model's and the output layer's: encoders and what joins them to it.
 
     None where the wrapper is not known here or its config leaves a size to a class default.
     """
@@ -238,7 +238,7 @@ def _patches(v: Fields, h: int, *, bias: bool) -> int:
     return _linear(_of(v, "in_channels") * _of(v, "temporal_patch_size") * _of(v, "patch_size") ** 2, h, bias)
 
 
-#: A wrapper's model_type -> (the tower's config, width of the language model, the wrapper's config) -> parameters.
+#: A wrapper's model_type -> (the encoder's config, width of the language model, the wrapper's config) -> parameters.
 _COUNTS: dict[str, Callable[[Fields, int, Fields], int]] = {
     "qwen2_5_vl": _qwen2_5,
     "exaone4_5": _qwen2_5,
@@ -254,9 +254,9 @@ _COUNTS: dict[str, Callable[[Fields, int, Fields], int]] = {
     "minimax_m3_vl": _minimax_m3,
     "qwen2_audio": _qwen2_audio,
 }
-#: Wrappers whose towers are known and that Megatron Bridge does not build.
+#: Wrappers whose encoders are known and that Megatron Bridge does not build.
 _NO_BRIDGE = ("glm4v", "llama4")
-#: Of wrappers whose tower Megatron Bridge builds of megatron-core's modules: parameters that are divided.
+#: Of wrappers whose encoder Megatron Bridge builds of megatron-core's modules: parameters that are divided.
 _SHARDED: dict[str, Callable[[Fields], int]] = {
     "qwen3_vl": _qwen3_sharded,
     "qwen3_vl_moe": _qwen3_sharded,

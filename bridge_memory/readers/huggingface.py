@@ -51,7 +51,7 @@ UNKNOWN_BLOCKS = {
     "nanochat": "norms without weights",
 }
 
-#: Other names of the same text architecture (multimodal wrappers name their text tower so).
+#: Other names of the same text architecture (multimodal wrappers name their text model so).
 ALIASES = {
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",

@@ -19,7 +19,7 @@ def model_from_mbridge(
     Needs the ``megatron`` extra (mbridge, megatron-core, torch, transformers); no process group. Raises SpecError
     where they are missing, mbridge does not know the model_type, or cannot read the config.
     """
-    if config.get("model_type") == "gemma3_text":  # mbridge knows the text tower inside its wrapper alone
+    if config.get("model_type") == "gemma3_text":  # mbridge knows the text model inside its wrapper alone
         tied = config.get("tie_word_embeddings") is not False
         config = {"model_type": "gemma3", "text_config": dict(config), "tie_word_embeddings": tied}
     with warnings.catch_warnings():

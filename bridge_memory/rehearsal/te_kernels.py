@@ -824,7 +824,7 @@ _ANSWERS = ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCAL
 
 
 def _forget() -> None:
-    """Workspaces (one set a process), stand-in weight gradients (one a shape), lengths of sequences, the GPU."""
+    """Workspaces (one set a process), dummy weight gradients (one a shape), lengths of sequences, the GPU."""
     for module, name in _CACHED:
         function = getattr(_module(module), name, None)
         clear = getattr(function, "cache_clear", None)

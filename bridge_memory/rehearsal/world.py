@@ -22,7 +22,7 @@ from bridge_memory.spec.ranks import stage_of_rank
 
 #: As in pyproject.toml; the token dispatchers of older ones are built otherwise.
 OLDEST_RELEASE = (0, 13)
-#: The newest release that the estimate was held to, tensor by tensor.
+#: The newest release that the estimate was compared with, tensor by tensor.
 NEWEST_RELEASE = (0, 19)
 
 
@@ -144,7 +144,7 @@ def newer_release() -> str:
     if here is None or here <= NEWEST_RELEASE:
         return ""
     newest = release_words(NEWEST_RELEASE)
-    return f"megatron-core {release_words(here)} is newer than {newest}, the newest that the estimate was held to"
+    return f"megatron-core {release_words(here)} is newer than {newest}, the newest that the estimate was compared with"
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def virtual_stages(parallel: ParallelSpec) -> int | None:
 
 
 def _forget_carried_over(parallel_state: object) -> None:
-    """What ``destroy_model_parallel`` of 0.13 to 0.19 leaves behind and the next world must not see."""
+    """What ``destroy_model_parallel`` of 0.13 to 0.19 does not reset and the next world must not see."""
     for name in ("_global_process_group_list", "_EMBEDDING_GLOBAL_RANKS", "_PIPELINE_GLOBAL_RANKS"):
         if hasattr(parallel_state, name):
             setattr(parallel_state, name, None)

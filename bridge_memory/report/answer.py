@@ -20,8 +20,8 @@ _WITH_BYTES = 3
 
 
 class Answer(NamedTuple):
-    """``verdict``: that of ``gpus.answer``, None without a GPU; ``words``: the line that people read; ``evidence``: how
-    accurate predictions of similar measured runs were."""
+    """``verdict``: that of ``verdict.answer``, None without a GPU; ``words``: the line that people read; ``evidence``:
+    how accurate predictions of similar measured runs were."""
 
     verdict: str | None
     words: str

@@ -1,7 +1,7 @@
 """How Hugging Face transformers runs a model: fields of ``TransformersSpec``, and the families whose classes are known.
 
 A family is a ``model_type`` of transformers; what its class does unlike Llama's is said here, with the function, and
-recorded in ``inventory/transformers``. A family that is not listed is refused by name.
+recorded in ``inventory/torch``. A family that is not listed is refused by name.
 """
 
 from __future__ import annotations

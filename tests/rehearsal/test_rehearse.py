@@ -180,7 +180,7 @@ def test_a_newer_megatron_core_is_named(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(world, "NEWEST_RELEASE", (0, 1))
     command = [*COMMAND, "--transformer-impl", "local"]
     assert main(command) == 0
-    assert "is newer than 0.1, the newest that the estimate was held to" in capsys.readouterr().out
+    assert "is newer than 0.1, the newest that the estimate was compared with" in capsys.readouterr().out
 
     def breaks(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no such thing\nand more")

@@ -87,7 +87,7 @@ _NO_ATTENTION = AttentionSpec(num_attention_heads=1 << 10, num_query_groups=1 <<
 
 
 def _facts(model: ModelSpec) -> dict[str, Value]:
-    """What Megatron-LM's arguments would say of a model's sizes, as far as other arguments are held against them."""
+    """What Megatron-LM's arguments would say of a model's sizes, as far as other arguments are compared with them."""
     ffns = [layer.ffn for layer in model.layers]
     dense = next((ffn for ffn in ffns if isinstance(ffn, MLPSpec)), None)
     experts = next((ffn for ffn in ffns if isinstance(ffn, MoESpec)), None)
