@@ -6,7 +6,7 @@ context and NCCL's buffers lie outside the allocator, and the allocator itself r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -167,6 +167,8 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
         raise SpecError(f"result ({show(result)}) is not an Estimate; give estimate(run)")
     if isinstance(gpus, (str, Gpu)):
         raise SpecError(f"gpus ({show(gpus)}) is one GPU; give a list of them")
+    if not isinstance(gpus, Iterable):
+        raise SpecError(f"gpus ({show(gpus)}) is no list of GPUs; give one")
     world_size, driver = result.run.parallel.world_size, driver_bytes(result.run)
     by_arch: dict[str, StagePeak | None] = {result.run.implementation.gpu_arch: _worst(result)}
     out = []

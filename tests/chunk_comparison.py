@@ -51,7 +51,7 @@ def compare_chunk(
     """Rehearse one model chunk of a pipeline stage and set what it keeps beside the inventory's, by component.
 
     ``records``: what it was found to keep, where that is known already.
-    The loss mask is left out: it is part of the batch, which is counted on its own (``workspaces.batch_bytes``).
+    The loss mask is left out: it is part of the batch, which is counted on its own (``workspaces.batch.batch_bytes``).
     """
     ours = _predicted(run, layout(run.model, run.parallel).shapes(run.model)[stage][chunk])
     found: dict[str, list[SavedRecord]] = {name: [] for name in COMPONENTS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -180,3 +181,49 @@ def test_a_circle_of_rooms_is_found_though_its_modules_make_none() -> None:
     found = tuple(rooms.imports(sources))
     assert rooms.circle_of_rooms(found) in ("a -> b -> a", "b -> a -> b")
     assert rooms.circle((i.module, i.imported) for i in found) is None
+
+
+#: Heads of other packages' names, and of JSON keys and fields, that are rooms or modules here too.
+NOT_OURS = ("torch", "megatron", "model", "accelerate", "deepspeed", "json", "report", "result.estimate",
+            "result.clone", "engine.type", "verdict.words", "verdict.evidence", "attention.cpp")  # fmt: skip
+
+
+def names_in(source: str) -> set[str]:
+    """Every name that a module defines, imports or has as a field."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Name, ast.Attribute)):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+    return found
+
+
+def test_what_a_docstring_names_is_there() -> None:
+    """``room.module.name`` and ``room/module.py`` in double backquotes, wherever they stand in the package."""
+    tails: dict[str, list[str]] = {}
+    for module in SOURCES:
+        parts = module.split(".")
+        for start in range(len(parts)):
+            tails.setdefault(".".join(parts[start:]), []).append(module)
+    known = {module: names_in(source) for module, source in SOURCES.items()}
+    missing = []
+    for module, source in SOURCES.items():
+        for words in re.findall(r"``([a-z_]\w*(?:\.\w+)+)(?:\(\))?``", source):
+            if words.endswith((".py", ".json", ".jsonl")):
+                continue  # a file, most often of another package
+            parts = words.removeprefix("bridge_memory.").split(".")
+            if parts[0] in NOT_OURS or words in NOT_OURS or words.removeprefix("bridge_memory.") in tails:
+                continue
+            heads = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+            head = next((head for head in heads if head in tails), None)
+            name = parts[head.count(".") + 1] if head else parts[0]
+            if not any(name in known[one] for one in tails.get(head or "", ())) and (head or parts[0] in ROOMS):
+                missing.append((module, words))
+        for path in re.findall(r"``((?:bridge_memory/)?([a-z_0-9]+)/[\w/]+(?:\.py)?)``", source):
+            file = PACKAGE / path[0].removeprefix("bridge_memory/")
+            if (PACKAGE / path[1]).is_dir() and not (file.exists() or file.with_suffix(".py").exists()):
+                missing.append((module, path[0]))
+    assert missing == []

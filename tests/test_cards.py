@@ -211,6 +211,16 @@ def test_a_table_of_gpus_is_seen(source: str) -> None:
         ("AMD Instinct MI300X", "MI300X"),
         ("mi300x", "MI300X"),
         ("RTX 4090", "RTX-4090"),
+        # As torch and nvidia-smi name the card.
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A800-SXM4-80GB", "A800"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla V100-PCIE-16GB", "V100-16GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
     ],
 )
 def test_a_gpu_is_found_by_the_names_people_type(typed: str, name: str) -> None:

@@ -30,6 +30,7 @@ from bridge_memory import (
     rehearse,
     resolve_model,
     run_from_files,
+    run_of_torchtitan,
     search,
     whatif,
 )
@@ -78,6 +79,11 @@ def test_a_search_finds_what_the_command_finds(
     )  # fmt: skip
     front = [(row.peak, row.headroom, row.time.seconds) for row in found.front()]
     assert front == [(row["peak_bytes"], row["headroom_bytes"], row["step_seconds"]) for row in command["front"]]
+
+
+def test_all_axes_vary_whatever_else_is_named() -> None:
+    every = search(LLAMA, **JOB, vary=["all"])
+    assert search(LLAMA, **JOB, vary=["all", "tp"]).looked_at == every.looked_at
 
 
 def test_a_row_is_a_run_that_fits() -> None:
@@ -286,6 +292,17 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: rehearse(PIPELINE, config={}), r"config .* is for PyTorch's and DeepSpeed's engines; drop it"),
     (lambda: run_from_files(LLAMA, deepspeed=5), r"deepspeed \(5\) is no path; give"),  # type: ignore[arg-type]
     (lambda: run_from_files(), r"the model is missing; name a preset"),
+    (lambda: search(LLAMA, **JOB, engine="fsdp3", keep=["tp"]), r"engine \(fsdp3\) is unknown"),
+    (lambda: search(LLAMA, **JOB, backend=3), r"backend \(3\) is no name; give loky"),  # type: ignore[arg-type]
+    (lambda: search(LLAMA, **JOB, cache=3), r"cache \(3\) is no path; give a folder"),  # type: ignore[arg-type]
+    (lambda: search(LLAMA, **JOB, progress=3), r"progress \(3\) is no function"),  # type: ignore[arg-type]
+    (lambda: balance(PIPELINE, virtual_pipeline_model_parallel_size=True), r"virtual_.* \(True\) is not a positive"),
+    (lambda: whatif(RUN, gpu="H100").cheapest(60), r"target \(60\) is no peak in bytes"),
+    (lambda: whatif(RUN, gpu="H100").cheapest("60"), r"target \('60'\) is no peak"),  # type: ignore[arg-type]
+    (lambda: fits(estimate(RUN), None), r"gpus \(None\) is no list of GPUs"),  # type: ignore[arg-type]
+    (lambda: compare(PIPELINE, {0: GIB}).beyond("5%"), r"tolerance \('5%'\) is no share"),  # type: ignore[arg-type]
+    (lambda: compare(PIPELINE, b"/etc/log"), r"measured \(b'/etc/log'\) is no file and no numbers"),
+    (lambda: run_of_torchtitan(None), r"job_config \(None\) is not torchtitan's"),
 ]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 
 from bridge_memory import ParallelSpec, RunSpec, peaks
 from bridge_memory.cli import main
+from bridge_memory.mcp_server.child import ENDS_WITH_STDIN
 from bridge_memory.mcp_server.commands import MOST_SECONDS
 
 pytest.importorskip("mcp.server.mcpserver", reason="mcp 2 is not installed")
@@ -126,9 +130,36 @@ def test_a_refusal_is_the_same_as_on_the_command_line(called: Call, capsys: pyte
     assert capsys.readouterr().err == f"bridge-memory: error: {said}\n"
 
 
-@pytest.mark.parametrize("flag", ["--output=x.json", "--force", "--cache=.", "-vv", "--format"])
+@pytest.mark.parametrize("flag", ["--output=x.json", "--force", "--cache=.", "-vv", "-hv", "--format"])
 def test_no_flag_writes_a_file(called: Call, flag: str) -> None:
     assert called("estimate", run={**LLAMA, "flags": [flag]}).startswith("flags (")
+
+
+def test_a_model_is_no_flag(called: Call, tmp_path: Path) -> None:
+    run = {"model": f"--output={tmp_path / 'x.json'}", "megatron_args": "--num-layers 2"}
+    assert called("estimate", run=run).startswith("model ('--output=")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("model", ["a\0b", "x" * (1 << 18)])
+def test_what_no_process_can_be_passed_is_refused(called: Call, model: str) -> None:
+    said = called("estimate", run={"model": model})
+    assert "cannot be passed to a process" in said and len(said) < 300
+
+
+def test_a_command_ends_with_its_server() -> None:
+    """However the server dies, the system closes the pipe that it held."""
+    words = ["search", "deepseek-ai/DeepSeek-V3", "--num-gpus=2048", "--global-batch-size=8192", "--gpu=H200",
+             "--exhaustive", "--json"]  # fmt: skip
+    command, environ = [sys.executable, "-m", "bridge_memory", *words], {**os.environ, ENDS_WITH_STDIN: "1"}
+    with subprocess.Popen(
+        command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as child:  # fmt: skip
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(timeout=1)
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(timeout=20) == -signal.SIGKILL
 
 
 def test_an_unknown_or_mistyped_argument_is_refused_by_name(called: Call) -> None:

@@ -50,6 +50,8 @@ class Comparison:
 
     def beyond(self, tolerance: float) -> tuple[int, ...]:
         """Stages whose peak is off by more than ``tolerance``, a share of what was measured: 0.05 is 5 %."""
+        if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
+            raise SpecError(f"tolerance ({show(tolerance)}) is no share; give 0 or more, such as 0.05")
         return tuple(s.stage for s in self.stages if s.beyond(tolerance))
 
     def __str__(self) -> str:
@@ -132,7 +134,7 @@ def _stages_of(found: SnapshotComparison) -> list[StageResidual]:
 
 
 def _of_numbers(result: Estimate, measured: Mapping[int, int] | Sequence[int]) -> Comparison:
-    if not isinstance(measured, (Mapping, Sequence)):
+    if isinstance(measured, (bytes, bytearray)) or not isinstance(measured, (Mapping, Sequence)):
         raise SpecError(f"measured ({show(measured)}) is no file and no numbers; give a path, or bytes by stage")
     by_stage = dict(measured) if isinstance(measured, Mapping) else dict(enumerate(measured))
     ranks = []

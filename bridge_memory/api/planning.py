@@ -112,6 +112,12 @@ def search(
     if global_batch_size is None:
         raise SpecError("global_batch_size is missing; configurations are compared at the same sequences per step")
     BatchSpec(global_batch_size=global_batch_size)  # refuses what is no number of sequences
+    if backend is not None and not isinstance(backend, str):
+        raise SpecError(f"backend ({show(backend)}) is no name; give loky, dask, dask=ADDRESS or ray")
+    if cache is not None and not isinstance(cache, (str, os.PathLike)):
+        raise SpecError(f"cache ({show(cache)}) is no path; give a folder")
+    if progress is not None and not callable(progress):
+        raise SpecError(f"progress ({show(progress)}) is no function; give one of two numbers")
     if jobs is not None and (type(jobs) is not int or not 1 <= jobs <= MOST_JOBS):
         raise SpecError(f"jobs ({show(jobs)}) is not a number of processes; give 1 to {MOST_JOBS}")
     if type(headroom_bytes) is not int or headroom_bytes < 0:
@@ -233,7 +239,7 @@ def balance(
         v = virtual_pipeline_model_parallel_size
     if p.pp == 1:
         check_balanced(run if run.parallel.pp == 1 else run.with_(parallel=p))
-    p = replace(p, virtual_pipeline_model_parallel_size=v if v != 1 else None)
+    p = replace(p, virtual_pipeline_model_parallel_size=None if type(v) is int and v == 1 else v)
     base = any_split(run, p)
     check_balanced(base)
     if gpu is None:
@@ -302,7 +308,7 @@ def _axes(
     kept, asked = set(named["keep"] or ()), named["vary"]
     for name in sorted(kept & {*(asked or ()), *ranges}):
         raise SpecError(f"keep ({name}) does not go with {'ranges' if name in ranges else 'vary'}; drop one of them")
-    if asked == ["all"]:
+    if asked is not None and "all" in asked:
         return frozenset(kept)
     if asked is None:
         return frozenset(kept | set(on_demand))
@@ -393,10 +399,11 @@ def _search_torch(
     from bridge_memory.plan.torch.space import AXES, ON_DEMAND, Space, engines_of
     from bridge_memory.speed.hardware import hardware_of
 
+    engines = engines_of(words, num_gpus)
     ranges = _checked_ranges(ranges, ("mbs",))
     fixed = _axes(AXES, keep, vary, ranges, ON_DEMAND)
     hardware = hardware_of(card.name)
-    bases, refusals = _bases(run, card, num_gpus, total, words, engines_of(words, num_gpus), mixed_precision)
+    bases, refusals = _bases(run, card, num_gpus, total, words, engines, mixed_precision)
     space = Space(bases, hardware.domain, fixed - {"engine"}, exhaustive=exhaustive)
     if "mbs" in ranges:
         space = space._replace(micro_batches=ranges["mbs"])

@@ -16,7 +16,7 @@ from bridge_memory.cards.rows import GPUS
 def name_key(name: str) -> str:
     """``name`` in lower case, without spaces, punctuation, vendor and "GB"."""
     key = "".join(c for c in name.casefold() if c.isalnum())
-    for vendor in ("nvidia", "amd", "instinct", "geforce"):
+    for vendor in ("nvidia", "tesla", "amd", "instinct", "geforce"):
         key = key.replace(vendor, "")
     for unit in ("gib", "gb"):
         key = key.removesuffix(unit)

@@ -87,12 +87,14 @@ _CARDS = (
     Gpu(
         "V100-16GB", "NVIDIA V100 16GB", NVIDIA, (7, 0), _gib(15.77), 80,
         Rates(bf16=125, fp32=15.7, memory=900, link=150, domain=8, network=50, host_link=16, host_memory=19),
+        aliases=("V100 SXM2 16GB", "V100 PCIe 16GB"),
         sources=_sheet(f"{_CHIP} link", "NVIDIA V100 data sheet (SXM2)", _TORCH, _DGX_1),
     ),
     Gpu(
         "V100-32GB", "NVIDIA V100 32GB", NVIDIA, (7, 0), _gib(31.73), 80,
         Rates(bf16=125, fp32=15.7, memory=900, link=150, domain=8, network=50, host_link=16, host_memory=19),
-        typical=True, sources=_sheet(f"{_CHIP} link", "NVIDIA V100 data sheet (SXM2)", _TORCH, _DGX_1),
+        aliases=("V100 SXM2 32GB", "V100 SXM3 32GB", "V100 PCIe 32GB"), typical=True,
+        sources=_sheet(f"{_CHIP} link", "NVIDIA V100 data sheet (SXM2)", _TORCH, _DGX_1),
     ),
     Gpu(
         "T4", "NVIDIA T4 16GB", NVIDIA, (7, 5), _gib(14.56), 40,
@@ -131,13 +133,13 @@ _CARDS = (
     Gpu(
         "A100-80GB", "NVIDIA A100 80GB (SXM, PCIe)", NVIDIA, (8, 0), _gib(79.15), 108,
         Rates(bf16=312, fp32=19.5, memory=2039, link=300, domain=8, network=25, host_link=32, host_memory=51),
-        aliases=("A100 SXM 80GB", "A100 SXM4 80GB", "A100 PCIe 80GB"), common=True, typical=True,
+        aliases=("A100 SXM 80GB", "A100 SXM4 80GB", "A100 PCIe 80GB", "A100 80GB PCIe"), common=True, typical=True,
         sources=_sheet(f"{_CHIP} link", "NVIDIA A100 data sheet (SXM4)", _TORCH, _DGX_A100),
     ),
     Gpu(
         "A800", "NVIDIA A800 80GB", NVIDIA, (8, 0), _gib(79.15), 108,
         Rates(bf16=312, fp32=19.5, memory=2039, link=200, domain=8, network=25, host_link=32, host_memory=51),
-        aliases=("A800 80GB",),
+        aliases=("A800 80GB", "A800 SXM4 80GB", "A800 80GB PCIe"),
         sources=_sheet(f"{_CHIP} link", "NVIDIA A800: A100 with NVLink of 400 GB/s", _TORCH, _DGX_A100),
     ),
     Gpu(
@@ -174,7 +176,7 @@ _CARDS = (
         Rates(
             bf16=989.4, fp8=1978.9, fp32=67, memory=3350, link=450, domain=8, network=50, host_link=64, host_memory=77
         ),
-        aliases=("H100 80GB", "H100 SXM", "H100 SXM5", "H100 PCIe"), common=True, typical=True,
+        aliases=("H100 80GB", "H100 80GB HBM3", "H100 SXM", "H100 SXM5", "H100 PCIe"), common=True, typical=True,
         sources=_sheet(f"{_EIGHT} link", "NVIDIA H100 data sheet (SXM5)", _TORCH, _DGX_H100),
     ),
     Gpu(
@@ -247,7 +249,10 @@ _CARDS = (
             bf16=503.8, fp8=1007.6, fp4=2015.2, fp32=125, memory=1792, link=64, domain=8, network=12.5, host_link=64,
             host_memory=77,
         ),
-        aliases=("RTX PRO 6000 Blackwell",),
+        aliases=(
+            "RTX PRO 6000 Blackwell", "RTX PRO 6000 Blackwell Server Edition",
+            "RTX PRO 6000 Blackwell Workstation Edition",
+        ),
         sources=_sheet(_FOUR, "NVIDIA RTX Blackwell PRO whitepaper (Workstation Edition)", _TORCH, _PCIE5),
     ),
     Gpu(
@@ -277,7 +282,7 @@ _CARDS = (
             bf16=2250, fp8=4500, fp4=13500, fp32=75, memory=7700, link=900, domain=8, network=100, host_link=64,
             host_memory=90,
         ),
-        aliases=("B300 288GB",), common=True,
+        aliases=("B300 288GB", "B300 SXM6 AC"), common=True,
         sources=_sheet(f"{_FOUR} link domain", "NVIDIA HGX B300 data sheet, an eighth of it", _TORCH, {
             "network": "NVIDIA HGX B300 data sheet, 800 Gbit/s per GPU",
             "host_link": "assumed: PCIe 5 of the processors of DGX B300",

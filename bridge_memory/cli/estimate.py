@@ -115,7 +115,7 @@ def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], u
     if args.brief:
         from bridge_memory.report.answer import answer_of, brief
 
-        print(one_line(brief(result, answer_of(result, fitting, unit=unit, fix=fix))))
+        print(one_line(brief(result, fitting, answer_of(result, fitting, unit=unit, fix=fix), unit)))
     elif args.json:
         from bridge_memory.report.json import estimate_to_json
 

@@ -1,7 +1,7 @@
 """Megatron-DeepSpeed: Megatron's tensor and pipeline parallelism with DeepSpeed's ZeRO.
 
-With more than one pipeline stage DeepSpeed's schedule is 1F1B, and the ZeRO stage is 0 or 1 (``spec.engine_checks``):
-gradients are reduced once per step. Stage 0 keeps the same as stage 1, unsharded.
+With more than one pipeline stage DeepSpeed's schedule is 1F1B, and the ZeRO stage is 0 or 1
+(``spec.rules.engine_options``): gradients are reduced once per step. Stage 0 keeps the same as stage 1, unsharded.
 
 Source: deepspeed 0.19.8 ``runtime/pipe/engine.py: PipelineEngine.__init__, _exec_reduce_grads``, ``runtime/pipe/
 schedule.py: TrainSchedule.num_pipe_buffers``, and those of the engines of ZeRO.

@@ -27,7 +27,7 @@ from bridge_memory.readers.engines.torchtitan import read_torchtitan
 from bridge_memory.readers.engines.training_args import read_training_args
 from bridge_memory.readers.resolve import resolve_model
 from bridge_memory.releases import release_in
-from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec, SpecError, show
 from bridge_memory.spec.run import GROUPS
 
 #: torch's dtypes by their last word.
@@ -198,6 +198,8 @@ def run_of_torchtitan(job_config: Any, model: ModelSpec | str | None = None) -> 
         >>> run_of_torchtitan(JobConfig()).model.name
         'meta-llama/Llama-3.1-8B'
     """
+    if not dataclasses.is_dataclass(job_config) or isinstance(job_config, type):
+        raise SpecError(f"job_config ({show(job_config)}) is not torchtitan's; give its JobConfig")
     settings = Settings(Diagnostics("torchtitan"))
     table = {k: _written(v) for k, v in dataclasses.asdict(job_config).items()}
     read_torchtitan(

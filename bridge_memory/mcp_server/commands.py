@@ -17,6 +17,7 @@ import anyio
 from anyio.abc import ByteReceiveStream, Process
 
 import bridge_memory
+from bridge_memory.mcp_server.child import ENDS_WITH_STDIN
 from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.errors import bounded
 
@@ -24,7 +25,7 @@ from bridge_memory.spec.errors import bounded
 _ANSWERED = (0, 1, 3)
 #: Flags of a command that this server decides: they write files, or change the form of the answer.
 _RESERVED = ("--output", "--force", "--format", "--json", "--cache", "--jobs", "--backend", "--brief", "--unit",
-             "--verbose", "--help", "-h", "--help-all", "--emit", "--row")  # fmt: skip
+             "--verbose", "--help", "--help-all", "--emit", "--row")  # fmt: skip
 #: Characters of a refusal that are passed on, and seconds that a caller may allow one command.
 _LONGEST, MOST_SECONDS = 2000, 600.0
 
@@ -33,7 +34,7 @@ def check_flags(flags: Sequence[str]) -> None:
     """Raise SpecError for a flag that is the server's own to set."""
     for word in flags:
         name = word.partition("=")[0]
-        if name in _RESERVED or re.fullmatch("-v+", name):
+        if name in _RESERVED or re.fullmatch("-[hv]+", name):
             raise SpecError(f"flags ({show(word)}) writes a file or changes the form of the answer; drop {name}")
 
 
@@ -47,16 +48,21 @@ async def answer(words: Sequence[str], *, seconds: float) -> Any:
     """The JSON that ``bridge-memory WORDS --json`` prints.
 
     Raises SpecError with the command's own refusal, or where it takes more than ``seconds``. The process is killed
-    with its children when time is over, or when the caller stops waiting.
+    with its children when time is over, when the caller stops waiting, or when this process ends.
     """
     folder = str(Path(bridge_memory.__file__).resolve().parents[1])
     path = os.pathsep.join(part for part in (folder, os.environ.get("PYTHONPATH")) if part)
-    process = await anyio.open_process(
-        [sys.executable, "-m", "bridge_memory", *words, "--json"],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,
-    )
+    try:
+        process = await anyio.open_process(
+            [sys.executable, "-m", "bridge_memory", *words, "--json"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, ENDS_WITH_STDIN: "1"},
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:  # an argument that is too long, or holds a zero byte
+        longest = max(words, key=lambda word: ("\0" in word, len(word)))
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise SpecError(f"{show(longest)} cannot be passed to a process ({reason}); give less") from None
     try:
         with anyio.fail_after(seconds):
             out, err = await _communicate(process)
@@ -68,6 +74,8 @@ async def answer(words: Sequence[str], *, seconds: float) -> Any:
         ) from None
     finally:
         _kill(process)
+        with anyio.CancelScope(shield=True):
+            await process.aclose()
     if code not in _ANSWERED:
         lines = [line for line in err.splitlines() if line.startswith("bridge-memory:")] or err.splitlines()[-1:]
         said = lines[-1] if lines else f"bridge-memory {words[0]} ended with {code}"

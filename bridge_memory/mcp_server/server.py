@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bridge_memory import __version__
 from bridge_memory.mcp_server.commands import MOST_SECONDS, answer, check_flags, check_seconds
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.parts import ENGINES
 
 #: Components that an estimate's peak is explained by; rows of tables; bytes of a log that is passed as text.
@@ -83,6 +83,8 @@ class Run(BaseModel):
 
     def words(self) -> list[str]:
         """The words of the command line. Raises SpecError."""
+        if self.model is not None and self.model.startswith("-"):
+            raise SpecError(f"model ({show(self.model)}) is a flag; give a model, and flags in `flags`")
         check_flags(self.flags)
         words = [] if self.model is None else [self.model]
         for name in type(self).model_fields:
@@ -215,12 +217,12 @@ async def compare(
     """
     words = run.words() if run is not None else []
     if "\n" not in measured and os.path.exists(measured):
-        found: Asked = await _asked(["compare", measured, *words], timeout_seconds)
+        found: Asked = await _asked(["compare", os.path.abspath(measured), *words], timeout_seconds)
         return found
     if len(measured) > _LONGEST_LOG:
         raise SpecError(f"measured holds {len(measured)} characters; give the log's last {_LONGEST_LOG}, or its path")
     if "\n" not in measured and len(measured) < 256:
-        raise SpecError(f"measured ({measured!r}) is no file; give the path of a log, or its text")
+        raise SpecError(f"measured ({show(measured)}) is no file; give the path of a log, or its text")
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "train.log")
         with open(path, "w", encoding="utf-8") as file:

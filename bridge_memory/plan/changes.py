@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from bridge_memory.estimation import peaks
 from bridge_memory.plan.megatron.space import useful_modules
 from bridge_memory.plan.megatron.splits import NO_SPLIT, splits
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import OFFLOAD_MODULES
 from bridge_memory.spec.transformers import usable_attention
 from bridge_memory.speed.hardware import Hardware
@@ -20,6 +20,8 @@ from bridge_memory.speed.step_time import not_timed, step_time
 MOST_COMBINED = 12
 #: Beside them those that cost least time are tried in a set that has to reach a target.
 CHEAPEST_COMBINED = 4
+#: Bytes: less is a number of GiB that was meant.
+LEAST_TARGET = 1 << 20
 #: Kind of changes to what the optimizer keeps: offloaded states are fp32 whatever their dtypes.
 OPTIMIZER_STATES = "optimizer dtypes"
 #: GPU generation that has fp8 -> the recipe that NVIDIA's own recipes take there.
@@ -301,6 +303,8 @@ class WhatIf:
         Sets of three are made of the MOST_COMBINED changes that free most and the CHEAPEST_COMBINED that then cost
         least, sets of two of three times as many; fp8, and what has no time, only where nothing else reaches it.
         """
+        if not isinstance(target, (int, float)) or not target >= LEAST_TARGET:
+            raise SpecError(f"target ({show(target)}) is no peak in bytes; give some, such as 60 * 2**30")
         timed = [e for e in self.singles if e.slowdown is not None]
         usual = [e for e in timed if e.changes[0].kind != "fp8"]
         tried = (self._cheapest(singles, target, largest) for singles in (usual, timed, self.singles))

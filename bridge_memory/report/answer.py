@@ -20,8 +20,8 @@ _WITH_BYTES = 3
 
 
 class Answer(NamedTuple):
-    """``verdict``: that of ``gpus.answer``, None without a GPU; ``words``: the line that people read; ``evidence``: how
-    accurate predictions of similar measured runs were."""
+    """``verdict``: that of ``verdict.answer``, None without a GPU; ``words``: the line that people read; ``evidence``:
+    how accurate predictions of similar measured runs were."""
 
     verdict: str | None
     words: str
@@ -57,10 +57,11 @@ def answer_of(result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: 
     return Answer(verdict, "; ".join(filter(None, parts)), evidence)
 
 
-def brief(result: Estimate, answer: Answer) -> str:
-    """The answer with the precision and the releases that it is for, as one line."""
+def brief(result: Estimate, fits: Sequence[Fit], answer: Answer, unit: str = "GiB") -> str:
+    """The answer with the peak, the precision and the releases that it is for, as one line."""
     about = dict(configuration(result))
-    return "; ".join((answer.words, about["precision"], about["releases"]))
+    peak = [] if len(fits) == 1 else [peak_words(result, unit)]  # of one GPU the words give it
+    return "; ".join((answer.words, *peak, about["precision"], about["releases"]))
 
 
 _BEST_FIRST = (Verdict.FITS, Verdict.TIGHT, Verdict.UNKNOWN, Verdict.DOES_NOT_FIT)

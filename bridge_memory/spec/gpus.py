@@ -36,7 +36,7 @@ def find_gpu(name: str) -> Gpu:
         return found
     close = near_names(name)
     hint = f"did you mean {' or '.join(close)}?" if close else "`bridge-memory gpus` lists them"
-    raise SpecError(f"gpu ({name!r}) is not one that is known here; {hint}")
+    raise SpecError(f"gpu ({show(name)}) is not one that is known here; {hint}")
 
 
 def lacks(gpu: Gpu, precision: PrecisionSpec) -> str:

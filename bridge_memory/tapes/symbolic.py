@@ -429,7 +429,8 @@ class Traces:
                 if not missing(part):
                     continue
                 node = subtrees[value]
-                registers += [None] * (self._length - len(registers))
+            # A trace that was added since these registers were made, by ``missing`` or another thread, may need more.
+            registers += [None] * (self._length - len(registers))
             for register, operation, left, right in zip(*node.steps, strict=True):
                 registers[register] = (
                     left if operation is None else step(operation, registers[left], registers[right])
@@ -445,6 +446,7 @@ class Traces:
 
     def add(self, env: ShapeEnv, trace: Any, sizes: Sequence[SymInt]) -> None:
         """Put a trace, with the registers of ``sizes``, at the leaf where the values of its guards lead."""
+        self._length = max(self._length, len(env.steps))  # before another thread can find any of its steps
         held: dict[Any, Any] = self._top
         key: Any = None
         computed: set[int] = set()
@@ -461,5 +463,4 @@ class Traces:
         if positions != self._kept[0]:
             self._kept = positions, {}  # before the trace can be found: its results depend on these dimensions
         held[key] = leaf
-        self._length = max(self._length, len(env.steps))
         self.count += 1

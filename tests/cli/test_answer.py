@@ -62,6 +62,8 @@ def test_the_second_line_is_the_answer(capsys: pytest.CaptureFixture[str], comma
     lines = run(capsys, *command)[1].splitlines()
     assert lines[0].startswith("Estimate of ") and out.startswith(lines[1])
     text = " ".join(" ".join(lines).split())
+    peak = float(lines[0].rpartition("peak ")[2].split()[0])
+    assert any(abs(float(shown) - peak) <= 0.06 for shown in re.findall(r"peak ([\d.]+)", out)), out
     about = out.rstrip().split("; ")[-2:]  # precision and releases, as in the block "The run"
     assert about[0].startswith("weights ") and f"precision {about[0]}" in text and f"releases {about[1]}" in text
 

@@ -292,3 +292,27 @@ def test_a_trace_that_another_thread_adds_meanwhile_is_not_found_yet():
     assert traces.find(Meanwhile(for_many)) is None
     found = traces.find(for_many)
     assert found is not None and found[0] == "many" and traces.find(for_one) == ("one", [2])
+
+
+def test_a_longer_trace_that_another_thread_adds_meanwhile_serves_many_runs():
+    """As above, of ``find_many``: registers are allocated, and then the trace is added that needs more of them."""
+    np = pytest.importorskip("numpy")
+    from bridge_memory.tapes.batched import AXES, Subgrid, step
+
+    traces, for_one = Traces(), plain(1)
+
+    class Meanwhile(Subgrid):
+        def take(self, values: Any) -> Any:
+            if not traces.count:
+                env = ShapeEnv(for_one)
+                batch = env.sizes[SIZES.index("batch")]
+                traces.add(env, "long", [reduce(operator.mul, range(2, 20), batch)])
+            return super().take(values)
+
+    def missing(part: Subgrid) -> bool:
+        raise AssertionError("the trace is there")
+
+    shape = np.ones([1] * AXES, dtype=int)
+    grid = Meanwhile(tuple(np.arange(1) for _ in range(AXES)))
+    ((_, trace, (size,)),) = traces.find_many([n * shape for n in for_one], grid, step, missing)
+    assert trace == "long" and int(np.max(size)) == reduce(operator.mul, range(2, 20), 1)

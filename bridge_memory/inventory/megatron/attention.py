@@ -429,7 +429,8 @@ def _causal_mask(r: Recorder, *, window: bool) -> Tensor | None:
     """The boolean mask [s, s] of the local unfused softmax, or None if it is counted elsewhere.
 
     Each layer makes one from fp32 masks (a window's from boolean ones), and autograd saves it; before 0.16 all layers
-    shared a cached mask. A causal mask from the data loader is counted with the batch (``workspaces.batch_bytes``).
+    shared a cached mask. A causal mask from the data loader is counted with the batch
+    (``workspaces.batch.batch_bytes``).
     Source: ``transformer/utils.py: get_default_causal_mask, get_sliding_window_causal_mask``.
     """
     ctx, tape = r.ctx, r.tape

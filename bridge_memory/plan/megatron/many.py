@@ -1,7 +1,7 @@
 """The layouts of a space evaluated together: legality, memory and step time as arrays.
 
-What decides is written once, for single runs (``spec.validation``, ``estimate.StageContents``, ``speed.step_time``),
-and evaluated here with arrays in the place of numbers; ``inventory.fields`` says how that cannot go wrong. Layouts of
+What decides is written once, for single runs (``spec.validation``, ``estimation.StageContents``, ``speed.step_time``),
+and evaluated here with arrays in the place of numbers; ``tapes.batched`` says how that cannot go wrong. Layouts of
 one pipeline (its size, virtual stages and split of the layers) stand in a grid of parallel sizes x micro batches x sets
 of recomputation. What of memory does not depend on the pipeline is worked out once for all of them.
 """
