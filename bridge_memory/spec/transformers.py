@@ -289,7 +289,7 @@ _BEFORE_SHARED_MASKS: dict[str, dict[str, Any]] = {
 
 
 def family_of(model_type: str, spec: TransformersSpec) -> Family:
-    """The family of a supported ``model_type`` in ``spec.transformers_version``."""
+    """The family of a supported ``model_type`` in ``transformers_version``."""
     family = FAMILIES[model_type]
     shared_masks = SHARED_MASKS_OF_GPT2 if model_type == "gpt2" else SHARED_MASKS
     if not shared_masks(spec):
