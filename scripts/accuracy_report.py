@@ -177,7 +177,7 @@ def in_two_sentences(outcomes: Sequence[Outcome]) -> str:
     e, t = large.per_record["max_allocated"], small.per_record["max_allocated"]
     return (
         f"Of {e.count} measured training runs of real size (peaks of 4 GiB and above) half were predicted within "
-        f"{e.median:.1%} of the\npeak that `torch.cuda` reported, nine in ten within {e.p90:.1%}, the worst within "
+        f"{e.median:.2%} of the\npeak that `torch.cuda` reported, nine in ten within {e.p90:.1%}, the worst within "
         f"{e.worst:.1%}.\n"
         f"Of {t.count} runs of small test models, which show that a tensor is counted and not how large yours is, nine "
         f"in ten\nwere within {t.p90:.1%}, the worst within {t.worst:.0%}.\n"

@@ -31,7 +31,7 @@ NAMING = (
     *(path for path in (ROOT / "references").rglob("*.md") if "generated" not in path.parts),
 )  # fmt: skip
 #: Named by the worked examples of the guide, which were made on branches.
-ON_BRANCHES = {"tests/plan/test_objectives.py"}
+ON_BRANCHES = {"tests/plan/test_objectives.py", "tests/engines/test_single_offload.py"}
 #: ``tests/te``, ``scripts/maintain/freeze.py``, ``tests/inventory/{test_moe,test_ssm}.py``
 PATHS = re.compile(r"(?<![\w/.])(?:tests|scripts|examples|benchmarks|references)/[\w/.,{}*-]*\w}?")
 
