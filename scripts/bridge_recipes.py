@@ -4,7 +4,7 @@ references/generated/bridge_recipes.md.
     python scripts/bridge_recipes.py [--write | --check] [--only llama3_8b ...]
 
 Needs megatron-bridge and megatron-core; runs on a CPU. Prints the table; ``--write`` writes
-references/bridge_recipes.md, ``--check`` exits 1, with a diff, where that file is out of date.
+it, ``--check`` exits 1, with a diff, where that file is out of date.
 
 Hugging Face configs come from the package's presets instead of the hub; tests/bridge_stubs.py stubs CUDA-only packages.
 A config that is not among the presets has its class's defaults, and its rows say so.
