@@ -179,11 +179,11 @@ def test_comments_are_read_past_where_deepspeed_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "bytes_each"), [(4, 2 / 4), (8, 2 / 8), (16, 2 / 8)], ids=str)
-def test_the_second_partition_is_within_the_job(tmp_path: Path, size: int, bytes_each: float) -> None:
+def test_the_secondary_partition_is_within_the_job(tmp_path: Path, size: int, bytes_each: float) -> None:
     """``groups.py: _create_zero_param_parallel_group`` takes no group larger than the job."""
     zero = {"stage": 3, "zero_hpz_partition_size": size, "stage3_param_persistence_threshold": 0}
     run = ours(tmp_path, {"zero_optimization": zero, "bf16": {"enabled": True}})
-    (line,) = [c for c in estimate(run).peak_stage.components if "second partition" in c.name]
+    (line,) = [c for c in estimate(run).peak_stage.components if "secondary partition" in c.name]
     assert line.bytes == pytest.approx(1_235_814_400 * bytes_each, rel=1e-3)
     with pytest.raises(SpecError, match=r"zero_hpz_partition_size \(3\) does not divide"):
         ours(tmp_path, {"zero_optimization": {**zero, "zero_hpz_partition_size": 3}, "bf16": {"enabled": True}})
