@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ def test_a_function_says_its_arguments_and_its_errors(name: str) -> None:
     if isinstance(thing, type):
         return
     taken = thing.__code__.co_varnames[: thing.__code__.co_argcount + thing.__code__.co_kwonlyargcount]
-    described = thing.__doc__.partition("Args:")[2].partition("Example:")[0]
-    assert [argument for argument in taken if f"\n        {argument}: " not in described] == []
+    described = inspect.cleandoc(thing.__doc__).partition("Args:")[2].partition("Example:")[0]
+    assert [argument for argument in taken if f"\n    {argument}: " not in described] == []
 
 
 def test_the_package_itself_shows_what_it_does() -> None:
