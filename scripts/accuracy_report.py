@@ -8,16 +8,18 @@ files would change.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from generated_files import parser_of, write_or_check  # noqa: E402
 
 from bridge_memory.accuracy.errors import METRICS, Errors, GroupAccuracy, accuracy, by_group, summary  # noqa: E402
 from bridge_memory.accuracy.features import SCALES, TOY_HIDDEN_SIZE  # noqa: E402
@@ -144,9 +146,8 @@ KNOWN = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of("accuracy_report.py", __doc__)
     parser.add_argument("runs", nargs="?", default=str(CORPUS))
-    parser.add_argument("--check", action="store_true")
     args = parser.parse_args(argv)
     records = load_runs(args.runs)
     outcomes = predict_all(records)
@@ -156,32 +157,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = {
         GENERATED / "accuracy.md": report(records, outcomes, families),
         GENERATED / "accuracy.svg": chart(outcomes),
-        readme: README_LINES.sub(lambda m: m[1] + in_two_sentences(outcomes) + m[3], text),
+        readme: README_LINES.sub(lambda m: m[1] + headline(outcomes) + m[3], text),
     }
-    stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    if args.check:
-        for path in stale:
-            print(f"{path.relative_to(ROOT)} is out of date; run python scripts/accuracy_report.py", file=sys.stderr)
-        return 1 if stale else 0
-    for path in stale:
-        path.write_text(files[path], encoding="utf-8")
-        print(f"wrote {path.relative_to(ROOT)}")
-    return 0
+    return write_or_check("accuracy_report.py", files, check=args.check)
 
 
-def in_two_sentences(outcomes: Sequence[Outcome]) -> str:
+def headline(outcomes: Sequence[Outcome]) -> str:
     """What README.md says: runs of real size first, small test models apart."""
     runs = [o for o in outcomes if o.status != "not_a_run"]
     large = accuracy("", [o for o in runs if o.scale == SCALES[0]])
     small = accuracy("", [o for o in runs if o.scale == SCALES[-1]])
     e, t = large.per_record["max_allocated"], small.per_record["max_allocated"]
-    return (
-        f"Of {e.count} measured training runs of real size (peaks of 4 GiB and above) half were predicted within "
-        f"{e.median:.2%} of the\npeak that `torch.cuda` reported, nine in ten within {e.p90:.1%}, the worst within "
-        f"{e.worst:.1%}.\n"
-        f"Of {t.count} runs of small test models, which show that a tensor is counted and not how large yours is, nine "
-        f"in ten\nwere within {t.p90:.1%}, the worst within {t.worst:.0%}.\n"
+    said = (
+        f"{e.count} of {large.records} measured training runs of real size (peaks of 4 GiB and above) could be "
+        f"compared. Half were predicted within {e.median:.2%} of the peak that `torch.cuda` reported, nine in ten "
+        f"within {e.p90:.1%}, the worst within {e.worst:.1%}. Of {t.count} of {small.records} runs of small test "
+        f"models, which show that a tensor is counted and not how large yours is, nine in ten were within {t.p90:.1%}, "
+        f"the worst within {t.worst:.0%}. The runs also served to find which tensors exist, so this is no blind test."
     )
+    return textwrap.fill(said, 110) + "\n"
 
 
 def report(records: Sequence[Record], outcomes: Sequence[Outcome], families: str) -> str:

@@ -9,10 +9,9 @@ the file would change. Raises SystemExit where a flag of a run has no row.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,9 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from generated_files import generate  # noqa: E402
 
 from bridge_memory.arguments.flags import FLAGS, SPECS, Flag  # noqa: E402
 from bridge_memory.spec.fields import Rule, rules_of  # noqa: E402
@@ -100,20 +101,9 @@ def table() -> str:
     return "".join(parts)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is out of date")
-    args = parser.parse_args(argv)
-    text = table()
-    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
-        return 0
-    if args.check:
-        print(f"{TARGET.relative_to(ROOT)} is out of date; run python scripts/configuration_table.py", file=sys.stderr)
-        return 1
-    TARGET.write_text(text, encoding="utf-8")
-    print(f"wrote {TARGET.relative_to(ROOT)}")
-    return 0
+    return generate("configuration_table.py", __doc__, lambda: {TARGET: table()}, argv)
 
 
 if __name__ == "__main__":

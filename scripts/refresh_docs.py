@@ -16,7 +16,6 @@ Three kinds of places in README.md and below references/ are rewritten:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
@@ -24,10 +23,13 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from generated_files import generate  # noqa: E402
 
 from bridge_memory.cli import main as bridge_memory  # noqa: E402
 
@@ -98,22 +100,15 @@ def refreshed(text: str) -> str:
     return _TABLE.sub(table, text)
 
 
-def main(argv: list[str] | None = None) -> int:
+def documents() -> dict[Path, str]:
+    """Every document, refreshed."""
+    paths = (ROOT / "README.md", *sorted((ROOT / "references").rglob("*.md")))
+    return {path: refreshed(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Refresh or check all documents."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a document is out of date")
-    args = parser.parse_args(argv)
-    stale = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "references").rglob("*.md"))):
-        before = path.read_text(encoding="utf-8") if path.exists() else ""
-        after = refreshed(before)
-        if after != before:
-            stale.append(path.relative_to(ROOT))
-            if not args.check:
-                path.write_text(after, encoding="utf-8")
-    for path in stale:
-        print(f"{path}: {'out of date' if args.check else 'rewritten'}")
-    return 1 if stale and args.check else 0
+    return generate("refresh_docs.py", __doc__, documents, argv)
 
 
 if __name__ == "__main__":

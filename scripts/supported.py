@@ -9,7 +9,6 @@ without. ``--check`` writes nothing and exits with 1 where the file would change
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -22,7 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from generated_files import generate  # noqa: E402
 
 from bridge_memory import DataParallelSpec, list_presets, releases, resolve_model  # noqa: E402
 from bridge_memory.cli import main as bridge_memory  # noqa: E402
@@ -261,20 +262,9 @@ def of_releases() -> str:
     ).rstrip("\n") + "\n"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is out of date")
-    args = parser.parse_args(argv)
-    text = HEAD + engines() + models() + of_releases()
-    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
-        return 0
-    if args.check:
-        print(f"{TARGET.relative_to(ROOT)} is out of date; run python scripts/supported.py", file=sys.stderr)
-        return 1
-    TARGET.write_text(text, encoding="utf-8")
-    print(f"wrote {TARGET.relative_to(ROOT)}")
-    return 0
+    return generate("supported.py", __doc__, lambda: {TARGET: HEAD + engines() + models() + of_releases()}, argv)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ FROZEN = REFERENCES / "generated" / "history_of_predictions.md"
 #: What people write. The rest of references/ is written by scripts.
 PAGES = (
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *(page for page in sorted(REFERENCES.glob("*.md")) if page.name != "api.md"),
+    *sorted(REFERENCES.glob("*.md")),
 )
 DOCUMENTS = (*PAGES, *(page for page in sorted((REFERENCES / "generated").glob("*.md")) if page != FROZEN))
 #: Stands for something in a command of the documents.
@@ -127,7 +127,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_people_have_no_more_to_read_than_they_can() -> None:
-    """README.md, references/*.md but for the API, which a script writes, and what a coding assistant reads."""
+    """README.md, references/*.md and what a coding assistant reads."""
     apart = ("CONTRIBUTING.md", "CHANGELOG.md")
     pages = [*(page for page in PAGES if page.name not in apart), *(REFERENCES / "skill").glob("*.md")]
     assert sum(len(page.read_text().split()) for page in pages) <= 22_000
