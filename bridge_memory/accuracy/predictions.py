@@ -12,7 +12,6 @@ from bridge_memory.components import MOMENTS
 from bridge_memory.estimation import StageEstimate, estimate, explain
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.ranks import stage_of_rank
-from bridge_memory.spec.unmodelled import as_feature
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def predict(record: Record) -> list[Outcome]:
         return _unpredicted(record, run, "error", f"{type(error).__name__}: {error}")
     # Features outside of torch's figures of training steps, and small ones, leave the two comparable.
     small = _SMALL * max(stage.peak_bytes for stage in answer.stages)
-    listed = [g for g in map(as_feature, dict.fromkeys(answer.not_modelled)) if not g.outside]
+    listed = [g for g in answer.unmodelled if not g.outside]
     unmodelled = [g for g in listed if g.most is None or g.most > small]
     pp_before_dp = "--use-tp-pp-dp-mapping" in record.arguments
     features, scale = features_of(run), scale_of(run, record.measured)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import exp, lcm, log
+from math import exp, lcm
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.cards.gpu import Gpu
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from bridge_memory.speed.hardware import Hardware
 
 MOST_JOBS = 256
-#: A measured step so many times longer or shorter than predicted is a mistake and no measurement.
-_MOST = 10.0
 
 Ranges = Mapping[str, tuple[int, int]]
 
@@ -451,16 +449,11 @@ def _bases(
 
 def _slower(measured: Sequence[tuple[RunSpec, float]], hardware: Hardware) -> float:
     """By how much measured steps are longer than predicted ones, as one factor: ranks stay."""
+    from bridge_memory.speed.measured import log_ratio
     from bridge_memory.speed.torch.step_time import step_time
 
     logs = []
     for i, step in enumerate(measured):
         run, seconds = _step(i, step)
-        predicted = step_time(run, hardware).seconds
-        if not 1 / _MOST <= seconds / predicted <= _MOST:
-            raise SpecError(
-                f"measured[{i}] is {seconds / predicted:.3g} times the {predicted:.3g} s that the time model gives; "
-                f"give the seconds of a whole step, within {_MOST:g} times"
-            )
-        logs.append(log(seconds / predicted))
+        logs.append(log_ratio(f"measured[{i}]", seconds, step_time(run, hardware).seconds))
     return exp(sum(logs) / len(logs)) if logs else 1.0

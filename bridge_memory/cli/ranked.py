@@ -116,7 +116,7 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
         return [Bullets(title, (*notes, *shown.otherwise))]
     best, front = found.best(args.top), found.front(args.top)
     if (tied := ties(best)) > 1:
-        notes.append(f"rows 1 to {tied} are a tie: step times that differ by {TIE:.0%} or less cannot be told apart")
+        notes.append(f"rows 1 to {tied} are a tie: step times within {TIE:.0%}, the precision of the prediction")
     notes += shown.times
     if names := shown.not_timed(best):
         notes.append(f"the time model does not know {', '.join(names)}: times are those of the run without")

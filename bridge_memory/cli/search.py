@@ -9,6 +9,7 @@ from bridge_memory.cli.megatron import search as megatron
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.torch import search as torch
 from bridge_memory.emit.formats import FORMATS
+from bridge_memory.plan.torch.mixed import DTYPES
 from bridge_memory.plan.torch.space import SEVERAL
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, ENGINES
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="vary only these axes: tp, pp, vpp, cp, ep, etp, mbs, split, recompute; of other engines "
                             "engine, mbs, checkpointing, reshard, shard, accumulation, overlap and, only if named, "
                             "offload, attention, liger (all: every axis)")
-    group.add_argument("--mixed-precision", choices=("bf16", "fp16"),
+    group.add_argument("--mixed-precision", choices=DTYPES,
                        help="dtypes as accelerate's mixed_precision sets them (engines outside of megatron-core)")
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
                        help="GiB to keep free in addition to the margin (default: 0)")

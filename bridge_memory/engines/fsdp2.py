@@ -285,7 +285,7 @@ class _Backward:
     """Backward from the last place to the first, and what the engine holds beside each, in bytes.
 
     Before a unit's first place it is gathered, or was gathered ahead; after its last one its parameters go and its
-    gradients are reduced. The root, and an embedding that is a unit of its own, are reduced once backward is over.
+    gradients are reduced. The root, and an embedding that is a unit of its own, are reduced at the end of backward.
     """
 
     def __init__(self, engine: FSDP2, model: Model, groups: Sequence[Group], *, fresh: bool) -> None:
@@ -377,7 +377,7 @@ class _Backward:
         self.freed += sum(self.accumulated[place] for place in group.places)
 
     def _last_reductions(self) -> tuple[int, int]:
-        """Once backward is over: the most that is held while what is left is reduced, and what is freed by then."""
+        """The most allocated while the remaining gradients are reduced after backward, and what that frees."""
         most = freed = 0
         for group in self.groups:
             if not group.root and 0 not in group.places:

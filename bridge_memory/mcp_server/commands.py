@@ -1,4 +1,4 @@
-"""One command of ``bridge-memory`` in a process of its own, ended when its time is over."""
+"""Run one ``bridge-memory`` command in a child process, with a timeout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def answer(words: Sequence[str], *, seconds: float) -> Any:
     """The JSON that ``bridge-memory WORDS --json`` prints.
 
     Raises SpecError with the command's own refusal, or where it takes more than ``seconds``. The process is killed
-    with its children when time is over, when the caller stops waiting, or when this process ends.
+    with its children on timeout, when the caller stops waiting, or when this process ends.
     """
     folder = str(Path(bridge_memory.__file__).resolve().parents[1])
     path = os.pathsep.join(part for part in (folder, os.environ.get("PYTHONPATH")) if part)

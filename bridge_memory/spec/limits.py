@@ -7,6 +7,7 @@ TransformerConfig.__post_init__``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, islice
 from math import gcd
 from typing import NamedTuple
 
@@ -261,10 +262,10 @@ def _check_groups(moe: MoESpec) -> None:
 
 def divisors(size: int, near: int, *, above: bool = True) -> str:
     """Sizes near ``near`` that divide ``size``, for a message: the next one ``above``, and the largest ones below."""
-    more = [n for n in range(near + 1, min(size, 100_000) + 1) if above and size % n == 0]
-    fitting = (n for n in range(min(near, size, 100_000), 0, -1) if size % n == 0)
-    below = [n for n, _ in zip(fitting, range(3), strict=False)]
-    return " or ".join(map(str, [*more[:1], *below][:3]))
+    most = min(size, 100_000)
+    higher = (n for n in range(near + 1, most + 1 if above else 0) if size % n == 0)
+    lower = (n for n in range(min(near, most), 0, -1) if size % n == 0)
+    return " or ".join(map(str, islice(chain(islice(higher, 1), lower), 3)))
 
 
 def next_multiple(value: int, of: int) -> int:

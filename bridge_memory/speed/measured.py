@@ -38,6 +38,17 @@ class Calibrated(NamedTuple):
     words: str
 
 
+def log_ratio(what: str, seconds: float, predicted: float) -> float:
+    """Logarithm of measured over predicted seconds. Raises SpecError beyond ``MOST``. ``what``: the step, in words."""
+    ratio = seconds / predicted
+    if not 1 / MOST <= ratio <= MOST:
+        raise SpecError(
+            f"{what} is {ratio:.3g} times the {predicted:.3g} s that the time model gives; give the seconds of a whole "
+            f"step, within {MOST:g} times"
+        )
+    return log(ratio)
+
+
 def calibrated(measured: Sequence[MeasuredStep], hardware: Hardware, c: Constants = DEFAULT) -> Calibrated:
     """``c`` with its rates multiplied by what the steps say. Raises SpecError for a step that none could take.
 
@@ -46,14 +57,10 @@ def calibrated(measured: Sequence[MeasuredStep], hardware: Hardware, c: Constant
     """
     steps = [Step(m.run, hardware, c) for m in measured]
     times = [step.time() for step in steps]
-    for m, time in zip(measured, times, strict=True):
-        ratio = m.seconds / time.seconds
-        if not 1 / MOST <= ratio <= MOST:
-            raise SpecError(
-                f"measured step time ({m.name}) is {ratio:.3g} times the {time.seconds:.3g} s that the time model "
-                f"gives; give the seconds of a whole step, within {MOST:g} times"
-            )
-    logs = [log(m.seconds / time.seconds) for m, time in zip(measured, times, strict=True)]
+    logs = [
+        log_ratio(f"measured step time ({m.name})", m.seconds, time.seconds)
+        for m, time in zip(measured, times, strict=True)
+    ]
     all_rates = exp(-sum(logs) / len(logs))
     shares = [_sent(time) for time in times]
     said = ", ".join(f"{m.name}: predicted {time.seconds:.3g} s" for m, time in zip(measured, times, strict=True))

@@ -31,7 +31,7 @@ from bridge_memory.spec import (
 )
 from bridge_memory.spec.engine_options import DeepSpeedOptions, FSDPOptions
 from bridge_memory.spec.transformers import TransformersSpec
-from bridge_memory.spec.unmodelled import Effect, Unmodelled, as_feature
+from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
 GIB, GB = 1 << 30, 10**9
 #: Grades that are scored, and how far off a prediction may be.
@@ -146,9 +146,7 @@ def _outcomes(row: RecordLine) -> list[Outcome]:
         return [head._replace(reason=str(error))]
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         return [head._replace(reason=f"malformed ({type(error).__name__})")]
-    unmodelled = [
-        str(feature) for feature in map(as_feature, dict.fromkeys(answer.not_modelled)) if not feature.outside
-    ]
+    unmodelled = [str(feature) for feature in answer.unmodelled if not feature.outside]
     stage = answer.stages[0]
     found = []
     for figure in figures:

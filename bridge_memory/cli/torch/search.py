@@ -6,7 +6,7 @@ import argparse
 import copy
 from collections.abc import Sequence
 from functools import partial
-from math import exp, log
+from math import exp
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.arguments.files import named
@@ -23,6 +23,7 @@ from bridge_memory.plan.torch.mixed import mixed_precision_fields
 from bridge_memory.plan.torch.space import AXES, ON_DEMAND, Space, changed_fields, engines_of, is_of
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import WITH_MEGATRON_LAYOUTS
+from bridge_memory.speed.measured import log_ratio
 from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED, StepTime, not_timed, step_time
 
 if TYPE_CHECKING:
@@ -191,8 +192,6 @@ def _mixed(args: argparse.Namespace, engine: str) -> dict[str, Any]:
     return {**fields, **{name: value for name, value in found.items() if not hasattr(args, name)}}
 
 
-#: A measured step so many times longer or shorter than predicted is a mistake and no measurement.
-_MOST = 10.0
 _HOW = "write it like fsdp2,mbs2,checkpointing:full=3.1 (checkpointing: none or full)"
 
 
@@ -203,12 +202,7 @@ def _measured(texts: Sequence[str], space: Space, hardware: Hardware) -> tuple[f
     for text in texts:
         name, flag, seconds = named_seconds(text, _HOW)
         predicted = step_time(_named_run(name, flag, space), hardware).seconds
-        if not 1 / _MOST <= seconds / predicted <= _MOST:
-            raise SpecError(
-                f"{flag} is {seconds / predicted:.3g} times the {predicted:.3g} s that the time model gives; give the "
-                f"seconds of a whole step, within {_MOST:g} times"
-            )
-        logs.append(log(seconds / predicted))
+        logs.append(log_ratio(flag, seconds, predicted))
         shown.append(f"{name}: predicted {predicted:.3g} s")
     if not logs:
         return 1.0, ()

@@ -25,6 +25,7 @@ from bridge_memory.workspaces.driver import driver_bytes
 if TYPE_CHECKING:
     from bridge_memory.plan.megatron.many import Fitting, Sheet
 
+
 class Layouts(Rows[StepTime]):
     """Layouts that fit. Those that differ in their split alone are one choice."""
 

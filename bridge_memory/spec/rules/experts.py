@@ -167,11 +167,8 @@ def check_overlap(run: RunSpec, limits: Limits) -> None:
         raise SpecError(
             f"{name} needs {EXPERT_COMMUNICATION_OVERLAPS} or later, not {release_words(i.megatron_core)}; drop it"
         )
-    pp, layout = p.pipeline_model_parallel_size, p.pipeline_model_parallel_layout
-    vpp = p.virtual_pipeline_model_parallel_size or 1
-    if layout is not None and vpp == 1:
-        vpp = virtual_stages(layout, pp)
-    if pp > 1 and vpp == 1:
+    pp = p.pipeline_model_parallel_size
+    if pp > 1 and virtual_stages(p) == 1:
         raise SpecError(
             f"{name} with pipeline_model_parallel_size ({pp}) needs virtual_pipeline_model_parallel_size; set it "
             "to 2 or more"

@@ -91,9 +91,7 @@ def check_schedule(run: RunSpec) -> None:
     """``pipeline_parallel/schedules.py: forward_backward_pipelining_with_interleaving``."""
     p = run.parallel
     pp, group = p.pipeline_model_parallel_size, p.microbatch_group_size_per_vp_stage
-    vpp = p.virtual_pipeline_model_parallel_size or 1
-    if vpp == 1 and p.pipeline_model_parallel_layout is not None:
-        vpp = virtual_stages(p.pipeline_model_parallel_layout, pp)
+    vpp = virtual_stages(p)
     if vpp == 1:
         return
     name = "microbatch_group_size_per_vp_stage"
@@ -121,9 +119,12 @@ def check_schedule(run: RunSpec) -> None:
         )
 
 
-def virtual_stages(text: str, pp: int) -> int:
-    """Virtual stages per rank of a layout string."""
-    return max(1, len(_chunks(text)) // pp)
+def virtual_stages(p: ParallelSpec) -> int:
+    """Virtual stages per rank: as given, or as the layout string has them."""
+    vpp, layout = p.virtual_pipeline_model_parallel_size or 1, p.pipeline_model_parallel_layout
+    if vpp > 1 or layout is None:
+        return vpp
+    return max(1, len(_chunks(layout)) // p.pipeline_model_parallel_size)
 
 
 @lru_cache(maxsize=1024)
