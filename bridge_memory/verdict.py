@@ -82,6 +82,8 @@ class Fit:
     #: estimate's generation.
     lacks: str = ""
     verdict: Verdict = Verdict.UNKNOWN
+    #: How far predictions of measured runs like this one, on such GPUs, were off; in words.
+    evidence: str = ""
 
 
 def outside_bytes(world_size: int, driver: int = 0) -> int:
@@ -183,15 +185,14 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
         capacity, margin = gpu.capacity_bytes, margin_bytes(worst.peak_bytes, world_size, driver)
         left = limit_of(capacity, world_size).headroom(worst.peak_bytes, driver)
         within = bounds(worst.peak_bytes, result.not_modelled)
-        verdict = Verdict.DOES_NOT_FIT
+        verdict, evidence = Verdict.DOES_NOT_FIT, evidence_of(result.run, gpu)
         if not missing:
-            band = evidence_of(result.run, arch).band
-            verdict = verdict_of(within, capacity, world_size, band or 0.0, driver)
+            verdict = verdict_of(within, capacity, world_size, evidence.band or 0.0, driver)
         out.append(
             Fit(
                 gpu.name, result.run.implementation.gpu_arch if missing else arch, capacity, worst.stage,
                 worst.peak_bytes, margin, left,
-                verdict in (Verdict.FITS, Verdict.TIGHT), missing, verdict,
+                verdict in (Verdict.FITS, Verdict.TIGHT), missing, verdict, str(evidence),
             )
         )  # fmt: skip
     return out

@@ -1,4 +1,5 @@
-"""Write references/generated/accuracy.md, accuracy.svg beside it and README.md's lines on accuracy from measured runs.
+"""Write references/generated/accuracy.md, accuracy.svg beside it, README.md's lines on accuracy and
+bridge_memory/evidence.json from measured runs.
 
     python scripts/accuracy_report.py [RUNS.jsonl] [--check]
 
@@ -21,16 +22,20 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from generated_files import parser_of, write_or_check  # noqa: E402
 
+from bridge_memory.accuracy.corpus import read_corpus  # noqa: E402
 from bridge_memory.accuracy.errors import METRICS, Errors, GroupAccuracy, accuracy, by_group, summary  # noqa: E402
+from bridge_memory.accuracy.evidence_table import of_megatron, of_torch  # noqa: E402
 from bridge_memory.accuracy.features import SCALES, TOY_HIDDEN_SIZE  # noqa: E402
 from bridge_memory.accuracy.predictions import Outcome, predict_all  # noqa: E402
 from bridge_memory.accuracy.records import Record, load_runs  # noqa: E402
 from bridge_memory.accuracy.runs import run_of  # noqa: E402
 from bridge_memory.cli.megatron.scores import table  # noqa: E402
+from bridge_memory.evidence import evidence_table  # noqa: E402
 from bridge_memory.spec import MambaSpec, MLASpec, MoESpec, RunSpec  # noqa: E402
 
 GENERATED = ROOT / "references" / "generated"
 CORPUS = ROOT / "tests" / "data" / "measurements" / "runs.jsonl"
+ENGINES = ROOT / "tests" / "data" / "engines" / "runs.jsonl"
 README_LINES = re.compile(r"(<!-- scripts/accuracy_report.py: [^\n]* -->\n)(.*?)(<!-- end -->)", re.S)
 GIB = 1 << 30
 
@@ -157,6 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = {
         GENERATED / "accuracy.md": report(records, outcomes, families),
         GENERATED / "accuracy.svg": chart(outcomes),
+        ROOT / "bridge_memory" / "evidence.json": evidence_table(
+            [*of_megatron(records, outcomes), *of_torch(read_corpus(str(ENGINES)))]
+        ),
         readme: README_LINES.sub(lambda m: m[1] + headline(outcomes) + m[3], text),
     }
     return write_or_check("accuracy_report.py", files, check=args.check)

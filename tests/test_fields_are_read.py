@@ -23,7 +23,7 @@ BLOCKS = (
     spec.LayerSpec, spec.AttentionSpec, spec.MLASpec, spec.MambaSpec, spec.GatedDeltaNetSpec, spec.MLPSpec, spec.MoESpec
 )
 #: Field -> why neither reads it.
-NEITHER: dict[str, str] = {}
+NEITHER = {"ModelSpec.generic": "moves no byte: there is no evidence for such a model (evidence.py)"}
 
 
 @cache

@@ -1,39 +1,46 @@
-"""The table of ``bridge_memory.evidence``: errors of the peaks of measured runs by their kind."""
+"""What ``bridge_memory.evidence`` knows: errors of measured runs by their kind."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
-from bridge_memory.accuracy.features import SCALES
+from bridge_memory.accuracy.corpus import RecordLine
+from bridge_memory.accuracy.features import SCALES, scale_of
 from bridge_memory.accuracy.predictions import Outcome
 from bridge_memory.accuracy.records import Record
 from bridge_memory.accuracy.runs import run_of
-from bridge_memory.evidence import SCHEMA, Kind, kind_of
+from bridge_memory.accuracy.torch import records as torch_records
+from bridge_memory.cards.names import gpu_of_name
+from bridge_memory.evidence import Kind, kind_of
 
-#: Digits of an error; the last is a thousandth of a per cent.
-_DIGITS = 5
+#: A run's kind, its absolute error as a share, and whether it is of real size.
+Measured = tuple[Kind, float, bool]
 
 
-def evidence_table(records: Sequence[Record], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The document: of every kind the errors of runs and of small test models, a run's error being the mean over its
-    ranks."""
-    by_record: dict[str, list[Outcome]] = defaultdict(list)
+def of_megatron(records: Sequence[Record], outcomes: Sequence[Outcome]) -> list[Measured]:
+    """Of the peaks of every run whose ranks are all compared; its error is the mean of theirs."""
+    by_record: dict[str, list[Outcome]] = {}
     for o in outcomes:
-        by_record[o.id].append(o)
-    kinds: dict[Kind, tuple[list[float], list[float]]] = {}
+        by_record.setdefault(o.id, []).append(o)
+    found = []
     for record in records:
         rows = by_record[record.id]
         errors = [abs(e) for o in rows if (e := o.max_allocated_error) is not None]
-        if not errors or any(o.status != "ok" for o in rows):
+        if errors and all(o.status == "ok" for o in rows):
+            kind = kind_of(run_of(record), gpu_of_name(record.gpu))
+            found.append((kind, sum(errors) / len(errors), rows[0].scale == SCALES[0]))
+    return found
+
+
+def of_torch(rows: Sequence[RecordLine]) -> list[Measured]:
+    """Of the highest figure, allocated or reserved, of every row that is counted."""
+    found = []
+    for row in rows:
+        counted = [o for o in torch_records.outcomes([row]) if o.status == "counted" and o.error is not None]
+        highest = max(counted, key=lambda o: o.measured_bytes or 0, default=None)
+        if highest is None or highest.error is None or highest.measured_bytes is None:
             continue
-        runs, small_models = kinds.setdefault(kind_of(run_of(record)), ([], []))
-        (small_models if rows[0].scale == SCALES[2] else runs).append(round(sum(errors) / len(errors), _DIGITS))
-    return {
-        "schema": SCHEMA,
-        "kinds": [
-            {"kind": list(kind), "errors": sorted(runs), "small_models": sorted(small_models)}
-            for kind, (runs, small_models) in sorted(kinds.items())
-        ],
-    }
+        run = torch_records.read(row.data).run
+        real = scale_of(run, highest.measured_bytes) == SCALES[0]
+        found.append((kind_of(run, gpu_of_name(str(row.data.get("gpu")))), abs(highest.error), real))
+    return found

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 
-from bridge_memory.accuracy.records import Measurement
 from bridge_memory.spec import MambaSpec, MLASpec, MoESpec, RunSpec
 
 #: Hidden size up to which a model is a small test model: its memory is mostly logits, workspaces and remainders of
@@ -16,11 +14,11 @@ _GIB_SCALE = 4 << 30
 SCALES = ("4 GiB and above", "below 4 GiB", "small test models")
 
 
-def scale_of(run: RunSpec, measured: Sequence[Measurement]) -> str:
-    """One of SCALES: small test models are separate; other runs go by the highest measured peak of any rank."""
+def scale_of(run: RunSpec, highest: int) -> str:
+    """One of SCALES: small test models are separate; other runs go by ``highest``, bytes: the measured peak of the rank
+    with the most."""
     if run.model.hidden_size <= TOY_HIDDEN_SIZE:
         return SCALES[2]
-    highest = max((m.max_allocated_bytes or m.allocated_bytes or 0 for m in measured), default=0)
     return SCALES[0] if highest >= _GIB_SCALE else SCALES[1]
 
 

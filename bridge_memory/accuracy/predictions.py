@@ -87,7 +87,7 @@ def predict(record: Record) -> list[Outcome]:
     listed = [g for g in answer.unmodelled if not g.outside]
     unmodelled = [g for g in listed if g.most is None or g.most > small]
     pp_before_dp = "--use-tp-pp-dp-mapping" in record.arguments
-    features, scale = features_of(run), scale_of(run, record.measured)
+    features, scale = features_of(run), scale_of(run, record.highest_bytes)
     outcomes = []
     for m in record.measured:
         stage = answer.stages[stage_of_rank(run.parallel, m.rank, pp_before_dp=pp_before_dp)]
@@ -129,7 +129,7 @@ def _unpredicted(record: Record, run: RunSpec | None, status: str, reason: str) 
         Outcome(
             record.id, record.family, record.tier, record.gpu, m.rank if m.rank >= 0 else None, status, reason,
             None, m.allocated_bytes, None, m.max_allocated_bytes,
-            scale=scale_of(run, record.measured) if run is not None else "",
+            scale=scale_of(run, record.highest_bytes) if run is not None else "",
         )
         for m in ranks
     ]

@@ -45,6 +45,11 @@ class Record:
         args = self.config.get("args")
         return args if isinstance(args, Mapping) else {}
 
+    @property
+    def highest_bytes(self) -> int:
+        """The highest measured peak of any rank; where peaks are unknown, static memory."""
+        return max((m.max_allocated_bytes or m.allocated_bytes or 0 for m in self.measured), default=0)
+
 
 def load_runs(path: str | Path) -> list[Record]:
     """Read a corpus. Raises SpecError, naming the line, for text that is not a record."""

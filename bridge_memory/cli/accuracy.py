@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.cli.megatron import scores as validate
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.torch import scores as torch_scores
-from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.accuracy.corpus import RecordLine
     from bridge_memory.accuracy.ranking import GroupScore
     from bridge_memory.accuracy.throughput import MeasuredRun
     from bridge_memory.report.document import Block, Chart
@@ -34,8 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         beside=True,
     )
     validate.add_tables(parser)
-    parser.add_argument("--evidence", metavar="FILE",
-                        help="write the errors by kind of run there, as the package's own evidence.json has them")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,13 +42,9 @@ def run(args: argparse.Namespace) -> int:
     rows_of_file = None if args.runs is None else read_corpus(args.runs)
     if rows_of_file is not None and is_of_torch(rows_of_file):
         return torch_scores.run(args, rows_of_file)
-    if args.evidence is not None:
-        check_target(args.evidence, force=args.force, flag="--evidence")
     if rows_of_file is None or not is_of_speed(rows_of_file):
-        if args.evidence is not None and rows_of_file is not None:
-            _write_evidence(args, rows_of_file)
         return validate.run(args, rows_of_file)
-    for name in ("by", "worst", "evidence"):
+    for name in ("by", "worst"):
         if getattr(args, name) is not None:
             raise SpecError(f"--{name} is for records of memory, and these are of speed; drop it")
     if isinstance(args.json, str):
@@ -85,16 +77,6 @@ def _said(text: str) -> None:
     """Progress, on a terminal."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
-
-
-def _write_evidence(args: argparse.Namespace, rows: list[RecordLine]) -> None:
-    from bridge_memory.accuracy.evidence_table import evidence_table
-    from bridge_memory.accuracy.predictions import predict_all
-    from bridge_memory.accuracy.records import read_record
-
-    records = list(map(read_record, rows))
-    text = json.dumps(evidence_table(records, predict_all(records)), indent=None, separators=(",", ":"))
-    write_text(args.evidence, text.replace('{"kind"', '\n{"kind"') + "\n", force=args.force, flag="--evidence")
 
 
 def _out_of_memory(rows: list[MeasuredRun]) -> dict[str, dict[str, int]]:

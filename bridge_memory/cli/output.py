@@ -64,7 +64,7 @@ def written(args: argparse.Namespace) -> Iterator[None]:
     file's name. Raises SpecError, before anything is computed, for a file that cannot be written."""
     if args.format not in (None, "json") and args.json is True:
         raise SpecError(f"--json is --format json; drop --json or --format {args.format}")
-    elsewhere = isinstance(args.json, str) or getattr(args, "evidence", None) is not None
+    elsewhere = isinstance(args.json, str)
     if args.force and args.output is None and not elsewhere:
         raise SpecError("--force does nothing without --output; name the file or drop --force")
     args.format = args.format or ("json" if args.json is True else None) or _format_of(args.output, args.formats)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bridge_memory.cards.rows import GPUS
 from bridge_memory.evidence import evidence_of
 from bridge_memory.report.summary import configuration, host_place
 from bridge_memory.report.units import coarser, format_bytes, format_ticks, ticks
@@ -31,11 +30,7 @@ class Answer(NamedTuple):
 def answer_of(result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: str = "") -> Answer:
     """``unit``: a name of ``units.UNITS``; ``fix``: a change that makes the run fit, in words, appended to the line."""
     verdict = answer(fits)
-    evidence = str(evidence_of(result.run, fits[0].gpu_arch if len(fits) == 1 else None))
-    gpu = GPUS.get(fits[0].gpu) if len(fits) == 1 else None
-    if gpu is not None and gpu.arch is None:
-        counted_as = result.run.implementation.gpu_arch.capitalize()
-        evidence = f"accuracy: not measured on {gpu.vendor.upper()} GPUs; the run is counted as on {counted_as}"
+    evidence = fits[0].evidence if len(fits) == 1 else str(evidence_of(result.run))
     if not fits:
         words = peak_words(result, unit)
     elif len(fits) == 1:

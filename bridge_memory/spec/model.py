@@ -431,6 +431,9 @@ class ModelSpec:
     per_layer_vocab_size: int = 0
     #: Gemma 2 and 4: a tanh over the logits (``final_logit_softcapping``).
     softcapped_logits: bool = False
+    #: Whether it was read by the usual names, ``model_type`` having no reader of its own: what is there beside them is
+    #: not known.
+    generic: bool = False
     #: What the reader had to assume, one sentence each; shown with the estimate.
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()

@@ -78,7 +78,7 @@ _SCHEMAS: dict[str, Any] = {
     "Fit": _object(
         {
             "gpu": _TEXT, "gpu_arch": _TEXT, "capacity_bytes": _WHOLE, "peak_stage": _WHOLE, "peak_bytes": _WHOLE,
-            "margin_bytes": _WHOLE, "headroom_bytes": _WHOLE, "fits": _YES, "lacks": _TEXT,
+            "margin_bytes": _WHOLE, "headroom_bytes": _WHOLE, "fits": _YES, "lacks": _TEXT, "evidence": _TEXT,
             "verdict": {"enum": ["fits", "does not fit", "unknown", "tight"]},
         }, more=True,
     ),

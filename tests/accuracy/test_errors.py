@@ -7,7 +7,7 @@ from dataclasses import replace
 from bridge_memory.accuracy.errors import accuracy, by_group, errors_of, percentile
 from bridge_memory.accuracy.features import SCALES, scale_of
 from bridge_memory.accuracy.predictions import Outcome
-from bridge_memory.accuracy.records import Measurement
+from bridge_memory.accuracy.records import Measurement, Record
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import RunSpec
 
@@ -60,11 +60,12 @@ def test_toys_are_apart_whatever_they_peak_at() -> None:
     large = RunSpec(model=resolve_model("meta-llama/Meta-Llama-3-8B"))
     toy = RunSpec(model=replace(large.model, hidden_size=512))
     below, above = Measurement(0, None, (4 << 30) - 1), Measurement(1, 1, 4 << 30)
-    assert scale_of(toy, [above]) == SCALES[2]
-    assert scale_of(large, [below]) == SCALES[1]
-    assert scale_of(large, [below, above]) == SCALES[0]
-    assert scale_of(large, [Measurement(0, 5 << 30, None)]) == SCALES[0]
-    assert scale_of(large, []) == SCALES[1]
+    record = Record("r", "f", 1, "H100", 2, {}, {}, ())
+    for model, measured, scale in (
+        (toy, [above], 2), (large, [below], 1), (large, [below, above], 0),
+        (large, [Measurement(0, 5 << 30, None)], 0), (large, [], 1),
+    ):  # fmt: skip
+        assert scale_of(model, replace(record, measured=tuple(measured)).highest_bytes) == SCALES[scale]
 
 
 def test_toys_of_the_corpus_are_functional_tests_with_a_hidden_size_of_512(records, outcomes) -> None:

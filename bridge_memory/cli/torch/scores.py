@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
     from bridge_memory.accuracy.torch.records import outcomes, totals
     from bridge_memory.report.printing import print_blocks
 
-    for name in ("by", "worst", "folds", "evidence"):
+    for name in ("by", "worst", "folds"):
         if getattr(args, name) is not None:
             raise SpecError(f"--{name} is for records of Megatron's memory, and these are of other engines; drop it")
     if isinstance(args.json, str):

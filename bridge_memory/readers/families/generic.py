@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bridge_memory.readers.families.common import ACTIVATIONS, Family
 from bridge_memory.readers.families.dense import dense_model
 from bridge_memory.readers.fields import Fields, shown
@@ -57,4 +59,4 @@ def _read(f: Fields) -> ModelSpec:
         normalization="RMSNorm" if rms else "LayerNorm",
         window="all",
     )
-    return dense_model(f, family)
+    return replace(dense_model(f, family), generic=True)
