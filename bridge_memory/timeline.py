@@ -8,12 +8,12 @@ order is real; durations are not modelled.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import mul
 from typing import NamedTuple
 
-from bridge_memory.components import Lifetime, Role
-from bridge_memory.estimation import StageParts, stage_parts
+from bridge_memory.components import Lifetime, Part, Role
+from bridge_memory.estimation import Estimate, StageParts, stage_parts
 from bridge_memory.result import OPTIMIZER_STEP
 from bridge_memory.schedule.events import ChunkCost, overlapped, schedule_table, walk
 from bridge_memory.schedule.peak import few_microbatches
@@ -46,12 +46,13 @@ class Step(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One virtual stage: its links, the bytes that one microbatch saves in all of them, and the bytes that other
-    virtual stages carry over from earlier backward passes."""
+    """One virtual stage: its links, the bytes that one microbatch saves in it, and the bytes that other virtual stages
+    carry over from earlier backward passes. ``sent``: of ``saved``, the output that stays after it was sent."""
 
     steps: tuple[Step, ...]
     saved: int
     carried_over: int
+    sent: int
 
 
 class Pass(NamedTuple):
@@ -136,7 +137,7 @@ class Timeline:
             order = range(len(chunk.steps))
             for i in reversed(order) if backward else order:
                 step = chunk.steps[i]
-                kept = step.before + step.keeps
+                kept = step.before + step.keeps + (chunk.sent if backward else 0)
                 high, made = (step.backward, step.gradients) if backward else (step.forward, 0)
                 yield point(number, i, others + kept, held, high - kept - made + more, made)
             if not backward:
@@ -191,6 +192,13 @@ def step_timeline(run: RunSpec, stage: int) -> Timeline:
     )
 
 
+def timeline_of(result: Estimate, stage: int) -> Timeline:
+    """``step_timeline`` of the estimate's run, with the residual that a calibration added to this stage."""
+    timeline = step_timeline(result.run, stage)
+    measured = sum(c.bytes for c in result.stages[stage].components if c.part is Part.CALIBRATION)
+    return replace(timeline, always=timeline.always + measured, in_step=timeline.in_step + measured)
+
+
 def _followed(run: RunSpec, v: int, total: int) -> int:
     """The number of microbatches to follow, which have the same moments as ``total`` (``few_microbatches``): every
     round between warm-up and cool-down is like the last."""
@@ -203,7 +211,8 @@ def _followed(run: RunSpec, v: int, total: int) -> int:
 def _chunks(parts: StageParts) -> Iterator[Chunk]:
     carried_over = sum(inventory.carried_over for inventory in parts.inventories)
     for layers, inventory in zip(parts.layers, parts.inventories, strict=True):
-        yield Chunk(tuple(_steps(inventory, layers)), inventory.retained, carried_over - inventory.carried_over)
+        beside = carried_over - inventory.carried_over
+        yield Chunk(tuple(_steps(inventory, layers)), inventory.retained, beside, inventory.kept)
 
 
 _OF_LAYERS = (Label.LAYER, Label.RECOMPUTED, Label.OFFLOADED)
@@ -229,7 +238,9 @@ def _passes(run: RunSpec, stage: int, followed: int, costs: tuple[ChunkCost, ...
     table = [microbatch for microbatch, _ in schedule_table(followed, v, group or p.pp)]
     forward, backward = iter(table), iter(table)
     extra = run.implementation.overlap_moe_expert_parallel_comm
-    for phase, chunk, alive, hidden, forward_chunk in walk(p.pp, stage, followed, v, group, extra):
+    keeps = not run.implementation.deallocate_pipeline_outputs
+    moments = walk(p.pp, stage, followed, v, group, extra, keeps_outputs=keeps)
+    for phase, chunk, alive, hidden, forward_chunk in moments:
         if phase == "forward":
             yield Pass(phase, next(forward), chunk, hidden, alive)
         elif phase == "backward":

@@ -31,6 +31,7 @@ from bridge_memory.accuracy.records import Record, load_runs  # noqa: E402
 from bridge_memory.accuracy.runs import run_of  # noqa: E402
 from bridge_memory.cli.megatron.scores import table  # noqa: E402
 from bridge_memory.evidence import evidence_table  # noqa: E402
+from bridge_memory.residual import percent  # noqa: E402
 from bridge_memory.spec import MambaSpec, MLASpec, MoESpec, RunSpec  # noqa: E402
 
 GENERATED = ROOT / "references" / "generated"
@@ -49,9 +50,10 @@ tier, and with `--by` by family, scale, GPU or feature. The runs and where they 
 `tests/data/measurements/README.md`.
 
 `allocated` is what stays allocated after an optimizer step (weights, gradient buffers, optimizer state, persistent
-buffers); `max_allocated` is the peak. Errors are relative, in per cent: median, 90th percentile and worst of the
-absolute value, then the signed mean, called bias (positive: the estimate is too high). A family is one configuration;
-its records differ in container, GPU or a detail, and there are 1 to 74 of them, so families are counted once each.
+buffers); `max_allocated` is the peak. Errors are measured - predicted, in % of measured: median, 90th percentile and
+worst of the absolute value, then the signed mean, called bias (positive: the estimate is too low). A family is one
+configuration; its records differ in container, GPU or a detail, and there are 1 to 74 of them, so families are counted
+once each.
 
 ## Families of GiB scale
 
@@ -259,7 +261,8 @@ def _errors(by_metric: dict[str, Errors]) -> list[str]:
     for metric in METRICS:
         e = by_metric.get(metric)
         values = [getattr(e, name) for name in FIGURES] if e else []
-        cells += [f"{100 * v:{'+' if name == 'bias' else ''}.2f}" for name, v in zip(FIGURES, values, strict=False)]
+        shown = zip(FIGURES, values, strict=False)
+        cells += [percent(v, 2) if name == "bias" else f"{100 * v:.2f}" for name, v in shown]
         cells += ["-"] * (len(FIGURES) - len(values))
     return cells
 
@@ -297,7 +300,7 @@ def misses(outcomes: Sequence[Outcome], count: int = 8) -> str:
                     worst[o.family] = o
         for o in sorted(worst.values(), key=lambda o: -abs(error(o) or 0.0))[:count]:
             predicted, measured = (getattr(o, f"{w}_{metric}_bytes") / GIB for w in ("predicted", "measured"))
-            lines.append(f"| {error(o):+.1%} | {metric} | {predicted:.2f} | {measured:.2f} | `{o.id}` |\n")
+            lines.append(f"| {percent(error(o))}% | {metric} | {predicted:.2f} | {measured:.2f} | `{o.id}` |\n")
     return "".join(lines)
 
 

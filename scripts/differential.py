@@ -58,6 +58,7 @@ from bridge_memory.readers.presets import list_presets  # noqa: E402
 from bridge_memory.rehearsal.refusals import refuse_what_is_ignored  # noqa: E402
 from bridge_memory.rehearsal.runnable import on_meta, take_transformer_engine  # noqa: E402
 from bridge_memory.rehearsal.world import RehearsalUnavailable  # noqa: E402
+from bridge_memory.residual import relative  # noqa: E402
 from bridge_memory.spec import ModelSpec, SpecError  # noqa: E402
 from bridge_memory.spec.fields import rules_of  # noqa: E402
 from bridge_memory.spec.gpus import find_gpu  # noqa: E402
@@ -465,9 +466,9 @@ BOUNDED = ("SAVED", "FORWARD", "BACKWARD", "PEAK")
 
 
 def relative_error(predicted: int, rehearsed: int) -> float:
-    """(predicted - rehearsed) / rehearsed; infinite where nothing was rehearsed."""
-    difference = predicted - rehearsed
-    return difference / rehearsed if rehearsed else (float("inf") if difference else 0.0)
+    """(rehearsed - predicted) / rehearsed; infinite where nothing was rehearsed."""
+    found = relative(rehearsed, predicted)
+    return found if found is not None else -float("inf") if predicted else 0.0
 
 
 def error_of(row: dict[str, Any]) -> float:

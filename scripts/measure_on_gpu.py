@@ -26,6 +26,7 @@ from bridge_memory.readers import resolve_model
 from bridge_memory.rehearsal.measuring import add_measuring_arguments, in_its_own_process, margins, snapshot_arguments
 from bridge_memory.rehearsal.record import append_record
 from bridge_memory.rehearsal.world import require_megatron
+from bridge_memory.residual import SIGN_PERCENT, percent, relative
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -317,7 +318,8 @@ class Line:
 
     @property
     def errors(self) -> tuple[float, float]:
-        return (self.predicted[0] / self.measured[0] - 1, self.predicted[1] / self.measured[1] - 1)
+        static, peak = (relative(m, p) or 0.0 for m, p in zip(self.measured, self.predicted, strict=True))
+        return static, peak
 
 
 def line_of(name: str, record: dict[str, Any]) -> Line:
@@ -336,12 +338,13 @@ def line_of(name: str, record: dict[str, Any]) -> Line:
 
 def table(lines: list[Line]) -> str:
     """Predicted and measured GiB with errors, then medians and largest errors."""
-    names = f"{'measured':>10}{'error':>9}"
-    out = [f"{'':<52}{'static: predicted':>18}{names}{'peak: predicted':>17}{names}"]
+    names = f"{'measured':>10}{'%':>9}"
+    out = [f"GiB; {SIGN_PERCENT}", f"{'':<52}{'static: predicted':>18}{names}{'peak: predicted':>17}{names}"]
     for x in lines:
         (ps, pp), (ms, mp), (es, ep) = x.predicted, x.measured, x.errors
         out.append(
-            f"{x.name:<52}{ps / GIB:>18.3f}{ms / GIB:>10.3f}{es:>+9.2%}{pp / GIB:>17.3f}{mp / GIB:>10.3f}{ep:>+9.2%}"
+            f"{x.name:<52}{ps / GIB:>18.3f}{ms / GIB:>10.3f}{percent(es, 2):>9}"
+            f"{pp / GIB:>17.3f}{mp / GIB:>10.3f}{percent(ep, 2):>9}"
         )
     for i, what in enumerate(("static", "peak")):
         off = [abs(x.errors[i]) for x in lines]

@@ -34,6 +34,7 @@ from bridge_memory.rehearsal.measuring import (
 )
 from bridge_memory.rehearsal.record import append_record, installed, record_of
 from bridge_memory.rehearsal.torch.jobs import job_of, of_deepspeed, world
+from bridge_memory.residual import percent, relative
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -259,11 +260,11 @@ def measure(args: argparse.Namespace) -> int:
         append_record(args.record, answer)
         records.append(answer)
         (found,) = answer["measured"]
-        off = peak / found["max_allocated_bytes"] - 1
+        off = relative(found["max_allocated_bytes"], peak) or 0.0
         errors.append(abs(off))
         print(
             f"{head}: static {static / GIB:.3f} predicted, {found['allocated_bytes'] / GIB:.3f} measured; "
-            f"peak {peak / GIB:.3f}, {found['max_allocated_bytes'] / GIB:.3f} ({off:+.2%})", flush=True,
+            f"peak {peak / GIB:.3f}, {found['max_allocated_bytes'] / GIB:.3f} ({percent(off, 2)} %)", flush=True,
         )  # fmt: skip
     for line in margins(records):
         print(line)

@@ -1,8 +1,8 @@
 """Errors of predictions: per record and per family, by tier or another grouping.
 
-A record's error is the mean over its ranks of the absolute relative error; a family's is the mean of its
-records. Bias is the signed mean: positive where the estimate is too high. Records that are not training runs are
-excluded.
+A record's error is the mean over its ranks of the absolute relative error; a family's is the mean of its records. Bias
+is the mean of (measured - predicted) / measured: positive where the estimate is too low. Records that are not training
+runs are excluded.
 """
 
 from __future__ import annotations

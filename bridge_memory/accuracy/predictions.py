@@ -10,6 +10,7 @@ from bridge_memory.accuracy.records import Measurement, Record
 from bridge_memory.accuracy.runs import NotARun, NotComparable, run_of
 from bridge_memory.components import MOMENTS
 from bridge_memory.estimation import StageEstimate, estimate, explain
+from bridge_memory.residual import relative
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.ranks import stage_of_rank
 
@@ -40,13 +41,13 @@ class Outcome:
 
     @property
     def allocated_error(self) -> float | None:
-        """Signed relative error of the static memory; positive where the estimate is too high."""
-        return _relative(self.predicted_allocated_bytes, self.measured_allocated_bytes)
+        """Of the static memory: (measured - predicted) / measured."""
+        return relative(self.measured_allocated_bytes, self.predicted_allocated_bytes)
 
     @property
     def max_allocated_error(self) -> float | None:
-        """Signed relative error of the peak."""
-        return _relative(self.predicted_max_allocated_bytes, self.measured_max_allocated_bytes)
+        """Of the peak: (measured - predicted) / measured."""
+        return relative(self.measured_max_allocated_bytes, self.predicted_max_allocated_bytes)
 
     def as_json(self) -> dict[str, object]:
         names = (
@@ -55,10 +56,6 @@ class Outcome:
             "predicted_max_allocated_bytes", "measured_max_allocated_bytes",
         )
         return {name: getattr(self, name) for name in names}
-
-
-def _relative(predicted: int | None, measured: int | None) -> float | None:
-    return predicted / measured - 1.0 if predicted is not None and measured else None
 
 
 #: Share of a peak: unmodelled features that move it by no more leave a record comparable.

@@ -9,6 +9,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from bridge_memory.accuracy.throughput import MeasuredRun
+from bridge_memory.residual import relative
 
 #: Smallest number of timed layouts for a ranking.
 FEWEST_LAYOUTS = 4
@@ -26,7 +27,7 @@ class GroupScore(NamedTuple):
     spearman: float
     #: Measured time of the layout that is predicted fastest, over the fastest measured, less 1.
     regret: float
-    #: Predicted over measured time, less 1: the median of the group.
+    #: (measured - predicted) / measured of the time: the median of the group.
     bias: float
     #: Pairs of layouts whose measured times differ by more than TIED, and how many of them are predicted in order.
     pairs: int
@@ -54,10 +55,10 @@ def score_groups(rows: Iterable[MeasuredRun], predict: Callable[[MeasuredRun], f
         predicted = [p for p, _ in layouts.values()]
         measured = [fmean(times) for _, times in layouts.values()]
         chosen = measured[min(range(len(predicted)), key=predicted.__getitem__)]
-        ratios = [p / m for p, m in zip(predicted, measured, strict=True)]
+        off = [relative(m, p) or 0.0 for p, m in zip(predicted, measured, strict=True)]
         scores.append(
             GroupScore(
-                group, len(layouts), spearman(predicted, measured), chosen / min(measured) - 1, median(ratios) - 1,
+                group, len(layouts), spearman(predicted, measured), chosen / min(measured) - 1, median(off),
                 *pairs_in_order(predicted, measured),
             )
         )

@@ -61,7 +61,7 @@ class Comparison:
             line = f"stage {s.stage}: predicted {s.predicted_peak / GIB:.2f} GiB"
             if s.max_allocated is not None:
                 line += f", measured {s.max_allocated / GIB:.2f} GiB"
-                line += "" if not s.error else f": {100 * abs(s.error):.1f} % too {'high' if s.error > 0 else 'low'}"
+                line += "" if not s.error else f": {100 * abs(s.error):.1f} % too {'low' if s.error > 0 else 'high'}"
             lines.append(line)
         if self.attribution is not None and not lines:
             lines = [f"measured {self.attribution.alive.peak_bytes / GIB:.2f} GiB"]
@@ -90,7 +90,7 @@ def compare(
 
     Returns:
         ``stages``, each with ``predicted_peak``, ``max_allocated`` and ``residual`` (measured minus predicted) in bytes
-        and ``error`` (predicted over measured, minus 1). A snapshot has its ``attribution`` too.
+        and ``error`` (that as a share of measured). A snapshot has its ``attribution`` too.
 
     Raises:
         SpecError: The file holds no figures of memory, nothing says what ran, or a stage is not one of the run.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_memory.rehearsal.world import INSTALL, RehearsalUnavailable
 from bridge_memory.releases import DEFAULT_MEGATRON_CORE
+from bridge_memory.residual import residual
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.errors import show
 from bridge_memory.spec.parts import WITH_TRANSFORMERS
@@ -24,7 +25,7 @@ class RehearsalRow:
     Example:
         >>> from bridge_memory import RehearsalRow
         >>> RehearsalRow("weights", predicted=96, found=64).difference
-        32
+        -32
     """
 
     name: str
@@ -35,8 +36,8 @@ class RehearsalRow:
 
     @property
     def difference(self) -> int | None:
-        """Predicted minus found; None where one of them is."""
-        return None if self.predicted is None or self.found is None else self.predicted - self.found
+        """Found minus predicted; None where one of them is."""
+        return residual(self.found, self.predicted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TypedDict, TypeGuard
 
+from bridge_memory.residual import relative
 from bridge_memory.spec import show
 
 Json = Mapping[str, object]
@@ -46,6 +47,11 @@ class StageRecord:
     #: Measured minus expected, and allocated minus predicted static.
     residual: int | None = None
     static_residual: int | None = None
+
+    @property
+    def error(self) -> float | None:
+        """``residual`` as a share of ``measured``."""
+        return relative(self.measured, self.expected)
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.cli.megatron import scores as validate
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.torch import scores as torch_scores
+from bridge_memory.residual import SIGN, percent
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from bridge_memory.accuracy.throughput import MeasuredRun
     from bridge_memory.report.document import Block, Chart
 
-SCHEMA = "bridge-memory/accuracy/1"
+SCHEMA = "bridge-memory/accuracy/2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,11 +157,11 @@ def groups(scores: Sequence[GroupScore], fitted: Collection[str]) -> list[Block]
         Column("fitted", words=True),
     )  # fmt: skip
     cells = tuple(
-        (s.group, str(s.layouts), f"{s.spearman:.2f}", f"{s.regret:.1%}", f"{s.bias:+.0%}",
+        (s.group, str(s.layouts), f"{s.spearman:.2f}", f"{s.regret:.1%}", f"{percent(s.bias, 0)}%",
          "yes" if s.group in fitted else "")
         for s in scores
     )  # fmt: skip
-    table = Grid("Measured layouts and the order they are predicted in", columns, cells)
+    table = Grid(f"Measured layouts and the order they are predicted in; bias: {SIGN}", columns, cells)
     unseen = totals([s for s in scores if s.group not in fitted])
     return [table, *([Bullets("Not fitted", (str(unseen),))] if unseen else [])]
 
@@ -172,9 +173,9 @@ def left_out_groups(folds: Sequence[GroupScore]) -> list[Block]:
 
     columns = Column("group", words=True), Column("layouts"), Column("Spearman"), Column("regret"), Column("bias")
     cells = tuple(
-        (s.group, str(s.layouts), f"{s.spearman:.2f}", f"{s.regret:.1%}", f"{s.bias:+.0%}") for s in folds
+        (s.group, str(s.layouts), f"{s.spearman:.2f}", f"{s.regret:.1%}", f"{percent(s.bias, 0)}%") for s in folds
     )  # fmt: skip
-    table = Grid("Each group under constants that were fitted without it", columns, cells)
+    table = Grid(f"Each group under constants that were fitted without it; bias: {SIGN}", columns, cells)
     return [table, Bullets("Left out", (str(totals(folds)),))]
 
 

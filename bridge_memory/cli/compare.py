@@ -14,6 +14,7 @@ from bridge_memory.comparison.compare import SCHEMA, LogComparison, SnapshotComp
 from bridge_memory.components import GIB
 from bridge_memory.report.document import Block, Bullets, Chart, Column, Drawn, Grid, Pairs, Words
 from bridge_memory.report.printing import print_blocks
+from bridge_memory.residual import SIGN, SIGN_PERCENT, percent
 from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _page(args: argparse.Namespace, found: LogComparison, beyond: list[int]) -> 
 
 def _words(rows: Sequence[StageResidual], beyond: bool) -> Words:
     """The comparison in a sentence."""
-    off = [(r.residual / r.max_allocated, r) for r in rows if r.residual is not None and r.max_allocated]
+    off = [(r.error, r) for r in rows if r.error is not None]
     if not off:
         return Words("", ("no measured peak to compare the prediction with",), "open")
     share, worst = max(off, key=lambda one: abs(one[0]))
@@ -121,15 +122,15 @@ def _table(rows: Sequence[StageResidual], beyond: list[int], tolerance: float | 
         (
             str(r.stage), _gib(r.predicted_static), _gib(r.allocated), _gib(r.static_residual, "+"),
             _gib(r.predicted_peak), _gib(r.max_allocated), _gib(r.residual, "+"),
-            "-" if r.error is None else f"{-100 * r.error:+.1f}",
+            percent(r.error),
             "-" if r.worst_rank is None else str(r.worst_rank), _gib(r.spread) if r.ranks > 1 else "-",
         )
         for r in rows
     )  # fmt: skip
     heads = ("stage", "static", "allocated", "diff", "peak", "max alloc.", "diff", "diff %", "rank", "spread")
     notes = [
-        "static, peak: predicted; allocated, max alloc.: measured on the rank with the highest peak; diff: measured - "
-        "predicted, in % of measured; spread: of max alloc. over the stage's ranks"
+        "static, peak: predicted; allocated, max alloc.: measured on the rank with the highest peak; "
+        "spread: of max alloc. over the stage's ranks"
     ]
     unmeasured = [str(r.stage) for r in rows if not r.ranks]
     if unmeasured:
@@ -137,7 +138,7 @@ def _table(rows: Sequence[StageResidual], beyond: list[int], tolerance: float | 
     if beyond:
         notes.append(f"beyond {tolerance:g} %: stage {', '.join(map(str, beyond))}")
     columns = tuple(Column(h) for h in heads)
-    return Grid("Predicted and measured, GiB", columns, cells, notes=tuple(notes))
+    return Grid(f"Predicted and measured, GiB; diff: {SIGN_PERCENT}", columns, cells, notes=tuple(notes))
 
 
 # ---- snapshots ----
@@ -157,7 +158,7 @@ def _print_snapshot(args: argparse.Namespace, found: SnapshotComparison, beyond:
         page = blocks_page("A memory snapshot at its peak", drawn, args.command_line)
     else:
         assert predicted is not None
-        share = (alive.peak_bytes - predicted) / alive.peak_bytes if alive.peak_bytes else 0.0
+        share = found.error or 0.0
         where = f" of stage {found.stage}" if len(whole.stages) > 1 else ""
         words = _sentence(where, predicted, alive.peak_bytes, share, beyond)
         measured = Measured(words, {found.stage: (alive.peak_bytes, None)}, drawn)
@@ -202,7 +203,7 @@ def _snapshot_blocks(
     ]
     if predicted is not None:
         difference = alive.peak_bytes - predicted
-        facts.insert(1, ("predicted", f"{_gib(predicted)} GiB, {_gib(difference, '+')} GiB measured beside it"))
+        facts.insert(1, ("predicted", f"{_gib(predicted)} GiB; {SIGN} {_gib(difference, '+')} GiB"))
     rows = tuple(
         (
             str(g.group), _gib(g.measured), "-" if predicted is None else _gib(g.predicted),
@@ -210,10 +211,11 @@ def _snapshot_blocks(
         )
         for g in result.groups
     )  # fmt: skip
-    heads = ("GiB", "predicted", "+/-", "blocks")
+    heads = ("measured", "predicted", "diff", "blocks")
     columns = (Column("alive at the peak", words=True), *(Column(head) for head in heads))
     notes = (f"the peak is off by more than {tolerance:g} %",) if beyond else ()
-    blocks: list[Block] = [Pairs("snapshot", tuple(facts)), Grid("by component", columns, rows, notes=notes)]
+    table = Grid(f"by component, GiB; diff: {SIGN}", columns, rows, notes=notes)
+    blocks: list[Block] = [Pairs("snapshot", tuple(facts)), table]
     if result.unattributed:
         # What is too small to be seen in this table is left to --json.
         seen = [(frames, size) for frames, size in result.unattributed if size >= 0.001 * alive.peak_bytes]

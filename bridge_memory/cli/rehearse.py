@@ -12,6 +12,7 @@ from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.rehearsal.runnable import experts_one_by_one, on_meta, take_transformer_engine
+from bridge_memory.residual import REHEARSED, REHEARSED_PERCENT
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import WITH_TRANSFORMERS
 
@@ -115,7 +116,7 @@ def _engine(args: argparse.Namespace) -> int:
     if args.json:
         json.dump(
             {
-                "schema": "bridge-memory/rehearse-torch/2", "model": spec.model.name,
+                "schema": "bridge-memory/rehearse-torch/3", "model": spec.model.name,
                 "num_layers": spec.model.num_layers, "engine": spec.data_parallel.engine, "device": "cpu",
                 "notes": notes, "rows": [row.as_json() for row in table],
                 "reserved": found.reserved.as_json() if found.reserved is not None else None,
@@ -171,7 +172,7 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
     if args.json:
         json.dump(
             {
-                "schema": "bridge-memory/rehearsal/1", "model": spec.model.name, "rank": done.rank,
+                "schema": "bridge-memory/rehearsal/2", "model": spec.model.name, "rank": done.rank,
                 "stage": done.stage, "device": "cpu", "notes": notes, "rows": [r.as_json() for r in table],
                 "shared": shared(done),
             },
@@ -201,11 +202,12 @@ def _one_layer(args: argparse.Namespace, spec: RunSpec, notes: list[str]) -> int
         raise SpecError(f"--layer ({args.layer}) is not one of 0 to {spec.model.num_layers - 1}")
     done = compare_layer(spec, args.layer, _architecture(args))
     if args.json:
-        head = {"schema": "bridge-memory/rehearsed-layer/1", "model": spec.model.name, "device": "cpu", "notes": notes}
+        head = {"schema": "bridge-memory/rehearsed-layer/2", "model": spec.model.name, "device": "cpu", "notes": notes}
         json.dump({**head, **done.as_json()}, sys.stdout, indent=2)
         sys.stdout.write("\n")
         return 0
-    print(f"{spec.model.name}: decoder layer {args.layer}; predicted, rehearsed, difference in bytes")
+    columns = f"predicted, rehearsed, {REHEARSED} in bytes and {REHEARSED_PERCENT}"
+    print(f"{spec.model.name}: decoder layer {args.layer}; {columns}")
     print("\n".join([*(f"note: {note}" for note in notes), *done.lines()]))
     return 0
 

@@ -19,10 +19,11 @@ from bridge_memory.comparison.snapshot import (
 )
 from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.files import read_bytes, text_of
+from bridge_memory.residual import relative
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.ranks import stage_of_rank
 
-SCHEMA = "bridge-memory/compare/1"
+SCHEMA = "bridge-memory/compare/2"
 #: Bytes: some weeks of logs.
 MOST_OF_A_LOG = 256 << 20
 
@@ -64,9 +65,13 @@ class SnapshotComparison(NamedTuple):
 
     def beyond(self, tolerance: float | None) -> list[int]:
         """The stage, where its peak is off by more than ``tolerance``, a share of what was measured."""
-        measured, predicted = self.attribution.alive.peak_bytes, self.predicted_peak
-        off = tolerance is not None and predicted is not None and abs(measured - predicted) > tolerance * measured
-        return [self.stage] if off else []
+        off = None if tolerance is None else self.error
+        return [self.stage] if off is not None and abs(off) > (tolerance or 0.0) else []
+
+    @property
+    def error(self) -> float | None:
+        """Measured minus predicted peak, as a share of the measured one."""
+        return relative(self.attribution.alive.peak_bytes, self.predicted_peak)
 
     def as_json(self, measured: str, tolerance: float | None = None) -> dict[str, Any]:
         """``measured``: what the file is called."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from bridge_memory.comparison.logs import MeasuredRank
 from bridge_memory.estimation import Estimate
+from bridge_memory.residual import relative, residual
 from bridge_memory.spec import SpecError
 
 
@@ -28,7 +29,7 @@ class StageResidual:
         >>> from bridge_memory import StageResidual
         >>> stage = StageResidual(0, predicted_static=40, predicted_peak=96, ranks=1, max_allocated=100)
         >>> stage.residual, stage.error, stage.beyond(0.05)
-        (4, -0.04, False)
+        (4, 0.04, False)
     """
 
     stage: int
@@ -46,18 +47,16 @@ class StageResidual:
     @property
     def residual(self) -> int | None:
         """Measured peak minus predicted peak."""
-        return None if self.max_allocated is None else self.max_allocated - self.predicted_peak
+        return residual(self.max_allocated, self.predicted_peak)
 
     @property
     def static_residual(self) -> int | None:
-        return None if self.allocated is None else self.allocated - self.predicted_static
+        return residual(self.allocated, self.predicted_static)
 
     @property
     def error(self) -> float | None:
-        """(predicted - measured) / measured of the peak."""
-        if not self.max_allocated:
-            return None
-        return (self.predicted_peak - self.max_allocated) / self.max_allocated
+        """``residual`` as a share of the measured peak."""
+        return relative(self.max_allocated, self.predicted_peak)
 
     def beyond(self, tolerance: float) -> bool:
         """Whether the peak's error exceeds ``tolerance`` (a share of the measured peak) plus the resolution."""

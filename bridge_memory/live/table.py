@@ -10,6 +10,7 @@ from bridge_memory.components import GIB
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
 from bridge_memory.report.units import format_ticks, ticks
+from bridge_memory.residual import SIGN, SIGN_PERCENT, percent, residual
 from bridge_memory.spec.unmodelled import bounds
 from bridge_memory.verdict import Verdict, limit_of, verdict_of
 from bridge_memory.workspaces.driver import driver_bytes
@@ -49,8 +50,8 @@ def _record(stage: int, predicted: StagePrediction | None, readings: list[Readin
     figure, expected = predicted.expected(moment)
     measured = worst.max_allocated if figure == "max_allocated" else worst.allocated
     return replace(
-        record, compared=figure, expected=expected, measured=measured, residual=measured - expected,
-        static_residual=worst.allocated - predicted.static,
+        record, compared=figure, expected=expected, measured=measured,
+        residual=residual(measured, expected), static_residual=residual(worst.allocated, predicted.static),
     )  # fmt: skip
 
 
@@ -62,14 +63,13 @@ def notes(
     for record in records:
         for rank, error in record.failed.items():
             out.append(f"stage {record.stage}: rank {rank} has no reading ({error})")
-        residual, measured = record.residual, record.measured
-        if prediction is None or not measured or residual is None or abs(residual) <= threshold * measured:
+        if prediction is None or record.residual is None or abs(record.error or 0.0) <= threshold:
             continue
         stage = next(s for s in prediction.stages if s.stage == record.stage)
-        why = likely_component(stage, residual, record.static_residual or 0, record.spread or 0)
+        why = likely_component(stage, record.residual, record.static_residual or 0, record.spread or 0)
         out.append(
-            f"stage {record.stage}: {_signed(residual)} GiB ({_percent(residual, measured)}) against the "
-            f"prediction, probably {why}"
+            f"stage {record.stage}: {SIGN} {_signed(record.residual)} GiB "
+            f"({percent(record.error)} %), probably {why}"
         )
     return out
 
@@ -114,11 +114,6 @@ def _count(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _percent(residual: int | None, measured: int | None) -> str:
-    """Percent of the measured figure."""
-    return "-" if residual is None or not measured else f"{100 * residual / measured:+.1f} %"
-
-
 _HEAD = (
     ("", "stage"), ("predicted", "static"), ("", "activ."), ("", "trans."), ("", "peak"), ("torch", "alloc"),
     ("", "max"), ("", "reserved"), ("", "outside"), ("residual", "GiB"), ("", "%"), ("", "free"),
@@ -132,7 +127,7 @@ def text_table(records: Sequence[StageRecord], title: str) -> str:
         (
             str(r.stage), _gib(r.predicted_static), _gib(r.predicted_activation), _gib(r.predicted_transient),
             _gib(r.predicted_peak), _gib(r.allocated), _gib(r.max_allocated), _gib(r.reserved), _gib(r.outside),
-            _signed(r.residual), _percent(r.residual, r.measured), _gib(r.headroom), _count(r.worst_rank),
+            _signed(r.residual), percent(r.error), _gib(r.headroom), _count(r.worst_rank),
             _gib(r.spread), _count(r.retries),
         )
         for r in records
@@ -140,4 +135,4 @@ def text_table(records: Sequence[StageRecord], title: str) -> str:
     grid = [tuple(h[0] for h in _HEAD), tuple(h[1] for h in _HEAD), *rows]
     widths = [max(len(row[i]) for row in grid) for i in range(len(_HEAD))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in grid]
-    return "\n".join([title, *lines])
+    return "\n".join([f"{title}; residual: {SIGN_PERCENT}", *lines])

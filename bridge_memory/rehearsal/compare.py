@@ -15,6 +15,7 @@ from bridge_memory.inventory.layer import layer_block
 from bridge_memory.rehearsal.results import PassRecord
 from bridge_memory.rehearsal.run import rehearse_layer
 from bridge_memory.rehearsal.tracker import SavedRecord
+from bridge_memory.residual import percent, relative
 from bridge_memory.spec import RunSpec
 from bridge_memory.tapes.alive import BlockCost, SavedTensor
 from bridge_memory.tapes.context import context_of
@@ -35,16 +36,16 @@ class LayerComparison:
 
     @property
     def saved_error(self) -> float:
-        """(predicted - found) / found of the bytes saved for backward."""
-        return self.predicted.retained / self.found.saved_bytes - 1
+        """(rehearsed - predicted) / rehearsed of the bytes saved for backward."""
+        return _error(self.predicted.retained, self.found.saved_bytes)
 
     @property
     def forward_error(self) -> float:
-        return self.predicted.forward_peak / self.found.forward_bytes - 1
+        return _error(self.predicted.forward_peak, self.found.forward_bytes)
 
     @property
     def backward_error(self) -> float:
-        return self.predicted.backward_peak / self.found.backward_bytes - 1
+        return _error(self.predicted.backward_peak, self.found.backward_bytes)
 
     def as_json(self) -> dict[str, object]:
         """Rows as in the report of a stage, and the tensors of one side only."""
@@ -56,7 +57,7 @@ class LayerComparison:
         )
         return {
             "layer": self.layer,
-            "rows": [{"name": n, "predicted": a, "found": b, "difference": a - b} for n, a, b in rows],
+            "rows": [{"name": n, "predicted": a, "found": b, "difference": b - a} for n, a, b in rows],
             "only_predicted": [{"name": t.name, "bytes": t.bytes} for t in self.only_predicted],
             "only_found": [{"name": f"{t.module}: {t.made_by}", "bytes": t.bytes} for t in self.only_found],
         }
@@ -74,7 +75,7 @@ class LayerComparison:
             ),
         ):  # fmt: skip
             out.append(
-                f"{name:<14}{ours:>16,}{theirs:>16,}{ours - theirs:>+16,}{ours / theirs - 1:>+9.2%}  {where}"
+                f"{name:<14}{ours:>16,}{theirs:>16,}{theirs - ours:>+16,}{percent(_error(ours, theirs), 2):>9}  {where}"
             )
         out += [f"  predicted only: {t.name}, {t.bytes:,} bytes" for t in self.only_predicted]
         out += [f"  rehearsed only: {r}" for r in self.only_found]
@@ -83,6 +84,10 @@ class LayerComparison:
             for a in f.held if a.bytes > 64
         ]
         return out
+
+
+def _error(predicted: int, found: int) -> float:
+    return relative(found, predicted) or 0.0
 
 
 def _where(predicted: str, peak: object) -> str:

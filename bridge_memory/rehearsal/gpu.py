@@ -31,6 +31,7 @@ from bridge_memory.rehearsal.record import Phase, installed, record_of
 from bridge_memory.rehearsal.refusals import refuse_what_is_ignored
 from bridge_memory.rehearsal.world import RehearsalUnavailable, fake_world
 from bridge_memory.releases import GRAPH_OF_THE_ITERATION, release_in
+from bridge_memory.residual import SIGN, percent, relative
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
 from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 
@@ -75,10 +76,10 @@ class Measured:
             f"{p.reserved / GIB:>11.4f} GiB"
             for p in self.phases
         ]
-        out += ["", f"{'':<34}{'predicted':>15}{'measured':>17}{'difference':>15}"]
+        out += ["", f"{'':<34}{'predicted':>15}{'measured':>17}{SIGN:>22}  % of measured"]
         out += [
-            f"{name:<34}{ours / GIB:>11.4f} GiB{found / GIB:>13.4f} GiB{(ours - found) / GIB:>+11.4f} GiB"
-            + (f"  {ours / found - 1:+.2%}" if found else "")
+            f"{name:<34}{ours / GIB:>11.4f} GiB{found / GIB:>13.4f} GiB{(found - ours) / GIB:>+18.4f} GiB"
+            f"  {percent(relative(found, ours), 2):>13}"
             for name, ours, found in self.rows()
         ]
         return out

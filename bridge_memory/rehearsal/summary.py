@@ -9,6 +9,7 @@ from bridge_memory.components import Component, Lifetime, Part, Role, State
 from bridge_memory.estimation import estimate, explain, stage_costs
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.rehearsal.results import Rehearsal
+from bridge_memory.residual import REHEARSED, REHEARSED_PERCENT, percent, relative, residual
 from bridge_memory.result import OPTIMIZER_STEP
 from bridge_memory.schedule.events import ChunkCost
 from bridge_memory.schedule.peak import dynamic_peak
@@ -49,7 +50,8 @@ class ComparedQuantity:
 
     @property
     def difference(self) -> int | None:
-        return None if self.found is None else self.predicted - self.found
+        """Rehearsed minus predicted."""
+        return residual(self.found, self.predicted)
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -147,11 +149,12 @@ def shared(rehearsal: Rehearsal) -> list[str]:
 def lines(table: list[ComparedQuantity], unit: int = 1 << 30) -> list[str]:
     """The table as text, in GiB; elements stay elements."""
     width = max(len(r.name) for r in table)
-    out = [f"{'':<{width}}  {'predicted':>15}  {'rehearsed':>15}  {'difference':>15}"]
+    out = [f"{'':<{width}}  {'predicted':>15}  {'rehearsed':>15}  {REHEARSED:>21}  {REHEARSED_PERCENT}"]
     for r in table:
         cells = [_cell(r.quantity, v, unit) for v in (r.predicted, r.found, r.difference)]
-        share = f"{r.predicted / r.found - 1:+8.2%}" if r.found else ""
-        out.append(f"{r.name:<{width}}  {cells[0]:>15}  {cells[1]:>15}  {cells[2]:>15}  {share}".rstrip())
+        share = percent(relative(r.found, r.predicted), 2) if r.found else ""
+        line = f"{r.name:<{width}}  {cells[0]:>15}  {cells[1]:>15}  {cells[2]:>21}"
+        out.append(f"{line}  {share:>{len(REHEARSED_PERCENT)}}".rstrip())
     return out
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from bridge_memory.calibration.records import ReportRecord, RunRecord, StageRecord
 from bridge_memory.components import GIB, Role
 from bridge_memory.report.document import Bullets, Chart, Column, Drawn, Grid, Words
+from bridge_memory.residual import SIGN_PERCENT, percent
 
 #: Reports that are kept; beyond that, every second of the older ones is dropped.
 MOST_REPORTS = 400
@@ -154,7 +155,7 @@ def _line(name: str, tone: str, points: list[list[Any]], line: str) -> dict[str,
 
 
 def words_off(share: float) -> str:
-    """The error of a prediction in words; ``share``: (measured - predicted) / measured."""
+    """The error of a prediction in words; ``share``: as ``residual.relative`` has it."""
     if abs(share) < 0.0005:
         return "equal to the measured figure"
     return f"{abs(share):.1%} too {'low' if share > 0 else 'high'}"
@@ -162,7 +163,7 @@ def words_off(share: float) -> str:
 
 def _answer(last: ReportRecord) -> Words:
     """The error of the stage with the largest error, and the verdict's line."""
-    off = [(s.residual / s.measured, s) for s in last.stages if s.residual is not None and s.measured]
+    off = [(s.error, s) for s in last.stages if s.error is not None]
     verdict = [note for note in last.notes if note.startswith(_VERDICT)]
     if not off:
         return Words("", ("there is no prediction to compare the measured figures with", *verdict), "open")
@@ -187,10 +188,10 @@ def _table(last: ReportRecord) -> Grid:
         (
             str(s.stage), _gib(s.predicted_static), _gib(s.allocated), _gib(s.predicted_peak), _gib(s.max_allocated),
             _gib(s.residual, "+"),
-            "-" if s.residual is None or not s.measured else f"{s.residual / s.measured:+.1%}", _gib(s.reserved),
+            percent(s.error), _gib(s.reserved),
             _gib(s.headroom), "-" if s.worst_rank is None else str(s.worst_rank), _gib(s.spread),
             "-" if s.retries is None else str(s.retries),
         )
         for s in last.stages
     )  # fmt: skip
-    return Grid("The last report, GiB", tuple(Column(head) for head in heads), rows)
+    return Grid(f"The last report, GiB; difference: {SIGN_PERCENT}", tuple(Column(head) for head in heads), rows)

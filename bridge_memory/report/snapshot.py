@@ -13,7 +13,7 @@ from typing import Any
 from bridge_memory.components import STATIC_ROLES, Lifetime, allocated
 from bridge_memory.estimation import Estimate
 from bridge_memory.report.page.data import step_name
-from bridge_memory.timeline import Point, Timeline, step_timeline
+from bridge_memory.timeline import Point, Timeline, timeline_of
 
 #: Microseconds between two events.
 _TICK = 10
@@ -60,7 +60,7 @@ def snapshot(result: Estimate, stage: int) -> bytes:
     for number, c in enumerate(result.stages[stage].components):
         if c.role in STATIC_ROLES and c.lifetime not in (Lifetime.BETWEEN_STEPS, Lifetime.BACKWARD):
             memory.alloc(("persistent", number), c.bytes, c.name, str(c.role))
-    _follow(memory, step_timeline(result.run, stage))
+    _follow(memory, timeline_of(result, stage))
     blocks = [
         {"address": address, "size": nbytes, "requested_size": nbytes, "state": "active_allocated", "frames": frames}
         for address, nbytes, frames in memory.alive.values()
@@ -97,6 +97,13 @@ def _follow(memory: _Allocator, timeline: Timeline) -> None:
         else:
             memory.free(key)
 
+    def sent(chunk: int, microbatch: int, *, there: bool) -> None:
+        key = ("sent", chunk, microbatch)
+        if there:
+            memory.alloc(key, timeline.chunks[chunk].sent, f"output, microbatch {microbatch}", "sent to the next stage")
+        else:
+            memory.free(key)
+
     for point in timeline.points():
         number = point.pass_number
         if number < 0:
@@ -120,10 +127,16 @@ def _follow(memory: _Allocator, timeline: Timeline) -> None:
             memory.once(point.total - held, timeline.operation(point), "forward and backward at the same time")
             for step in range(len(timeline.chunks[one.chunk].steps)):
                 kept(one.chunk, one.microbatch, step, there=False)
+            sent(one.chunk, one.microbatch, there=False)
             for step in range(len(timeline.chunks[one.forward_chunk].steps)):
                 kept(one.forward_chunk, one.forward_microbatch, step, there=True)
+            sent(one.forward_chunk, one.forward_microbatch, there=True)
             continue
+        if one.phase == "forward" and point.step < 0:
+            sent(one.chunk, one.microbatch, there=True)
         _pass(memory, timeline, point, kept)
+        if one.phase == "backward" and point.step == (0 if timeline.chunks[one.chunk].steps else -1):
+            sent(one.chunk, one.microbatch, there=False)
 
 
 def _pass(memory: _Allocator, timeline: Timeline, point: Point, kept: Any) -> None:

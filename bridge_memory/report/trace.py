@@ -13,7 +13,7 @@ from typing import Any
 from bridge_memory.components import Role
 from bridge_memory.estimation import Estimate
 from bridge_memory.report.page.data import step_name
-from bridge_memory.timeline import Timeline, step_timeline
+from bridge_memory.timeline import Timeline, timeline_of
 
 #: Microseconds of one layer forward.
 _LAYER = 1000
@@ -23,7 +23,7 @@ def perfetto(result: Estimate, stage: int | None = None) -> str:
     """Every stage of ``result``, or one, as JSON text."""
     events: list[dict[str, Any]] = []
     for s in result.stages if stage is None else (result.stages[stage],):
-        events += _stage(step_timeline(result.run, s.stage))
+        events += _stage(timeline_of(result, s.stage))
     time = "durations are not modelled: one layer is drawn as 1 ms forward, 2 ms backward"
     other = {"model": result.run.model.name, "time": time}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":"))

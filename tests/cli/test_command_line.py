@@ -170,7 +170,7 @@ def test_validate_takes_its_json_as_every_command_and_as_a_file(
     assert main(["accuracy", "--json", str(out), "--force", str(runs)]) == 0
     assert "max_allocated" in capsys.readouterr().out
     answers.append(out.read_text())
-    assert len(set(answers)) == 1 and json.loads(answers[0])["schema"] == "bridge-memory/accuracy-memory/1"
+    assert len(set(answers)) == 1 and json.loads(answers[0])["schema"] == "bridge-memory/accuracy-memory/2"
     refused(capsys, "accuracy", "--json")
 
 

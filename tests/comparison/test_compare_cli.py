@@ -65,7 +65,7 @@ def test_a_log_against_the_arguments_that_made_it(tmp_path: Path, capsys: pytest
     capsys.readouterr()
     assert run(*given, "--tolerance", "3", "--json") == 1
     document = json.loads(capsys.readouterr().out)
-    assert document["schema"] == "bridge-memory/compare/1"
+    assert document["schema"] == "bridge-memory/compare/2"
     assert document["beyond"] == [0, 1]
     assert [s["residual_bytes"] for s in document["stages"]] == [int(p * 1.04) - p for p in peaks]
     assert [s["worst_rank"] for s in document["stages"]] == [0, 2]

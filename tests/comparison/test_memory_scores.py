@@ -30,7 +30,7 @@ def run(*argv: str) -> int:
 def test_the_json_lists_every_rank_and_the_summary(tmp_path: Path, capsys) -> None:
     assert run(str(record(tmp_path)), "--json", "-") == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["schema"] == "bridge-memory/accuracy-memory/1"
+    assert document["schema"] == "bridge-memory/accuracy-memory/2"
     (entry,) = document["records"]
     assert set(entry) == {
         "id", "family", "tier", "rank", "status", "reason", "predicted_allocated_bytes",

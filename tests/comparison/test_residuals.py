@@ -19,7 +19,7 @@ def test_the_worst_rank_of_each_stage_is_compared() -> None:
     first, last = residuals(predicted, measured, lambda rank: rank // 2)
     assert (first.worst_rank, first.residual, first.spread, first.ranks) == (1, 3 * GIB, GIB, 2)
     assert (last.residual, last.static_residual, last.spread) == (2 * GIB, 3 * GIB, 0)
-    assert first.error == pytest.approx(-3 / 43)
+    assert first.error == pytest.approx(3 / 43)
     assert first.beyond(0.05) and not first.beyond(0.08)
 
 

@@ -56,7 +56,7 @@ def test_a_stage_beyond_the_threshold_names_the_likely_component(container: Simp
     twice = next(c for c in stage.components if c.role == "gradients")
     records = stage_records(prediction, [reading(0, 0, stage.static + twice.bytes, stage.peak + twice.bytes)], STEADY)
     (line,) = notes(prediction, records, threshold=0.01)
-    assert line.startswith("stage 0: +") and "model state" in line
+    assert line.startswith("stage 0: measured - predicted +") and "model state" in line
     saved = max((c for c in stage.components if c.role == "activation"), key=lambda c: c.bytes)
     records = stage_records(prediction, [reading(0, 0, stage.static, stage.peak + saved.bytes)], STEADY)
     (line,) = notes(prediction, records, threshold=0.01)

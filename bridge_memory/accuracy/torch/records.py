@@ -15,6 +15,7 @@ from bridge_memory.accuracy.corpus import RecordLine
 from bridge_memory.estimation import estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.reserved import replayed, why_not
+from bridge_memory.residual import relative
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,
@@ -80,10 +81,8 @@ class Outcome(NamedTuple):
 
     @property
     def error(self) -> float | None:
-        """Signed relative error; positive where the prediction is too high."""
-        if self.predicted_bytes is None or not self.measured_bytes:
-            return None
-        return self.predicted_bytes / self.measured_bytes - 1
+        """(measured - predicted) / measured."""
+        return relative(self.measured_bytes, self.predicted_bytes)
 
 
 class Total(NamedTuple):

@@ -12,6 +12,7 @@ from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.components import GIB
 from bridge_memory.report.document import Chart
 from bridge_memory.report.write import check_target, write_text
+from bridge_memory.residual import SIGN_PERCENT, percent
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from bridge_memory.accuracy.predictions import Outcome
     from bridge_memory.accuracy.records import Record
 
-SCHEMA = "bridge-memory/accuracy-memory/1"
+SCHEMA = "bridge-memory/accuracy-memory/2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,11 +88,11 @@ def run(args: argparse.Namespace, rows_of_file: list[RecordLine] | None = None) 
 
 
 def table(rows: Sequence[GroupAccuracy]) -> str:
-    """Percent errors: median, 90th percentile and worst of the absolute, then the signed mean."""
+    """Median, 90th percentile and worst of the absolute errors, then the signed mean."""
     width = max([18, *(min(len(r.group), 44) for r in rows)])
-    head = f"{'':<{width}} {'':>11}  {'allocated, % off':^26}  {'max_allocated, % off':^26}"
+    head = f"{'':<{width}} {'':>11}  {'allocated, %':^26}  {'max_allocated, %':^26}"
     names = f"{'':<{width}} {'':>11}" + 2 * f"  {'med':>5} {'p90':>6} {'worst':>6} {'bias':>6}"
-    lines = [head, names]
+    lines = [f"{SIGN_PERCENT}; bias: the mean with its sign", head, names]
     for r in rows:
         for title, count, errors in (
             (r.group, f"{r.ok}/{r.records} runs", r.per_record),
@@ -119,7 +120,7 @@ def _scatter(outcomes: Sequence[Outcome]) -> Chart:
     series = [
         {"name": f"tier {tier}", "tone": tones[min(i, len(tones) - 1)], "line": "", "points": [
             [(o.measured_max_allocated_bytes or 0) / GIB, (o.predicted_max_allocated_bytes or 0) / GIB,
-             f"{o.id}, rank {o.rank}: {o.max_allocated_error or 0.0:+.1%}"]
+             f"{o.id}, rank {o.rank}: {percent(o.max_allocated_error)}%"]
             for o in furthest.values() if o.tier == tier
         ]}
         for i, tier in enumerate(tiers)
@@ -131,7 +132,7 @@ def _scatter(outcomes: Sequence[Outcome]) -> Chart:
 def _cells(e: Errors | None) -> str:
     if e is None:
         return f"  {'-':>5} {'-':>6} {'-':>6} {'-':>6}"
-    return f"  {e.median:5.2%} {e.p90:6.2%} {e.worst:6.1%} {e.bias:+6.2%}".replace("%", "")
+    return f"  {e.median:5.2%} {e.p90:6.2%} {e.worst:6.1%} {percent(e.bias, 2):>6}".replace("%", "")
 
 
 def _statuses(outcomes: Sequence[Outcome]) -> str:
@@ -156,13 +157,13 @@ def worst(records: Sequence[Record], outcomes: Sequence[Outcome], count: int) ->
             (o for o in outcomes if o.status == "ok" and error(o) is not None),
             key=lambda o: -abs(error(o) or 0.0),
         )
-        blocks.append(f"Largest misses of {metric}")
+        blocks.append(f"Largest misses of {metric}, {SIGN_PERCENT}")
         for o in _first_of_each_record(ranked)[:count]:
             predicted = getattr(o, f"predicted_{metric}_bytes")
             measured = getattr(o, f"measured_{metric}_bytes")
             assert predicted is not None and measured is not None and o.stage is not None
             blocks.append(
-                f"  {error(o):+.1%}  {o.id}  rank {o.rank}, stage {o.stage.stage}: predicted "
+                f"  {percent(error(o))}%  {o.id}  rank {o.rank}, stage {o.stage.stage}: predicted "
                 f"{predicted / GIB:.3f} GiB, measured {measured / GIB:.3f} GiB "
                 f"({(measured - predicted) / 2**20:+.1f} MiB unexplained); peak in {o.stage.peak_phase}"
             )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.components import GIB
+from bridge_memory.residual import SIGN_PERCENT, percent
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from bridge_memory.accuracy.torch.records import Outcome
     from bridge_memory.report.document import Chart, Drawn
 
-SCHEMA = "bridge-memory/accuracy-torch/2"
+SCHEMA = "bridge-memory/accuracy-torch/3"
 
 
 def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
@@ -55,7 +56,7 @@ def _scatter(found: Sequence[Outcome]) -> Chart:
         one = series.setdefault(name, {"name": name, "tone": kinds.get((o.grade, o.status), "some"), "line": "",
                                        "points": []})  # fmt: skip
         words = ", ".join(filter(None, (o.id, o.model, o.what, o.meaning)))
-        one["points"].append([o.measured_bytes / GIB, o.predicted_bytes / GIB, f"{words}: {o.error:+.1%}"])
+        one["points"].append([o.measured_bytes / GIB, o.predicted_bytes / GIB, f"{words}: {percent(o.error)}%"])
     x, y = ({"title": title, "unit": "GiB", "log": True} for title in ("measured", "predicted"))
     data = {"x": x, "y": y, "diagonal": True, "series": [series[name] for name in sorted(series)]}
     return Chart("Predicted over measured", "plot", data)
@@ -72,18 +73,21 @@ def blocks(found: Sequence[Outcome], rows: int) -> list[Drawn]:
 
     columns = (
         Column("row"), Column("run", words=True), Column("grade", words=True), Column("figure", words=True),
-        Column("measured"), Column("predicted"), Column("% off"),
+        Column("measured"), Column("predicted"), Column("%"),
     )  # fmt: skip
 
     def cells(o: Outcome) -> tuple[str, ...]:
         assert o.measured_bytes is not None and o.predicted_bytes is not None and o.error is not None
         return (
             o.id, ", ".join(filter(None, (o.source.rpartition("/")[2], o.model, o.what))), o.grade, o.meaning,
-            f"{o.measured_bytes / GIB:.2f}", f"{o.predicted_bytes / GIB:.2f}", f"{o.error * 100:+.1f}",
+            f"{o.measured_bytes / GIB:.2f}", f"{o.predicted_bytes / GIB:.2f}", percent(o.error),
         )  # fmt: skip
 
     answer: list[Drawn] = [_scatter(found)]
-    shown = (("Counted, GiB", "counted"), ("Not counted: predicted without what is named below, GiB", "unmodelled"))
+    shown = (
+        (f"Counted, GiB; %: {SIGN_PERCENT}", "counted"),
+        (f"Not counted: predicted without what is named below, GiB; %: {SIGN_PERCENT}", "unmodelled"),
+    )
     for title, status in shown:
         chosen = [o for o in found if o.status == status]
         if chosen:

@@ -337,9 +337,9 @@ class Torch:
 
     def adapts(self, module: str) -> bool:
         """Whether a linear has a LoRA adapter."""
-        assert self.r.ctx.adapters is not None
+        adapters = self.r.ctx.adapters
         name = f"model.layers.0.{module}"
-        return is_target(in_any_layer(self.r.ctx.adapters), module.rpartition(".")[2], name)
+        return adapters is not None and is_target(in_any_layer(adapters), module.rpartition(".")[2], name)
 
     def _adapted(self, module: str, x: Array, base: Array, rows: Any, in_features: Any, out_features: Any) -> Array:
         """A linear's output with that of its LoRA adapter, which is in fp32 unless ``autocast_adapter_dtype`` is off:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bridge_memory.rehearsal.tracker import Tracker
+from bridge_memory.residual import REHEARSED_PERCENT, percent, relative
 from bridge_memory.spec import RunSpec
 from bridge_memory.workspaces.caching_allocator import CachingAllocator, Reserved, reserved_by
 
@@ -99,5 +100,6 @@ class Line(NamedTuple):
     def __str__(self) -> str:
         if self.predicted is None:
             return f"{self.name:28}{'-':>18}{self.found:>18,}"
-        off = self.predicted - self.found
-        return f"{self.name:28}{self.predicted:>18,}{self.found:>18,}{off:>16,}{100 * off / self.found:+8.2f}"
+        share = percent(relative(self.found, self.predicted), 2)
+        off = self.found - self.predicted
+        return f"{self.name:28}{self.predicted:>18,}{self.found:>18,}{off:>23,}  {share:>{len(REHEARSED_PERCENT)}}"

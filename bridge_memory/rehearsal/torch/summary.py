@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from bridge_memory.engines.engine import Phase
 from bridge_memory.estimation import stage_phases
+from bridge_memory.residual import REHEARSED, REHEARSED_PERCENT, percent, relative, residual
 from bridge_memory.spec import RunSpec
 
 
@@ -19,7 +20,8 @@ class ComparedPhase(NamedTuple):
 
     @property
     def difference(self) -> int | None:
-        return None if self.predicted is None or self.found is None else self.predicted - self.found
+        """Rehearsed minus predicted."""
+        return residual(self.found, self.predicted)
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -36,11 +38,12 @@ def rows(run: RunSpec, found: Mapping[Phase, int]) -> list[ComparedPhase]:
 
 def lines(table: Sequence[ComparedPhase]) -> list[str]:
     """The rows as lines of text."""
-    out = [f"{'':28}{'predicted':>18}{'rehearsed':>18}{'difference':>16}{'%':>8}"]
+    out = [f"{'':28}{'predicted':>18}{'rehearsed':>18}{REHEARSED:>23}  {REHEARSED_PERCENT}"]
     for row in table:
         numbers = (row.predicted, row.found, row.difference)
         line = f"{row.phase!s:28}" + "".join(
-            f"{'-' if n is None else format(n, ','):>{width}}" for n, width in zip(numbers, (18, 18, 16), strict=True)
+            f"{'-' if n is None else format(n, ','):>{width}}" for n, width in zip(numbers, (18, 18, 23), strict=True)
         )
-        out.append(line + (f"{100 * row.difference / row.found:+8.2f}" if row.difference and row.found else ""))
+        share = percent(relative(row.found, row.predicted), 2) if row.difference else ""
+        out.append(f"{line}  {share:>{len(REHEARSED_PERCENT)}}".rstrip())
     return out

@@ -177,7 +177,7 @@ export function expand(timeline) {
     if (back) add(number, -1, 0, kept, held, beside, 0, now);
     for (let n = 0; n < chunk.steps.length; n++) {
       const i = back ? chunk.steps.length - 1 - n : n, step = chunk.steps[i];
-      const own = starts[chunkNumber][i] + step[2];
+      const own = starts[chunkNumber][i] + step[2] + (back ? chunk.sent : 0);
       const made = back ? step[7] : 0;
       add(number, i, back ? 2 : 1, others + own, held, step[back ? 4 : 3] - own - made + beside, 0, now, made);
     }

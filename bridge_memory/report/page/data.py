@@ -24,7 +24,7 @@ from bridge_memory.spec import ModelSpec, RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
-from bridge_memory.timeline import Step, Timeline, step_timeline
+from bridge_memory.timeline import Step, Timeline, timeline_of
 from bridge_memory.verdict import Fit
 
 SCHEMA = "bridge-memory/page/2"
@@ -100,8 +100,7 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
     forward microbatch, forward chunk, bytes of both]; a step of a chunk is [name, kind, keeps, forward, backward,
     forward operation, backward operation, gradients made before], with names as indices into ``words``.
     """
-    timeline = step_timeline(result.run, stage)
-    measured = sum(c.bytes for c in result.stages[stage].components if c.part is Part.CALIBRATION)
+    timeline = timeline_of(result, stage)
     words: dict[str, int] = {}
 
     def word(text: str) -> int:
@@ -115,15 +114,17 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
             for step in chunk.steps
         ]  # fmt: skip
         name = f"virtual stage {number}" if len(timeline.chunks) > 1 else "the stage"
-        chunks.append({"name": name, "saved": chunk.saved, "beside": chunk.carried_over, "steps": steps})
+        chunks.append(
+            {"name": name, "saved": chunk.saved, "beside": chunk.carried_over, "sent": chunk.sent, "steps": steps}
+        )
     peak = timeline.peak()
     return {
         "stage": stage,
         "persistent": {str(role): nbytes for role, nbytes in timeline.persistent.items()},
         "fresh": timeline.fresh,
         "carried_over": timeline.carried_over,
-        "always": timeline.always + measured,
-        "in_step": timeline.in_step + measured,
+        "always": timeline.always,
+        "in_step": timeline.in_step,
         "hidden_state": timeline.hidden_state,
         "microbatches": timeline.microbatches,
         "followed": timeline.followed,
@@ -131,7 +132,7 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
         "passes": list(_passes(timeline)),
         "words": list(words),
         "peak": {
-            "bytes": peak.total + measured, "pass": peak.pass_number, "step": peak.step,
+            "bytes": peak.total, "pass": peak.pass_number, "step": peak.step,
             "operation": timeline.operation(peak),
         },
     }  # fmt: skip

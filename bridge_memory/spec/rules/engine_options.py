@@ -22,11 +22,12 @@ _DEFAULTS: dict[str, Checked] = {
 }  # fmt: skip
 #: Fields of megatron-core's data parallelism and optimizers: group, field, the value that means "not used".
 _OF_MEGATRON: tuple[tuple[str, str, Any], ...] = (
-    ("parallel", "num_distributed_optimizer_instances", 1), ("data_parallel", "overlap_grad_reduce", False),
-    ("data_parallel", "overlap_param_gather", False), ("data_parallel", "bucket_size", None),
-    ("optimizer", "use_precision_aware_optimizer", False), ("optimizer", "use_layer_wise_distributed_optimizer", False),
-    ("optimizer", "optimizer_cpu_offload", False), ("optimizer", "log_params_norm", False),
-    ("precision", "fp8", None), ("precision", "fp32_residual_connection", False),
+    ("parallel", "num_distributed_optimizer_instances", 1), ("parallel", "pipeline_model_parallel_layout", None),
+    ("data_parallel", "overlap_grad_reduce", False), ("data_parallel", "overlap_param_gather", False),
+    ("data_parallel", "bucket_size", None), ("optimizer", "use_precision_aware_optimizer", False),
+    ("optimizer", "use_layer_wise_distributed_optimizer", False), ("optimizer", "optimizer_cpu_offload", False),
+    ("optimizer", "log_params_norm", False), ("precision", "fp8", None),
+    ("precision", "fp32_residual_connection", False),
 )  # fmt: skip
 _SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
