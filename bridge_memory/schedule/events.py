@@ -35,9 +35,12 @@ chunk's first operation does) and the gradient of its output during its backward
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+#: The larger, or the smaller, of two numbers.
+Larger = Callable[[Any, Any], Any]
 
 
 class OverlapCost(NamedTuple):
@@ -262,19 +265,19 @@ def walk(
             held_in_forward = (not last) * (1 + keeps_outputs) + (not first)
 
 
-def overlapped(f: ChunkCost, b: ChunkCost) -> int:
-    """The most bytes of both chunks while ``f`` runs forward and ``b`` backward, overlapped.
+def overlapped(f: ChunkCost, b: ChunkCost, most: Larger = max, least: Larger = min) -> int:
+    """The most bytes of both chunks while ``f`` runs forward and ``b`` backward, overlapped. ``most``, ``least``: of
+    two; for arrays those of numpy.
 
     Layer by layer ``f`` saves tensors while those of ``b`` are freed: at most the larger of the two is alive. Blocks
     after the layers run backward before the layers, and forward after them; of the other chunk only what was saved
     before its layers is alive then (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).
     """
     if f.overlap is None or b.overlap is None:
-        return f.forward_peak + b.backward_peak - min(f.saved, b.saved)
-    layers = max(f.saved - f.overlap.after, b.saved - b.overlap.after) + f.overlap.forward + b.overlap.backward
-    return max(
-        b.backward_peak + f.overlap.before, layers + b.overlap.held, f.forward_peak + b.overlap.before + b.overlap.held
-    )
+        return f.forward_peak + b.backward_peak - least(f.saved, b.saved)
+    layers = most(f.saved - f.overlap.after, b.saved - b.overlap.after) + f.overlap.forward + b.overlap.backward
+    layers = most(layers + b.overlap.held, f.forward_peak + b.overlap.before + b.overlap.held)
+    return most(b.backward_peak + f.overlap.before, layers)
 
 
 def highest(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes: int) -> PeakMoment:

@@ -6,11 +6,14 @@ moments. ``peak`` counts what is alive at a moment, ``events.highest`` defines i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from bridge_memory.schedule.peak import kinds_of, peak_moments
+from bridge_memory.schedule.events import ChunkCost, Moment, overlapped
+from bridge_memory.schedule.peak import few_microbatches, kinds_of, peak_moments
 
 #: Columns of a chunk's cost: saved bytes, forward peak, backward peak.
 SAVED, FORWARD, BACKWARD = range(3)
@@ -40,3 +43,38 @@ def peak_rows(
             row[end] = moment.hidden
             rows[tuple(row)] = None
     return np.array(list(rows), float)
+
+
+def peak_of_many(
+    pp: int, ranks: Sequence[int], num_microbatches: np.ndarray | int, group: int, costs: tuple[int, ...],
+    distinct: Sequence[ChunkCost], hidden_bytes: Any, *, overlap_moe_expert_parallel_comm: bool = False,
+    keeps_outputs: bool = False,
+) -> Any:  # fmt: skip
+    """The most bytes at any moment of any of ``ranks``, for many runs. ``costs``: which of the ``distinct`` costs,
+    which have arrays, each chunk of a rank has."""
+    kinds, which = kinds_of(costs)
+    few, overlaps = [distinct[kind] for kind in kinds], overlap_moe_expert_parallel_comm
+    v, numbers = len(costs), np.asarray(num_microbatches)
+    of_schedules: dict[int, Any] = {}
+    for m in dict.fromkeys(numbers.ravel().tolist()):
+        if m > 0:
+            of_schedules.setdefault(few_microbatches(pp, m, v, group, overlaps), []).append(m)
+    out: Any = 0
+    for m, alike in of_schedules.items():
+        most: Any = 0
+        for rank in ranks:
+            for moment in peak_moments(pp, rank, m, v, group, overlaps, True, keeps_outputs, which):
+                most = np.maximum(most, _bytes_at(moment, few, hidden_bytes))
+        out = most if len(of_schedules) == 1 else np.where(np.logical_or.reduce([numbers == n for n in alike]), most, out)
+    return out
+
+
+def _bytes_at(moment: Moment, chunks: Sequence[ChunkCost], hidden_bytes: Any) -> Any:
+    """As ``events.highest`` counts them."""
+    here = moment.hidden * hidden_bytes
+    for chunk, alive in zip(chunks, moment.alive, strict=True):
+        here = here + alive * chunk.saved if alive else here
+    one, other = chunks[moment.chunk], chunks[moment.forward_chunk]
+    if moment.phase == "overlapped":
+        return here + overlapped(other, one, np.maximum, np.minimum) - other.saved - one.saved
+    return here + (one.backward_peak if moment.phase == "backward" else one.forward_peak) - one.saved

@@ -148,8 +148,8 @@ class RunSpec:
         ) != _TYPES:  # fmt: skip
             object.__setattr__(self, "model", _model(self.model))
             _check_groups(self)
-        if self.teacher is not None:
-            check_teacher(self)
+        if self.teacher is not None and type(self.teacher) is not RunSpec:
+            raise SpecError(f"teacher ({show(self.teacher)}) is not a RunSpec; give RunSpec(model=...)")
         if self.implementation is UNSET_IMPLEMENTATION:
             fields, assumed = layers_by_default(self.data_parallel.engine)
             if fields:
@@ -241,18 +241,19 @@ class RunSpec:
 
     @property
     def teacher_here(self) -> RunSpec | None:
-        """The teacher with this run's parallel sizes; its layers are split over stages by its own fields."""
+        """The teacher with this run's parallel sizes; its layers are split over stages by its own fields. Raises
+        SpecError where it does not go with them."""
         if self.teacher is None:
             return None
         p = self.parallel
-        sizes = {
-            name: getattr(p, name)
-            for name in ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-                         "context_parallel_size", "sequence_parallel")
-        }  # fmt: skip
+        names = ["world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
         if self.teacher.model.has_experts:
-            sizes |= {name: getattr(p, name) for name in ("expert_model_parallel_size", "expert_tensor_parallel_size")}
-        return replace(self.teacher, parallel=replace(self.teacher.parallel, **sizes))
+            names += ["expert_model_parallel_size", "expert_tensor_parallel_size"]
+        given = {name: getattr(p, name) for name in names}
+        # As whole numbers: where this stands for many runs, of those that share a teacher.
+        sizes = {name: None if size is None else int(size) for name, size in given.items()}
+        parallel = replace(self.teacher.parallel, sequence_parallel=p.sequence_parallel, **sizes)
+        return replace(self.teacher, parallel=parallel)
 
     def with_(self, **groups: Any) -> RunSpec:
         """A copy with whole groups replaced, validated again."""
@@ -317,23 +318,6 @@ def _check_groups(run: RunSpec) -> None:
         given = getattr(run, name)
         if not isinstance(given, tuple):
             raise SpecError(f"{name} ({show(given)}) is not a tuple of sentences; give one")
-
-
-def check_teacher(run: RunSpec) -> None:
-    """Megatron Bridge ``models/distillation_provider.py: DistillationProvider.__post_init__, provide``."""
-    if type(run.teacher) is not RunSpec:
-        raise SpecError(f"teacher ({show(run.teacher)}) is not a RunSpec; give RunSpec(model=...)")
-    if run.teacher.teacher is not None:
-        raise SpecError("teacher has a teacher of its own; drop that")
-    if run.implementation.torch_layers or run.teacher.implementation.torch_layers:
-        raise SpecError("teacher: distillation is estimated with megatron-core's layers alone; drop it")
-    if run.parallel.vpp > 1:
-        raise SpecError(
-            f"virtual_pipeline_model_parallel_size ({run.parallel.vpp}) does not go with a teacher; drop it"
-        )
-    ours, theirs = (r.model.padded_vocab_size(run.parallel.tp) for r in (run, run.teacher))
-    if run.implementation.distillation != "none" and ours != theirs:
-        raise SpecError(f"teacher has {theirs} logits where the student has {ours}; distil from one of its vocabulary")
 
 
 def _written(cls: type, given: object) -> str:

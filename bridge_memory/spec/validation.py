@@ -20,6 +20,7 @@ from bridge_memory.spec.rules.peft import check_adapters, check_targets
 from bridge_memory.spec.rules.pipeline import check_split_release, check_stages
 from bridge_memory.spec.rules.precision import check_precision
 from bridge_memory.spec.rules.recompute import check_layout, check_recompute
+from bridge_memory.spec.rules.teacher import check_teacher
 from bridge_memory.spec.rules.transformers import check_transformers
 
 if TYPE_CHECKING:
@@ -52,4 +53,5 @@ RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
     check_attention_release,
     check_kernels,
     lambda run, limits: check_layout(run, layout(run.model, run.parallel)),
+    lambda run, limits: check_teacher(run),
 )

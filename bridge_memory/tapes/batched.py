@@ -76,6 +76,11 @@ class Batched(np.ndarray):
     def __str__(self) -> str:
         return format(self, "")
 
+    def __rmul__(self, other: Any) -> Any:
+        if isinstance(other, (str, list, tuple)):  # as often as a flag or a number says
+            return other * int(self)
+        return np.ndarray.__rmul__(self, other)
+
     # ``a += b`` must make a new array, as it makes a new number: others may refer to the old one.
     __iadd__ = np.ndarray.__add__  # type: ignore[assignment]
     __isub__ = np.ndarray.__sub__  # type: ignore[assignment]

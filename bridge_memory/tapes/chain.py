@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
 from bridge_memory.components import Part, Provenance
 from bridge_memory.tapes.alive import BlockCost
 from bridge_memory.tapes.blocks import Block
-from bridge_memory.tapes.symbolic import largest
+from bridge_memory.tapes.symbolic import chosen, largest
 
 Parts = tuple[tuple[tuple[Part, Provenance], int], ...]
 
@@ -97,17 +98,17 @@ class Link(NamedTuple):
     def with_engine(self, held: Concurrent, at_end: int) -> Link:
         """The same link while a data-parallel engine holds ``held``. ``at_end``: result of the method of that name."""
         concurrent, least = held.backward_at_end, held.least_backward
-        least += self.waiting if least else 0
+        least = chosen(least > 0, least + self.waiting, 0)
         if at_end:
-            concurrent, least = held.backward, at_end + max(concurrent, least)
-        if held.entering_backward:
-            least = max(least, self.retained + self.waiting + held.entering_backward)
-        freed = held.freed_at_least if least > self.backward_peak + concurrent else held.freed
+            concurrent, least = held.backward, at_end + largest(concurrent, least)
+        entering = held.entering_backward
+        least = largest(least, chosen(entering > 0, self.retained + self.waiting + entering, 0))
+        freed = chosen(least > self.backward_peak + concurrent, held.freed_at_least, held.freed)
         return self._replace(
-            forward_peak=max(self.forward_peak + held.forward, held.least_forward),
-            backward_peak=max(self.backward_peak + concurrent, least),
-            backward_peak_held=max(self.backward_peak_held + concurrent, least),
-            routed_peak=self.routed_peak + held.forward if self.routed_peak else 0,
+            forward_peak=largest(self.forward_peak + held.forward, held.least_forward),
+            backward_peak=largest(self.backward_peak + concurrent, least),
+            backward_peak_held=largest(self.backward_peak_held + concurrent, least),
+            routed_peak=chosen(self.routed_peak > 0, self.routed_peak + held.forward, 0),
             gradients=held.gradients,
             freed=freed,
         )
@@ -287,7 +288,7 @@ def with_engine(links: Sequence[tuple[Link, int]], held: EngineBytes) -> list[tu
 
 def most(held: Sequence[Concurrent]) -> Concurrent:
     """The largest value of each field."""
-    return held[0] if len(held) == 1 else Concurrent(*map(max, zip(*held, strict=True)))
+    return held[0] if len(held) == 1 else Concurrent(*[reduce(largest, values) for values in zip(*held, strict=True)])
 
 
 def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0, *, kept: int = 0) -> ChunkInventory:

@@ -12,7 +12,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -33,7 +33,7 @@ from bridge_memory.plan.megatron.space import (
     split_choices,
 )
 from bridge_memory.schedule.peak import few_microbatches
-from bridge_memory.schedule.rows import peak_rows
+from bridge_memory.schedule.rows import peak_of_many, peak_rows
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
 from bridge_memory.spec.layout import StageShape, layout
 from bridge_memory.spec.limits import limits_of
@@ -42,8 +42,19 @@ from bridge_memory.spec.validation import RULES
 from bridge_memory.speed.constants import Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import Passes, Step
-from bridge_memory.tapes.batched import Differs, Subgrid, along, collapsed, distinct, numbered_rows, parts, whole
-from bridge_memory.tapes.context import TRACE_CACHE, settings_of, sizes_of, switches_of
+from bridge_memory.tapes.batched import (
+    Differs,
+    Subgrid,
+    along,
+    batched,
+    collapsed,
+    distinct,
+    numbered_rows,
+    parts,
+    whole,
+)
+from bridge_memory.tapes.chain import Concurrent, EngineBytes
+from bridge_memory.tapes.context import TRACE_CACHE, BlockContext, context_of, settings_of, sizes_of, switches_of
 from bridge_memory.tapes.many import RunGrid, Same
 from bridge_memory.workspaces.driver import driver_bytes, may_have_driver_buffers
 
@@ -53,15 +64,18 @@ if TYPE_CHECKING:
 _S = TypeVar("_S", ParallelSpec, BatchSpec)
 
 
-def expressible(run: RunSpec) -> bool:
-    """Whether arrays say all of its memory: not where an engine's bytes beside a layer depend on the stage, where
-    two chunks run beside each other, or a teacher is there."""
+class AsksForPipeline(Exception):
+    """A rule or formula asks for a field of the pipeline, of runs whose pipelines differ."""
+
+
+def stages_follow_pipeline(run: RunSpec) -> bool:
+    """Whether what a stage holds beside model state depends on its pipeline, and is worked out for each: where an
+    engine gathers beside layers, by the number of microbatches, where two chunks run at once, and with a teacher."""
     impl = run.implementation
-    if run.data_parallel.engine != "megatron_ddp" or impl.transformer_impl not in ("transformer_engine", "local"):
-        return False
-    if impl.defer_embedding_wgrad_compute:  # by the number of microbatches
-        return False
-    return not impl.overlap_moe_expert_parallel_comm and run.teacher is None
+    return (
+        run.data_parallel.engine != "megatron_ddp" or impl.defer_embedding_wgrad_compute
+        or impl.overlap_moe_expert_parallel_comm or run.teacher is not None
+    )
 
 
 #: The fields of a ParallelSpec that say how a run is cut into stages, and over how many GPUs.
@@ -73,17 +87,25 @@ _PIPELINE = (
 )  # fmt: skip
 
 
+def _asked(_: ParallelSpec) -> None:
+    raise AsksForPipeline
+
+
+#: A ParallelSpec whose pipeline is not there to be asked for.
+_WithoutPipeline: type[ParallelSpec] = type(
+    "_WithoutPipeline", (ParallelSpec,), {"__slots__": (), **dict.fromkeys(_PIPELINE, property(_asked))}
+)
+
+
 class Runs:
     """Many runs, with the fields of a RunSpec; arrays stand for what differs."""
 
     def __init__(self, base: RunSpec, parallel: ParallelSpec, batch: BatchSpec, recompute: Any) -> None:
-        for name in ("model", *GROUPS):
+        for name in ("model", "teacher", *GROUPS):
             setattr(self, name, getattr(base, name))
         self.parallel, self.batch, self.recompute = parallel, batch, recompute
 
     model: Any
-    #: ``expressible`` knows none.
-    teacher = None
 
     def __getattr__(self, name: str) -> Any:
         """What follows from the fields, as a RunSpec has it."""
@@ -93,11 +115,12 @@ class Runs:
         raise AttributeError(name)
 
 
-def _unchecked(base: _S, **values: Any) -> _S:
-    """A copy of a spec with arrays for some fields."""
-    out = object.__new__(type(base))
+def _unchecked(base: _S, kind: type[_S] | None = None, without: tuple[str, ...] = (), **values: Any) -> _S:
+    """A copy of a spec with arrays for some fields; of ``kind`` it is ``without`` some."""
+    out = object.__new__(kind or type(base))
     for f in fields(base):
-        object.__setattr__(out, f.name, values.get(f.name, getattr(base, f.name)))
+        if f.name not in without:
+            object.__setattr__(out, f.name, values.get(f.name, getattr(base, f.name)))
     return out
 
 
@@ -204,9 +227,7 @@ class Sheet:
     def without_pipeline(self, part: Subgrid) -> Runs:
         """Runs of these sizes, micro batches and sets of recomputation; a pipeline's fields are not there to be asked
         for."""
-        parallel = self.parallel(part.positions[0])
-        for name in _PIPELINE:
-            object.__delattr__(parallel, name)
+        parallel = _unchecked(self.parallel(part.positions[0]), _WithoutPipeline, _PIPELINE)
         few = [self.recomputes[i] for i in part.positions[2]]
         return Runs(self.base, parallel, self.batch(part.positions[1]), few[0] if len(few) == 1 else Same(few))
 
@@ -271,7 +292,7 @@ class Sheet:
             try:
                 for part, number in self._refusals(rule, every, runs):
                     numbers[part.index] = number
-            except AttributeError:
+            except AsksForPipeline:
                 out.append(None)
             else:
                 out.append(collapsed(numbers))
@@ -324,6 +345,46 @@ class _NoEngine:
 
     def stage(self, chunks: Sequence[Any]) -> StageState:
         return StageState(0, ())
+
+
+class _OfMany(StageContents):
+    """Stages of many runs, with the state that ``state`` gives."""
+
+    def __init__(self, runs: Any, ctx: BlockContext, state: Callable[[StageShape], StageState]) -> None:
+        super().__init__(runs, ctx, _NoEngine())
+        self._state = state
+
+    def state(self, shapes: StageShape) -> StageState:
+        return self._state(shapes)
+
+
+def _stacked(states: Sequence[StageState], shape: tuple[int, ...]) -> StageState:
+    """The states of many runs, on a grid of ``shape``, as one; without what only explanations name."""
+
+    def stack(numbers: Sequence[int]) -> Any:
+        first = numbers[0]
+        return first if numbers.count(first) == len(numbers) else batched(np.array(numbers).reshape(shape))
+
+    def concurrent(of_runs: Sequence[Concurrent]) -> Concurrent:
+        first = of_runs[0]
+        same = of_runs.count(first) == len(of_runs)
+        return first if same else Concurrent(*map(stack, zip(*of_runs, strict=True)))
+
+    def engine_bytes(of_runs: Sequence[EngineBytes]) -> EngineBytes:
+        return EngineBytes(
+            tuple(map(concurrent, zip(*[one.layers for one in of_runs], strict=True))),
+            *[concurrent([getattr(one, name) for one in of_runs]) for name in EngineBytes._fields[1:]],
+        )
+
+    amounts = [dict(state.amounts) for state in states]
+    lines = dict.fromkeys(line for of_run in amounts for line in of_run)
+    numbers = ("parameters", "remainders", "gradient_copies", "gathered", "gathered_between_steps", "in_step",
+               "accumulated", "pools")  # fmt: skip
+    return StageState(
+        **{name: stack([getattr(state, name) for state in states]) for name in numbers},
+        amounts=tuple((line, stack([of_run.get(line, 0) for of_run in amounts])) for line in lines),
+        concurrent=tuple(map(engine_bytes, zip(*[state.concurrent for state in states], strict=True))),
+    )
 
 
 class _Stage(NamedTuple):
@@ -416,6 +477,10 @@ class Memory:
         if costs is not None:
             costs.take_up(self.grid.bare_grid())
         self._states: dict[int, Pieces] = {}
+        #: Of a pipeline size, sizes and a micro batch, by their places.
+        self._alone: dict[tuple[int, int, int], Callable[[StageShape], StageState]] = {}
+        #: Stages with all that they hold, by pipeline; None where they do not depend on it.
+        self._whole: dict[Any, Pieces] | None = {} if stages_follow_pipeline(base) else None
         #: Of a pipeline size, what stages of a shape keep of model state.
         self._of_shapes: dict[tuple[int, StageShape], _State] = {}
 
@@ -449,11 +514,9 @@ class Memory:
         pieces = self._states.get(pp)
         if pieces is None:
             def made(part: Subgrid) -> StageContents:
-                runs: Any = self.runs(pipeline._replace(fields={}), part)
-                return StageContents(runs, self.grid.context(part).bare(), engine_of(runs))
+                return self._contents(pipeline._replace(fields={}), part, bare=True)
 
-            sizes = np.flatnonzero(self._of_pp[pp][self._sizes])
-            pieces = self._states[pp] = Pieces(Subgrid((sizes, *self.grid.all.positions[1:])), made)
+            pieces = self._states[pp] = Pieces(self._with_pipeline(pp), made)
 
         def state(holds: StageContents) -> tuple[Any, ...]:
             found = holds.state(shapes)
@@ -470,6 +533,40 @@ class Memory:
                 into[part.index] = value
         answer = self._of_shapes[pp, shapes] = _State(*map(collapsed, out))
         return answer
+
+    def _contents(self, pipeline: Pipeline, part: Subgrid, *, bare: bool) -> StageContents:
+        """Stages of a pipeline, with their model state; ``bare``: only that. The engine of megatron-core's DDP takes
+        arrays; of others each run's is asked by itself, for each of its sizes."""
+        runs: Any = self.runs(pipeline, part)
+        ctx = self.grid.context(part).bare() if bare else self.grid.context(part)
+        engine = self.sheet.base.data_parallel.engine
+        if engine == "megatron_ddp":
+            return StageContents(runs, ctx, engine_of(runs))
+        sizes, batches, _ = part.positions
+        few = batches if engine == "megatron_deepspeed" else batches[:1]  # by the number of microbatches
+        alone = [self._alone_of(pipeline.pp, int(size), int(batch)) for size in sizes for batch in few]
+        shape = len(sizes), len(few), 1
+        return _OfMany(runs, ctx, lambda shapes: _stacked([one(shapes) for one in alone], shape))
+
+    def _alone_of(self, pp: int, size: int, batch: int) -> Callable[[StageShape], StageState]:
+        """Model state of stages of a single run."""
+        known = self._alone.get((pp, size, batch))
+        if known is None:
+            sheet = self.sheet
+            sizes = sheet.sizes[self._sizes[size]]._replace(pp=pp)
+            run: Any = Runs(
+                sheet.base, _unchecked(sheet.base.parallel, world_size=sheet.space.num_gpus, **sizes.fields()),
+                _unchecked(
+                    sheet.base.batch, micro_batch_size=sheet.batches[batch], global_batch_size=sheet.total
+                ), RecomputeSpec(),
+            )  # fmt: skip
+            contents = StageContents(run, context_of(run).bare(), engine_of(run))
+            known = self._alone[pp, size, batch] = lru_cache(maxsize=1024)(contents.state)
+        return known
+
+    def _with_pipeline(self, pp: int) -> Subgrid:
+        """The sizes that any legal layout of a pipeline size has; of others the number of replicas may be 0."""
+        return Subgrid((np.flatnonzero(self._of_pp[pp][self._sizes]), *self.grid.all.positions[1:]))
 
     def _ranks(self, pipeline: Pipeline, legal: np.ndarray) -> tuple[ParallelSpec, dict[StageShape, list[int]]]:
         """The pipeline's own fields, and its stages by what they hold."""
@@ -513,7 +610,7 @@ class Memory:
     def peaks(self, pipeline: Pipeline, kept: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]) -> Peaks:
         """Of those layouts of a pipeline that were kept, and fit. ``allowed``: which peaks the card holds."""
         parallel, ranks = self._ranks(pipeline, kept)
-        states = {shapes: self._state(pipeline, shapes) for shapes in ranks}
+        states = {shapes: self._state(pipeline, shapes) for shapes in ranks} if self._whole is None else {}
         found = np.nonzero(kept)
         peaks = np.zeros(len(found[0]), np.int64)
         microbatches = self._microbatches(pipeline, found)
@@ -521,14 +618,18 @@ class Memory:
             if not len(peaks):
                 break
             cells = self.cells(pipeline, found)
-            np.maximum(peaks, self._peak(pipeline, parallel, shapes, of_shape, states[shapes], cells, microbatches),
-                       out=peaks)  # fmt: skip
+            if self._whole is None:
+                here = self._peak(pipeline, parallel, shapes, of_shape, states[shapes], cells, microbatches)
+            else:
+                here = self._whole_peak(self._whole, pipeline, shapes, of_shape, cells)
+            np.maximum(peaks, here, out=peaks)
             # What one stage is too large for is looked at no further.
             fit = allowed(peaks)
             if not fit.all():
                 found, peaks, microbatches = tuple(at[fit] for at in found), peaks[fit], microbatches[fit]
-        for holds in self._holds.made():
-            holds.evict(self.few_chunks)
+        for pieces in (self._holds, *(self._whole or {}).values()):
+            for holds in pieces.made():
+                holds.evict(self.few_chunks)
         return Peaks(found[0], found[1], found[2], peaks)
 
     def cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -582,6 +683,41 @@ class Memory:
                 between + _at(state.between, some) + _at(state.in_step, some),
             )
         return out
+
+    def _whole_peak(
+        self, known: dict[Any, Pieces], pipeline: Pipeline, shapes: StageShape, ranks: Sequence[int],
+        cells: tuple[np.ndarray, ...],
+    ) -> np.ndarray:  # fmt: skip
+        """As ``_peak``, where all that a stage holds depends on its pipeline."""
+        base = self.sheet.base
+        # With the sequences of a step given, nothing but the number of virtual stages says how many microbatches run.
+        key = (pipeline.pp, len(shapes)) if self.sheet.total is not None else (pipeline.pp, pipeline.number)
+        pieces = known.get(key)
+        if pieces is None:
+            def made(part: Subgrid) -> StageContents:
+                return self._contents(pipeline, part, bare=False)
+
+            pieces = known[key] = Pieces(self._with_pipeline(pipeline.pp), made)
+
+        def peak(holds: StageContents) -> Any:
+            held, p = holds.held(shapes), holds.run.parallel
+            distinct = list(dict.fromkeys(map(id, held.inventories)))
+            which = tuple([distinct.index(id(inventory)) for inventory in held.inventories])
+            moment = peak_of_many(
+                p.pp, ranks, holds.run.num_microbatches, p.microbatch_group_size_per_vp_stage or p.pp, which,
+                [held.costs[which.index(i)] for i in range(len(distinct))], holds.ctx.hidden_bytes,
+                overlap_moe_expert_parallel_comm=base.implementation.overlap_moe_expert_parallel_comm,
+                keeps_outputs=not base.implementation.deallocate_pipeline_outputs,
+            )
+            return held.static_bytes + held.beyond_static(moment)
+
+        used = np.zeros(self.grid.shape, bool)
+        used[cells] = True
+        out = np.zeros(self.grid.shape, np.int64)
+        for part, values in pieces.each(peak, used):
+            out[part.index] = values
+        found: np.ndarray = out[cells]
+        return found
 
 
 class Peaks(NamedTuple):

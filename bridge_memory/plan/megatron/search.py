@@ -76,12 +76,7 @@ def search(
     limit = MemoryLimit(capacity, margin)
     report = progress or (lambda looked_at, fitting: None)
     if batched or (batched is None and _can_be_batched(space)):
-        try:
-            return _in_batches(space, hardware, limit, constants, report, jobs, backend, cache)
-        except (AttributeError, TypeError):
-            if batched:
-                raise
-            # Some rule or formula does not take arrays; it takes numbers.
+        return _in_batches(space, hardware, limit, constants, report, jobs, backend, cache)
     return _one_by_one(space, hardware, limit, constants, report, jobs, backend)
 
 
@@ -97,10 +92,10 @@ def _bounds(space: Space) -> str:
 
 def _can_be_batched(space: Space) -> bool:
     try:
-        from bridge_memory.plan.megatron.many import expressible
-    except ImportError:  # numpy is not installed
+        import numpy
+    except ImportError:
         return False
-    return expressible(space.base)
+    return bool(numpy)
 
 
 @dataclass(frozen=True, eq=False)
