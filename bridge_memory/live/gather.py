@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from bridge_memory.calibration.records import ReportRecord
+from bridge_memory.files import parse_json
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.guard import TRIES
 
@@ -79,7 +80,7 @@ def collect(
     readings, missing = [], sorted(set(ranks) - set(arrived))
     for rank, text in zip(arrived, texts, strict=True):
         try:
-            reading = Reading.from_json(json.loads(text))
+            reading = Reading.from_json(parse_json(text))
         except Exception:
             missing.append(rank)
         else:
@@ -185,7 +186,7 @@ class Fetcher:
 
 def _shared(store: Store, key: str) -> dict[str, object] | None:
     try:
-        value = json.loads(store.get(key)) if _there(store, key) else None
+        value = parse_json(store.get(key)) if _there(store, key) else None
     except Exception:
         return None
     return value if isinstance(value, dict) else None
