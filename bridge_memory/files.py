@@ -30,7 +30,7 @@ LONGEST_NUMBER = 100
 #: A TOML key of more parts than ``MOST_DEPTH``; tomllib takes quadratic time for one.
 _DOTTED = re.compile(
     r"""(?<![\w\\-])(?:(?:[A-Za-z0-9_-]{1,200}|"(?:[^"\\\n]|\\.){0,200}"|'[^'\n]{0,200}')"""
-    r"[ \t]{0,200}\.[ \t]{0,200}){%d}" % (MOST_DEPTH + 1)
+    rf"[ \t]{{0,200}}\.[ \t]{{0,200}}){{{MOST_DEPTH + 1}}}"
 )
 
 

@@ -553,7 +553,7 @@ LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 #: Format -> texts that once took minutes, gigabytes or ended in a traceback, and words of their refusal.
 HOSTILE = {
     "yaml": {
-        "laughs": (LAUGHS, "20,000 values"), "laughs merged": (LAUGHS.replace("i: &i", "i: &i\n  <<:"), "20,000 values"),
+        "laughs": (LAUGHS, "20,000"), "laughs merged": (LAUGHS.replace("i: &i", "i: &i\n  <<:"), "20,000"),
         "itself": ("a: &a [*a]", "stands for itself"), "itself in a table": ("&a {b: *a}", "stands for itself"),
         "many lines": ("a: 1\n" * 3_000_000, "larger than"), "many values": ("[" + "b," * 500_000 + "]", "20,000"),
         "deep": ("[" * 1000, "too deeply"), "deep by aliases": (
@@ -570,7 +570,7 @@ HOSTILE = {
     },
     "toml": {
         "dots": ("a." * 100_000 + "a=1", "too deeply"), "dots of a header": (f"[{'a.' * 100_000}a]", "too deeply"),
-        "quoted dots": ("'a' . " * 1000 + "a=1", "too deeply"), "long dots": (("a" * 300 + ".") * 2000 + "a=1", "deeply"),
+        "quoted dots": ("'a' . " * 1000 + "a=1", "deeply"), "long dots": (("a" * 300 + ".") * 2000 + "a=1", "deeply"),
         "deep": ("a=" + "[" * 1000, "too deeply"), "many values": ("a=1\n" * 100_000, "20,000 values"),
         "larger": ("#" * (2 << 20), "larger than"), "digits": (f"a={HUGE}", "limit"),
     },
@@ -588,7 +588,7 @@ def test_no_text_is_more_than_its_bound(kind: str, name: str) -> None:
 
 def test_what_people_write_is_read_as_the_formats_own_parsers_do() -> None:
     yaml = pytest.importorskip("yaml")
-    text = "a: &a {b: [1, 2.5, yes, 1:30, ~], c: 'x'}\nd: {<<: *a, c: 2020-01-01}\n1: [*a, *a]\nbig: 123456789012345678\n"
+    text = "a: &a {b: [1, 2.5, yes, 1:30, ~], c: 'x'}\nd: {<<: *a, c: 2020-01-01}\n1: [*a, *a]\nbig: 12345678901\n"
     assert files.parse_yaml(text) == yaml.safe_load(text)
     fewest = f"[{'1,' * (files.MOST_VALUES - 2)}1]"
     assert len(files.parse_yaml(fewest)) == len(files.parse_json(fewest)) == files.MOST_VALUES - 1
@@ -610,7 +610,8 @@ def test_every_flag_that_takes_a_file_reads_it_within_the_bounds(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, suffix: str
 ) -> None:
     path = tmp_path / f"file.{suffix}"
-    for text in (LAUGHS, f"model: {{_target_: x.Y}}\n{LAUGHS}", DEEP, "a." * 100_000 + "a=1", "a: 1\n" * 3_000_000, "\0"):
+    container = f"model: {{_target_: x.Y}}\n{LAUGHS}"
+    for text in (LAUGHS, container, DEEP, "a." * 100_000 + "a=1", "a: 1\n" * 3_000_000, "\0"):
         path.write_text(text)
         refused(capsys, "estimate", *_OF_FILES[flag], flag, str(path))
         assert main(["validate", str(path)]) == 2
@@ -647,7 +648,9 @@ def test_no_more_of_a_value_is_made_than_is_shown() -> None:
         assert show(value) == ascii(value)
 
 
-@pytest.mark.parametrize("name", ["filename", "name", "frames", "action", "addr", "size", "state", "key", "a frozen key"])
+@pytest.mark.parametrize(
+    "name", ["filename", "name", "frames", "action", "addr", "size", "state", "key", "a frozen key"]
+)
 def test_a_snapshot_that_shares_what_it_holds_is_refused_or_read(tmp_path: Path, name: str) -> None:
     """Of 10^30 names in a snapshot of 1 KB each was once made; so was the hash of a key."""
     lists, given = shared(list, "x"), snapshot_of([block()], [{"action": "alloc", "addr": 1, "size": 1, "frames": []}])
@@ -679,7 +682,7 @@ def test_a_snapshot_of_nine_bytes_takes_no_memory(tmp_path: Path) -> None:
 def test_what_snapshots_hold_is_read_in_every_protocol(tmp_path: Path, protocol: int) -> None:
     """Numbers of every width and sign, texts of every length, and pools' ids, which are tuples."""
     given = snapshot_of([block(address=1 << n, segment_pool_id=(n, 1 << n % 30)) for n in range(60)], [
-        {"action": "x" * n, "size": -(1 << n % 100), "time_us": 1 << n % 100, "frames": [frame(name="é" * n)], "f": n / 7,
-         "known": (n > 3, None)[n % 2]} for n in (*range(300), 70_000)
+        {"action": "x" * n, "size": -(1 << n % 100), "time_us": 1 << n % 100, "frames": [frame(name="é" * n)],
+         "f": n / 7, "known": (n > 3, None)[n % 2]} for n in (*range(300), 70_000)
     ])  # fmt: skip
     assert read_snapshot(pickle.dumps(given, protocol), tmp_path) == given
