@@ -1,13 +1,18 @@
-"""Reading files up to a size limit, and writing them atomically."""
+"""Files and texts from elsewhere, read within limits; files written atomically.
+
+``parse_json``, ``parse_yaml`` and ``parse_toml`` are the only parsers of text that this package did not write. Each
+bounds size, nesting and values (a YAML's aliases expanded), which also bounds time, and raises ``Unparsed`` alone.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import re
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from bridge_memory.spec import SpecError
@@ -16,11 +21,27 @@ from bridge_memory.spec.errors import bounded
 #: Most bytes of a text file: far more than any config, calibration or script has.
 MOST = 16 << 20
 _CHUNK = 1 << 20
+#: Most characters of YAML and TOML, which Python code parses, and most values, with aliases expanded: some 2 s.
+MOST_CHARACTERS, MOST_VALUES = 1 << 20, 20_000
+#: Most values of JSON, as far as its commas and brackets tell; and most levels of any format.
+MOST_JSON_VALUES, MOST_DEPTH = 1_000_000, 40
+#: Characters of a number of YAML. It knows numbers to the base 60, which take quadratic time.
+LONGEST_NUMBER = 100
+#: A TOML key of more parts than ``MOST_DEPTH``; tomllib takes quadratic time for one.
+_DOTTED = re.compile(
+    r"""(?<![\w\\-])(?:(?:[A-Za-z0-9_-]{1,200}|"(?:[^"\\\n]|\\.){0,200}"|'[^'\n]{0,200}')"""
+    rf"[ \t]{{0,200}}\.[ \t]{{0,200}}){{{MOST_DEPTH + 1}}}"
+)
+
+
+class Unparsed(ValueError):
+    """A text that is not of its format, or beyond the limits; says why, and where if that is known."""
 
 
 def read_bytes(
-    path: str | os.PathLike[str], give: str, most: int = MOST, *, most_after: Callable[[bytes], int] | None = None
-) -> bytes:
+    path: str | os.PathLike[str], give: str, most: int = MOST, *, most_after: Callable[[bytes], int] | None = None,
+    pipes: bool = True,
+) -> bytes:  # fmt: skip
     """The content of a file or pipe.
 
     Args:
@@ -28,6 +49,7 @@ def read_bytes(
         give: The fix of a refusal, such as "give a log".
         most: Most bytes.
         most_after: The limit as a function of the first 16 bytes, which identify the format. Replaces ``most``.
+        pipes: Whether a pipe or a device is read, which can keep the reader waiting.
 
     Raises:
         SpecError: The file cannot be read, or is larger than the limit.
@@ -36,7 +58,9 @@ def read_bytes(
     parts: list[bytes] = []
     left = most
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=None if pipes else _open_at_once) as file:
+            if not pipes and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
             if most_after is not None:
                 parts.append(file.read(16))
                 left = most = most_after(parts[0])
@@ -49,6 +73,11 @@ def read_bytes(
     if left < 0:
         raise SpecError(f"{name} is larger than {most >> 20} MiB; {give}")
     return b"".join(parts)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting for the other end of a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_text(
@@ -66,12 +95,121 @@ def text_of(data: bytes, errors: str = "strict") -> str:
     return data.decode("utf-8", errors).replace("\r\n", "\n").replace("\r", "\n")
 
 
-def parse_json(text: str | bytes) -> Any:
-    """``json.loads``, with ValueError instead of RecursionError for input that is nested too deeply."""
+def parse_json(text: str | bytes, *, once: bool = False) -> Any:
+    """The value of a JSON text. ``once``: a key that is there twice is an error. Raises Unparsed."""
     try:
-        return json.loads(text)
+        if isinstance(text, bytes):
+            text = text.decode(json.detect_encoding(text), "surrogatepass")
+        if sum(map(text.count, ",[{")) > MOST_JSON_VALUES:
+            raise Unparsed(f"it has more than {MOST_JSON_VALUES:,} values")
+        value = json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_once if once else None)
+    except json.JSONDecodeError as error:
+        raise Unparsed(f"{error.msg} at line {error.lineno} column {error.colno}") from None
+    except UnicodeDecodeError:
+        raise Unparsed("it is no text in UTF-8") from None
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise Unparsed("it is nested too deeply") from None
+    except Unparsed:
+        raise
+    except ValueError:  # more digits than Python converts
+        raise Unparsed("it has a number that is too long") from None
+    _check_depth(value)
+    return value
+
+
+def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON. Raises Unparsed for a duplicate key, as DeepSpeed does (``config_utils.py:
+    dict_raise_error_on_duplicate_keys``)."""
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise Unparsed(f"{bounded(key, 60)} is there twice")
+        out[key] = value
+    return out
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text of plain data. Raises Unparsed, and ImportError without PyYAML."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+        """Counts nodes as they are composed, before any value is made; an alias counts as what it stands for."""
+
+        #: Nodes so far, the level of the current one, and levels below it.
+        values = depth = below = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            event, before, outside = self.peek_event(), self.values, self.below
+            self.depth, self.below = self.depth + 1, 0
+            if not isinstance(event, yaml.AliasEvent):
+                self.values += 1
+            elif event.anchor in sizes:
+                values, self.below = sizes[event.anchor]
+                self.values += values
+            elif event.anchor in self.anchors:
+                raise Unparsed("it has an alias that stands for itself")
+            if self.values > MOST_VALUES:
+                raise Unparsed(f"it has more than {MOST_VALUES:,} values")
+            if self.depth + self.below > MOST_DEPTH:
+                raise Unparsed("it is nested too deeply")
+            node = super().compose_node(parent, index)
+            if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
+                raise Unparsed("it has a number that is too long")
+            sizes[event.anchor] = self.values - before, self.below
+            self.depth, self.below = self.depth - 1, max(outside, self.below + 1)
+            return node
+
+    #: Anchor -> nodes of what it stands for, and levels below it.
+    sizes: dict[str | None, tuple[int, int]] = {}
+    if len(text) > MOST_CHARACTERS:
+        raise Unparsed(f"it is larger than {MOST_CHARACTERS >> 20} MiB")
+    try:
+        return yaml.load(text, Loader)
+    except Unparsed:
+        raise
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = f" at line {mark.line + 1} column {mark.column + 1}" if mark else ""
+        raise Unparsed(f"{error.problem or 'it cannot be read'}{at}") from None
+    except yaml.YAMLError as error:
+        raise Unparsed(" ".join(str(error).split())) from None
+    except Exception as error:  # PyYAML's constructors, of a tag whose value it cannot be
+        raise Unparsed(f"a value is not what its tag says ({type(error).__name__})") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table of a TOML text. Raises Unparsed, and ImportError on Python 3.10 without tomli."""
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        import tomli as tomllib
+
+    if len(text) > MOST_CHARACTERS:
+        raise Unparsed(f"it is larger than {MOST_CHARACTERS >> 20} MiB")
+    if sum(map(text.count, ",[{=")) > MOST_VALUES:
+        raise Unparsed(f"it has more than {MOST_VALUES:,} values")
+    if _DOTTED.search(text):
+        raise Unparsed("it is nested too deeply")
+    try:
+        value: dict[str, Any] = tomllib.loads(text)
+    except RecursionError:
+        raise Unparsed("it is nested too deeply") from None
+    except ValueError as error:
+        raise Unparsed(str(error)) from None
+    _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    """Raise Unparsed for more levels than ``MOST_DEPTH``. ``value`` is a tree."""
+    level: list[Any] = [value]
+    for _ in range(MOST_DEPTH):
+        tables: Iterable[Any] = (one.values() if isinstance(one, dict) else one
+                                 for one in level if isinstance(one, (dict, list)))  # fmt: skip
+        level = [below for table in tables for below in table]
+        if not level:
+            return
+    raise Unparsed("it is nested too deeply")
 
 
 def write_whole(path: str | os.PathLike[str], text: str | bytes, *, replace: bool = True) -> None:

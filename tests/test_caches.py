@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -74,3 +79,36 @@ def test_equal_layouts_trace_nothing_new() -> None:
         estimate(RunSpec(model=resolve_model(MODELS[0]), parallel=parallel, batch=BatchSpec(seq_length=seq)))
     # The last of several stages owns a copy of the tied embedding: its output layer is another block.
     assert context.TRACE_CACHE.traced <= before + 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_fork_estimates_whatever_another_thread_does_meanwhile() -> None:
+    """A fork once had the lock of a thread that it does not have."""
+    held = threading.Event()
+
+    def hold() -> None:
+        with context.TRACE_CACHE.lock:
+            held.set()
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
+        child = os.fork()
+    if not child:
+        signal.alarm(30)
+        os._exit(0 if estimate(RUNS[0]).peak_stage.peak_bytes else 1)
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_fork_sweeps_whatever_another_thread_sweeps() -> None:
+    many = pytest.importorskip("bridge_memory.plan.megatron.many")
+    with many._sweeping:
+        child = os.fork()
+        if not child:
+            os._exit(not many._sweeping.acquire(blocking=False))
+    assert os.waitpid(child, 0)[1] == 0

@@ -22,7 +22,7 @@ from bridge_memory.calibration import journal
 from bridge_memory.calibration.records import ReportRecord, RunRecord, StageRecord
 from bridge_memory.cli import main
 from bridge_memory.comparison.logs import arguments_in, latest_of_each_rank
-from bridge_memory.comparison.snapshot import at_peak, attribute
+from bridge_memory.comparison.snapshot import at_peak, attribute, read_snapshot
 from bridge_memory.readers import model_from_hf_config
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.spec import SpecError, show
@@ -346,12 +346,12 @@ def test_deep_lines_of_a_journal_are_skipped(capsys: pytest.CaptureFixture[str],
     for text in (DEEP, f'{{"schema":"{journal.SCHEMA}","event":"report","notes":{DEEP}', HUGE):
         with open(path, "a") as file:
             file.write(text + "\n")
-    # Nested as deep as JSON allows here, and not as deep as repr does.
+    # Nested as deep as Python's parser allows.
     deep = '{"schema":"%s","event":"report","notes":[%s%s],"stages":%s}\n'
     with open(path, "a") as file:
         file.write(deep % (journal.SCHEMA, "[" * 900, "]" * 900, json.dumps([stage()])))
     journal.append(path, ReportRecord(iteration=3, stages=[]))
-    assert [type(r) for r in journal.read(path)] == [RunRecord, ReportRecord, ReportRecord]
+    assert [type(r) for r in journal.read(path)] == [RunRecord, ReportRecord]
     refused(capsys, "compare", str(path))
 
 
@@ -542,3 +542,147 @@ def test_products_in_a_script_are_worked_out() -> None:
     text = "H=8\n" + (ARRAY % "$(( $H * 8 ))").replace("$(( $H * 8 ))", '"$(( $H * 8 ))"')
     text = text.replace("4)", "4 --seq-length 128 --micro-batch-size 1 --max-position-embeddings 128)")
     assert run_from_megatron_args(text, world_size=8).model.hidden_size == 64
+
+
+# ---- one reader for each format ----
+
+#: 9^9 values in 400 characters.
+LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+#: Format -> texts that once took minutes, gigabytes or ended in a traceback, and words of their refusal.
+HOSTILE = {
+    "yaml": {
+        "laughs": (LAUGHS, "20,000"), "laughs merged": (LAUGHS.replace("i: &i", "i: &i\n  <<:"), "20,000"),
+        "itself": ("a: &a [*a]", "stands for itself"), "itself in a table": ("&a {b: *a}", "stands for itself"),
+        "many lines": ("a: 1\n" * 3_000_000, "larger than"), "many values": ("[" + "b," * 500_000 + "]", "20,000"),
+        "deep": ("[" * 1000, "too deeply"), "deep by aliases": (
+            "a0: &a0 []\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 60)), "too deeply"),
+        "to the base 60": ("a: 1" + ":1" * 300_000, "too long"), "no float": ("a: 1" + ":1" * 3000 + ".5", "too long"),
+        "hexadecimal": ("a: 0x" + "f" * 300_000, "too long"), "digits": (f"a: {HUGE}", "too long"),
+        "an int that is none": ('a: !!int ""', "IndexError"), "a bool that is none": ("a: !!bool x", "KeyError"),
+        "a date that is none": ("a: 2001-99-99", "ValueError"), "a character": ('a: "\\UFFFFFFFF"', "OverflowError"),
+        "code": ("a: !!python/name:os.system x", "tag"), "a zero byte": ("a: \0", "special characters"),
+    },
+    "json": {
+        "deep": ("[" * 100_000, "too deeply"), "as deep as Python takes": ("[" * 900 + "]" * 900, "too deeply"),
+        "many values": ("[" + "[]," * 1_000_001 + "1]", "1,000,000 values"), "digits": (f"[{HUGE}]", "too long"),
+    },
+    "toml": {
+        "dots": ("a." * 100_000 + "a=1", "too deeply"), "dots of a header": (f"[{'a.' * 100_000}a]", "too deeply"),
+        "quoted dots": ("'a' . " * 1000 + "a=1", "deeply"), "long dots": (("a" * 300 + ".") * 2000 + "a=1", "deeply"),
+        "deep": ("a=" + "[" * 1000, "too deeply"), "many values": ("a=1\n" * 100_000, "20,000 values"),
+        "larger": ("#" * (2 << 20), "larger than"), "digits": (f"a={HUGE}", "limit"),
+    },
+}  # fmt: skip
+PARSERS = {"yaml": files.parse_yaml, "json": files.parse_json, "toml": files.parse_toml}
+_CASES = [(kind, name) for kind, texts in HOSTILE.items() for name in texts]
+
+
+@pytest.mark.parametrize(("kind", "name"), _CASES, ids=[f"{kind}-{name}" for kind, name in _CASES])
+def test_no_text_is_more_than_its_bound(kind: str, name: str) -> None:
+    text, words = HOSTILE[kind][name]
+    with pytest.raises(files.Unparsed, match=words):
+        PARSERS[kind](text)
+
+
+def test_what_people_write_is_read_as_the_formats_own_parsers_do() -> None:
+    yaml = pytest.importorskip("yaml")
+    text = "a: &a {b: [1, 2.5, yes, 1:30, ~], c: 'x'}\nd: {<<: *a, c: 2020-01-01}\n1: [*a, *a]\nbig: 12345678901\n"
+    assert files.parse_yaml(text) == yaml.safe_load(text)
+    fewest = f"[{'1,' * (files.MOST_VALUES - 2)}1]"
+    assert len(files.parse_yaml(fewest)) == len(files.parse_json(fewest)) == files.MOST_VALUES - 1
+    deepest = "[" * files.MOST_DEPTH + "]" * files.MOST_DEPTH
+    assert files.parse_yaml(deepest) == files.parse_json(deepest)
+    assert files.parse_json(b'\xef\xbb\xbf{"a": "\\u00e9"}') == {"a": "é"}
+
+
+#: Flags that take a file, with what their commands need beside it.
+_OF_FILES = {
+    "--accelerate": (MODEL,), "--deepspeed": (MODEL,), "--training-args": (MODEL,), "--torchtitan": (MODEL,),
+    "--peft-config": (MODEL,), "--container": (), "--calibration": (MODEL,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", _OF_FILES)
+@pytest.mark.parametrize("suffix", ["yaml", "json", "toml"])
+def test_every_flag_that_takes_a_file_reads_it_within_the_bounds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, suffix: str
+) -> None:
+    path = tmp_path / f"file.{suffix}"
+    container = f"model: {{_target_: x.Y}}\n{LAUGHS}"
+    for text in (LAUGHS, container, DEEP, "a." * 100_000 + "a=1", "a: 1\n" * 3_000_000, "\0"):
+        path.write_text(text)
+        refused(capsys, "estimate", *_OF_FILES[flag], flag, str(path))
+        assert main(["validate", str(path)]) == 2
+        assert len(capsys.readouterr().err) <= 301
+
+
+def test_every_parser_of_texts_is_in_one_place() -> None:
+    """A parser called elsewhere has no bound. What the package itself wrote for its own processes needs none."""
+    parsers = ("json.load", "yaml.load", "yaml.safe_load", "tomllib.load", "pickle.load", "marshal.load")
+    own = {"web/jobs.py", "web/worker.py", "web/openapi.py", "mcp_server/commands.py", "rehearsal/measuring.py",
+           "rehearsal/te_shapes.py", "files.py"}  # fmt: skip
+    root = Path(files.__file__).parent
+    found = {
+        str(path.relative_to(root)) for path in root.rglob("*.py")
+        if any(f"{parser}" in path.read_text(encoding="utf-8") for parser in parsers)
+    }  # fmt: skip
+    assert found <= own, found - own
+
+
+# ---- values and snapshots that share what they hold ----
+
+
+def shared(kind: Any, leaf: Any, levels: int = 30) -> Any:
+    """10^levels leaves in some bytes."""
+    for _ in range(levels):
+        leaf = kind((leaf,) * 10)
+    return leaf
+
+
+def test_no_more_of_a_value_is_made_than_is_shown() -> None:
+    assert show(shared(list, "x")).startswith("[" * 30 + "'x', 'x'") and len(show(shared(tuple, {1: "x"}))) == 60
+    plain: list[Any] = [[1, (2,), ()], {"a": [None, b"x"], 3: {}}, "it's", (), [], {1, 2}, 1.5, "\n"]
+    for value in plain:
+        assert show(value) == ascii(value)
+
+
+@pytest.mark.parametrize(
+    "name", ["filename", "name", "frames", "action", "addr", "size", "state", "key", "a frozen key"]
+)
+def test_a_snapshot_that_shares_what_it_holds_is_refused_or_read(tmp_path: Path, name: str) -> None:
+    """Of 10^30 names in a snapshot of 1 KB each was once made; so was the hash of a key."""
+    lists, given = shared(list, "x"), snapshot_of([block()], [{"action": "alloc", "addr": 1, "size": 1, "frames": []}])
+    if name in ("filename", "name"):
+        given["segments"][0]["blocks"][0]["frames"] = [frame(**{name: lists})]
+    elif name in ("frames", "state"):
+        given["segments"][0]["blocks"][0][name] = lists
+    elif name in ("action", "addr", "size"):
+        given["device_traces"][0][0][name] = lists
+    data = pickle.dumps(given)
+    if "key" in name:  # made without hashing it here
+        make = b"\x87\x94" if name == "key" else b"\x85\x94\x91\x94"
+        data = b"\x80\x04}(\x8c\x01x\x94" + b"".join(b"h%ch%ch%c" % ((n,) * 3) + make for n in range(60)) + b"Nu."
+    try:
+        attribute(at_peak(read_snapshot(data, tmp_path)))
+    except SpecError as error:
+        assert "malformed" in str(error) and len(str(error)) < 300
+    else:
+        assert name in ("action", "size", "state")
+
+
+def test_a_snapshot_of_nine_bytes_takes_no_memory(tmp_path: Path) -> None:
+    """Its one opcode makes room for 2^32 objects."""
+    with pytest.raises(SpecError, match="malformed"):
+        read_snapshot(b"\x80\x03}r\xff\xff\xff\xff.", tmp_path)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_snapshots_hold_is_read_in_every_protocol(tmp_path: Path, protocol: int) -> None:
+    """Numbers of every width and sign, texts of every length, and pools' ids, which are tuples."""
+    given = snapshot_of([block(address=1 << n, segment_pool_id=(n, 1 << n % 30)) for n in range(60)], [
+        {"action": "x" * n, "size": -(1 << n % 100), "time_us": 1 << n % 100, "frames": [frame(name="é" * n)],
+         "f": n / 7, "known": (n > 3, None)[n % 2]} for n in (*range(300), 70_000)
+    ])  # fmt: skip
+    assert read_snapshot(pickle.dumps(given, protocol), tmp_path) == given

@@ -15,8 +15,8 @@ import pytest
 
 from bridge_memory import ParallelSpec, RunSpec, peaks
 from bridge_memory.cli import main
-from bridge_memory.mcp_server.child import ENDS_WITH_STDIN
 from bridge_memory.mcp_server.commands import MOST_SECONDS
+from bridge_memory.processes import ENDS_WITH_STDIN
 
 pytest.importorskip("mcp.server.mcpserver", reason="mcp 2 is not installed")
 import anyio

@@ -164,12 +164,14 @@ def _options(text: str) -> bool:
 
 def _is_corpus(text: str) -> bool:
     """JSON records, one a line; a single one is told from a configuration by its file's name alone."""
+    from bridge_memory.files import parse_json
+
     lines = text.split("\n", 2)
     if len(lines) < 2 or not lines[0].startswith("{"):
         return False
     try:
-        return isinstance(json.loads(lines[0]), dict) and lines[1].startswith("{")
-    except (ValueError, RecursionError):
+        return isinstance(parse_json(lines[0]), dict) and lines[1].startswith("{")
+    except ValueError:
         return False
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import pickletools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,17 +28,39 @@ MOST_OF_A_SNAPSHOT = 2 << 30
 MOST_BLOCKS = 2_000_000
 LONGEST_NAME = 500
 
+#: A stretch of what pickle writes of dicts, lists, numbers and text (``pickletools.opcodes``), but for long texts.
+#: Tuples hold small numbers alone: Python hashes a key part by part, however often a tuple holds another twice.
+_NUMBER = rb"(?:K.|M..|J....)"
+_PLAIN = re.compile(
+    rb"(?:" + _NUMBER + rb"{2}\x86|" + _NUMBER + rb"|[N\x88\x89]|G.{8}|\x8a(?:"
+    + rb"|".join(rb"[\x%02x].{%d}" % (n, n) for n in range(17))
+    + rb")|[\]})(aesu\x94.]|h.|j....|q.|r.{3}\0|\x95.{8}){1,4096}", re.DOTALL,
+)  # fmt: skip
+#: Opcode of a text -> bytes of the length before it.
+_TEXTS = {0x8C: 1, ord("X"): 4, 0x8D: 8}
+#: Opcodes that import or call.
+_CODE = ("GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4")
+
+
+def _check_plain(data: bytes) -> None:
+    """Raise SpecError for a pickle that makes more than plain data, or more of it than it has opcodes."""
+    at = 2  # after the protocol
+    while at < len(data):
+        if width := _TEXTS.get(data[at]):
+            at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+        elif found := _PLAIN.match(data, at):
+            at = found.end()
+        else:
+            opcode = next((code.name for code in pickletools.opcodes if ord(code.code) == data[at]), "no opcode")
+            what = "holds code" if opcode in _CODE else "is malformed"
+            raise SpecError(f"the snapshot {what} ({opcode}); give a file that torch.cuda.memory._dump_snapshot wrote")
+
+
 class _NoCode(pickle.Unpickler):
-    """Refuses whatever is not plain data: a snapshot is dicts, lists, tuples, numbers and text."""
+    """Refuses code once more, whatever ``_check_plain`` takes for none."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise SpecError(
-            f"the snapshot names {ascii(module)[1:-1][:60]}.{ascii(name)[1:-1][:60]}, which is code; "
-            "give a file that torch.cuda.memory._dump_snapshot wrote"
-        )
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise SpecError("the snapshot refers to data outside itself; give a file of _dump_snapshot")
+        raise SpecError("the snapshot holds code; give a file that torch.cuda.memory._dump_snapshot wrote")
 
 
 def is_snapshot(head: bytes) -> bool:
@@ -49,6 +72,9 @@ def read_snapshot(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
     """The snapshot's dict, of what the file at ``path`` holds. Raises SpecError for a file that is something else, or
     holds code."""
     try:
+        if data[:1] != pickle.PROTO:
+            raise ValueError
+        _check_plain(data)
         value = _NoCode(io.BytesIO(data)).load()
     except SpecError:
         raise
@@ -221,7 +247,7 @@ class _Frames:
         if id(entry) not in self._frames:
             filename, name, line = entry.get("filename", ""), entry.get("name", ""), entry.get("line", 0)
             if not isinstance(filename, str) or not isinstance(name, str):
-                raise ValueError(f"{show(filename)}, {show(name)} is no frame")
+                raise ValueError("a frame's filename and name must be text")
             number = line if isinstance(line, int) and abs(line) < 1 << 64 else 0
             self._frames[id(entry)] = Frame(filename[-LONGEST_NAME:], name[:LONGEST_NAME], number)
         return self._frames[id(entry)]

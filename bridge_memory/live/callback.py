@@ -21,11 +21,11 @@ from typing import Any
 
 from bridge_memory.live import gather, oom
 from bridge_memory.live.cuda import Reading, read_cuda
-from bridge_memory.live.guard import never_raises, warn_once
+from bridge_memory.live.guard import never_raises, pass_on, warn_once
 from bridge_memory.live.prediction import BUILT, FIRST_STEP, STEADY
 from bridge_memory.live.reporter import Reporter
 from bridge_memory.live.table import THRESHOLD
-from bridge_memory.spec import RunSpec
+from bridge_memory.spec import RunSpec, SpecError, show
 
 
 class MemoryReport:
@@ -48,6 +48,9 @@ class MemoryReport:
             some of them.
         emit: Called with the text of every report. None: it is printed.
         read: Called with (rank, stage); returns the Reading of this process.
+
+    Raises:
+        SpecError: An argument is not what it has to be.
 
     Example:
         >>> from bridge_memory import MemoryReport, ParallelSpec, RunSpec
@@ -77,6 +80,10 @@ class MemoryReport:
         self._reporter = Reporter(
             path, calibration_path=calibration, html=html, threshold=threshold, deadline=deadline, emit=emit, read=read
         )
+        if every is not None and (type(every) is not int or every < 1):
+            raise SpecError(f"every ({show(every)}) is not a number of steps; give 1 or more, or leave it out")
+        if run is not None and not isinstance(run, RunSpec) and not callable(run):
+            raise SpecError(f"run ({show(run)}) is neither a RunSpec nor a function that gives one; give one of them")
         #: Steps between reports; None: the container's interval, or 100.
         self.every = every
         self._run = run
@@ -120,13 +127,14 @@ class MemoryReport:
 
     @never_raises
     def step(self) -> None:
-        """Call after every optimizer step, on every rank."""
-        self._optimizer_steps += 1
-        moment = self._moment(self._optimizer_steps, self.every or 100)
+        """Call after every optimizer step, on every rank, from one thread: reports of others at the same time are left
+        out."""
+        self._optimizer_steps = steps = self._optimizer_steps + 1
+        moment = _moment(steps, self.every or 100)
         if moment is not None:
             if self._config is None:
                 self._config = self._run_given()
-            self._reporter.report(self._config, moment, self._optimizer_steps)
+            self._reporter.report(self._config, moment, steps)
 
     @never_raises
     def end(self) -> None:
@@ -160,15 +168,11 @@ class MemoryReport:
         try:
             return self._run() if callable(self._run) else self._run
         except Exception as error:
+            pass_on(error)
             warn_once("reading the run", error)
             return None
 
     # ---- due reports ----
-
-    def _moment(self, iteration: int, every: int) -> str | None:
-        if self._optimizer_steps in (1, 2):
-            return FIRST_STEP if self._optimizer_steps == 1 else STEADY
-        return STEADY if iteration % every == 0 else None
 
     def _due(self, context: Any, iteration: int) -> str | None:
         """The due moment; the same on every rank, since it depends only on counters and the container."""
@@ -186,6 +190,12 @@ class MemoryReport:
         where = self._reporter.place(self._config)
         prediction = self._reporter.prediction(self._config)
         self._reporter.emit(oom.report(prediction, self._reporter.reading(where), wanted))
+
+
+def _moment(steps: int, every: int) -> str | None:
+    if steps in (1, 2):
+        return FIRST_STEP if steps == 1 else STEADY
+    return STEADY if steps % every == 0 else None
 
 
 def _iteration(state: Any) -> int:

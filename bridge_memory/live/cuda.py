@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bridge_memory.calibration.records import is_figure
-from bridge_memory.live.guard import error_words
+from bridge_memory.live.guard import error_words, pass_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,10 @@ class Reading:
     def headroom(self) -> int:
         """Free memory of the GPU if this rank reaches its highest reservation again."""
         return self.device_total - self.outside - self.max_reserved
+
+    def checked(self) -> Reading:
+        """Itself. Raises TypeError where a figure is not an integer."""
+        return Reading.from_json(asdict(self))
 
     def to_json(self) -> dict[str, int | str]:
         record: dict[str, int | str] = asdict(self)
@@ -77,4 +81,5 @@ def read_cuda(rank: int, stage: int) -> Reading:
             ooms=int(stats.get("num_ooms", 0)),
         )
     except Exception as error:
+        pass_on(error)
         return Reading(rank=rank, stage=stage, error=error_words(error))

@@ -16,8 +16,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from bridge_memory.calibration.records import ReportRecord
+from bridge_memory.files import parse_json
 from bridge_memory.live.cuda import Reading
-from bridge_memory.live.guard import TRIES
+from bridge_memory.live.guard import TRIES, pass_on
 
 #: Seconds that the collecting rank waits for the others, which have just finished the same step.
 DEADLINE = 10.0
@@ -79,8 +80,9 @@ def collect(
     readings, missing = [], sorted(set(ranks) - set(arrived))
     for rank, text in zip(arrived, texts, strict=True):
         try:
-            reading = Reading.from_json(json.loads(text))
-        except Exception:
+            reading = Reading.from_json(parse_json(text))
+        except Exception as error:
+            pass_on(error)
             missing.append(rank)
         else:
             readings.append(replace(reading, rank=rank))
@@ -91,11 +93,14 @@ class Collector:
     """``collect`` at every report of a run, with limited patience.
 
     A report is incomplete where a rank that it waits for is missing. After ``TRIES`` consecutive incomplete reports the
-    missing ranks are polled but not waited for, until they are back.
+    missing ranks are polled but not waited for, until they are back. Where no other rank has ever answered, the first
+    report alone waits for long: the callback may run on this rank only.
     """
 
     def __init__(self) -> None:
         self._failures = 0
+        #: Whether any other rank has answered yet.
+        self.answered = False
         self._missing: set[int] = set()
         self._given_up: deque[int] = deque()
 
@@ -105,7 +110,7 @@ class Collector:
         """As ``collect``."""
         gone = set(self._given_up)
         waited_for = [rank for rank in ranks if rank not in gone]
-        wait = deadline if self._failures < TRIES else min(deadline, GRACE)
+        wait = deadline if self._failures < (TRIES if self.answered else 1) else min(deadline, GRACE)
         readings, missing = collect(store, moment, waited_for, deadline=wait)
         if missing:
             self._failures += 1
@@ -114,6 +119,7 @@ class Collector:
             self._failures = 0
             self._missing.clear()
         back, _ = collect(store, moment, self._next_given_up(), deadline=0.0)
+        self.answered = self.answered or bool(readings or back)
         gone.difference_update(reading.rank for reading in back)
         if back:
             self._given_up = deque(rank for rank in self._given_up if rank in gone)
@@ -133,14 +139,16 @@ def _get_all(store: Store, keys: list[str]) -> list[bytes]:
     """One round trip where the store can, for jobs of thousands of ranks."""
     try:
         return list(store.multi_get(keys)) if keys else []
-    except Exception:
+    except Exception as error:
+        pass_on(error)
         return [_get(store, key) for key in keys]
 
 
 def _get(store: Store, key: str) -> bytes:
     try:
         return store.get(key)
-    except Exception:
+    except Exception as error:
+        pass_on(error)
         return b""
 
 
@@ -185,8 +193,9 @@ class Fetcher:
 
 def _shared(store: Store, key: str) -> dict[str, object] | None:
     try:
-        value = json.loads(store.get(key)) if _there(store, key) else None
-    except Exception:
+        value = parse_json(store.get(key)) if _there(store, key) else None
+    except Exception as error:
+        pass_on(error)
         return None
     return value if isinstance(value, dict) else None
 
@@ -209,5 +218,6 @@ def _wait(store: Store, keys: dict[int, str], deadline: float) -> set[int]:
 def _there(store: Store, *keys: str) -> bool:
     try:
         return store.check(list(keys))
-    except Exception:
+    except Exception as error:
+        pass_on(error)
         return False

@@ -20,8 +20,9 @@ except ModuleNotFoundError as missing:
 
 from bridge_memory.live.callback import MemoryReport
 from bridge_memory.live.guard import never_raises
+from bridge_memory.live.reporter import check_file
 from bridge_memory.live.runs import run_of_trainer
-from bridge_memory.spec import RunSpec
+from bridge_memory.spec import RunSpec, SpecError, show
 
 #: The journal where nobody says another place: beside the checkpoints of the run.
 JOURNAL = "{output_dir}/memory_report.jsonl"
@@ -43,6 +44,7 @@ class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # 
         options: Further arguments of ``MemoryReport``.
 
     Raises:
+        SpecError: An argument is not what it has to be.
         ImportError: transformers is not installed.
 
     Example:
@@ -61,6 +63,12 @@ class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # 
                 "pip install transformers",
                 name="transformers",
             )
+        for name, file in (("path", path), ("html", html)):
+            check_file(name, file)
+        if run is not None and not isinstance(run, RunSpec):
+            raise SpecError(f"run ({show(run)}) is not a RunSpec; give one, or leave it out")
+        if seq_length is not None and (type(seq_length) is not int or seq_length < 1):
+            raise SpecError(f"seq_length ({show(seq_length)}) is not a number of tokens; give 1 or more")
         self._given = run
         self._seq_length = seq_length
         self._args: Any = None

@@ -11,6 +11,7 @@ from typing import Any
 
 from bridge_memory.calibration.records import FactRecord, MachineRecord
 from bridge_memory.cards.generations import DEFAULT_GENERATION, generation_of
+from bridge_memory.live.guard import pass_on
 from bridge_memory.readers import environment
 from bridge_memory.releases import release_in, release_words
 from bridge_memory.spec import RunSpec
@@ -65,6 +66,7 @@ class Machine:
         try:
             gpu = _device(modules.get("torch"), facts, notes)
         except Exception as error:
+            pass_on(error)
             notes.append(f"the GPU is not known ({type(error).__name__}): {_AS_DEFAULT}")
         for name, (module, words) in _PACKAGES.items():
             with suppress(Exception):

@@ -166,6 +166,9 @@ def install(
     Returns:
         The patches in place. ``uninstall()``, or the end of a ``with``, takes them out; ``patched`` lists them.
 
+    Raises:
+        SpecError: An argument is not what it has to be.
+
     Example:
         >>> from bridge_memory import install
         >>> with install() as installed:

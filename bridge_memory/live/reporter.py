@@ -17,7 +17,7 @@ from bridge_memory.calibration.residuals import versions
 from bridge_memory.files import write_whole
 from bridge_memory.live import gather, loggers
 from bridge_memory.live.cuda import Reading, read_cuda
-from bridge_memory.live.guard import Attempts, error_words, never_raises, warn_once
+from bridge_memory.live.guard import Alone, Attempts, error_words, never_raises, pass_on, warn_once
 from bridge_memory.live.machine import Machine
 from bridge_memory.live.place import Place, place
 from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predict
@@ -25,7 +25,8 @@ from bridge_memory.live.table import THRESHOLD, notes, stage_records, text_table
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.report.history import History
 from bridge_memory.report.units import ranges
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import RunSpec, SpecError, show
+from bridge_memory.spec.errors import finite
 from bridge_memory.theoretical_memory_utils import remarks, theoretical_memory_line
 
 _serial = itertools.count()
@@ -47,12 +48,22 @@ class Reporter:
         emit: Callable[[str], None] | None = None,
         read: Callable[[int, int], Reading] = read_cuda,
     ) -> None:
+        """Raises SpecError for an argument that is none."""
+        for name, file in (("path", path), ("calibration", calibration_path), ("html", html)):
+            check_file(name, file)
+        for name, number in (("threshold", threshold), ("deadline", deadline)):
+            if not finite(number) or number < 0:
+                raise SpecError(f"{name} ({show(number)}) is not a number of 0 or more; give one")
+        if not callable(read) or not (emit is None or callable(emit)):
+            name, wrong = ("emit", emit) if callable(read) else ("read", read)
+            raise SpecError(f"{name} ({show(wrong)}) is not a function; give one, or leave it out")
         self.calibration_path = calibration_path
         self.history = History()
         self.threshold = threshold
         self.deadline = deadline
         self.emit = emit or (lambda text: print(text, flush=True))
         self.read = read
+        self._alone = Alone()
         #: Every rank creates reporters in the same order, so this name is the same on all of them.
         self.name = f"reporter{next(_serial)}"
         self.loggers = loggers.Loggers()
@@ -60,6 +71,7 @@ class Reporter:
         self._collector = gather.Collector()
         self._fetcher = gather.Fetcher()
         #: Steps of a report; each may fail without affecting the others.
+        self._reading = Attempts("reading the GPU's memory")
         self._publishing = Attempts("publishing a reading")
         self._sharing = Attempts("sharing the report")
         self.write_to(path, html)
@@ -100,6 +112,7 @@ class Reporter:
                 )
                 self._prediction = replace(made, assumptions=(*made.assumptions, *machine.notes))
             except Exception as error:
+                pass_on(error)
                 warn_once("the prediction", error)
         return self._prediction
 
@@ -114,9 +127,14 @@ class Reporter:
 
     def reading(self, where: Place) -> Reading:
         """This rank's reading; an exception becomes its ``error``."""
+        found: Reading | None = self._reading(self._read, where)
+        return found or Reading(where.rank, where.stage, error="left out, as it takes long")
+
+    def _read(self, where: Place) -> Reading:
         try:
-            return self.read(where.rank, where.stage)
+            return self.read(where.rank, where.stage).checked()
         except Exception as error:
+            pass_on(error)
             return Reading(where.rank, where.stage, error=error_words(error))
 
     # ---- the report ----
@@ -125,7 +143,17 @@ class Reporter:
     def report(
         self, config: Any, moment: str, iteration: int, *, state: Any = None, num_microbatches: int | None = None
     ) -> None:
-        """Every rank calls this at the same steps; only rank 0 (and the logging rank) wait for anything."""
+        """Every rank calls this at the same steps; only rank 0 (and the logging rank) wait for anything. Does nothing
+        while another thread's report goes on, or the one that a signal's handler interrupts."""
+        if self._alone.taken():
+            try:
+                self._report(config, moment, iteration, state, num_microbatches)
+            finally:
+                self._alone.release()
+
+    def _report(
+        self, config: Any, moment: str, iteration: int, state: Any, num_microbatches: int | None
+    ) -> None:
         where = self.place(config)
         reading = self.reading(where)
         store = gather.default_store() if where.world_size > 1 else None
@@ -206,7 +234,8 @@ class Reporter:
         title += f"\n  {self.machine(config).line()}"
         lines = [text_table(table.stages, title), *(f"  {note}" for note in table.notes)]
         if table.missing_ranks:
-            lines.append(f"  no reading in time from ranks {ranges(table.missing_ranks)}")
+            alone = "" if self._collector.answered else "; MemoryReport belongs on every rank"
+            lines.append(f"  no reading in time from ranks {ranges(table.missing_ranks)}{alone}")
         self._showing(self.emit, "\n".join(lines))
 
     def _run_record(self, config: Any) -> RunRecord:
@@ -226,6 +255,7 @@ class Reporter:
         try:
             line = theoretical_memory_line(config, num_microbatches)
         except Exception as error:
+            pass_on(error)
             warn_once("Bridge's line", error)
             return False
         if line:
@@ -237,6 +267,7 @@ class Reporter:
         try:
             found = remarks(config)
         except Exception as error:
+            pass_on(error)
             warn_once("the remarks on Bridge's line", error)
             return
         if found:
@@ -261,6 +292,12 @@ class Reporter:
         """Training is over: write the page without reloading."""
         if self.html is not None and self.history.reports:
             self._drawing(draw, self.html, self.history)
+
+
+def check_file(name: str, file: object) -> None:
+    """Raise SpecError where the argument ``name`` is neither None nor a path."""
+    if file is not None and not (isinstance(file, (str, os.PathLike)) and os.fspath(file)):
+        raise SpecError(f"{name} ({show(file)}) is not a path; give a file, or leave it out")
 
 
 def draw(path: str | os.PathLike[str], history: History, *, refresh: int = 0) -> None:

@@ -17,7 +17,7 @@ import anyio
 from anyio.abc import ByteReceiveStream, Process
 
 import bridge_memory
-from bridge_memory.mcp_server.child import ENDS_WITH_STDIN
+from bridge_memory.processes import ENDS_WITH_STDIN
 from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.errors import bounded
 

@@ -6,15 +6,17 @@ done here. A backend of joblib (its own, or a Dask or Ray cluster) is sent the w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
+from bridge_memory.processes import end_with_parent
 from bridge_memory.spec import SpecError, show
 
 T = TypeVar("T")
 
-#: What forked processes do, set before they are.
+#: What this process does, where it is a fork of ``spread``.
 _work: Callable[[Any], Any] | None = None
 
 
@@ -37,21 +39,24 @@ def spread(jobs: int, work: Callable[[Any], T], tasks: Iterable[Any], backend: s
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    global _work
-    _work = work
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _deaf)
+    # A fork has the arguments of its initializer without their being sent.
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _begin, (work, os.getpid()))
     try:
         yield from pool.map(_do, tasks)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        _work = None
 
 
-def _deaf() -> None:
-    """Ctrl-C is for the process that shows what was found."""
+def _begin(work: Callable[[Any], Any], parent: int) -> None:
+    """In a fork. Ctrl-C is for the process that shows what was found; its other signals are not for this one."""
     import signal
 
+    global _work
+    _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for ends in ("SIGTERM", "SIGHUP"):
+        signal.signal(getattr(signal, ends), signal.SIG_DFL)
+    end_with_parent(parent)
 
 
 def _do(task: Any) -> Any:

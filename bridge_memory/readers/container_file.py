@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from types import SimpleNamespace
 from typing import Any
 
-from bridge_memory.files import read_text
+from bridge_memory.readers.engines.files import read_table
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.errors import bounded
 
@@ -24,8 +24,6 @@ RECIPES = "megatron.bridge.recipes"
 #: megatron-core's enums that the YAML stores by value: value -> name (``transformer/enums.py: AttnBackend``).
 _MEMBERS = {"AttnBackend": {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}}
 _MARKS = ("_target_", "_call_", "_partial_", "_args_")
-#: Maximum nesting depth of a config.
-_DEEPEST = 40
 
 
 def container_from_file(path: str | os.PathLike[str]) -> Any:
@@ -35,38 +33,27 @@ def container_from_file(path: str | os.PathLike[str]) -> Any:
         SpecError: The file cannot be read, or is not a container's YAML.
     """
     give = "give the run_config.yaml that Megatron Bridge writes"
-    text = read_text(path, give)
     name = bounded(os.fspath(path), 120)
-    try:
-        import yaml
-    except ImportError:
-        raise SpecError("a container's YAML is read with PyYAML; pip install pyyaml") from None
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise SpecError(f"{name} is no YAML ({bounded(str(error).splitlines()[0], 120)}); {give}") from None
-    if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+    data = read_table(os.fspath(path), give)
+    if not isinstance(data.get("model"), Mapping):
         raise SpecError(f"{name} has no model; {give}")
     if "_target_" not in data["model"]:
         raise SpecError(f"the model of {name} has no _target_, the class of its provider; {give}")
-    return _object(data, 0)
+    container = _object(data)
+    return SimpleNamespace(**container) if isinstance(container, dict) else container
 
 
-def _object(value: Any, depth: int) -> Any:
-    if depth > _DEEPEST:
-        raise SpecError(f"a container of more than {_DEEPEST} levels is none; give the one that Megatron Bridge writes")
+def _object(value: Any) -> Any:
     if isinstance(value, list):
-        return [_object(item, depth + 1) for item in value]
+        return [_object(item) for item in value]
     if not isinstance(value, Mapping):
         return value
     target = value.get("_target_")
-    fields = {
-        key: _object(item, depth + 1) for key, item in value.items() if isinstance(key, str) and key not in _MARKS
-    }
+    fields = {key: _object(item) for key, item in value.items() if key not in _MARKS}
     if not isinstance(target, str):
         if "_target_" in value:
             raise SpecError(f"_target_ ({bounded(str(target), 60)}) in a container is the name of a class; correct it")
-        return SimpleNamespace(**fields) if depth == 0 else fields
+        return fields
     module, _, name = target.rpartition(".")
     name = name or target
     if module == "torch":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from bridge_memory.files import parse_json, read_text
+from bridge_memory.files import Unparsed, parse_json, read_text
 from bridge_memory.readers.fields import shown
 from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.readers.presets import find_presets, list_presets, preset_path
@@ -145,12 +144,8 @@ def parse_config(text: str, name: str) -> Mapping[str, Any]:
     """A JSON object from text. Raises SpecError."""
     try:
         config = parse_json(text)
-    except json.JSONDecodeError as error:
-        raise SpecError(
-            f"{name}: not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
-        ) from None
-    except ValueError:
-        raise SpecError(f"{name}: not valid JSON: nested too deeply or a number too long") from None
+    except Unparsed as error:
+        raise SpecError(f"{name}: not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise SpecError(f"{name}: the config is {shown(config)}; it must be a JSON object")
     return config

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite
+from typing import Any
 
 #: Most characters of the line that shows a refusal, and of any SpecError.
 LONGEST_LINE = 300
@@ -73,8 +74,37 @@ def finite(value: object) -> bool:
 
 def show(value: object) -> str:
     """Any user's value as a short line of ASCII."""
+    text = ""
     try:
-        text = ascii(value).replace("\n", " ")
-    except Exception:  # integers of more digits than Python prints; lists nested too deeply; objects that break
+        for piece in _pieces(value):
+            text += piece
+            if len(text) > _SHOWN:
+                break
+    except Exception:  # integers of more digits than Python prints; objects that break
         text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+#: Most characters of a value in a message.
+_SHOWN = 60
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """``ascii(value)`` piece by piece, so that nobody expands more of a value than is shown: lists that share what they
+    hold can stand for more than any memory."""
+    if type(value) in (list, tuple) and value:
+        yield "[" if type(value) is list else "("
+        for i, one in enumerate(value):
+            yield ", " if i else ""
+            yield from _pieces(one)
+        yield "]" if type(value) is list else ",)" if len(value) == 1 else ")"
+    elif type(value) is dict:
+        yield "{"
+        for i, (key, one) in enumerate(value.items()):
+            yield ", " if i else ""
+            yield from _pieces(key)
+            yield ": "
+            yield from _pieces(one)
+        yield "}"
+    else:
+        yield ascii(value[: 2 * _SHOWN] if type(value) in (str, bytes) else value).replace("\n", " ")

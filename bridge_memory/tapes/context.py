@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
+from bridge_memory.processes import whole_in_forks
 from bridge_memory.releases import (
     EXPERTS_IN_ONE_PARAMETER,
     MTP_CHECKPOINT_DIFFERENTIATES,
@@ -180,6 +181,7 @@ class TraceCache:
 
 #: The cache that all estimates of this process share.
 TRACE_CACHE = TraceCache()
+whole_in_forks(TRACE_CACHE.lock)
 
 
 class ManyBlocks(Protocol):

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from bridge_memory.spec import SpecError
@@ -89,7 +90,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
             reported = time.monotonic()
             say({"progress": {"looked_at": looked_at, "fit": fitting}})
 
-    found = search(space, hardware, capacity=gpu.capacity_bytes, margin=lambda peak: margin_bytes(peak, gpus),
+    found = search(space, hardware, capacity=gpu.capacity_bytes, margin=partial(margin_bytes, world_size=gpus),
                    progress=progress)  # fmt: skip
     best = found.best(asked["top"])
     return {

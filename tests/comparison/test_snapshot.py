@@ -140,7 +140,7 @@ def test_a_snapshot_is_read_without_executing_it(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps({**snapshot(), "device_traces": Evil()}))
-    with pytest.raises(SpecError, match=r"names (posix|nt)\.system, which is code"):
+    with pytest.raises(SpecError, match="holds code"):
         read_snapshot(path.read_bytes(), path)
     assert not (tmp_path / "EXECUTED").exists()
     path.write_bytes(pickle.dumps(snapshot()))

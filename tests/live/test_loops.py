@@ -60,7 +60,7 @@ def test_the_run_may_be_known_later_and_its_failure_is_no_end(tmp_path: Path) ->
     assert records[0].stages[0].predicted_peak is None and records[1].stages[0].predicted_peak
 
 
-@pytest.mark.parametrize("run", [None, 3, "Llama", lambda: 1 / 0])
+@pytest.mark.parametrize("run", [None, lambda: 3, lambda: "Llama", lambda: 1 / 0], ids=["none", "3", "text", "error"])
 def test_what_is_no_run_leaves_torchs_figures(run: Any) -> None:
     shown: list[str] = []
     report = MemoryReport(None, run=run, emit=shown.append, read=reading)

@@ -82,10 +82,10 @@ def test_the_command_line_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is no YAML"), ("- 1", "has no model"), ("model: 3", "has no model"), ("", "has no model"),
+        ("{", "not valid JSON"), ("- 1", "it holds a list"), ("model: 3", "has no model"), ("", "it holds nothing"),
         ("model: {_target_: 3}", "the name of a class"),
-        ("model: {_target_: a.B, a: " + "{a: " * 60 + "1" + "}" * 61, "levels"),
-        ("model: !!python/object/apply:os.system [echo]", "is no YAML"), ("model: {num_layers: x}", "no _target_"),
+        ("model: {_target_: a.B, a: " + "{a: " * 60 + "1" + "}" * 61, "nested too deeply"),
+        ("model: !!python/object/apply:os.system [echo]", "not valid YAML"), ("model: {num_layers: x}", "no _target_"),
         (YAML.replace("num_layers: 4", "num_layers: x"), "num_layers"),
     ],
 )  # fmt: skip

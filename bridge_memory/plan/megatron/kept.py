@@ -18,13 +18,13 @@ from zipfile import BadZipFile
 import numpy as np
 
 import bridge_memory
-from bridge_memory.files import read_bytes, write_whole
+from bridge_memory.files import parse_json, read_bytes, write_whole
 from bridge_memory.spec import SpecError, show
 from bridge_memory.tapes.many import RunGrid
 from bridge_memory.tapes.packed import name, pack, unpack
 
-#: Bytes of a file that is read.
-MOST = 256 << 20
+#: Bytes of a file that is read, and of its arrays.
+MOST, MOST_UNPACKED = 256 << 20, 2 << 30
 #: The one array of a file that is text: JSON in UTF-8.
 _ABOUT = "about"
 
@@ -50,12 +50,15 @@ class KeptCosts:
         """What is kept of ``grid``."""
         known = name(grid)
         try:
-            data = np.load(io.BytesIO(read_bytes(self._path(known), "", MOST)), allow_pickle=False)
-            about = json.loads(data[_ABOUT].tobytes())
+            data = np.load(io.BytesIO(read_bytes(self._path(known), "", MOST, pipes=False)), allow_pickle=False)
+            if sum(file.file_size for file in data.zip.infolist()) > MOST_UNPACKED:
+                return
+            about = parse_json(data[_ABOUT].tobytes())
             if about["name"] != known or about["code"] != code():
                 return
             unpack(grid, {key: data[key] for key in data.files}, about)
-        except (SpecError, BadZipFile, OSError, EOFError, KeyError, TypeError, ValueError, AttributeError):
+        except (SpecError, BadZipFile, OSError, EOFError, KeyError, TypeError, ValueError, AttributeError,
+                MemoryError):
             return
         self._there[known] = len(about["blocks"])
 

@@ -883,6 +883,16 @@ _swept: tuple[str, Sweep] | None = None
 _sweeping = Lock()
 
 
+def _sweep_anew() -> None:
+    """In a fork, whose parent's thread may be in the middle of a sweep."""
+    global _sweeping, _swept
+    _sweeping, _swept = Lock(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_sweep_anew)
+
+
 def fitting(
     sheet: Sheet, hardware: Hardware, constants: Constants, fits: Fits, refused: Refused,
     jobs: int = 1, backend: str | None = None, costs: KeptCosts | None = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.estimation import model_state, peaks
@@ -194,7 +195,8 @@ def _in_batches(
             progress(looked_at, fit)
     except KeyboardInterrupt:
         stopped = True
-    rows = _Batched(sheet, found, lambda run: _row(run, hardware, limit, constants), cache)
+    make = partial(_row, hardware=hardware, limit=limit, constants=constants)
+    rows = _Batched(sheet, found, make, cache)
     return Found(rows, looked_at, looked_at - fit, refused, stopped, without_activations, batched=True)
 
 
