@@ -21,6 +21,7 @@ from bridge_memory.releases import (
     EXPERTS_FUSED_BY_OPS,
     FC1_OUTPUT_HELD,
     FP4_PADDED_TO_128,
+    FUSED_ROUTER_SCORES_IN_FP32,
     PERMUTED_BY_ARGSORT,
     ROUTER_SCORES_IN_FP32,
     ROWS_ADDED_DETERMINISTICALLY,
@@ -236,7 +237,8 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
     routing_map = tape.tensor("routing map", n.entering * experts, grad=False)
     probs = tape.tensor("routing probabilities", table)
     if ctx.impl.moe_router_fusion:
-        scores = tape.tensor("router scores", table, grad=False)
+        own = 4 if FUSED_ROUTER_SCORES_IN_FP32(ctx.impl) else width
+        scores = tape.tensor("router scores", n.entering * experts * own, grad=False)
         tape.op("top-k", logits, (probs, routing_map, scores), saves=(routing_map, scores))
     else:
         chosen, kept = _scores(r, spec, logits, n, width)
@@ -254,8 +256,11 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
         routing_map = within
         probs = tape.make("routing probabilities within capacity", probs, table, saves=(routing_map,))
     if spec.router_load_balancing_type not in ("none", "sinkhorn"):
-        wide = spec.router_score_function == "softmax" or AUXILIARY_SCORES_IN_FP32(ctx.impl)
-        own = 4 if wide and not ctx.impl.moe_router_fusion else width
+        if ctx.impl.moe_router_fusion:
+            wide = FUSED_ROUTER_SCORES_IN_FP32(ctx.impl)
+        else:
+            wide = spec.router_score_function == "softmax" or AUXILIARY_SCORES_IN_FP32(ctx.impl)
+        own = 4 if wide else width
         aux = tape.make("auxiliary-loss scores", logits, n.entering * experts * own, save_output=True)
         out = tape.make("routing probabilities with auxiliary loss", (probs, aux), 0, saves=(aux,), alias=True)
         out.grad_bytes = 0
