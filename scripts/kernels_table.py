@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,8 +27,8 @@ from generated_files import parser_of, write_or_check  # noqa: E402
 JUDGED = ROOT / "scripts" / "kernels.yaml"
 SCANNED = ROOT / "scripts" / "kernels.json"
 TARGET = ROOT / "references" / "generated" / "kernels.md"
-#: Package -> the folder of it that is scanned, and its name for people.
-PACKAGES = {"te": ("transformer_engine/pytorch", "Transformer Engine"), "core": ("megatron/core", "megatron-core")}
+#: Package -> the folder of it that is scanned; ``csrc``: of the source release of transformer_engine_torch.
+PACKAGES = {"te": "transformer_engine/pytorch", "core": "megatron/core", "csrc": "csrc"}
 HEAD = """\
 # What kernels save for backward
 
@@ -83,7 +84,7 @@ def _saved(node: ast.AST) -> Saved | None:
         given = _given(part)
         if given is not None:
             lines.append(part.lineno)  # type: ignore[attr-defined]
-            saves += [ast.unparse(x) for x in given]
+            saves += [name for x in given for name in _names(x)]
     attributes = sorted(
         {
             part.attr for part in ast.walk(node)
@@ -92,10 +93,25 @@ def _saved(node: ast.AST) -> Saved | None:
         }
     )  # fmt: skip
     function = isinstance(node, ast.ClassDef)
-    if not saves and not (function and attributes):
+    if not saves and not function:
         return None
     line = min(lines) if lines else node.lineno  # type: ignore[attr-defined]
     return Saved(line, tuple(sorted(set(saves))), tuple(attributes) if function else ())
+
+
+#: Tensors that statements before have collected.
+_COLLECTED = re.compile(r"\*\(?tensors_to_save\w*( or \(\)\))?")
+
+
+def _names(node: ast.expr) -> Iterator[str]:
+    """A saved tensor by its name in the source; what collects tensors under another name is no name."""
+    if isinstance(node, ast.IfExp):
+        yield from _names(node.body)
+        yield from _names(node.orelse)
+    elif not (isinstance(node, ast.Constant) and node.value is None):
+        name = ast.unparse(node).removesuffix(".detach()").removeprefix("fwd_args.")
+        if not _COLLECTED.fullmatch(name):
+            yield name
 
 
 def _given(node: ast.AST) -> Sequence[ast.expr] | None:
@@ -128,7 +144,8 @@ def scanned() -> dict[str, dict[str, dict[str, Saved]]]:
 
 def rescan(package: str, release: str, folder: Path) -> None:
     raw: dict[str, Any] = json.loads(SCANNED.read_text(encoding="utf-8")) if SCANNED.exists() else {}
-    raw.setdefault(package, {})[release] = scan(folder / PACKAGES[package][0])
+    read = scan_compiled if package == "csrc" else scan
+    raw.setdefault(package, {})[release] = read(folder / PACKAGES[package])
     rows = ",\n".join(
         f' "{p}": {{\n' + ",\n".join(
             f'  "{v}": {{\n' + ",\n".join(
@@ -137,3 +154,132 @@ def rescan(package: str, release: str, folder: Path) -> None:
         ) + "\n }" for p, releases in sorted(raw.items())
     )  # fmt: skip
     SCANNED.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
+
+
+_BOUND = re.compile(r'm\.def\(\s*"(\w+)",\s*&?(?:transformer_engine::pytorch::)?(\w+)')
+
+
+def scan_compiled(folder: Path) -> dict[str, Saved]:
+    """``FILE: FUNCTION`` -> the line of each function that ``extensions/pybind.cpp`` of a source release exports."""
+    sources = {p: p.read_text(encoding="utf-8") for p in sorted(folder.rglob("*.cpp"))}
+    bound = dict(m for text in sources.values() for m in _BOUND.findall(text))
+    found = {}
+    for name, function in bound.items():
+        starts = re.compile(rf"^\w[^;{{}}#=]*?\b{function}\(", re.MULTILINE)
+        for path, text in sources.items():
+            match = None if path.name == "pybind.cpp" else starts.search(text)
+            if match:
+                line = text.count("\n", 0, match.end()) + 1
+                found[f"{path.relative_to(folder).as_posix()}: {name}"] = Saved(line, (), ())
+    return found
+
+
+# ---- the page ----------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A row of scripts/kernels.yaml."""
+
+    package: str
+    of: tuple[str, ...]
+    use: str
+    ours: tuple[str, ...]
+    tensors: Mapping[str, str]
+    holds: Mapping[str, str]
+    checked: tuple[Mapping[str, str], ...]
+    note: str
+
+
+def judged() -> list[tuple[str, list[Row]]]:
+    """Section -> its rows."""
+    sections = yaml.safe_load(JUDGED.read_text(encoding="utf-8"))
+    return [
+        (
+            section["section"],
+            [
+                Row(
+                    section["package"], tuple(row["of"]), row.get("use", "counted"), tuple(row.get("ours", ())),
+                    row.get("tensors", {}), row.get("holds", {}), tuple(row.get("checked", ())), row.get("note", ""),
+                )
+                for row in section["rows"]
+            ],
+        )
+        for section in sections
+    ]  # fmt: skip
+
+
+def rows() -> list[Row]:
+    return [row for _, found in judged() for row in found]
+
+
+#: What a row says that counts no tensor.
+USES = {"nothing": "saves no tensor of its own", "other": "in no run that is estimated"}
+
+
+def not_in_the_table(package: str, found: Mapping[str, Saved]) -> list[str]:
+    """What functions of a package save that the table does not know, by name: one sentence each."""
+    known = {name: row for row in rows() if row.package == package for name in row.of}
+    said = [
+        f"{name} (line {saved.line}) saves {', '.join(saved.saves) or 'attributes'}: it has no row in scripts/kernels.yaml"
+        for name, saved in found.items()
+        if name not in known
+    ]
+    return said + [
+        f"{name} (line {saved.line}) saves {tensor}, which its row in scripts/kernels.yaml does not have"
+        for name, saved in found.items()
+        if name in known and known[name].use != "other"
+        for tensor in saved.saves
+        if tensor not in known[name].tensors
+    ]
+
+
+def page() -> str:
+    sources = scanned()
+    out = [HEAD]
+    for title, found in judged():
+        out.append(f"## {title}\n\n| function | saves | counted in |\n|---|---|---|")
+        out += [f"| {_places(row, sources)} | {_tensors(row)} | {_ours(row)} |" for row in found]
+        out.append("")
+    return "\n".join(out)
+
+
+def _places(row: Row, sources: Mapping[str, Mapping[str, Mapping[str, Saved]]]) -> str:
+    releases = sources.get(row.package, {})
+    cells = []
+    for name in row.of:
+        file, _, function = name.rpartition(": ")
+        lines = [
+            f"{release}: {place.rpartition(': ')[0] + ':' if not file else ''}{saved.line}"
+            for release, known in releases.items()
+            for place, saved in known.items()
+            if place == name or (not file and place.endswith(f": {function}"))
+        ]
+        where = f"`{file}: {function}`" if file else f"`{function}`"
+        cells.append(f"{where} ({', '.join(lines)})" if lines else where)
+    return "<br>".join(cells)
+
+
+def _tensors(row: Row) -> str:
+    cells = [USES[row.use]] if row.use in USES else []
+    cells += [f"`{name}`: {what}" for name, what in row.tensors.items()]
+    cells += [f"`ctx.{name}`: {what}" for name, what in row.holds.items()]
+    cells += [f"in {one['example']}: {one['tensor']} = {one['bytes']}" for one in row.checked]
+    return "<br>".join([*cells, *([row.note] if row.note else [])]).replace("|", "\\|").replace("\n", " ")
+
+
+def _ours(row: Row) -> str:
+    return "<br>".join(f"`{name.removeprefix('bridge_memory/')}`" for name in row.ours)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of("kernels_table.py", __doc__)
+    parser.add_argument("--scan", nargs=3, metavar=("PACKAGE", "RELEASE", "FOLDER"), help="read an installed package")
+    args = parser.parse_args(argv)
+    if args.scan:
+        package, release, folder = args.scan
+        rescan(package, release, Path(folder))
+    return write_or_check("kernels_table.py", {TARGET: page()}, check=args.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

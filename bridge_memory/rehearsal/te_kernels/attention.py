@@ -18,6 +18,8 @@ from bridge_memory.releases import release_in
 
 #: From this release on fp8 attention saves one statistic of the softmax, as other attention does.
 _ONE_STATISTIC = (2, 15)
+#: From this release on backward of the softmax does not overwrite the gradient that it gets.
+_SOFTMAX_MAKES_A_GRADIENT = (2, 19)
 #: From this release on the backend's choice gets an argument for determinism.
 _DETERMINISM_PASSED = (2, 12)
 
@@ -182,8 +184,9 @@ def _softmax(scores: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _softmax_backward(gradient: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """``softmax.cpp``: "produce gradients in place"."""
-    return gradient
+    """``softmax.cpp``: a new gradient; before 2.19, over the one that it gets."""
+    in_place = (release_in(version()) or NEWEST) < _SOFTMAX_MAKES_A_GRADIENT
+    return gradient if in_place else empty(gradient.shape, gradient.dtype)
 
 
 def fused_qkv_rope_forward(qkv: torch.Tensor, q: Any, k: Any, start: Any, split: Any, *rest: Any) -> list[Any]:
