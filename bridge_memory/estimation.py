@@ -606,8 +606,11 @@ def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
             if impl.moe_imbalance == 1.0
             else f"the most loaded rank gets {impl.moe_imbalance:g} times the balanced number of tokens"
         )
-    if impl.deterministic_mode or impl.nvte_deterministic:
-        out.append("deterministic_mode: attention's backward needs no more scratch than it does otherwise")
+    if impl.deterministic_attention and impl.attention_kernel == "fused":
+        out.append(
+            "deterministic_mode: cuDNN's attention needs no more scratch in backward than it does otherwise (for packed "
+            "sequences on Hopper it can need tens of GiB)"
+        )
     if run.model.mtp_num_layers and ctx.mtp_without_gradients:
         out.append(
             f"mtp_num_layers ({run.model.mtp_num_layers}) with fp8 and full recomputation: depths get no gradients, "

@@ -225,6 +225,12 @@ MXFP8_ATTENTION = since(core=(0, 18), te=(2, 15))
 #: Attention in fp8 saves one statistic of the softmax; before, two (TE ``cpp_extensions/fused_attn.py:
 #: fused_attn_fwd``).
 FP8_ATTENTION_KEEPS_ONE_STATISTIC = since(te=(2, 15))
+#: cuDNN's attention with a sink is not used where only deterministic algorithms are allowed
+#: (``dot_product_attention/utils.py: get_attention_backend``).
+SINKS_ARE_NOT_DETERMINISTIC = since(te=(2, 12))
+#: The fused router computes scores in fp32, which it saves; before, in the dtype of the logits (``csrc/extensions/
+#: router.cpp: fused_topk_with_score_function_fwd, fused_score_for_moe_aux_loss_fwd``).
+FUSED_ROUTER_SCORES_IN_FP32 = since(te=(2, 13))
 #: With double buffers, Megatron-FSDP gathers no unit ahead of modules outside of units (PGB: ``AllGatherPipeline``).
 FSDP_ROOT_ALONE = since(core=(0, 19))
 #: Sparse attention is absorbed multi-latent attention with a choice of kernels

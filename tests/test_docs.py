@@ -54,6 +54,10 @@ def test_the_table_of_options_has_every_flag(capsys: pytest.CaptureFixture[str])
     checked("configuration_table.py", capsys)
 
 
+def test_the_table_of_kernels_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    checked("kernels_table.py", capsys)
+
+
 def test_a_flag_without_a_row_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from bridge_memory.arguments.flags import Flag
 

@@ -102,8 +102,7 @@ def _environment_of(run: RunSpec) -> Iterator[None]:
     before = dict(os.environ)
     for name in _ATTENTION_VARIABLES:
         os.environ.pop(name, None)
-    allowed = not (run.implementation.deterministic_mode or run.implementation.nvte_deterministic)
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(allowed))
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(not run.implementation.deterministic_attention))
     try:
         yield
     finally:

@@ -563,7 +563,7 @@ class ImplementationSpec(Checked):
 
         "auto" is resolved as Transformer Engine does (``dot_product_attention/utils.py: get_attention_backend``):
         unfused before Ampere (compute capability 8.0), FlashAttention before Hopper, cuDNN from Hopper on. On Blackwell
-        with ``nvte_deterministic`` it is FlashAttention, since cuDNN's backward is not deterministic there.
+        with ``deterministic_attention`` it is FlashAttention, since cuDNN's backward is not deterministic there.
         """
         if not self.te or self.attention_backend in ("unfused", "local"):
             return "unfused"
@@ -571,8 +571,14 @@ class ImplementationSpec(Checked):
             return self.attention_backend
         if self.gpu_arch in WITHOUT_ATTENTION_KERNELS:
             return "unfused"
-        needs_flash = self.prefers_flash or (self.gpu_arch == "blackwell" and self.nvte_deterministic)
+        needs_flash = self.prefers_flash or (self.gpu_arch == "blackwell" and self.deterministic_attention)
         return "flash" if needs_flash else "fused"
+
+    @property
+    def deterministic_attention(self) -> bool:
+        """Whether Transformer Engine may use only deterministic algorithms; ``deterministic_mode`` requires it too
+        (megatron-core ``extensions/transformer_engine.py: TEDotProductAttention.__init__``)."""
+        return self.nvte_deterministic or self.deterministic_mode
 
     @property
     def prefers_flash(self) -> bool:

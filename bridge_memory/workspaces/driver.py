@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bridge_memory.inventory.megatron.moe import DEEPEP_PEERS
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.model import ModelSpec, MoESpec
 from bridge_memory.spec.run import RunSpec
@@ -106,8 +107,6 @@ DEEPEP_TOKENS: dict[int, tuple[int, int]] = {
     2: (256, 128), 4: (256, 128), 8: (256, 128), 16: (288, 140), 24: (288, 128), 32: (288, 128), 48: (288, 128),
     64: (288, 128), 96: (480, 132), 128: (560, 132), 144: (720, 132), 160: (720, 132),
 }  # fmt: skip
-#: Ranks that reach each other over NVLink (``csrc/kernels/configs.cuh: NUM_MAX_NVL_PEERS``).
-DEEPEP_PEERS = 8
 DEEPEP_WORKSPACE = 32 << 20
 #: Bytes by which NVSHMEM's heap grows (``deep_ep/buffer.py``: NVSHMEM_CUMEM_GRANULARITY).
 NVSHMEM_GRANULARITY = 1 << 29

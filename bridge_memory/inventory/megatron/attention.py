@@ -7,6 +7,9 @@ tokens T = s b.
 
 from __future__ import annotations
 
+from typing import Any
+
+from bridge_memory.cards.rows import MULTIPROCESSORS
 from bridge_memory.releases import (
     ALL_GATHER_MAKES_TWO_OUTPUTS,
     ATTENTION_TOKENS_FIRST,
@@ -15,6 +18,7 @@ from bridge_memory.releases import (
     MASK_MADE_BY_EACH_LAYER,
     QKV_OUTPUT_HELD,
     RING_SUMS_EACH_STEP,
+    SINKS_ARE_NOT_DETERMINISTIC,
     SOFTMAX_MAKES_A_GRADIENT,
     STEPS_OF_ALL_GATHER_DROPPED,
 )
@@ -237,7 +241,7 @@ def core_attention(
             qkv = _contiguous(r, qkv, q_bytes, kv_bytes)
         if ctx.cp > 1:
             out = _context_parallel(
-                r, qkv, rows=rows, q_width=q_width, kv_bytes=kv_bytes, out_bytes=out_bytes, kernel=kernel,
+                r, qkv, heads=heads, q_width=q_width, kv_bytes=kv_bytes, out_bytes=out_bytes, kernel=kernel,
                 batch_first=batch_first, recomputed=recomputed,
             )
         else:
@@ -248,7 +252,7 @@ def core_attention(
             expanded = 2 * q_bytes if grouped and kernel == "flash" else 0
             out = tape.make(
                 "core_attention output", qkv, out_bytes, saves=(*qkv, *statistics), save_output=True, also=statistics,
-                backward_workspace=4 * ctx.tokens * q_width + 4 * rows + expanded,
+                backward_workspace=_gradient_sums(r, kernel, heads, q_width) + expanded,
             )
         if transposed:
             out = tape.make("core_attention output [s, b]", out, out_bytes, alias=True)
@@ -333,6 +337,22 @@ def softmax_statistics(r: Recorder, rows: int, *, fp8: bool = False) -> tuple[Te
     if fp8 and not FP8_ATTENTION_KEEPS_ONE_STATISTIC(r.ctx.impl):
         kept.append(r.tape.tensor("softmax reciprocal sums", 4 * rows, grad=False, item=4))
     return tuple(kept)
+
+
+def _gradient_sums(r: Recorder, kernel: str, heads: int, q_width: int) -> Any:
+    """Bytes in which attention's backward adds up the query's gradient in fp32, and one fp32 sum per row.
+
+    FlashAttention 2 pads heads to a multiple of 32, above 128 of 64. Deterministic, it has one gradient for each part of
+    the keys, as many as fill the GPU (flash-attn 2.8 ``csrc/flash_attn/flash_api.cpp: mha_bwd``: dq_accum, nsplits).
+    cuDNN's is assumed to be FlashAttention's documented algorithm.
+    """
+    ctx, d, parts = r.ctx, q_width // heads, 1
+    if kernel == "flash":
+        multiple = 32 if d <= 128 else 64
+        d = -(-d // multiple) * multiple
+        if ctx.impl.deterministic_attention:
+            parts = -(-MULTIPROCESSORS[ctx.impl.gpu_arch] // (ctx.batch * heads))
+    return 4 * ctx.tokens * heads * (parts * d + 1)
 
 
 def _in_fp8(
@@ -471,6 +491,8 @@ def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = Tru
         return "fused"
     if chosen == "unfused" or ctx.params_dtype == "fp32":
         return "unfused"
+    if sink and ctx.impl.deterministic_attention and SINKS_ARE_NOT_DETERMINISTIC(ctx.impl):
+        return "unfused"
     by_choice = ctx.impl.attention_backend == "auto" and ctx.impl.prefers_flash
     if sink or (by_choice and not equal_heads and not FLASH_PADS_VALUES(ctx.impl)):
         chosen = "fused"
@@ -505,7 +527,7 @@ def _contiguous(r: Recorder, qkv: tuple[Tensor, ...], q_bytes: int, kv_bytes: in
 
 
 def _context_parallel(
-    r: Recorder, qkv: tuple[Tensor, ...], *, rows: int, q_width: int, kv_bytes: int, out_bytes: int,
+    r: Recorder, qkv: tuple[Tensor, ...], *, heads: int, q_width: int, kv_bytes: int, out_bytes: int,
     kernel: str, batch_first: bool, recomputed: bool,
 ) -> Tensor:  # fmt: skip
     """Flash or fused attention over a sequence divided among c ranks (TE ``context_parallel.py``). ``kv_bytes``: of
@@ -526,9 +548,10 @@ def _context_parallel(
     """
     ctx, tape = r.ctx, r.tape
     c = ctx.cp
+    rows = ctx.tokens * heads
     q_bytes = ctx.tokens * q_width * ctx.act
     statistics = softmax_statistics(r, rows)
-    accumulate = 4 * ctx.tokens * q_width + 4 * rows
+    accumulate = _gradient_sums(r, kernel, heads, q_width)
     query, keys_values = qkv[0], qkv[1:]
     if ctx.impl.cp_comm_type == "a2a":
         # Temporaries of an exchange: the contiguous send buffer, and the last tensor received before it is reordered.

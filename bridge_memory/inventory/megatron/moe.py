@@ -21,6 +21,7 @@ from bridge_memory.releases import (
     EXPERTS_FUSED_BY_OPS,
     FC1_OUTPUT_HELD,
     FP4_PADDED_TO_128,
+    FUSED_ROUTER_SCORES_IN_FP32,
     PERMUTED_BY_ARGSORT,
     ROUTER_SCORES_IN_FP32,
     ROWS_ADDED_DETERMINISTICALLY,
@@ -236,7 +237,8 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
     routing_map = tape.tensor("routing map", n.entering * experts, grad=False)
     probs = tape.tensor("routing probabilities", table)
     if ctx.impl.moe_router_fusion:
-        scores = tape.tensor("router scores", table, grad=False)
+        own = 4 if FUSED_ROUTER_SCORES_IN_FP32(ctx.impl) else width
+        scores = tape.tensor("router scores", n.entering * experts * own, grad=False)
         tape.op("top-k", logits, (probs, routing_map, scores), saves=(routing_map, scores))
     else:
         chosen, kept = _scores(r, spec, logits, n, width)
@@ -254,8 +256,11 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
         routing_map = within
         probs = tape.make("routing probabilities within capacity", probs, table, saves=(routing_map,))
     if spec.router_load_balancing_type not in ("none", "sinkhorn"):
-        wide = spec.router_score_function == "softmax" or AUXILIARY_SCORES_IN_FP32(ctx.impl)
-        own = 4 if wide and not ctx.impl.moe_router_fusion else width
+        if ctx.impl.moe_router_fusion:
+            wide = FUSED_ROUTER_SCORES_IN_FP32(ctx.impl)
+        else:
+            wide = spec.router_score_function == "softmax" or AUXILIARY_SCORES_IN_FP32(ctx.impl)
+        own = 4 if wide else width
         aux = tape.make("auxiliary-loss scores", logits, n.entering * experts * own, save_output=True)
         out = tape.make("routing probabilities with auxiliary loss", (probs, aux), 0, saves=(aux,), alias=True)
         out.grad_bytes = 0
@@ -376,28 +381,11 @@ def _dispatch(
             )
     prob_bytes = _probability_width(ctx)
     if impl.moe_token_dispatcher_type == "flex":
-        return _flex_dispatch(r, spec, x, probs, n, row, overlapped)
+        return _flex_dispatch(r, spec, x, probs, n, row, local_experts, overlapped)
     alltoall = impl.moe_token_dispatcher_type != "allgather"
     first = n.permuted if alltoall else n.received
     rows, columns = (n.entering, spec.num_experts) if alltoall else (everyone, local_experts)
-    by_expert: tuple[Tensor, ...] = ()
-    if impl.moe_permute_fusion:
-        # int32 map of destination rows: [N, 2 E + 1] (TE permutation.py: _moe_permute_mask_map).
-        row_map = tape.tensor("permutation row map", rows * (2 * columns + 1) * 4, grad=False)
-    else:
-        row_map = tape.tensor("permutation indices", first * 8, grad=False)
-    if alltoall and impl.moe_pad_expert_input_to_capacity and not impl.moe_permute_fusion:
-        # Probabilities are selected by separate indices (``moe_utils.py: permute``, drop_and_pad).
-        by_expert = (tape.tensor("indices of probabilities", first * 8, grad=False),)
-    elif alltoall and not impl.moe_permute_fusion and PERMUTED_BY_ARGSORT(impl):
-        by_expert = (tape.tensor("order of the routing map", 8 * rows * columns, grad=False),)
-    elif not (impl.moe_permute_fusion and alltoall):
-        # Both are transposed, and masked_select saves the copies (``moe_utils.py: permute``,
-        # ``token_dispatcher.py: MoEAllGatherTokenDispatcher.dispatch_postprocess``).
-        by_expert = (
-            tape.tensor("routing map by expert", rows * columns, grad=False),
-            tape.tensor("probabilities by expert", rows * columns * prob_bytes, grad=False),
-        )
+    row_map, by_expert = _permutation(r, rows, columns, first, prob_bytes, alltoall=alltoall)
     permuted_probs = tape.tensor("permuted probabilities", first * prob_bytes)
     permuted = tape.make("permuted tokens", (x, probs), first * row, saves=(row_map, *by_expert),
                          also=(row_map, *by_expert, permuted_probs))
@@ -423,6 +411,33 @@ def _dispatch(
     return [*steps, permuted], permuted_probs, row_map
 
 
+def _permutation(
+    r: Recorder, rows: Any, columns: Any, first: Any, prob_bytes: int, *, alltoall: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What the permutation of ``rows`` tokens for ``columns`` experts saves for tokens, and for probabilities: the
+    row map, and tables by expert. ``first``: permuted rows."""
+    tape, impl = r.tape, r.ctx.impl
+    by_expert: tuple[Tensor, ...] = ()
+    if impl.moe_permute_fusion:
+        # int32 map of destination rows: [N, 2 E + 1] (TE permutation.py: _moe_permute_mask_map).
+        row_map = tape.tensor("permutation row map", rows * (2 * columns + 1) * 4, grad=False)
+    else:
+        row_map = tape.tensor("permutation indices", first * 8, grad=False)
+    if alltoall and impl.moe_pad_expert_input_to_capacity and not impl.moe_permute_fusion:
+        # Probabilities are selected by separate indices (``moe_utils.py: permute``, drop_and_pad).
+        by_expert = (tape.tensor("indices of probabilities", first * 8, grad=False),)
+    elif alltoall and not impl.moe_permute_fusion and PERMUTED_BY_ARGSORT(impl):
+        by_expert = (tape.tensor("order of the routing map", 8 * rows * columns, grad=False),)
+    elif not (impl.moe_permute_fusion and alltoall):
+        # Both are transposed, and masked_select saves the copies (``moe_utils.py: permute``,
+        # ``token_dispatcher.py: MoEAllGatherTokenDispatcher.dispatch_postprocess``).
+        by_expert = (
+            tape.tensor("routing map by expert", rows * columns, grad=False),
+            tape.tensor("probabilities by expert", rows * columns * prob_bytes, grad=False),
+        )
+    return row_map, by_expert
+
+
 def _node_of_experts(r: Recorder) -> None:
     """After the exchange, weight gradients of experts are delayed until everything from here to the exchange back has
     run backward (megatron-core ``models/common/model_chunk_schedule_plan.py``: the node ``mlp``)."""
@@ -439,28 +454,61 @@ def _sort_order(r: Recorder, n: _Tokens) -> tuple[Tensor, ...]:
 
 
 def _flex_dispatch(
-    r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, row: int, overlapped: Overlapped | None
-) -> tuple[list[Tensor], Tensor, Tensor]:
+    r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, row: int, local_experts: int,
+    overlapped: Overlapped | None,
+) -> tuple[list[Tensor], Tensor, Tensor]:  # fmt: skip
     """DeepEP sends a token to each rank once and permutes it there; HybridEP's exchange also permutes.
 
     Source: ``token_dispatcher.py: _DeepepManager, _HybridEPManager``, ``fused_a2a.py``. Probabilities are fp32.
     """
     tape = r.tape
     steps: list[Tensor] = []
+    ranks, once = r.ctx.ep * r.ctx.etp, n.arriving_once
+    kept: tuple[Tensor, ...]
     if r.ctx.impl.moe_flex_dispatcher_backend == "deepep":
-        x = tape.make("dispatched tokens", (x, probs), n.arriving_once * row)
+        handle = tape.tensor("DeepEP's handle", _deepep_handle(r.ctx, spec, n), grad=False)
+        chosen_experts = tape.tensor("experts of every token", 8 * n.entering * spec.topk, grad=False)
+        saves = (handle, chosen_experts)
+        x = tape.make("dispatched tokens", (x, probs), once * row, saves=saves, also=saves)
         steps.append(x)
         _node_of_experts(r)
-    row_map = tape.tensor("permutation row map", n.arriving_once * (2 * spec.topk + 1) * 4, grad=False)
+        row_map, by_expert = _permutation(r, once, local_experts, n.received, 4, alltoall=True)
+        # Probabilities are scattered into a table of all experts, which saves its indices (``_indices_to_multihot``).
+        places = tape.tensor("places of probabilities", once * spec.topk + 16 * n.received, grad=False)
+        kept = (row_map, *by_expert, places)
+    else:
+        # Of ``handle``: places of every token on every rank, which local experts a token of the group goes to, and rows
+        # of every received one (DeepEP ``csrc/hybrid_ep/executor/executor.cu: metadata_preprocess_core``,
+        # ``extension/permute.cu: permute_processing``).
+        row_map = tape.tensor(
+            "HybridEP's handle", n.entering * ranks * (4 + local_experts) + 4 * once * local_experts, grad=False
+        )
+        kept = (row_map,)
     permuted_probs = tape.tensor("permuted probabilities", n.received * 4)
     permuted = tape.make(
-        "permuted tokens", (x, probs), n.received * row, saves=(row_map,), also=(row_map, permuted_probs)
+        "permuted tokens", (x, probs), n.received * row, saves=kept, also=(*kept, permuted_probs)
     )
     if r.ctx.impl.moe_flex_dispatcher_backend != "deepep":
         _node_of_experts(r)
     if overlapped is not None:
         overlapped.first_half()
     return [*steps, permuted], permuted_probs, row_map
+
+
+#: Ranks that reach each other over NVLink (DeepEP ``csrc/kernels/configs.cuh: NUM_MAX_NVL_PEERS``).
+DEEPEP_PEERS = 8
+
+
+def _deepep_handle(ctx: BlockContext, spec: MoESpec, n: _Tokens) -> Any:
+    """Bytes of the handle that both of DeepEP's exchanges keep: which ranks a token goes to (bool), its places in the
+    queues (int32), where received ones are from. Between nodes a token has a place per node, tokens that pass through
+    this rank one per rank of the node (DeepEP ``csrc/deep_ep.cpp: Buffer::intranode_dispatch, internode_dispatch``)."""
+    ranks = ctx.ep * ctx.etp
+    if ranks <= DEEPEP_PEERS:
+        return n.entering * ranks * (1 + 4) + 4 * n.arriving_once
+    nodes = ranks // DEEPEP_PEERS
+    passing = round(n.entering * computed(partial(ranks_per_token, spec), nodes))
+    return n.entering * (ranks + 4 * nodes) + 4 * DEEPEP_PEERS * passing + 8 * n.arriving_once
 
 
 def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, width: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from bridge_memory.releases import release_in
 
 #: From this release on fp8 attention saves one statistic of the softmax, as other attention does.
 _ONE_STATISTIC = (2, 15)
+#: From this release on backward of the softmax does not overwrite the gradient that it gets.
+_SOFTMAX_MAKES_A_GRADIENT = (2, 19)
 #: From this release on the backend's choice gets an argument for determinism.
 _DETERMINISM_PASSED = (2, 12)
 
@@ -82,25 +84,35 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
 
 class _FlashAttention(torch.autograd.Function):
     """flash-attn 2.8 ``flash_attn_interface.py: FlashAttnFunc``, ``csrc/flash_attn/flash_api.cpp: mha_fwd, mha_bwd``:
-    the output, fp32 log-sum-exps [b, a, s], the random state. Backward allocates the query's gradient in fp32, one fp32
-    sum per row, and gradients of keys and values for every query head before it sums those of a group.
+    the output, fp32 log-sum-exps [b, a, s], the random state. Backward allocates the query's gradient in fp32 (heads
+    padded to a multiple of 32, above 128 of 64; deterministic, once for each part of the keys), one fp32 sum per row,
+    and gradients of keys and values for every query head before it sums those of a group.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, deterministic: bool
+    ) -> torch.Tensor:
         out = empty(query.shape, query.dtype)
+        ctx.deterministic = deterministic
         rows = empty([*query.shape[:-3], query.shape[-2], query.shape[-3]], torch.float32)
         ctx.save_for_backward(query, key, value, out, rows, empty([2], torch.int64))
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         query, key, value, *_ = ctx.saved_tensors
         made = tuple(empty(t.shape, t.dtype) for t in (query, key, value))
-        temporaries = [empty([4 * (prod(query.shape) + prod(query.shape[:-1]))], torch.uint8)]
+        *rows, heads, width = query.shape
+        multiple, parts = 32 if width <= 128 else 64, 1
+        if ctx.deterministic:
+            sequences = rows[0] if len(rows) == 2 else 1
+            parts = ceil(torch.cuda.get_device_properties().multi_processor_count / (sequences * heads))
+        padded = ceil(width / multiple) * multiple
+        temporaries = [empty([prod(rows), heads, parts * padded + 1], torch.float32)]
         if key.shape[-2] != query.shape[-2]:
             temporaries += [empty(query.shape, query.dtype) for _ in (key, value)]
-        return made
+        return (*made, None)
 
 
 def fa_prepare_fwd(mixed: torch.Tensor) -> torch.Tensor:
@@ -115,9 +127,11 @@ def fa_prepare_bwd(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
     return empty([s, b, heads, 3 * width], query.dtype)
 
 
-def flash_attn_func(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def flash_attn_func(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, deterministic: bool = False, **__: Any
+) -> torch.Tensor:
     """FlashAttention 2, for sequences of equal length and for packed ones."""
-    out: torch.Tensor = _FlashAttention.apply(query, key, value)
+    out: torch.Tensor = _FlashAttention.apply(query, key, value, deterministic)
     return out
 
 
@@ -170,8 +184,9 @@ def _softmax(scores: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _softmax_backward(gradient: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """``softmax.cpp``: "produce gradients in place"."""
-    return gradient
+    """``softmax.cpp``: a new gradient; before 2.19, over the one that it gets."""
+    in_place = (release_in(version()) or NEWEST) < _SOFTMAX_MAKES_A_GRADIENT
+    return gradient if in_place else empty(gradient.shape, gradient.dtype)
 
 
 def fused_qkv_rope_forward(qkv: torch.Tensor, q: Any, k: Any, start: Any, split: Any, *rest: Any) -> list[Any]:

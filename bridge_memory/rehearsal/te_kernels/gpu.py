@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from bridge_memory.cards.generations import GENERATIONS
-from bridge_memory.cards.rows import GPUS
+from bridge_memory.cards.rows import GPUS, MULTIPROCESSORS
 from bridge_memory.rehearsal.patches.replace import replaced
 
 #: Generation -> compute capability (major, minor).
@@ -23,12 +23,12 @@ CUBLAS_STREAMS = 4
 class _Device:
     """``torch.cuda.get_device_properties`` of the assumed GPU."""
 
-    multi_processor_count = GPUS["H200"].multiprocessors
     total_memory = GPUS["H200"].capacity_bytes
     name = "rehearsal"
 
     def __init__(self, arch: str) -> None:
         self.major, self.minor = COMPUTE_CAPABILITY[arch]
+        self.multi_processor_count = MULTIPROCESSORS[arch]
 
 
 @contextmanager

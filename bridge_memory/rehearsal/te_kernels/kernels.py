@@ -29,7 +29,7 @@ from bridge_memory.rehearsal.te_kernels.attention import (
 )
 from bridge_memory.rehearsal.te_kernels.enums import ENUMS, torch_dtype
 from bridge_memory.rehearsal.te_kernels.gpu import CUBLAS_STREAMS, CUBLAS_VERSION, CUDNN_VERSION
-from bridge_memory.rehearsal.te_kernels.package import COMPILED
+from bridge_memory.rehearsal.te_kernels.package import COMPILED, NEWEST, version
 from bridge_memory.rehearsal.te_kernels.quantized import (
     bgrad_quantize,
     create_empty_quantized_tensor,
@@ -43,6 +43,7 @@ from bridge_memory.rehearsal.te_kernels.quantized import (
     swap_first_dims,
 )
 from bridge_memory.rehearsal.world import RehearsalUnavailable
+from bridge_memory.releases import release_in
 
 
 def generic_gemm(
@@ -97,9 +98,24 @@ def layernorm_bwd(dz: Any, x: Any, mu: Any, rsigma: Any, gamma: Any, *rest: Any)
     return [empty(x.shape, x.dtype), empty(gamma.shape, gamma.dtype), empty(gamma.shape, gamma.dtype)]
 
 
+#: From this release on the router's scores are fp32, whatever its logits are.
+_FP32_SCORES = (2, 13)
+
+
+def _of_scores(logits: torch.Tensor) -> torch.dtype:
+    return torch.float32 if (release_in(version()) or NEWEST) >= _FP32_SCORES else logits.dtype
+
+
 def fused_topk_with_score_function_fwd(logits: torch.Tensor, *rest: Any, **named: Any) -> list[torch.Tensor]:
     """``router.cpp``: probabilities, the routing map, and the scores that backward reads."""
-    return [empty(logits.shape, logits.dtype), empty(logits.shape, torch.bool), empty(logits.shape, logits.dtype)]
+    shape = logits.shape
+    return [empty(shape, logits.dtype), empty(shape, torch.bool), empty(shape, _of_scores(logits))]
+
+
+def fused_score_for_moe_aux_loss_fwd(logits: torch.Tensor, *rest: Any, **named: Any) -> list[torch.Tensor]:
+    """``router.cpp``: normalized scores, the routing map, and the scores that backward reads."""
+    shape, dtype = logits.shape, _of_scores(logits)
+    return [empty(shape, dtype), empty(shape, torch.bool), empty(shape, dtype)]
 
 
 def fused_topk_with_score_function_bwd(*args: Any) -> torch.Tensor | None:
@@ -151,7 +167,7 @@ class Kernels(types.ModuleType):
                 fused_attn_fwd, fused_attn_bwd, fa_prepare_fwd, fa_prepare_bwd, get_fused_attn_backend,
                 fused_qkv_rope_forward,
                 fused_qkv_rope_backward, fused_topk_with_score_function_fwd, fused_topk_with_score_function_bwd,
-                fused_score_for_moe_aux_loss_bwd, fused_moe_aux_loss_fwd, fused_moe_aux_loss_bwd, quantize,
+                fused_score_for_moe_aux_loss_fwd, fused_score_for_moe_aux_loss_bwd, fused_moe_aux_loss_fwd, fused_moe_aux_loss_bwd, quantize,
                 split_quantize, bgrad_quantize, thd_read_half_tensor, thd_read_second_half_lse, dequantize,
                 fp8_transpose, multi_tensor_transpose_to_bhsd,
                 swap_first_dims, multi_tensor_l2norm, create_empty_quantized_tensor,
@@ -160,7 +176,6 @@ class Kernels(types.ModuleType):
         known.update(
             fused_rope_forward=_rotated,
             fused_rope_backward=_rotated,
-            fused_score_for_moe_aux_loss_fwd=fused_topk_with_score_function_fwd,
             multi_tensor_unscale_l2norm=multi_tensor_l2norm,
             get_cudnn_version=lambda: CUDNN_VERSION,
             get_cublasLt_version=lambda: CUBLAS_VERSION,
