@@ -6,9 +6,8 @@ releases of the run (an ``ImplementationSpec``)::
     QKV_OUTPUT_HELD = since(core=(0, 15))
     if QKV_OUTPUT_HELD(impl): ...
 
-Releases that are not known: an unset Transformer Engine or PyTorch counts as the release of recent measured runs, and a
-megatron-core outside the known range as the nearer end of that range (every rule changes within it, so comparing does
-that). Imports nothing.
+Releases that are not known: an unset one counts as today's (``DEFAULT_...``), and a megatron-core outside the known
+range as the nearer end of that range (every rule changes within it, so comparing does that). Imports nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +19,20 @@ Release = tuple[int, int]
 
 #: megatron-core releases whose rules are known: read in the sources of 0.12 to 0.19, measured from 0.9 to 0.20.
 RELEASES = ((0, 9), (0, 20))
+# If unset, the releases that a plan of today would run, the newest on the package index with those that Megatron Bridge
+# 0.6.2 is installed with (its wheel pins none of them: ``torch>=2.6.0``, the others without a release). A measured run
+# that does not state its releases is not read by these but by ``accuracy/runs.py: UNSTATED``.
 #: megatron-core if unset.
-DEFAULT_MEGATRON_CORE = (0, 16)
-#: Transformer Engine if unset: that of most measured runs of megatron-core 0.20, which pin a revision with version
-#: 2.17.1 (``accuracy/runs.py``).
-DEFAULT_TRANSFORMER_ENGINE = (2, 17)
+DEFAULT_MEGATRON_CORE = (0, 19)
+#: The last megatron-core that gives models the parameters that transformers gives them: see
+#: ``QUERY_NORM_WITHOUT_LATENT``.
+CORE_WITH_PUBLISHED_PARAMETERS = (0, 18)
+#: Transformer Engine if unset.
+DEFAULT_TRANSFORMER_ENGINE = (2, 20)
 #: Megatron Bridge if unset, for reading a ConfigContainer.
 DEFAULT_MEGATRON_BRIDGE = (0, 6)
-#: PyTorch if unset: the newest that a measured run names.
-DEFAULT_TORCH = (2, 10)
+#: PyTorch if unset.
+DEFAULT_TORCH = (2, 11)
 #: Engines and layers outside of Megatron: the release in whose sources their rules were read. No rule of theirs depends
 #: on the release, so there is no option for it.
 ENGINE_RELEASES = {"DeepSpeed": (0, 19), "torchtitan": (0, 2), "torchtune": (0, 6)}

@@ -91,7 +91,7 @@ def test_unknown_releases_are_their_nearest_known_ones(name: str) -> None:
     assert rule.core is None or oldest < rule.core <= newest
     assert rule(Running((9, 9))) == rule(Running(newest))
     assert rule(Running((0, 1))) == rule(Running(oldest))
-    # An unset Transformer Engine or PyTorch is the newest that measured runs had.
+    # An unset Transformer Engine or PyTorch is today's.
     measured_te = Running(newest, releases.DEFAULT_TRANSFORMER_ENGINE)
     measured_torch = Running(newest, None, releases.DEFAULT_TORCH)
     assert rule(Running(newest)) == rule(measured_te) == rule(measured_torch)
@@ -144,7 +144,7 @@ def test_flags_reach_the_run_and_the_report(capsys: pytest.CaptureFixture[str]) 
     assert "megatron-core 0.15, Transformer Engine 2.5, torch 2.8" in report
     assert main(RUN) == 0
     plain = " ".join(capsys.readouterr().out.split())
-    assert "megatron-core 0.16, Transformer Engine 2.17 (assumed), torch 2.10 (assumed)" in plain
+    assert "megatron-core 0.19, Transformer Engine 2.20 (assumed), torch 2.11 (assumed)" in plain
 
 
 @pytest.mark.parametrize("flag", ["--megatron-core", "--transformer-engine", "--torch"])

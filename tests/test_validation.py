@@ -108,7 +108,8 @@ REFUSED = [
     ("dense", {"world_size": 4, "pipeline_model_parallel_size": 4, "megatron_core": (0, 15),
                "pipeline_model_parallel_layout": "Et*8|t*8|t*16m|L"}, "put it into the last stage"),
     # Attention of older releases
-    (resolve_model("Qwen/Qwen3-Next-80B-A3B-Instruct"), {"world_size": 4, "tensor_model_parallel_size": 4},
+    (resolve_model("Qwen/Qwen3-Next-80B-A3B-Instruct"),
+     {"world_size": 4, "tensor_model_parallel_size": 4, "megatron_core": (0, 16)},
      r"tensor_model_parallel_size \(4\) is more than num_query_groups \(2\), .* 0.17 or later .*; use 2 or 1"),
     (resolve_model("google/gemma-2-2b"), {"transformer_impl": "local", "megatron_core": (0, 14)},
      r"transformer_impl \(local\) takes the sliding windows of this model from megatron-core 0.15 on"),
@@ -130,7 +131,7 @@ REFUSED = [
     ("moe", {**TP2, "sequence_parallel": False}, "sequence_parallel .*experts; set sequence_parallel to True"),
     (model(ffn=replace(MOE, add_bias=True)), TP2, "; set expert_tensor_parallel_size to 1"),
     (model(ffn=replace(MOE, add_bias=True)), {"megatron_core": (0, 14)}, "use 0.15 or later"),
-    ("delta", CP2, r"context_parallel_size \(2\).*gated delta net"),
+    ("delta", {**CP2, "megatron_core": (0, 17)}, r"context_parallel_size \(2\).*gated delta net"),
     ("mamba", {"world_size": 128, "context_parallel_size": 128, "seq_length": 65536}, r"mamba_num_heads \(64\)"),
     ("dense", {**CP2, "attention_backend": "unfused"}, r"attention_backend \(unfused\).*; use flash, fused or auto"),
     ("dense", {"world_size": 16, "context_parallel_size": 16, "cp_comm_type": "a2a"}, "cp_comm_type a2a"),
@@ -170,7 +171,7 @@ REFUSED = [
     ("dense", {"use_precision_aware_optimizer": True, "use_distributed_optimizer": False}, "use_distributed_optimizer"),
     ("dense", {"use_precision_aware_optimizer": True, "optimizer": "sgd"}, "needs optimizer adam"),
     ("dense", {"exp_avg_dtype": "bf16"}, "exp_avg_dtype .*; set that to True"),
-    ("dense", {"optimizer": "muon"}, "use_distributed_optimizer .*muon; set it to False"),
+    ("dense", {"optimizer": "muon", "megatron_core": (0, 16)}, "use_distributed_optimizer .*muon; set it to False"),
     ("dense", {"optimizer_offload_fraction": 1.5}, r"optimizer_offload_fraction \(1.5\) is not in \[0, 1\]"),
     ("dense", {"grad_reduce_in_fp32": "false"}, "grad_reduce_in_fp32 .* give True or False"),
     ("dense", {"overlap_param_gather": True, "use_distributed_optimizer": False}, "overlap_param_gather"),
@@ -525,7 +526,7 @@ def test_groups_of_recomputed_layers_that_megatron_core_cannot_make_are_refused(
 def test_groups_of_recomputed_layers_are_counted_in_every_virtual_stage():
     """61 layers, 15 + 15 + 15 + 16: no group fits both; 2 x 8 virtual stages of four hold groups of two or four."""
     ends = {"world_size": 4, "pipeline_model_parallel_size": 4, "num_layers_in_last_pipeline_stage": 16}
-    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "megatron_core": (0, 16)}
     with pytest.raises(SpecError, match=r"the 15 layers of pipeline stage 0.*; use 1, or recompute_method block"):
         estimate(run(model(num_layers=61), **ends, **full, recompute_num_layers=2))
     virtual = {"world_size": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4}
@@ -533,7 +534,7 @@ def test_groups_of_recomputed_layers_are_counted_in_every_virtual_stage():
     with pytest.raises(SpecError, match=r"the 4 layers of virtual stage 0 of stage 0.*; use 4 or 2 or 1"):
         estimate(run("dense", **virtual, **full, recompute_num_layers=8))
     # Nobody has looked at what later releases do; the last group is then smaller, and the estimate says so.
-    later = estimate(run("dense", **virtual, **full, recompute_num_layers=8, megatron_core=(0, 17)))
+    later = estimate(run("dense", **virtual, **(full | {"megatron_core": (0, 17)}), recompute_num_layers=8))
     assert any("leaves a last group of fewer layers" in line for line in later.assumptions)
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from bridge_memory.accuracy.records import Record
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.readers.run_spec import run_from_json
-from bridge_memory.releases import Release, release_in
-from bridge_memory.spec import RunSpec, SpecError, show
+from bridge_memory.releases import Release, Running, release_in
+from bridge_memory.spec import ImplementationSpec, RunSpec, SpecError, show
 
 
 class NotComparable(Exception):
@@ -42,12 +43,27 @@ def run_of(record: Record) -> RunSpec:
     raise NotComparable(f"config.kind is {show(kind)}; run_spec and megatron_args can be read")
 
 
+#: What a measured run ran with where its record does not say; unlike the defaults for plans (``releases``), it does not
+#: move with time. The one record without a megatron-core is of a main branch after 0.16; 2.17 is the Transformer Engine
+#: that most runs of megatron-core 0.20 pin, the last recorded; 2.10 is the newest torch that a record names.
+UNSTATED = Running((0, 16), (2, 17), (2, 10))
+
+
 def _run_spec(record: Record) -> RunSpec:
     run = run_from_json(record.config.get("run"))
     world = run.parallel.world_size
     if world != record.world_size:
         raise SpecError(f"world_size ({record.world_size}) is not that of the recorded run ({world}); correct one")
-    return run
+    return run.with_(implementation=with_unstated(run.implementation))
+
+
+def with_unstated(implementation: ImplementationSpec) -> ImplementationSpec:
+    """With the releases of ``UNSTATED`` for the Transformer Engine and torch that a record leaves out."""
+    return replace(
+        implementation,
+        transformer_engine=implementation.transformer_engine or UNSTATED.transformer_engine,
+        torch=implementation.torch or UNSTATED.torch,
+    )
 
 
 def _megatron_args(record: Record) -> RunSpec:
@@ -59,9 +75,9 @@ def _megatron_args(record: Record) -> RunSpec:
         record.arguments,
         world_size=record.world_size,
         gpu=record.gpu,
-        megatron_core=str(core) if core else None,
-        transformer_engine=_te_release(str(te or ""), container),
-        torch=release_in(torch) if torch else _shipped(container, _CONTAINER_TORCH),
+        megatron_core=str(core) if core else UNSTATED.megatron_core,
+        transformer_engine=_te_release(str(te or ""), container) or UNSTATED.transformer_engine,
+        torch=(release_in(torch) if torch else _shipped(container, _CONTAINER_TORCH)) or UNSTATED.torch,
         env=env if isinstance(env, Mapping) else None,
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bridge_memory.accuracy.corpus import read_corpus
+from bridge_memory.accuracy.runs import UNSTATED, with_unstated
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     AttentionSpec,
@@ -165,6 +166,7 @@ def _run(row: Mapping[str, Any]) -> tuple[RunSpec, Kernels]:
         parallel = replace(parallel, **dealt(len(model.layers), row["pp"] * parallel.vpp))
     batch = BatchSpec(seq_length=row["seq"], micro_batch_size=row["mbs"], global_batch_size=row["gbs"])
     implementation, kernels = _implementation(row, framework)
+    implementation = replace(with_unstated(implementation), megatron_core=UNSTATED.megatron_core)
     today = framework.startswith(("megatron-bridge", "NeMo"))
     data_parallel = DataParallelSpec(
         overlap_grad_reduce=today, overlap_param_gather=today,

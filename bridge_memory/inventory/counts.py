@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.tail import final_norm_name
-from bridge_memory.releases import HYBRID_MTP, RELEASES
+from bridge_memory.releases import CORE_WITH_PUBLISHED_PARAMETERS
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ModelSpec, MoESpec, ParallelSpec, RunSpec
 from bridge_memory.tapes.blocks import Block
 from bridge_memory.tapes.context import BlockContext, context_of
@@ -32,12 +32,10 @@ def _numel(block: Block) -> int:
 
 
 def _whole(model: ModelSpec) -> BlockContext:
-    """A context without sharding and without padding of the vocabulary, for a megatron-core that builds the model."""
+    """Without sharding and padding of the vocabulary, of a megatron-core that builds what transformers builds."""
     plain = replace(model, make_vocab_size_divisible_by=0)
     length = min(128, plain.max_position_embeddings or 128)
-    impl = ImplementationSpec()
-    if model.hybrid and model.mtp_num_layers and not HYBRID_MTP(impl):
-        impl = replace(impl, megatron_core=RELEASES[-1])
+    impl = ImplementationSpec(megatron_core=CORE_WITH_PUBLISHED_PARAMETERS)
     return context_of(
         RunSpec(model=plain, parallel=ParallelSpec(), batch=BatchSpec(seq_length=length), implementation=impl)
     )

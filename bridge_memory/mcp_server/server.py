@@ -77,7 +77,7 @@ class Run(BaseModel):
                                                 "moe, shared_experts")  # fmt: skip
     gradient_checkpointing: bool | None = Field(None, description="of Hugging Face's layers")
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] | None = None
-    megatron_core: str | None = Field(None, description='the release whose rules hold, such as "0.16"')
+    megatron_core: str | None = Field(None, description='the release whose rules hold, such as "0.19"')
     flags: list[str] = Field([], description="any other flags of `bridge-memory estimate --help`, one word each, such "
                              'as ["--fsdp-param-dtype", "bf16"]')  # fmt: skip
 

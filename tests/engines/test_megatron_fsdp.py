@@ -93,7 +93,7 @@ def test_every_rank_has_whole_rows(shapes: list[tuple[tuple[int, ...], int]], wo
 def test_the_buckets_of_the_measured_gpt_runs() -> None:
     """TP 2, 4 ranks: a layer has 1,577,728 elements in rows of 1,024, padded to 4,096: 1,581,056. Embedding, positions
     and final norm, 13,435,904 in rows of 512, are 13,436,928. As megatron-core 0.16.1 lays them out."""
-    run = run_from_megatron_args(f"{GPT} {SHARDED}", world_size=8)
+    run = run_from_megatron_args(f"{GPT} {SHARDED}", world_size=8, megatron_core="0.16.1")
     divided = (13_436_928 + 12 * 1_581_056) // 4
     assert kept(run, State.PARAMETERS) == 2 * divided
     assert kept(run, State.MAIN_PARAMETERS) == kept(run, Role.GRADIENTS) == 4 * divided

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.readers import resolve_model
-from bridge_memory.spec import BatchSpec, GatedDeltaNetSpec, LayerSpec, MambaSpec, RunSpec
+from bridge_memory.spec import BatchSpec, GatedDeltaNetSpec, ImplementationSpec, LayerSpec, MambaSpec, RunSpec
 from bridge_memory.tapes.context import context_of
 
 
-def saved_per_token(name: str, mixer: type, *, batch: int) -> float:
+def saved_per_token(name: str, mixer: type, *, batch: int, **impl: Any) -> float:
     """Of the mixer alone; statistics of norms and the layer's input included."""
     model = resolve_model(name)
     kind = next(layer.mixer for layer in model.layers if isinstance(layer.mixer, mixer))
-    run = RunSpec(model=model, batch=BatchSpec(seq_length=2048, micro_batch_size=batch))
+    run = RunSpec(
+        model=model, batch=BatchSpec(seq_length=2048, micro_batch_size=batch), implementation=ImplementationSpec(**impl)
+    )
     return layer_block(LayerSpec(kind, None), context_of(run)).cost.retained / (2048 * batch)
 
 
@@ -29,9 +33,12 @@ def test_mamba_keeps_the_scan_before_and_after_its_gate(batch: int) -> None:
 
 
 def test_gated_delta_net_keeps_unit_vectors_and_not_the_convolution() -> None:
-    """Qwen3-Next: h 2048, 16 key and 32 value heads of 128 (q, k 2048, v 4096). bf16: norm input and output 4 h;
+    """Qwen3-Next with megatron-core 0.16.
+
+    h 2048, 16 key and 32 value heads of 128 (q, k 2048, v 4096). bf16: norm input and output 4 h;
     convolution input 2 x 8192; q, k of unit length 2 x 4096 (L2NormFunction keeps its output), both again for 32
     heads 2 x 8192, v 2 x 4096; A [heads, 64] 2 x 2048; rule output, its norm, gate and their product 2 x 4 x 4096;
     beta 2 x 32. fp32: softplus in and out and g 12 x 32, deviations 4 x (1 + 16 + 16 + 32)."""
     count = 4 * 2048 + 2 * (8192 + 4096 + 8192 + 4096 + 2048 + 4 * 4096 + 32) + 12 * 32 + 4 * (1 + 16 + 16 + 32)
-    assert saved_per_token("Qwen/Qwen3-Next-80B-A3B-Instruct", GatedDeltaNetSpec, batch=1) == count
+    name = "Qwen/Qwen3-Next-80B-A3B-Instruct"
+    assert saved_per_token(name, GatedDeltaNetSpec, batch=1, megatron_core=(0, 16)) == count

@@ -63,11 +63,11 @@ def test_the_precision_is_that_of_the_bytes(fields: dict[str, object]) -> None:
 
 
 def test_releases_are_those_of_the_run_and_unset_ones_are_assumed() -> None:
-    assert words_of()[0]["releases"] == "megatron-core 0.16, Transformer Engine 2.17 (assumed), torch 2.10 (assumed)"
+    assert words_of()[0]["releases"] == "megatron-core 0.19, Transformer Engine 2.20 (assumed), torch 2.11 (assumed)"
     given = words_of(megatron_core=(0, 15), transformer_engine=(2, 5), torch=(2, 8))[0]["releases"]
     assert given == "megatron-core 0.15, Transformer Engine 2.5, torch 2.8"
     other = words_of(engine="zero3")[0]["releases"]
-    assert other == "transformers 4.57, torch 2.10 (assumed), DeepSpeed 0.19 (assumed)"
+    assert other == "transformers 4.57, torch 2.11 (assumed), DeepSpeed 0.19 (assumed)"
     assert "Transformer Engine" not in words_of(transformer_impl="local")[0]["releases"]
 
 
