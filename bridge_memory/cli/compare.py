@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.arguments.flags import add_run_arguments
+from bridge_memory.arguments.flags import FILES, add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.comparison.compare import SCHEMA, LogComparison, SnapshotComparison, compare
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _given_run(args: argparse.Namespace) -> RunSpec | None:
     gpus = [] if args.gpu is None else [find_gpu(args.gpu)]
-    sources = (args.model, args.custom_config, args.megatron_args, args.container, args.bridge_recipe)
-    if all(source is None for source in sources):
+    sources = ("model", "custom_config", "megatron_args", "container", "bridge_recipe", *FILES)
+    if all(getattr(args, source) is None for source in sources):
         return None
     return run_on_gpus(args, gpus)
 

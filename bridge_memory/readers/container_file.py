@@ -24,6 +24,8 @@ RECIPES = "megatron.bridge.recipes"
 #: megatron-core's enums that the YAML stores by value: value -> name (``transformer/enums.py: AttnBackend``).
 _MEMBERS = {"AttnBackend": {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}}
 _MARKS = ("_target_", "_call_", "_partial_", "_args_")
+#: Parts of a container that are mappings, and no objects.
+_MAPPINGS = ("env_vars",)
 #: Maximum nesting depth of a config.
 _DEEPEST = 40
 
@@ -66,7 +68,7 @@ def _object(value: Any, depth: int) -> Any:
     if not isinstance(target, str):
         if "_target_" in value:
             raise SpecError(f"_target_ ({bounded(str(target), 60)}) in a container is the name of a class; correct it")
-        return SimpleNamespace(**fields) if depth == 0 else fields
+        return _whole(fields) if depth == 0 else fields
     module, _, name = target.rpartition(".")
     name = name or target
     if module == "torch":
@@ -81,6 +83,14 @@ def _object(value: Any, depth: int) -> Any:
     if value.get("_call_") is False:
         return of_class  # a function: only its name matters
     return of_class(**fields)
+
+
+def _whole(fields: dict[str, Any]) -> Any:
+    """The container itself. A part without its class's name (a file that was edited) is read as the others are."""
+    return SimpleNamespace(**{
+        name: SimpleNamespace(**part) if isinstance(part, dict) and name not in _MAPPINGS else part
+        for name, part in fields.items()
+    })  # fmt: skip
 
 
 def container_from_recipe(name: str) -> Any:
