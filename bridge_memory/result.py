@@ -135,6 +135,11 @@ class Estimate:
         return max(self.stages, key=lambda s: s.peak_bytes)
 
     @property
+    def host_bytes(self) -> int:
+        """Host memory of the rank with most of it."""
+        return max(stage.host_bytes for stage in self.stages)
+
+    @property
     def unmodelled(self) -> tuple[Unmodelled, ...]:
         """Features that are not modelled, each once, with how they can change the peak."""
         return tuple(map(as_feature, dict.fromkeys(self.not_modelled)))
@@ -231,7 +236,7 @@ def _training(run: RunSpec) -> dict[str, Any]:
     batch, engine = run.batch, run.data_parallel.engine
     return {
         **_plain(batch),
-        "global_batch_size": run.num_microbatches * batch.micro_batch_size * run.parallel.data_parallel_size,
+        "global_batch_size": run.sequences_per_step,
         "num_microbatches": run.num_microbatches,
         "precision": _plain(run.precision),
         "optimizer": _plain(run.optimizer),

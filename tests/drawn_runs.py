@@ -6,14 +6,20 @@ most runs have a dozen options that differ from the defaults, and no field is dr
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
+from contextlib import redirect_stderr
 from dataclasses import fields, replace
+from io import StringIO
 from random import Random
 from typing import Any
 
 from scripts_of import load_script
 
 from bridge_memory import ModelSpec, RunSpec, SpecError, estimate, list_presets, resolve_model
-from bridge_memory.spec.fields import Rule
+from bridge_memory.arguments.flags import FLAGS, SPECS, add_run_arguments
+from bridge_memory.arguments.run import run_on_gpus
+from bridge_memory.spec.fields import Rule, rules_of
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.parts import ENGINES, SHARDING_STRATEGIES
 from bridge_memory.spec.run import GROUPS
 
@@ -27,6 +33,8 @@ NUMBERS = {
     "megatron_core": ((0, 13), (0, 15), (0, 16), (0, 17), (0, 18), (0, 19)),
     "transformer_engine": (None, (2, 2), (2, 11), (2, 17), (2, 20)), "torch": (None, (2, 6), (2, 10), (2, 12)),
 }  # fmt: skip
+#: The GPU of command lines: most runs fit it, and its generation is not the default one.
+GPU = "B300"
 #: Fields that say which run it is; they are drawn first, or are another engine's.
 FIRST = {"world_size", "engine", "pipeline_model_parallel_layout"}
 
@@ -87,11 +95,13 @@ def a_layout(model: ModelSpec, pp: int, draw: Random) -> str:
                      for i, text in enumerate(texts)])  # fmt: skip
 
 
-def a_model(draw: Random) -> ModelSpec:
+def a_model(draw: Random, engine: str = "") -> ModelSpec:
     """A preset, half of the time with fewer layers: as many as an odd pipeline divides, say."""
     model = resolve_model(draw.choice(MODELS))
-    if draw.random() < 0.5:
-        most = min(model.num_layers, 24)
+    # Engines outside of megatron-core go through each parameter: experts have thousands.
+    few = model.has_experts and not engine.startswith("megatron")
+    if few or draw.random() < 0.5:
+        most = min(model.num_layers, 2 if few else 24)
         model = replace(model, layers=model.layers[: draw.randint(1, most)])
     return model
 
@@ -100,7 +110,7 @@ def a_run(engine: str, draw: Random) -> RunSpec:
     """One run of an engine that can be estimated."""
     while True:
         try:
-            model = a_model(draw)
+            model = a_model(draw, engine)
         except SpecError:  # MTP layers, say, that no longer follow
             continue
         groups: dict[str, dict[str, Any]] = {
@@ -135,4 +145,65 @@ def some_runs(engine: str, number: int, seed: str = "") -> list[RunSpec]:
     return [a_run(engine, draw) for _ in range(number)]
 
 
-__all__ = ["ENGINES", "a_model", "a_run", "some_runs"]
+def as_words(flag: str, value: Any) -> list[str]:
+    """A value of a flag as it is typed."""
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, tuple):
+        return [flag, (".".join if flag in RELEASES else ",".join)(map(str, value))]
+    return [flag, str(value)]
+
+
+#: Flags whose values are releases.
+RELEASES = {"--transformers-version"}
+
+
+def a_command(engine: str, draw: Random) -> list[str]:
+    """MODEL and flags, drawn like ``a_run``: each kept where the run stays one that is estimated."""
+    by_field = {flag.field: flag for flag in FLAGS}
+    while True:
+        model = resolve_model(name := draw.choice(MODELS))
+        given = {"data_parallel.engine": engine} | {f"parallel.{k}": v for k, v in sizes(engine, model, draw).items()}
+        if engine == "megatron_fsdp":
+            given["data_parallel.data_parallel_sharding_strategy"] = draw.choice(SHARDING_STRATEGIES)
+        start = [name]
+        if draw.random() < 0.5 or (model.has_experts and not engine.startswith("megatron")):
+            most = 8 if engine.startswith("megatron") else 2
+            start += ["--num-layers", str(draw.randint(1, min(most, model.num_layers)))]
+        if legal_words([*start, *typed(given, by_field)]) is None:
+            continue
+        fields_of = [(flag.field, rules_of(SPECS[flag.field.partition(".")[0]])) for flag in FLAGS]
+        for _ in range(draw.choice((0, 4, 12, 24))):
+            field, rules = draw.choice(fields_of)
+            short = field.partition(".")[2]
+            if short in FIRST or field in given:
+                continue
+            more = given | {field: a_value(short, rules[short], draw)}
+            if legal_words([*start, *typed(more, by_field)]) is not None:
+                given = more
+        return [*start, *typed(given, by_field)]
+
+
+def typed(given: dict[str, Any], by_field: dict[str, Any]) -> list[str]:
+    return [
+        word for field, value in given.items() if value is not None and value != ()
+        for word in as_words(by_field[field].names.split()[0], value)
+    ]  # fmt: skip
+
+
+def run_of(words: list[str], gpu: str = GPU) -> RunSpec:
+    """Raises SpecError, and SystemExit for words that are no flags."""
+    parser = ArgumentParser()
+    add_run_arguments(parser)
+    return run_on_gpus(parser.parse_args(words), [find_gpu(gpu)])
+
+
+def legal_words(words: list[str]) -> RunSpec | None:
+    try:
+        with redirect_stderr(StringIO()):
+            return run_of(words)
+    except (SpecError, SystemExit):
+        return None
+
+
+__all__ = ["ENGINES", "GPU", "a_command", "a_model", "a_run", "run_of", "some_runs"]

@@ -1,4 +1,4 @@
-"""A prediction below what was measured has a plus sign, in per cent of what was measured, wherever both are shown."""
+"""A prediction below what was measured has a plus sign, in per cent of what was measured, wherever it stands."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bridge_memory import Estimate, explain, peaks
-from bridge_memory.components import STATIC_ROLES, Role
+from bridge_memory.components import Role
 from bridge_memory.report.document import Grid
 from bridge_memory.report.json import estimate_to_json
-from bridge_memory.report.page.data import page_data, timeline_data, treemap_data
+from bridge_memory.report.page.data import treemap_data
 from bridge_memory.report.page.one_file import estimate_page
 from bridge_memory.report.short import short_blocks
 from bridge_memory.report.snapshot import snapshot
@@ -143,35 +143,25 @@ def by_short_text(answer: Estimate, fits: Sequence[Fit]) -> Stages:
     }  # fmt: skip
 
 
-def by_page(answer: Estimate, fits: Sequence[Fit]) -> Stages:
-    """The data of the HTML report."""
-    page = page_data(answer, fits, flags="", drawn=[answer.peak_stage.stage])
+def by_html(answer: Estimate, fits: Sequence[Fit]) -> Stages:
+    """The JSON in the HTML report's own text: stages, and the peaks that its charts of a step mark."""
+    text = estimate_page(answer, fits, flags="")
+    page, _ = json.JSONDecoder().raw_decode(text[text.index('{"schema"'):])
     out = {}
     for s in page["stages"]:
         parts = {role: n for role, n in s["parts"].items() if n}
-        found = Stage(s["peak_bytes"], s["static_bytes"], parts,
-                      summed([(c["name"], c["bytes"]) for c in s["components"]]))  # fmt: skip
-        out |= {number: found for number in numbers(s["label"])}
+        named = summed([(c["name"], c["bytes"]) for c in s["components"]])
+        for number in numbers(s["label"]):
+            out[number] = Stage(s["peak_bytes"], s["static_bytes"], parts, named)
+    for number, chart in page["timelines"].items():
+        assert chart["peak"]["bytes"] == out[int(number)].peak, f"chart of stage {number}"
     assert page["peak"]["bytes"] == out[page["peak"]["stage"]].peak
     return out
-
-
-def by_html(answer: Estimate, fits: Sequence[Fit]) -> Stages:
-    """The JSON in the HTML report's own text."""
-    text = estimate_page(answer, fits, flags="", stage=answer.peak_stage.stage)
-    start = text.index('{"schema"')
-    page, _ = json.JSONDecoder().raw_decode(text[start:])
-    return {n: Stage(s["peak_bytes"], s["static_bytes"]) for s in page["stages"] for n in numbers(s["label"])}
 
 
 def drawn_stages(answer: Estimate) -> list[int]:
     """First, fullest and last."""
     return sorted({0, answer.peak_stage.stage, len(answer.stages) - 1})
-
-
-def by_chart(answer: Estimate, fits: Sequence[Fit]) -> Stages:
-    """The peak that the page's chart of a step marks."""
-    return {n: Stage(timeline_data(answer, n)["peak"]["bytes"]) for n in drawn_stages(answer)}
 
 
 def by_treemap(answer: Estimate, fits: Sequence[Fit]) -> Stages:
@@ -218,8 +208,8 @@ def by_replay(answer: Estimate, fits: Sequence[Fit]) -> Stages:
 
 WAYS: dict[str, Callable[[Estimate, Sequence[Fit]], Stages]] = {
     "explain": by_explain, "peaks": by_peaks, "json": by_json, "csv": by_csv, "text": by_text,
-    "first screen": by_short_text, "page": by_page, "html": by_html, "chart": by_chart, "treemap": by_treemap,
-    "perfetto": by_perfetto, "snapshot": by_replay,
+    "first screen": by_short_text, "html": by_html, "treemap": by_treemap, "perfetto": by_perfetto,
+    "snapshot": by_replay,
 }  # fmt: skip
 
 
@@ -234,4 +224,4 @@ def differences(found: Stages, answer: Estimate) -> list[str]:
     return out
 
 
-__all__ = ["STATIC_ROLES", "WAYS", "Stage", "Stages", "differences", "of_estimate", "of_json"]
+__all__ = ["WAYS", "Stage", "Stages", "differences", "of_csv", "of_estimate", "of_json"]

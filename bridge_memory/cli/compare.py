@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.arguments.flags import add_run_arguments
-from bridge_memory.arguments.run import run_from_arguments
+from bridge_memory.arguments.flags import FILES, add_run_arguments
+from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.comparison.compare import SCHEMA, LogComparison, SnapshotComparison, compare
 from bridge_memory.components import GIB
@@ -16,6 +16,7 @@ from bridge_memory.report.document import Block, Bullets, Chart, Column, Drawn, 
 from bridge_memory.report.printing import print_blocks
 from bridge_memory.residual import SIGN, SIGN_PERCENT, percent
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.gpus import find_gpu
 
 if TYPE_CHECKING:
     from bridge_memory.comparison.residuals import StageResidual
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("comparison")
     output.add_argument("--tolerance", type=float, metavar="PERCENT",
                         help="exit code 1 if a peak is off by more than this percentage of the measured one")
+    output.add_argument("--gpu", metavar="NAME", help="the GPU that it ran on (default: any Hopper)")
     output.add_argument("--snapshot-stage", type=int, default=0, metavar="N",
                         help="pipeline stage of the snapshot's rank (default: 0)")
     output.add_argument("--snapshot-device", "--device", type=int, metavar="N",
@@ -66,10 +68,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _given_run(args: argparse.Namespace) -> RunSpec | None:
-    sources = (args.model, args.custom_config, args.megatron_args, args.container, args.bridge_recipe)
-    if all(source is None for source in sources):
+    gpus = [] if args.gpu is None else [find_gpu(args.gpu)]
+    sources = ("model", "custom_config", "megatron_args", "container", "bridge_recipe", *FILES)
+    if all(getattr(args, source) is None for source in sources):
         return None
-    return run_from_arguments(args)
+    return run_on_gpus(args, gpus)
 
 
 # ---- logs and JSON lines ----

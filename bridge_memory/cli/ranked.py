@@ -139,7 +139,7 @@ def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace) -> Words:
 
     gpu, style = shown.gpu, shown.style
     stage = row.stage if row.run.parallel.pp > 1 else None
-    time = f"{row.time.seconds:#.3g} s per step, {tokens_per_second_per_gpu(row):,.0f} tokens/s/GPU"
+    time = f"{row.time.seconds:#.3g} s per step, {row.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
     return Words("", (
         f"Fastest {style.noun}: {style.words(row)}; {time}",
         fit_words(gpu, row.peak, row.headroom + int(args.headroom * GIB), stage),
@@ -152,14 +152,6 @@ def fit_words(gpu: Gpu, peak: int, free: int, stage: int | None) -> str:
 
     counted, room = room_words(gpu.capacity_bytes, peak, free, "" if stage is None else f"stage {stage}")
     return f"{'FITS' if free >= 0 else 'DOES NOT FIT'} {gpu.name}: {counted}, {room}"
-
-
-def tokens_per_second_per_gpu(row: Row[Any]) -> float:
-    """By the time model."""
-    run = row.run
-    tokens = (run.batch.global_batch_size or 0) * run.batch.seq_length
-    per_gpu: float = tokens / row.time.seconds / run.parallel.world_size
-    return per_gpu
 
 
 def _looked_at(found: Found, style: Style, gpu: Gpu) -> str:

@@ -20,23 +20,14 @@ _SET_BESIDE = ("optimizer.fp8_recipe",)
 
 def try_first(run: RunSpec, gpu: Gpu) -> str:
     """"try first: --recompute-granularity full ... (9% slower)", or that no single option makes it fit."""
-    from bridge_memory.caveats.unmodelled import unmodelled_features
-    from bridge_memory.plan.changes import WhatIf
+    from bridge_memory.plan.changes import WhatIf, makes_it_fit, to_try_first
     from bridge_memory.speed.hardware import HARDWARE
-    from bridge_memory.verdict import largest_peak
 
-    room = largest_peak(gpu, run)
-    known = len(unmodelled_features(run))
-    found = [
-        e for e in WhatIf(run, HARDWARE.get(gpu.name)).singles
-        if e.peak <= room and len(unmodelled_features(e.run)) <= known
-    ]  # fmt: skip
-    if not found:
+    best = to_try_first(e for e in WhatIf(run, HARDWARE.get(gpu.name)).singles if makes_it_fit(e, gpu))
+    if best is None:
         if run.implementation.torch_layers:
             return "no single option makes it fit: `bridge-memory whatif --pairs` looks further"
         return "no single option makes it fit: `bridge-memory whatif` and `search` look further"
-    # Computing in fp8 is named where nothing else makes it fit in a known time.
-    best = min(found, key=lambda e: (e.slowdown is None, e.changes[0].kind == "fp8", e.slowdown or 0.0, e.peak))
     return f"try first: {fix_words(best, run)}"
 
 

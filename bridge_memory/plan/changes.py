@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bridge_memory.estimation import peaks
+from bridge_memory.estimation import estimate, peaks
 from bridge_memory.plan.megatron.space import useful_modules
 from bridge_memory.plan.megatron.splits import NO_SPLIT, splits
 from bridge_memory.spec import RunSpec, SpecError, show
@@ -15,6 +15,10 @@ from bridge_memory.spec.parts import OFFLOAD_MODULES
 from bridge_memory.spec.transformers import usable_attention
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.step_time import not_timed, step_time
+from bridge_memory.verdict import fits, headroom
+
+if TYPE_CHECKING:
+    from bridge_memory.cards.gpu import Gpu
 
 #: Changes that stand a chance in a pair or a set: the rest frees less than the best of these alone.
 MOST_COMBINED = 12
@@ -357,5 +361,17 @@ def _sets(singles: Sequence[Effect], number: int) -> Iterator[tuple[Change, ...]
 
 def _seconds(run: RunSpec, hardware: Hardware) -> float:
     """Seconds a sequence: where no global batch size is given, a step's sequences vary with the sizes."""
-    sequences = run.num_microbatches * run.batch.micro_batch_size * run.parallel.data_parallel_size
-    return step_time(run, hardware).seconds / sequences
+    return step_time(run, hardware).seconds / run.sequences_per_step
+
+
+def makes_it_fit(effect: Effect, gpu: Gpu) -> bool:
+    """Whether the verdict of the changed run is that it fits."""
+    return headroom(gpu, effect.peak, effect.run) >= 0 and fits(estimate(effect.run), [gpu])[0].fits
+
+
+def to_try_first(fitting: Iterable[Effect]) -> Effect | None:
+    """Of changes that make a run fit the one with the least step time; fp8, and what has no time, only where nothing
+    else does."""
+    return min(
+        fitting, key=lambda e: (e.slowdown is None, e.changes[0].kind == "fp8", e.slowdown or 0.0, e.peak), default=None
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.speed.step_time import tokens_per_second_per_gpu
 
 #: Step times that differ by less are a tie: the spread of measured over predicted time inside of a group of layouts
 #: (``references/search.md``).
@@ -58,6 +59,11 @@ class Row(Generic[TimeT]):
     #: Bytes of the GPU that are free beside the peak and its margin.
     headroom: int
     time: TimeT
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """By the time model."""
+        return tokens_per_second_per_gpu(self.run, self.time.seconds)
 
 
 class Refused(Counter[str]):

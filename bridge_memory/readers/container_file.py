@@ -24,6 +24,8 @@ RECIPES = "megatron.bridge.recipes"
 #: megatron-core's enums that the YAML stores by value: value -> name (``transformer/enums.py: AttnBackend``).
 _MEMBERS = {"AttnBackend": {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}}
 _MARKS = ("_target_", "_call_", "_partial_", "_args_")
+#: Parts of a container that are mappings, and no objects.
+_MAPPINGS = ("env_vars",)
 
 
 def container_from_file(path: str | os.PathLike[str]) -> Any:
@@ -40,7 +42,7 @@ def container_from_file(path: str | os.PathLike[str]) -> Any:
     if "_target_" not in data["model"]:
         raise SpecError(f"the model of {name} has no _target_, the class of its provider; {give}")
     container = _object(data)
-    return SimpleNamespace(**container) if isinstance(container, dict) else container
+    return _whole(container) if isinstance(container, dict) else container
 
 
 def _object(value: Any) -> Any:
@@ -68,6 +70,14 @@ def _object(value: Any) -> Any:
     if value.get("_call_") is False:
         return of_class  # a function: only its name matters
     return of_class(**fields)
+
+
+def _whole(fields: dict[str, Any]) -> Any:
+    """The container itself. A part without its class's name (a file that was edited) is read as the others are."""
+    return SimpleNamespace(**{
+        name: SimpleNamespace(**part) if isinstance(part, dict) and name not in _MAPPINGS else part
+        for name, part in fields.items()
+    })  # fmt: skip
 
 
 def container_from_recipe(name: str) -> Any:

@@ -42,10 +42,9 @@ def answer_of(result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: 
             if named:
                 by_verdict.append(f"{_VERDICT_WORDS[one]} {', '.join(named)}")
         words = "; ".join(by_verdict)
-    host = max(stage.host_bytes for stage in result.stages)
     parts = (
         words,
-        f"{host_place(result)} {format_bytes(host, unit)} per rank" if host else "",
+        f"{host_place(result)} {format_bytes(result.host_bytes, unit)} per rank" if result.host_bytes else "",
         f"not modelled: {feature_names(result)}" if result.unmodelled and not _names_features(fits) else "",
         fix,
     )

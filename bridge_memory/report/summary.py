@@ -23,7 +23,7 @@ def configuration(result: Estimate) -> tuple[tuple[str, str], ...]:
     """(subject, words): model, parallelism, batch, precision, optimizer, recompute, kernels, releases; "host memory"
     where the run offloads something."""
     run = result.run
-    host = max(stage.host_bytes for stage in result.stages)
+    host = result.host_bytes
     return (
         ("model", _model(result)),
         ("parallelism", _parallelism(run)),

@@ -15,7 +15,6 @@ from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from bridge_memory.spec.parts import (
     RECOMPUTE_MODULES,
-    BatchSpec,
     DataParallelSpec,
     ImplementationSpec,
     OptimizerSpec,
@@ -35,7 +34,7 @@ def canonical(run: RunSpec) -> RunSpec:
     return RunSpec(
         model=_model(run),
         parallel=_parallel(run),
-        batch=replace(run.batch, global_batch_size=_global_batch(run)),
+        batch=replace(run.batch, global_batch_size=run.sequences_per_step),
         precision=_precision(run),
         optimizer=_optimizer(run.optimizer),
         data_parallel=_data_parallel(run.data_parallel),
@@ -111,12 +110,6 @@ def _parallel(run: RunSpec) -> ParallelSpec:
         pipeline_model_parallel_layout=None if text is None else "|".join(parse_layout_string(text)),
         microbatch_group_size_per_vp_stage=(p.microbatch_group_size_per_vp_stage or p.pp) if virtual > 1 else None,
     )
-
-
-def _global_batch(run: RunSpec) -> int:
-    """Sequences per step. Default: as many microbatches as fill the pipeline."""
-    b: BatchSpec = run.batch
-    return b.global_batch_size or run.num_microbatches * b.micro_batch_size * run.parallel.data_parallel_size
 
 
 def _precision(run: RunSpec) -> PrecisionSpec:

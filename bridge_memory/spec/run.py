@@ -240,6 +240,11 @@ class RunSpec:
         return b.global_batch_size // (b.micro_batch_size * p.data_parallel_size)
 
     @property
+    def sequences_per_step(self) -> int:
+        """Over the whole job: ``global_batch_size``, or as many as the microbatches are."""
+        return self.num_microbatches * self.batch.micro_batch_size * self.parallel.data_parallel_size
+
+    @property
     def teacher_here(self) -> RunSpec | None:
         """The teacher with this run's parallel sizes; its layers are split over stages by its own fields. Raises
         SpecError where it does not go with them."""

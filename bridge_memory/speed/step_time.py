@@ -18,6 +18,11 @@ def step_time(
     return megatron.step_time(run, hardware, constants)
 
 
+def tokens_per_second_per_gpu(run: RunSpec, seconds: float) -> float:
+    """Of a step that takes so many seconds."""
+    return run.sequences_per_step * run.batch.seq_length / seconds / run.parallel.world_size
+
+
 def not_timed(run: RunSpec) -> tuple[str, ...]:
     """What of ``run`` changes its step time and is in no time model, by the names of its fields."""
     return torch.not_timed(run) if run.data_parallel.engine in torch.TIMED else megatron.not_timed(run)

@@ -17,7 +17,7 @@ from bridge_memory.cards.gpu import Gpu
 from bridge_memory.cards.rows import GPUS, common_gpus
 from bridge_memory.emit.megatron import bridge_overrides, estimate_command, megatron_arguments
 from bridge_memory.estimation import Estimate, estimate
-from bridge_memory.plan.changes import Effect, WhatIf, changes
+from bridge_memory.plan.changes import Effect, WhatIf, changes, makes_it_fit, to_try_first
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.report.answer import answer_of
 from bridge_memory.report.json import estimate_to_json
@@ -28,7 +28,8 @@ from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import ENGINES
 from bridge_memory.speed.hardware import HARDWARE, Hardware
 from bridge_memory.speed.megatron.step_time import not_timed, step_time
-from bridge_memory.verdict import Fit, fits, headroom, margin_words
+from bridge_memory.speed.step_time import tokens_per_second_per_gpu
+from bridge_memory.verdict import Fit, fits, margin_words
 from bridge_memory.web.fixes import Refuses, label, refusal, untried
 from bridge_memory.web.options import DEFAULT_GPU, KEYS, Asked, asked, option_values, options
 from bridge_memory.web.words import title
@@ -124,7 +125,7 @@ class Api:
         Refused."""
         with self._desk.turn():
             run, gpu, _ = self.asked(question)
-            whatif = _answered(question, lambda _: WhatIf(run, hardware_for(run, gpu)))
+            whatif = _answered(question, lambda _: WhatIf(run, HARDWARE.get(gpu.name)))
         effects: list[Effect] = []
         fitting: set[object] = set()
         for change in dict.fromkeys(changes(run)):
@@ -133,14 +134,11 @@ class Api:
                 if effect is None or effect.freed <= 0:
                     continue
                 effects.append(effect)
-                if headroom(gpu, effect.peak, effect.run) >= 0 and fits(estimate(effect.run), [gpu])[0].fits:
+                if makes_it_fit(effect, gpu):
                     fitting.add(effect.changes)
         given = question["options"] if isinstance(question, Mapping) and question.get("options") else {}
         effects.sort(key=lambda e: -e.freed)
-        cheapest = min(
-            (e for e in effects if e.changes in fitting), key=lambda e: (e.slowdown is None, e.slowdown or 0.0, e.peak),
-            default=None,
-        )  # fmt: skip
+        cheapest = to_try_first(e for e in effects if e.changes in fitting)
         cards = [card for card in common_gpus() if card.name != gpu.name]
         with self._desk.turn():
             others = [_fit(fit) for fit in fits(estimate(run), cards) if not fit.lacks]
@@ -237,10 +235,10 @@ def _effective(run: RunSpec) -> dict[str, Any]:
         if dot:
             value = getattr(getattr(run, group), field)
             found[option.name] = option.plain(value)
-    p, b, m = run.parallel, run.batch, run.model
+    p, m = run.parallel, run.model
     found |= {
         "etp": p.etp, "sequence-parallel": p.sp, "dp": p.data_parallel_size, "microbatches": run.num_microbatches,
-        "global-batch-size": run.num_microbatches * b.micro_batch_size * p.data_parallel_size,
+        "global-batch-size": run.sequences_per_step,
         "vpp": p.vpp, "num-layers": m.num_layers, "mtp-num-layers": m.mtp_num_layers,
         "hidden-dropout": m.hidden_dropout, "attention-dropout": m.attention_dropout,
     }  # fmt: skip
@@ -262,10 +260,8 @@ def _step(one: Asked) -> dict[str, Any] | None:
         seconds = step_time(run, hardware).seconds
     except SpecError:
         return None
-    b, p = run.batch, run.parallel
-    tokens = run.num_microbatches * b.micro_batch_size * p.data_parallel_size * b.seq_length
     return {
-        "seconds": seconds, "tokens_per_second_per_gpu": tokens / seconds / p.world_size,
+        "seconds": seconds, "tokens_per_second_per_gpu": tokens_per_second_per_gpu(run, seconds),
         "not_timed": list(not_timed(run)),
     }  # fmt: skip
 

@@ -113,25 +113,21 @@ def _row(row: Any) -> dict[str, Any]:
     for field, value in layout_fields(run).items():
         chosen[names[field]] = list(value) if isinstance(value, tuple) else value
     chosen |= {"num-gpus": p.world_size, "global-batch-size": run.batch.global_batch_size}
-    tokens = run.batch.global_batch_size * run.batch.seq_length
     return {
         "options": chosen, "tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp,
         "mbs": run.batch.micro_batch_size, "recompute": recompute_words(run.recompute), "peak_bytes": row.peak,
         "stage": row.stage, "headroom_bytes": row.headroom, "step_seconds": row.time.seconds,
-        "tokens_per_second_per_gpu": tokens / row.time.seconds / p.world_size,
+        "tokens_per_second_per_gpu": row.tokens_per_second_per_gpu,
     }  # fmt: skip
 
 
 def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Compare a log, a journal or a snapshot with the prediction."""
-    from bridge_memory.arguments.run import run_from_arguments
     from bridge_memory.comparison.compare import compare
-    from bridge_memory.web.options import arguments
+    from bridge_memory.web.options import asked as parsed
 
     question = asked["question"]
-    run = None
-    if question is not None:
-        run = run_from_arguments(arguments(question, hub=asked.get("hub", False))[0])
+    run = None if question is None else parsed(question, hub=asked.get("hub", False)).run
     try:
         return compare(asked["path"], run, stage=asked.get("stage", 0)).as_json(asked["name"])
     except SpecError as error:  # The file has the name that it came with.

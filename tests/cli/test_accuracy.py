@@ -34,7 +34,7 @@ def test_a_corpus_of_memory_is_told_by_its_fields(capsys: pytest.CaptureFixture[
     some = tmp_path / "runs.jsonl"
     some.write_text("\n".join(MEMORY.read_text().splitlines()[100:104]) + "\n")
     assert main(["accuracy", str(some), "--by", "gpu"]) == 0
-    assert "max_allocated, % off" in capsys.readouterr().out
+    assert "max_allocated, %" in capsys.readouterr().out
 
 
 def test_validate_of_measured_runs_answers_with_the_new_name(

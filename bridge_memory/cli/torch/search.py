@@ -14,7 +14,7 @@ from bridge_memory.arguments.flags import spelling
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.measured import named_seconds
 from bridge_memory.cli.progress import Progress
-from bridge_memory.cli.ranked import Shown, Style, print_found, tokens_per_second_per_gpu
+from bridge_memory.cli.ranked import Shown, Style, print_found
 from bridge_memory.components import GIB
 from bridge_memory.emit.commands import Emitted
 from bridge_memory.emit.formats import emitted, formats_of
@@ -276,7 +276,7 @@ def cells(row: Row[StepTime]) -> Cells:
         run.data_parallel.engine, str(run.batch.micro_batch_size), str(run.num_microbatches), checkpointing_words(run),
         sharded_words(run), _overlap_words(run), _offload_words(run), run.transformers.attn_implementation,
         _liger_words(run), f"{row.peak / GIB:.2f}", f"{row.headroom / GIB:.2f}", f"{t.seconds:#.3g}",
-        f"{tokens_per_second_per_gpu(row):,.0f}", *(f"{share / t.seconds:.0%}" for share in shares),
+        f"{row.tokens_per_second_per_gpu:,.0f}", *(f"{share / t.seconds:.0%}" for share in shares),
     )  # fmt: skip
 
 
