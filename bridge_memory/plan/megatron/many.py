@@ -55,7 +55,7 @@ from bridge_memory.tapes.batched import (
 )
 from bridge_memory.tapes.chain import Concurrent, EngineBytes
 from bridge_memory.tapes.context import TRACE_CACHE, BlockContext, context_of, settings_of, sizes_of, switches_of
-from bridge_memory.tapes.many import RunGrid, Same
+from bridge_memory.tapes.many import EXACT, RunGrid, Same, TooLarge
 from bridge_memory.workspaces.driver import driver_bytes, may_have_driver_buffers
 
 if TYPE_CHECKING:
@@ -163,10 +163,13 @@ class Sheet:
     """The layouts of a space as arrays."""
 
     def __init__(self, space: Space) -> None:
+        """Raises TooLarge."""
         self.space = space
         self.base = space.base
         self.total = space.global_batch_size or space.base.batch.global_batch_size
         self.batches = micro_batches(space)
+        if space.base.batch.seq_length**2 * max(self.batches, default=1) >= EXACT:  # scores: 64 bits may not hold them
+            raise TooLarge
         #: Sizes beside the pipeline's, each once.
         self.sizes: list[Sizes] = []
         self.pipelines: list[Pipeline] = []
