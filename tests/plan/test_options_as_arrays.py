@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bridge_memory import (
@@ -120,7 +119,7 @@ CASES = [
 NAMES = list(dict.fromkeys(name for name, _ in CASES))
 
 
-@lru_cache(maxsize=None)
+@cache
 def model(name: str) -> ModelSpec:
     given = resolve_model(name)
     first, last = MODELS[name]

@@ -117,7 +117,7 @@ class Runs:
 
 def _unchecked(base: _S, kind: type[_S] | None = None, without: tuple[str, ...] = (), **values: Any) -> _S:
     """A copy of a spec with arrays for some fields; of ``kind`` it is ``without`` some."""
-    out = object.__new__(kind or type(base))
+    out: _S = object.__new__(kind or type(base))
     for f in fields(base):
         if f.name not in without:
             object.__setattr__(out, f.name, values.get(f.name, getattr(base, f.name)))
@@ -210,12 +210,13 @@ class Sheet:
     def parallel(self, places: np.ndarray, **more: Any) -> ParallelSpec:
         sizes = [self.sizes[i] for i in places]
         etp = None if sizes[0].etp is None else along(0, [s.etp for s in sizes])
-        return _unchecked(
+        out: ParallelSpec = _unchecked(
             self.base.parallel, world_size=self.space.num_gpus,
             tensor_model_parallel_size=along(0, [s.tp for s in sizes]),
             context_parallel_size=along(0, [s.cp for s in sizes]),
             expert_model_parallel_size=along(0, [s.ep for s in sizes]), expert_tensor_parallel_size=etp, **more,
         )  # fmt: skip
+        return out
 
     def runs(self, pipeline: Pipeline, part: Subgrid) -> Runs:
         """Those of a pipeline's layouts."""

@@ -62,8 +62,8 @@ def search(
 
     ``capacity``: bytes of the GPU; ``margin``: of a peak, what the GPU must hold beyond it, never less of a higher
     one; ``progress`` is called with how many were evaluated and how many fit; ``batched``: whether layouts are
-    evaluated as arrays (None: where numpy is installed); ``jobs``: processes, of this machine or of ``backend``, a name that
-    joblib knows (-1: all there are); ``cache``: a folder that keeps what blocks cost for later searches.
+    evaluated as arrays (None: where numpy is installed); ``jobs``: processes, of this machine or of ``backend``, a name
+    that joblib knows (-1: all there are); ``cache``: a folder that keeps what blocks cost for later searches.
     KeyboardInterrupt ends the search with what was found so far.
     """
     i = space.base.implementation
