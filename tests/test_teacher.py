@@ -12,10 +12,12 @@ from bridge_memory.accuracy.records import load_runs
 from bridge_memory.accuracy.runs import run_of
 from bridge_memory.estimation import estimate, peaks
 from bridge_memory.inventory.layer import output_block
-from bridge_memory.plan.megatron.many import expressible
+from bridge_memory.plan.megatron.search import search
+from bridge_memory.plan.megatron.space import Space
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.config_container import run_from_config_container
-from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.tapes.context import context_of
 
 CORPUS = Path(__file__).parent / "data" / "measurements" / "runs.jsonl"
@@ -141,7 +143,19 @@ def test_what_cannot_teach_is_refused_in_one_line() -> None:
 
 
 def test_a_search_counts_it() -> None:
-    """Arrays of layouts do not know it; they are looked at one by one."""
-    plain, whole = distilled()
-    assert expressible(plain) and not expressible(whole)
-    assert not expressible(replace(whole, implementation=ImplementationSpec()))
+    """As arrays as one by one; and layouts of pipelines that the teacher's layers do not go onto are refused."""
+    _, run = distilled()
+    thirty_one = replace(TEACHER, layers=TEACHER.layers[:31])
+    with pytest.raises(SpecError, match="teacher: num_layers"):
+        replace(run, parallel=ParallelSpec(world_size=2, pipeline_model_parallel_size=2),
+                teacher=replace(run.teacher, model=thirty_one))  # fmt: skip
+    for teacher, pipelines in ((TEACHER, {1, 2, 4, 8}), (thirty_one, {1})):
+        base = replace(run, teacher=replace(run.teacher, model=teacher))
+        space = Space(base, 8, 8, frozenset({"split"}), {"mbs": (1, 2)}, global_batch_size=16)
+        ours, theirs = (
+            search(space, hardware_of("H200"), capacity=140 << 30, margin=lambda peak: peak // 50, batched=batched)
+            for batched in (True, False)
+        )  # fmt: skip
+        assert list(ours.rows) == list(theirs.rows) and ours.refused == theirs.refused
+        assert ours._replace(rows=theirs.rows, one_by_one=theirs.one_by_one) == theirs
+        assert {row.run.parallel.pp for row in ours.rows} == pipelines

@@ -86,6 +86,11 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
     return 0 if found.rows else 1
 
 
+def how_words(found: Found) -> tuple[str, ...]:
+    """Why configurations were evaluated one by one, if they were."""
+    return (found.one_by_one.words,) if found.one_by_one else ()
+
+
 def _asked_row(shown: Shown, args: argparse.Namespace) -> Row[Any]:
     """``--row``, which counts from 1. Raises SpecError where there is no such row."""
     best = shown.found.best(max(args.top, args.row))

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from bridge_memory.spec import RunSpec, SpecError
@@ -113,6 +114,20 @@ class Listed(Rows[TimeT]):
         return [row.peak for row in self._rows]
 
 
+class OneByOne(Enum):
+    """Why a search evaluated its configurations one by one."""
+
+    ASKED = "as asked"
+    NUMPY = "numpy is not installed, and without it this takes 20 to 400 times longer; pip install numpy"
+    LARGE = "sizes of 2**53 bytes and more are not counted as arrays; lower seq_length or micro_batch_size"
+    TORCH = "the engines outside of megatron-core are not counted as arrays"
+
+    @property
+    def words(self) -> str:
+        """A sentence."""
+        return f"searched one by one: {self.value}"
+
+
 class Found(NamedTuple):
     """What a search found.
 
@@ -137,8 +152,8 @@ class Found(NamedTuple):
     stopped: bool = False
     #: Of ``too_large``, those whose weights, gradients and optimizer state alone do not fit, as far as that was asked.
     without_activations: int = 0
-    #: Whether layouts were evaluated as arrays, and not one by one.
-    batched: bool = False
+    #: Why configurations were evaluated one by one; None: they were as arrays.
+    one_by_one: OneByOne | None = None
 
     def best(self, number: int | None = None) -> tuple[Row[Any], ...]:
         """The fastest row of each choice: all of them, or the first ``number``."""

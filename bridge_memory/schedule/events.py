@@ -40,7 +40,7 @@ from operator import mul
 from typing import Any, NamedTuple
 
 #: The larger, or the smaller, of two numbers.
-Larger = Callable[[Any, Any], Any]
+OfTwo = Callable[[Any, Any], Any]
 
 
 class OverlapCost(NamedTuple):
@@ -265,7 +265,7 @@ def walk(
             held_in_forward = (not last) * (1 + keeps_outputs) + (not first)
 
 
-def overlapped(f: ChunkCost, b: ChunkCost, most: Larger = max, least: Larger = min) -> int:
+def overlapped(f: ChunkCost, b: ChunkCost, most: OfTwo = max, least: OfTwo = min) -> Any:
     """The most bytes of both chunks while ``f`` runs forward and ``b`` backward, overlapped. ``most``, ``least``: of
     two; for arrays those of numpy.
 

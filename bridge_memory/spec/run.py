@@ -256,7 +256,7 @@ class RunSpec:
             names += ["expert_model_parallel_size", "expert_tensor_parallel_size"]
         given = {name: getattr(p, name) for name in names}
         # As whole numbers: where this stands for many runs, of those that share a teacher.
-        sizes = {name: None if size is None else int(size) for name, size in given.items()}
+        sizes: dict[str, Any] = {name: None if size is None else int(size) for name, size in given.items()}
         parallel = replace(self.teacher.parallel, sequence_parallel=p.sequence_parallel, **sizes)
         return replace(self.teacher, parallel=parallel)
 

@@ -33,6 +33,12 @@ from bridge_memory.tapes.symbolic import SIZES
 
 #: A float represents every whole number up to here.
 EXACT = 2**53
+
+
+class TooLarge(Exception):
+    """Sizes are more bytes than arrays hold exactly."""
+
+
 FLAGS = ("input_retained", "output_reached")
 #: Peaks before the landmark, in the order of ``BlockCost.before_landmark``.
 _BEFORE = ("before_forward", "before_backward", "before_held", "before_no_grad")
@@ -415,7 +421,8 @@ def evaluated(structure: Structure, sizes: Sequence[Any]) -> dict[str, np.ndarra
     table = table.reshape(number, -1)
     counts, rows = _matrix(structure, number, every=bool(number and table.min() < 0))
     totals = counts @ table
-    assert np.all(np.abs(totals) < EXACT), "a sum that is not exact as a float"
+    if not np.all(np.abs(totals) < EXACT):
+        raise TooLarge
     found = {
         name: totals[at].max(axis=0, initial=0).astype(np.int64).reshape(shape) for name, at in rows.items()
     }

@@ -13,8 +13,8 @@ import pytest
 from bridge_memory import BatchSpec, RunSpec, SpecError, peaks
 from bridge_memory.cli import main
 from bridge_memory.cli.megatron.search import WITHOUT_NUMPY
-from bridge_memory.plan.found import Found, Refused
-from bridge_memory.plan.megatron.many import Sheet, expressible, fitting, sorted_batches
+from bridge_memory.plan.found import Found, OneByOne, Refused
+from bridge_memory.plan.megatron.many import Sheet, fitting, sorted_batches
 from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import Space, layouts
 from bridge_memory.spec.gpus import find_gpu
@@ -61,7 +61,7 @@ def found(of: Space, gpu: str, *, batched: bool) -> Found:
 def test_together_is_one_by_one(of: Space, gpu: str) -> None:
     """The same rows in the same order, the same counts, the same refusals."""
     ours, theirs = found(of, gpu, batched=True), found(of, gpu, batched=False)
-    assert ours._replace(rows=theirs.rows, batched=False) == theirs
+    assert ours._replace(rows=theirs.rows, one_by_one=OneByOne.ASKED) == theirs
     assert 0 < len(theirs.rows) < theirs.looked_at
     assert list(ours.rows) == list(theirs.rows)
     assert ours.best(7) == theirs.best(7) and ours.front() == theirs.front()
@@ -73,7 +73,7 @@ def test_what_dispatchers_allocate_themselves_has_to_fit_too() -> None:
     sizes = {"expert_model_parallel_size": 8, "world_size": 8}
     of = space("Qwen/Qwen3-30B-A3B", 8, "split", "vpp", "recompute", "ep", **flex, **sizes)
     ours, theirs = found(of, "H100", batched=True), found(of, "H100", batched=False)
-    assert ours._replace(rows=theirs.rows, batched=False) == theirs and list(ours.rows) == list(theirs.rows)
+    assert ours._replace(rows=theirs.rows, one_by_one=OneByOne.ASKED) == theirs and list(ours.rows) == list(theirs.rows)
     card = find_gpu("H100").capacity_bytes
     assert all(row.headroom == card - row.peak - margin_bytes(row.peak, 8, driver_bytes(row.run)) for row in ours.rows)
     assert len({driver_bytes(row.run) for row in ours.rows}) > 1
@@ -128,7 +128,6 @@ LARGE = {"V3", "fp8"}
 def test_random_layouts_are_those_of_peaks_and_step_time(name: str, number: int) -> None:
     """To the byte and to the last bit; with the slow ones 5,100 and more."""
     of = MANY[name]
-    assert expressible(of.base)
     sheet, refused = Sheet(of), Refused()
     groups = [few for few in fitting(sheet, H100, DEFAULT, lambda peak: peak < 300 * 2**30, refused) if len(few.peaks)]
     chance = random.Random(f"{name} {number}")
@@ -173,7 +172,7 @@ def test_without_numpy_layouts_are_looked_at_one_by_one(monkeypatch: pytest.Monk
     for name in ("numpy", "bridge_memory.plan.megatron.many"):
         monkeypatch.setitem(sys.modules, name, None)
     theirs = search(of, H100, capacity=find_gpu("H100").capacity_bytes, margin=lambda peak: margin_bytes(peak, 2))
-    assert not theirs.batched and list(theirs.rows) == list(ours.rows)
+    assert theirs.one_by_one is OneByOne.NUMPY and list(theirs.rows) == list(ours.rows)
 
 
 def test_a_search_says_that_numpy_is_missing(

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.arguments.template import template
 from bridge_memory.cli.measured import measured_steps
 from bridge_memory.cli.progress import Progress
-from bridge_memory.cli.ranked import Shown, Style, print_found
+from bridge_memory.cli.ranked import Shown, Style, how_words, print_found
 from bridge_memory.components import GIB
 from bridge_memory.emit.formats import emitted, formats_of
 from bridge_memory.emit.megatron import recompute_words, split_words
-from bridge_memory.plan.found import Row
+from bridge_memory.plan.found import OneByOne, Row
 from bridge_memory.plan.megatron.space import AXES, Space
 from bridge_memory.spec import SpecError
 from bridge_memory.speed.megatron.step_time import StepTime, not_timed
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 _MORE = " (--exhaustive: every layout that divides)"
 SCHEMA = "bridge-memory/search/1"
-WITHOUT_NUMPY = (
-    "bridge-memory: numpy is not installed, so layouts are evaluated one by one, which takes 20 to 400 times longer; "
-    "pip install numpy"
-)
+WITHOUT_NUMPY = f"bridge-memory: {OneByOne.NUMPY.words}"
 #: Axis -> the flag of its size, which also takes a range.
 RANGED = {axis: AXES[axis][0] for axis in ("tp", "pp", "vpp", "cp", "ep", "mbs")}
 
@@ -67,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
         document = {
             "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
             "refused": dict(found.refused), "stopped": found.stopped,
-            "without_activations": found.without_activations, "grid": space.rule(), **calibration,
+            "without_activations": found.without_activations, "grid": space.rule(),
+            "one_by_one": found.one_by_one and found.one_by_one.value, **calibration,
         }  # fmt: skip
         base, experts = space.base, space.base.model.has_experts
         times = (
@@ -78,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         return print_found(
             Shown(
                 STYLE if experts else STYLE._replace(hidden=frozenset({"ep", "etp"})), found, base, gpu, space.num_gpus,
-                space=[f"searched: {space.rule()}" + _MORE * (not space.exhaustive)],
+                space=[f"searched: {space.rule()}" + _MORE * (not space.exhaustive), *how_words(found)],
                 otherwise=(), times=times, not_timed=lambda rows: not_timed(rows[0].run), document=document,
                 emit=lambda row: emitted(args.emit, "megatron", row.run, args, gpu.name, {}),
                 last=last if experts else (),

@@ -14,7 +14,7 @@ from bridge_memory.arguments.flags import spelling
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.measured import named_seconds
 from bridge_memory.cli.progress import Progress
-from bridge_memory.cli.ranked import Shown, Style, print_found
+from bridge_memory.cli.ranked import Shown, Style, how_words, print_found
 from bridge_memory.components import GIB
 from bridge_memory.emit.commands import Emitted
 from bridge_memory.emit.formats import emitted, formats_of
@@ -77,12 +77,13 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         )  # fmt: skip
     document = {
         "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
-        "refused": dict(found.refused), "stopped": found.stopped, "grid": space.rule(), "notes": [*left_out, *said],
+        "refused": dict(found.refused), "stopped": found.stopped, "grid": space.rule(),
+        "one_by_one": found.one_by_one and found.one_by_one.value, "notes": [*left_out, *said],
     }  # fmt: skip
     return print_found(
         Shown(
             STYLE, found, next(iter(space.bases.values())), gpu, num_gpus,
-            space=(f"searched: {space.rule()}", *left_out, *said),
+            space=(f"searched: {space.rule()}", *how_words(found), *left_out, *said),
             otherwise=("--vary all looks at offloading, attention and Liger's kernels too",) * (args.vary is None),
             times=_notes(found, space, args), not_timed=_not_timed, document=document,
             emit=lambda row: _emitted(row, args, space, gpu),

@@ -55,7 +55,7 @@ from bridge_memory.tapes.batched import (
 )
 from bridge_memory.tapes.chain import Concurrent, EngineBytes
 from bridge_memory.tapes.context import TRACE_CACHE, BlockContext, context_of, settings_of, sizes_of, switches_of
-from bridge_memory.tapes.many import RunGrid, Same
+from bridge_memory.tapes.many import EXACT, RunGrid, Same, TooLarge
 from bridge_memory.workspaces.driver import driver_bytes, may_have_driver_buffers
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Runs:
 
 def _unchecked(base: _S, kind: type[_S] | None = None, without: tuple[str, ...] = (), **values: Any) -> _S:
     """A copy of a spec with arrays for some fields; of ``kind`` it is ``without`` some."""
-    out = object.__new__(kind or type(base))
+    out: _S = object.__new__(kind or type(base))
     for f in fields(base):
         if f.name not in without:
             object.__setattr__(out, f.name, values.get(f.name, getattr(base, f.name)))
@@ -163,10 +163,13 @@ class Sheet:
     """The layouts of a space as arrays."""
 
     def __init__(self, space: Space) -> None:
+        """Raises TooLarge."""
         self.space = space
         self.base = space.base
         self.total = space.global_batch_size or space.base.batch.global_batch_size
         self.batches = micro_batches(space)
+        if space.base.batch.seq_length**2 * max(self.batches, default=1) >= EXACT:  # scores: 64 bits may not hold them
+            raise TooLarge
         #: Sizes beside the pipeline's, each once.
         self.sizes: list[Sizes] = []
         self.pipelines: list[Pipeline] = []
@@ -207,12 +210,13 @@ class Sheet:
     def parallel(self, places: np.ndarray, **more: Any) -> ParallelSpec:
         sizes = [self.sizes[i] for i in places]
         etp = None if sizes[0].etp is None else along(0, [s.etp for s in sizes])
-        return _unchecked(
+        out: ParallelSpec = _unchecked(
             self.base.parallel, world_size=self.space.num_gpus,
             tensor_model_parallel_size=along(0, [s.tp for s in sizes]),
             context_parallel_size=along(0, [s.cp for s in sizes]),
             expert_model_parallel_size=along(0, [s.ep for s in sizes]), expert_tensor_parallel_size=etp, **more,
         )  # fmt: skip
+        return out
 
     def runs(self, pipeline: Pipeline, part: Subgrid) -> Runs:
         """Those of a pipeline's layouts."""

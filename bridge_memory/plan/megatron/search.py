@@ -1,8 +1,8 @@
 """Which layouts fit, and which of them is the fastest.
 
 Every layout is estimated (all stages, to the byte what ``estimate`` says); what fits the GPU less its margin is given a
-step time (``speed``) and ranked by it. Layouts are evaluated in batches, as arrays (``many``), where numpy is installed
-and arrays can say all of their memory, else one by one.
+step time (``speed``) and ranked by it. Layouts are evaluated in batches, as arrays (``many``), whatever their options
+(``tests/plan/test_options_as_arrays.py``); without numpy one by one.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.estimation import model_state, peaks
-from bridge_memory.plan.found import Found, Listed, Refused, Row, Rows
+from bridge_memory.plan.found import Found, Listed, OneByOne, Refused, Row, Rows
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.space import AXES, Space, layouts, parallel_sizes
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, show
@@ -62,8 +63,8 @@ def search(
 
     ``capacity``: bytes of the GPU; ``margin``: of a peak, what the GPU must hold beyond it, never less of a higher
     one; ``progress`` is called with how many were evaluated and how many fit; ``batched``: whether layouts are
-    evaluated as arrays (None: where they can be); ``jobs``: processes, of this machine or of ``backend``, a name that
-    joblib knows (-1: all there are); ``cache``: a folder that keeps what blocks cost for later searches.
+    evaluated as arrays (None: where numpy is installed); ``jobs``: processes, of this machine or of ``backend``, a name
+    that joblib knows (-1: all there are); ``cache``: a folder that keeps what blocks cost for later searches.
     KeyboardInterrupt ends the search with what was found so far.
     """
     i = space.base.implementation
@@ -76,9 +77,15 @@ def search(
         raise SpecError(f"world_size ({space.num_gpus}) is divided by no layout of the space{_bounds(space)}")
     limit = MemoryLimit(capacity, margin)
     report = progress or (lambda looked_at, fitting: None)
-    if batched or (batched is None and _can_be_batched(space)):
-        return _in_batches(space, hardware, limit, constants, report, jobs, backend, cache)
-    return _one_by_one(space, hardware, limit, constants, report, jobs, backend)
+    reason = OneByOne.ASKED if batched is False else None if find_spec("numpy") else OneByOne.NUMPY
+    if reason is None:
+        from bridge_memory.tapes.many import TooLarge
+
+        try:
+            return _in_batches(space, hardware, limit, constants, report, jobs, backend, cache)
+        except TooLarge:
+            reason = OneByOne.LARGE
+    return _one_by_one(space, hardware, limit, constants, report, jobs, backend)._replace(one_by_one=reason)
 
 
 def _bounds(space: Space) -> str:
@@ -89,14 +96,6 @@ def _bounds(space: Space) -> str:
     bounds = [f"{fields[axis]} ({size})" for axis, size in given.items() if axis in space.fixed and size > 1]
     bounds += [f"{fields[axis]} ({low} to {high})" for axis, (low, high) in space.ranges.items() if axis in given]
     return f"; change {' or '.join(bounds)}" if bounds else ""
-
-
-def _can_be_batched(space: Space) -> bool:
-    try:
-        import numpy
-    except ImportError:
-        return False
-    return bool(numpy)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +196,7 @@ def _in_batches(
         stopped = True
     make = partial(_row, hardware=hardware, limit=limit, constants=constants)
     rows = _Batched(sheet, found, make, cache)
-    return Found(rows, looked_at, looked_at - fit, refused, stopped, without_activations, batched=True)
+    return Found(rows, looked_at, looked_at - fit, refused, stopped, without_activations)
 
 
 class _Batched(Layouts):
@@ -247,3 +246,7 @@ class _Batched(Layouts):
     def peaks(self) -> Iterable[int]:
         peaks: list[int] = self._peaks.tolist()
         return peaks
+
+    def seconds(self, number: int) -> float:
+        """The step time by which row ``number`` stands where it does."""
+        return float(self._found[self._of[number]].seconds[self._at[number]])

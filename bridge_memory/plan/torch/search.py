@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bridge_memory.estimation import peaks
-from bridge_memory.plan.found import Found, Listed, Refused, Row
+from bridge_memory.plan.found import Found, Listed, OneByOne, Refused, Row
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.torch.space import Space, configurations
 from bridge_memory.spec import RunSpec
@@ -62,7 +62,9 @@ def search(
             report(looked_at, len(rows))
     except KeyboardInterrupt:
         stopped = True
-    return Found(Configurations(rows), looked_at, looked_at - len(rows), refused, stopped)
+    return Found(
+        Configurations(rows), looked_at, looked_at - len(rows), refused, stopped, one_by_one=OneByOne.TORCH
+    )
 
 
 @dataclass(frozen=True, eq=False)
