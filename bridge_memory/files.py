@@ -13,6 +13,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from bridge_memory.spec import SpecError
@@ -215,7 +216,8 @@ def _check_depth(value: Any) -> None:
 def write_whole(path: str | os.PathLike[str], text: str | bytes, *, replace: bool = True) -> None:
     """Write a file atomically: through a temporary file in the same folder, which then replaces ``path``.
 
-    Readers never see a partial file, and a kill leaves the old file or the new one. An existing file keeps its mode.
+    Readers never see a partial file, and a kill leaves the old file or the new one. An existing file keeps its mode,
+    and its owner and group where this process may give them; other hard links keep the old content.
 
     Args:
         path: The file; a link is followed.
@@ -228,14 +230,19 @@ def write_whole(path: str | os.PathLike[str], text: str | bytes, *, replace: boo
     """
     target = os.path.realpath(path)
     temporary = None
-    mode = _mode(target)
+    existing = _existing(target)
     try:
         handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".bridge-memory-")
         with os.fdopen(handle, "wb") as file:
             file.write(text if isinstance(text, bytes) else text.encode("utf-8", "backslashreplace"))
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, mode)
+        if existing is None:
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(temporary, 0o666 & ~mask)
+        else:
+            _give(temporary, existing)
         if replace:
             os.replace(temporary, target)
         else:
@@ -246,17 +253,28 @@ def write_whole(path: str | os.PathLike[str], text: str | bytes, *, replace: boo
             os.unlink(temporary)
 
 
-def _mode(target: str) -> int:
-    """The mode of the existing file, or the one that open() would give a new file. Raises OSError for a device."""
+def _existing(target: str) -> os.stat_result | None:
+    """What the system says of the file that is there. Raises OSError for a device."""
     try:
-        mode = os.stat(target).st_mode
+        found = os.stat(target)
     except FileNotFoundError:
-        mask = os.umask(0)
-        os.umask(mask)
-        return 0o666 & ~mask
-    if not stat.S_ISREG(mode):  # replacing a device would remove it
+        return None
+    if not stat.S_ISREG(found.st_mode):  # replacing a device would remove it
         raise OSError(errno.EINVAL, "not a regular file")
-    return stat.S_IMODE(mode)
+    return found
+
+
+def _give(path: str, existing: os.stat_result) -> None:
+    """Owner, group and mode of ``existing``. A group that cannot be given loses its rights."""
+    mode = stat.S_IMODE(existing.st_mode)
+    if hasattr(os, "chown"):
+        with suppress(OSError):
+            os.chown(path, existing.st_uid, -1)
+        try:
+            os.chown(path, -1, existing.st_gid)
+        except OSError:
+            mode &= ~0o2070
+    os.chmod(path, mode)
 
 
 def _place(temporary: str, target: str) -> None:

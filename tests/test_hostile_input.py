@@ -686,3 +686,77 @@ def test_what_snapshots_hold_is_read_in_every_protocol(tmp_path: Path, protocol:
          "f": n / 7, "known": (n > 3, None)[n % 2]} for n in (*range(300), 70_000)
     ])  # fmt: skip
     assert read_snapshot(pickle.dumps(given, protocol), tmp_path) == given
+
+
+# ---- files that are replaced, and files that are none ----
+
+
+@pytest.mark.skipif(not hasattr(os, "getgroups"), reason="this system has no groups")
+def test_a_file_that_is_replaced_keeps_mode_and_group(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    path.chmod(0o664)
+    before = path.stat()
+    other = next((group for group in (*os.getgroups(), 4242) if group != before.st_gid), None)
+    if other is None or not _may_give(path, other):
+        pytest.skip("this user has one group")
+    files.write_whole(path, "new")
+    after = path.stat()
+    assert path.read_text() == "new" and (after.st_gid, after.st_mode & 0o7777) == (other, 0o664)
+
+
+def _may_give(path: Path, group: int) -> bool:
+    try:
+        os.chown(path, -1, group)
+    except OSError:
+        return False
+    return True
+
+
+def test_a_group_that_cannot_be_given_has_no_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise PermissionError
+
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    path.chmod(0o664)
+    monkeypatch.setattr(os, "chown", refuse)
+    files.write_whole(path, "new")
+    assert path.read_text() == "new" and path.stat().st_mode & 0o7777 == 0o604
+
+
+def test_force_parts_no_hard_links(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    one.write_text("old")
+    os.link(one, two)
+    assert "2 names (hard links)" in refused(capsys, "gpus", "--output", str(one), "--force")
+    assert one.read_text() == two.read_text() == "old" and one.stat().st_ino == two.stat().st_ino
+    two.unlink()
+    assert main(["gpus", "--output", str(one), "--force"]) == 0
+    assert "H100" in one.read_text()
+
+
+@pytest.mark.parametrize("schema", ["bridge-memory/live-2", "bridge-memory/live-17"])
+def test_a_journal_of_another_release_is_called_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, schema: str
+) -> None:
+    path = tmp_path / "report.jsonl"
+    journal.append(path, ReportRecord(iteration=3, stages=[StageRecord(stage=0)]))
+    path.write_text(path.read_text().replace(journal.SCHEMA, schema))
+    line = refused(capsys, "compare", str(path))
+    assert f"the schema {schema}, and this release reads {journal.SCHEMA}" in line
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_place_of_kept_costs_is_not_waited_for(tmp_path: Path) -> None:
+    """A search once waited for whoever would write to it."""
+    kept = pytest.importorskip("bridge_memory.plan.megatron.kept")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SpecError, match="not a regular file"):
+        files.read_bytes(tmp_path / "pipe", "", pipes=False)
+    costs = kept.KeptCosts(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept, "name", lambda grid: "grid")
+        os.mkfifo(costs._path("grid"))
+        costs.take_up(SimpleNamespace())
+    assert costs._there == {}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bridge_memory.calibration.records import ReportRecord, RunRecord, record_of
 from bridge_memory.files import parse_json
+from bridge_memory.spec import SpecError
 
 SCHEMA = "bridge-memory/live-1"
+_ANY_SCHEMA = re.compile(r'"schema": ?"(bridge-memory/live-\d{1,9})"')
 
 
 def append(path: str | os.PathLike[str], record: RunRecord | ReportRecord) -> None:
@@ -44,6 +47,13 @@ def records(lines: Iterable[str | bytes]) -> Iterator[RunRecord | ReportRecord]:
         record = record_of(value) if isinstance(value, dict) and value.get("schema") == SCHEMA else None
         if record is not None:
             yield record
+
+
+def check_schema(line: str) -> None:
+    """Raise SpecError for the line of a journal that another release wrote."""
+    found = _ANY_SCHEMA.search(line)
+    if found is not None and found[1] != SCHEMA:
+        raise SpecError(f"the journal has the schema {found[1]}, and this release reads {SCHEMA}; update bridge-memory")
 
 
 def _ends_with_newline(path: Path) -> bool:

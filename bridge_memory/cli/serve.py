@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import threading
+from typing import Any
 
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.spec import SpecError
@@ -28,11 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C. Returns 0."""
+    """Serve until Ctrl-C, SIGTERM or SIGHUP. Returns 0."""
     from bridge_memory.web.server import Server, is_loopback
 
     if not 0 <= args.port < 65536:
         raise SpecError(f"--port ({args.port}) is no port; give 0 to 65535")
+    if not args.host.strip():
+        raise SpecError("--host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all of this machine")
     try:
         server = Server(args.host, args.port, hub=args.hub)
     except (OSError, OverflowError) as error:
@@ -40,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError(
             f"cannot listen at {args.host} port {args.port} ({why}); give another --port or --host"
         ) from None
+    before = _stop_at_signals()
     try:
         if not is_loopback(args.host):
             print(
@@ -61,5 +67,20 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         pass
     finally:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
         server.server_close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0
+
+
+def _stop_at_signals() -> dict[int, Any]:
+    """Make SIGTERM and SIGHUP what Ctrl-C is, so that searches end too. Returns their handlers so far. A signal that is
+    ignored (``nohup``) stays so."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, signal.default_int_handler)
+    return before

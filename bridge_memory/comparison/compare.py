@@ -138,7 +138,7 @@ def _log(
     path: str, lines: list[str], run: RunSpec | None
 ) -> tuple[list[Predicted], list[MeasuredRank], Estimate | None]:
     """(predicted, measured, the estimate of the run where it is known) of a log or of our JSON lines."""
-    if any(journal.SCHEMA in line for line in lines):
+    if any(f'"{journal.SCHEMA}"' in line for line in lines):
         predicted, measured = _journal(path, lines)
         if run is None:
             return predicted, measured, None
@@ -146,6 +146,8 @@ def _log(
         return predicted_of(result), measured, result
     measured = latest_of_each_rank(lines)
     if not measured:
+        for line in lines:
+            journal.check_schema(line)
         raise SpecError(
             f"{path} holds no memory figures; give a log with lines like '[Rank 0] (after 2 iterations) memory (MB) | "
             "allocated: ...', our JSON lines or a snapshot"

@@ -7,6 +7,7 @@ Blocks alive at the peak are given to components by the innermost of their stack
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
@@ -14,6 +15,7 @@ import pickletools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -63,6 +65,18 @@ class _NoCode(pickle.Unpickler):
         raise SpecError("the snapshot holds code; give a file that torch.cuda.memory._dump_snapshot wrote")
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Python's collector looks at all lists again and again while millions are made, and finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def is_snapshot(head: bytes) -> bool:
     """Whether bytes that begin so are a pickle."""
     return head[:1] == pickle.PROTO
@@ -75,7 +89,8 @@ def read_snapshot(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
         if data[:1] != pickle.PROTO:
             raise ValueError
         _check_plain(data)
-        value = _NoCode(io.BytesIO(data)).load()
+        with _without_collections():
+            value = _NoCode(io.BytesIO(data)).load()
     except SpecError:
         raise
     except Exception as error:

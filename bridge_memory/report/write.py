@@ -15,17 +15,22 @@ def check_target(path: str, *, force: bool = False, flag: str = "--output") -> N
         raise SpecError(f"{flag} is empty; name a file")
     try:
         folder = os.path.dirname(os.path.realpath(path))
-        mode = os.stat(path).st_mode
+        found = os.stat(path)
     except FileNotFoundError:
         if not os.path.isdir(folder):
             raise SpecError(f"{flag} {path}: the folder {folder} does not exist; make it first") from None
         return
     except (OSError, ValueError) as error:
         raise SpecError(f"{flag} {path}: {getattr(error, 'strerror', None) or error}; name another file") from None
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(found.st_mode):
         raise SpecError(f"{flag} {path} is not a regular file; name a file")
     if not force:
         raise SpecError(f"{flag} {path} exists; name another file or add --force")
+    if found.st_nlink > 1:
+        raise SpecError(
+            f"{flag} {path} has {found.st_nlink} names (hard links), and one of them would be replaced; remove it, or "
+            "name another file"
+        )
 
 
 def write_text(path: str, text: str | bytes, *, force: bool = False, flag: str = "--output") -> None:

@@ -41,6 +41,11 @@ Question = Mapping[str, Any]
 _TIMED = ("transformer_engine", "local")
 
 
+#: What is said where there is too much to do, and seconds that a question waits for its turn.
+BUSY = "the server has too much to do; ask again in some seconds"
+WAIT = 60.0
+
+
 class Refused(Exception):
     """A question that cannot be answered; ``document`` is {field, fields, message, fix, changes}."""
 
@@ -50,7 +55,7 @@ class Refused(Exception):
 
 
 class Desk:
-    """A lock: one computation at a time, urgent ones first."""
+    """A lock: one computation at a time, urgent ones first. Who waits too long is refused."""
 
     def __init__(self) -> None:
         self._free = threading.Condition()
@@ -61,8 +66,11 @@ class Desk:
     def turn(self, *, urgent: bool = False) -> Iterator[None]:
         with self._free:
             self._urgent += urgent
-            self._free.wait_for(lambda: not self._busy and (urgent or not self._urgent))
+            mine = self._free.wait_for(lambda: not self._busy and (urgent or not self._urgent), WAIT)
             self._urgent -= urgent
+            if not mine:
+                self._free.notify_all()
+                raise Refused(plain_refusal(BUSY), 503)
             self._busy = True
         try:
             yield

@@ -14,22 +14,26 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from bridge_memory.web.api import Refused, plain_refusal
+from bridge_memory.web.api import BUSY, Refused, plain_refusal
 
 #: Concurrent jobs; seconds for which an answer is kept; seconds without a request after which a job is killed.
 MOST, KEPT, FORGOTTEN = 3, 600, 30
+#: Seconds of a comparison.
+LONGEST = 300
 #: The package's root, for the PYTHONPATH of the processes.
 _ROOT = str(Path(__file__).resolve().parents[2])
 _START = "from bridge_memory.web.worker import main; main()"
 
 
 class Job:
-    """One process and its last message."""
+    """One process and its last message. It ends with this one, however that ends."""
 
-    def __init__(self, question: Mapping[str, Any]) -> None:
+    def __init__(self, question: Mapping[str, Any], files: tuple[int, ...] = ()) -> None:
+        """``files``: open ones that it has too, by the same numbers."""
         self.id = uuid.uuid4().hex
         self.asked_at = self.started = time.monotonic()
         self.progress: dict[str, Any] = {}
@@ -40,27 +44,21 @@ class Job:
         path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT,
-            env={**os.environ, "PYTHONPATH": path}, text=True, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path}, text=True, start_new_session=True, pass_fds=files,
         )  # fmt: skip
         assert self._process.stdin is not None and self._process.stdout is not None
         threading.Thread(target=self._talk, args=(self._process.stdin, self._process.stdout, question),
                          daemon=True).start()  # fmt: skip
 
     def _talk(self, to: IO[str], of: IO[str], question: Mapping[str, Any]) -> None:
-        try:
-            try:
-                with to:
-                    json.dump(question, to)
-            except BrokenPipeError:
-                pass
-            with of:
-                for line in of:
-                    message = json.loads(line)
-                    self.progress = message.get("progress", self.progress)
-                    self.result = message.get("result", self.result)
-                    self.refused = message.get("refused", self.refused)
-        except ValueError:
-            pass
+        with suppress(ValueError, BrokenPipeError), to, of:  # ``to`` stays open: its end ends the process
+            to.write(f"{json.dumps(question)}\n")
+            to.flush()
+            for line in of:
+                message = json.loads(line)
+                self.progress = message.get("progress", self.progress)
+                self.result = message.get("result", self.result)
+                self.refused = message.get("refused", self.refused)
         self._process.wait()
         if self.result is None and self.refused is None and not self.cancelled:
             self.refused = plain_refusal("it ended without an answer, perhaps out of memory; try a smaller one")
@@ -73,9 +71,11 @@ class Job:
             self._process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
+        """End it with all that it started."""
         self.cancelled = True
         if self._process.poll() is None:
-            self._process.kill()
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def as_json(self) -> dict[str, Any]:
         state = "running" if not self.done.is_set() else "cancelled" if self.cancelled else "done"
@@ -96,12 +96,18 @@ class Jobs:
         self._closed = threading.Event()
         threading.Thread(target=self._sweep, daemon=True).start()
 
-    def start(self, question: Mapping[str, Any]) -> Job:
+    def check_free(self) -> None:
+        """Raise Refused where ``MOST`` are running."""
+        if self._closed.is_set():
+            raise Refused(plain_refusal(BUSY), 503)
+        if sum(not job.done.is_set() for job in list(self._jobs.values())) >= MOST:
+            raise Refused(plain_refusal(f"{MOST} searches or comparisons are running; cancel one of them"), 429)
+
+    def start(self, question: Mapping[str, Any], files: tuple[int, ...] = ()) -> Job:
         """Start a job. Raises Refused where ``MOST`` are running."""
         with self._lock:
-            if sum(not job.done.is_set() for job in self._jobs.values()) >= MOST:
-                raise Refused(plain_refusal(f"{MOST} searches or comparisons are running; cancel one of them"), 429)
-            job = Job(question)
+            self.check_free()
+            job = Job(question, files)
             self._jobs[job.id] = job
             return job
 

@@ -11,30 +11,37 @@ The page is for people who can open it on this machine. Other sites open in thei
 from __future__ import annotations
 
 import hashlib
+import io
 import ipaddress
 import json
 import os
+import select
 import socket
 import sys
 import tempfile
-import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from bridge_memory.files import parse_json
 from bridge_memory.report.page.one_file import asset
 from bridge_memory.spec.errors import show
-from bridge_memory.web.api import Api, Refused, plain_refusal
-from bridge_memory.web.jobs import Jobs
+from bridge_memory.web.api import BUSY, Api, Refused, plain_refusal
+from bridge_memory.web.connections import SECONDS, Budget, Connections, Sender
+from bridge_memory.web.jobs import LONGEST, Job, Jobs
 from bridge_memory.web.openapi import document as openapi
 
-#: Largest JSON body, and largest log or snapshot with its question, bytes.
-MOST_JSON, MOST_FILE = 4 << 20, 256 << 20
-#: Concurrent connections; seconds within which the next bytes of a request must arrive.
-MOST_CONNECTIONS, SECONDS = 64, 20.0
+#: Largest JSON body, and all that are being read and answered, bytes.
+MOST_JSON, MOST_QUESTIONS = 1 << 20, 8 << 20
+#: Largest log or snapshot, and all that are being compared, bytes; they are kept on disk. Bytes of one that must arrive
+#: in a second.
+MOST_FILE, SLOWEST = 256 << 20, 1 << 20
+_CHUNK = 1 << 16
+#: Bytes of a refused body that are read, and seconds, so that its sender gets to read the answer.
+_DRAINED, _DRAINING = 8 << 20, 1.0
 _TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8",
           ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}  # fmt: skip
 _POLICY = (
@@ -61,7 +68,8 @@ class Server(ThreadingHTTPServer):
         self.assets = {path.relative_to(_PAGE).as_posix(): path.read_bytes() for path in sorted(_PAGE.rglob("*"))
                        if path.suffix in _TYPES}  # fmt: skip
         self.assets |= {f"report/{name}": asset(name).encode() for name in ("charts.js", "plots.js", "style.css")}
-        self._connections = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self.connections = Connections()
+        self.questions, self.files = Budget(MOST_QUESTIONS), Budget(MOST_FILE + MOST_JSON)
         super().__init__((host, port), Handler)
 
     @property
@@ -71,20 +79,20 @@ class Server(ThreadingHTTPServer):
         return f"http://{f'[{shown}]' if ':' in shown else shown}:{self.server_address[1]}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._connections.acquire(blocking=False):
-            self.shutdown_request(request)
+        if not self.connections.enter():
+            self.connections.tell(request)
             return
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self._connections.release()
+            self.connections.leave()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._connections.release()
+            self.connections.leave()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
@@ -117,9 +125,25 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "bridge-memory", ""
-    timeout = SECONDS
     #: Small answers leave at once.
     disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.sender = Sender(self.connection)
+        self.rfile = io.BufferedReader(self.sender)
+
+    def handle_one_request(self) -> None:
+        self.sender.give(SECONDS)
+        self.server.connections.asks(self.connection)
+        #: Bytes of the question that are held.
+        self._held = 0
+        try:
+            super().handle_one_request()
+        finally:
+            self.server.connections.asked(self.connection)
+            self.server.questions.give_back(self._held)
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -137,7 +161,10 @@ class Handler(BaseHTTPRequestHandler):
             answer(urlsplit(self.path).path)
         except Refused as refused:
             self._json(refused.document, refused.status)
-        except (ConnectionError, TimeoutError):
+        except TimeoutError:
+            self._body_read, self.close_connection = False, True
+            self._json(plain_refusal("the request takes too long to arrive; send it faster"), 408)
+        except ConnectionError:
             self.close_connection = True
         except Exception as error:  # a bug here, not in the request
             message = f"{type(error).__name__}: {show(str(error))} (a bug in bridge-memory)"
@@ -174,7 +201,8 @@ class Handler(BaseHTTPRequestHandler):
 
     # ---- requests ----
 
-    def _body(self, most: int, kind: str) -> bytes:
+    def _length(self, most: int, kind: str) -> int:
+        """Bytes of the body."""
         if self.headers.get("Transfer-Encoding") is not None:
             self._refuse("bodies come whole; give a Content-Length", 411)
         given = self.headers.get_all("Content-Length") or []
@@ -185,16 +213,34 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(f"{length:,} bytes are more than the {most >> 20} MiB that are read; give less", 413)
         if (self.headers.get("Content-Type") or "").partition(";")[0].strip().lower() != kind:
             self._refuse(f"the body is no {kind}; say so in Content-Type", 415)
+        return length
+
+    def _parts(self, length: int) -> Iterator[bytes]:
+        """The body, as it comes."""
         self._body_read = True
-        data = self.rfile.read(length)
-        if len(data) < length:
-            raise ConnectionError("the body ended early")
-        return data
+        while length:
+            part = self.rfile.read1(min(length, _CHUNK))
+            if not part:
+                raise ConnectionError("the body ended early")
+            length -= len(part)
+            yield part
+
+    def _hold(self, count: int) -> None:
+        """So many bytes of the question more are in memory. Raises Refused."""
+        if not self.server.questions.take(count):
+            self._body_read = False
+            raise Refused(plain_refusal(BUSY), 503)
+        self._held += count
 
     def _question(self) -> Any:
-        return self._parsed(self._body(MOST_JSON, "application/json"))
+        data = bytearray()
+        for part in self._parts(self._length(MOST_JSON, "application/json")):
+            self._hold(len(part))
+            data += part
+        return self._parsed(bytes(data))
 
     def _parsed(self, data: bytes) -> Any:
+        self.server.connections.asked(self.connection)
         try:
             return parse_json(data.decode("utf-8"))
         except ValueError:
@@ -204,6 +250,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _get(self, path: str) -> None:
         server = self.server
+        server.connections.asked(self.connection)
         if path == "/api/options":
             return self._json(server.api.options())
         if path == "/api/models":
@@ -257,28 +304,59 @@ class Handler(BaseHTTPRequestHandler):
 
     def _compare(self) -> dict[str, Any]:
         """The body: one line of JSON, {question or null, name, stage}, then the file."""
-        head, _, data = self._body(MOST_FILE, "application/octet-stream").partition(b"\n")
-        if len(head) > MOST_JSON:
-            self._refuse("the first line is too long; give {question, name, stage} and the file behind it", 413)
-        asked = self._parsed(head)
+        length = self._length(MOST_FILE + MOST_JSON, "application/octet-stream")
+        self.server.jobs.check_free()
+        if not self.server.files.take(length):
+            raise Refused(plain_refusal(BUSY), 503)
+        try:
+            # A file without a name: nothing is left of it, however this process ends.
+            with tempfile.TemporaryFile(prefix="bridge-memory-") as file:
+                return self._compared(self._received(length, file), file.fileno())
+        finally:
+            self.server.files.give_back(length)
+
+    def _received(self, length: int, file: IO[bytes]) -> Any:
+        """The first line of the body, parsed; what follows it goes to ``file``."""
+        self.server.connections.asked(self.connection)  # it makes room for nobody: there are few, and it has its time
+        self.sender.give(SECONDS + length / SLOWEST)
+        head, at_head = bytearray(), True
+        for part in self._parts(length):
+            if at_head:
+                line, newline, part = part.partition(b"\n")
+                self._hold(len(line))
+                head += line
+                at_head = not newline
+                if len(head) > MOST_JSON:
+                    self._body_read = False
+                    self._refuse("the first line is too long; give {question, name, stage} and the file behind it", 413)
+            file.write(part)
+        file.seek(0)
+        return self._parsed(bytes(head))
+
+    def _compared(self, asked: Any, file: int) -> dict[str, Any]:
         if not isinstance(asked, dict) or not isinstance(asked.get("question"), (dict, type(None))):
             self._refuse("the first line is not {question, name, stage}; give it before the file", 400)
         name, stage = asked.get("name", "the file"), asked.get("stage", 0)
         if type(name) is not str or type(stage) is not int or stage < 0:
             self._refuse("name is a text and stage a number of 0 or more; give these", 422)
-        with tempfile.NamedTemporaryFile(prefix="bridge-memory-") as file:
-            file.write(data)
-            file.flush()
-            del data
-            job = self.server.jobs.start(
-                {"job": "compare", "question": asked["question"], "name": name[:120], "stage": stage,
-                 "path": file.name, "hub": self.server.api.hub}
-            )  # fmt: skip
-            while not job.done.wait(5.0):
-                self.server.jobs.get(job.id)  # keeps the job alive
+        question = {"job": "compare", "question": asked["question"], "name": name[:120], "stage": stage,
+                    "path": f"/dev/fd/{file}", "hub": self.server.api.hub}  # fmt: skip
+        job = self.server.jobs.start(question, (file,))
+        while not job.done.wait(1.0):
+            self.server.jobs.get(job.id)  # keeps the job alive
+            self._check_worth(job)
         if job.refused is not None:
             raise Refused(job.refused)
         return job.result or {}
+
+    def _check_worth(self, job: Job) -> None:
+        """End a job that takes too long, or whose asker is gone."""
+        if time.monotonic() - job.started > LONGEST:
+            job.kill()
+            self._refuse(f"comparing it takes more than {LONGEST} s; give less of it", 422)
+        if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
+            job.kill()
+            raise ConnectionError("the asker is gone")
 
     def _json(self, document: Any, status: int = 200) -> None:
         self._send(status, json.dumps(document, allow_nan=False).encode(), "application/json")
@@ -297,8 +375,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-cache" if tag else "no-store")
         if tag:
             self.send_header("ETag", tag)
+        if status == 503:
+            self.send_header("Retry-After", "1")
         if self.close_connection:
             self.send_header("Connection", "close")
+        self.connection.settimeout(SECONDS)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
@@ -308,10 +389,10 @@ class Handler(BaseHTTPRequestHandler):
     def _drain(self) -> None:
         """Read a little of a refused body, so that the sender gets to read the answer."""
         self.wfile.flush()
-        self.connection.settimeout(0.5)
-        left = 2 * MOST_JSON
+        self.sender.give(_DRAINING)
+        left = _DRAINED
         try:
-            while left > 0 and (part := self.rfile.read1(1 << 16)):
+            while left > 0 and (part := self.rfile.read1(_CHUNK)):
                 left -= len(part)
         except OSError:
             pass

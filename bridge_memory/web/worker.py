@@ -1,4 +1,4 @@
-"""The process of one job: reads a question from stdin, writes one JSON object per line to stdout.
+"""The process of one job: reads a question from the first line of stdin, writes one JSON object per line to stdout.
 
     {"progress": {...}} ... then {"result": {...}} or {"refused": {field, message, fix, changes}}
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -13,10 +14,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from bridge_memory.processes import end_with_stdin
 from bridge_memory.spec import SpecError
 
 #: Layouts of the Pareto front that are reported, at most.
 _FRONT = 60
+#: Memory of a comparison, bytes: without a file, and for each byte of it. A snapshot's make 12 to 16.
+_MORE_MEMORY, _PER_BYTE = 1 << 30, 24
 #: Seconds between two lines of progress.
 _EVERY = 0.2
 
@@ -33,7 +37,8 @@ def main() -> None:
 
     from bridge_memory.web.api import Refused
 
-    asked = json.load(sys.stdin)
+    asked = json.loads(sys.stdin.readline())
+    end_with_stdin()
     try:
         say({"result": _JOBS[asked["job"]](asked, say)})
     except Refused as refused:
@@ -128,10 +133,24 @@ def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
 
     question = asked["question"]
     run = None if question is None else parsed(question, hub=asked.get("hub", False)).run
+    _bound_memory(_MORE_MEMORY + _PER_BYTE * os.path.getsize(asked["path"]))
     try:
         return compare(asked["path"], run, stage=asked.get("stage", 0)).as_json(asked["name"])
     except SpecError as error:  # The file has the name that it came with.
         raise SpecError(str(error).replace(asked["path"], asked["name"])) from None
+
+
+def _bound_memory(more: int) -> None:
+    """Bytes beyond those that this process has; more is a MemoryError. Linux alone says how many it has."""
+    try:
+        import resource
+
+        with open("/proc/self/statm", encoding="ascii") as file:
+            most = int(file.read().split()[0]) * resource.getpagesize() + more
+    except (ImportError, OSError):
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 _JOBS = {"search": _search, "compare": _compare}
