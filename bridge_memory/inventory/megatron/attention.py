@@ -340,10 +340,10 @@ def softmax_statistics(r: Recorder, rows: int, *, fp8: bool = False) -> tuple[Te
 
 
 def _gradient_sums(r: Recorder, kernel: str, heads: int, q_width: int) -> Any:
-    """Bytes in which attention's backward adds up the query's gradient in fp32, and one fp32 sum per row.
+    """Bytes in which attention's backward sums the query's gradient in fp32, and one fp32 sum per row.
 
-    FlashAttention 2 pads heads to a multiple of 32, above 128 of 64. Deterministic, it has one gradient for each part of
-    the keys, as many as fill the GPU (flash-attn 2.8 ``csrc/flash_attn/flash_api.cpp: mha_bwd``: dq_accum, nsplits).
+    FlashAttention 2 pads heads to a multiple of 32, above 128 of 64. Deterministic, it has one gradient for each part
+    of the keys, as many as fill the GPU (flash-attn 2.8 ``csrc/flash_attn/flash_api.cpp: mha_bwd``: dq_accum, nsplits).
     cuDNN's is assumed to be FlashAttention's documented algorithm.
     """
     ctx, d, parts = r.ctx, q_width // heads, 1
