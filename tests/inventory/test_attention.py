@@ -200,6 +200,8 @@ def test_flash_attention_sums_gradients_of_padded_heads_in_every_split(
     r = Recorder(context_of(run))
     assert attention._gradient_sums(r, "flash", heads, heads * width) == 4 * rows * (splits * padded + 1)
     assert attention._gradient_sums(r, "fused", heads, heads * width) == 4 * rows * (width + 1)
+    among_two = attention._gradient_sums(r, "flash", heads, heads * width, ranks=2)
+    assert among_two == 4 * rows * ({1: 1, 4: 7, 14: 27}[splits] * padded + 1)
 
 
 def test_deterministic_sinks_run_without_a_kernel_from_2_12_on() -> None:
