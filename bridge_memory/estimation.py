@@ -608,8 +608,8 @@ def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
         )
     if impl.deterministic_attention and impl.attention_kernel == "fused":
         out.append(
-            "deterministic_mode: cuDNN's attention needs no more scratch in backward than it does otherwise (for packed "
-            "sequences on Hopper it can need tens of GiB)"
+            "deterministic_mode: cuDNN's attention needs no more scratch in backward than it does otherwise (for "
+            "packed sequences on Hopper it can need tens of GiB)"
         )
     if run.model.mtp_num_layers and ctx.mtp_without_gradients:
         out.append(

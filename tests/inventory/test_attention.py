@@ -9,8 +9,12 @@ from bridge_memory.inventory.layer import layer_block
 from bridge_memory.inventory.megatron import attention
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
+    AttentionSpec,
     BatchSpec,
     ImplementationSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
     ParallelSpec,
     PrecisionSpec,
     RunSpec,
@@ -173,3 +177,40 @@ def test_releases_that_give_attention_sequences_first_keep_its_output_twice(
         for c in (core, (0, 14))
     )
     assert made - later == more * output
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "batch", "splits"),
+    [(32, 64, 1, 1), (32, 80, 1, 1), (16, 160, 1, 1), (32, 64, 1, 4), (4, 64, 2, 14)],
+)
+def test_flash_attention_sums_gradients_of_padded_heads_in_every_split(
+    heads: int, width: int, batch: int, splits: int
+) -> None:
+    """flash-attn ``flash_api.cpp: mha_bwd``: dq_accum [nsplits, b, s, a, d to the next 32, above 128 the next 64] in
+    fp32, nsplits = ceil(108 / (b a)) on A100 if deterministic, and one fp32 sum a row."""
+    run = RunSpec(
+        model=ModelSpec(
+            name="m", model_type="m", hidden_size=heads * width, vocab_size=1024,
+            layers=(LayerSpec(AttentionSpec(heads, heads, width), MLPSpec(64, gated=False)),),
+        ),
+        parallel=ParallelSpec(world_size=1), batch=BatchSpec(seq_length=2048, micro_batch_size=batch),
+        implementation=ImplementationSpec(gpu_arch="ampere", nvte_deterministic=splits > 1),
+    )  # fmt: skip
+    padded, rows = {64: 64, 80: 96, 160: 192}[width], batch * 2048 * heads
+    r = Recorder(context_of(run))
+    assert attention._gradient_sums(r, "flash", heads, heads * width) == 4 * rows * (splits * padded + 1)
+    assert attention._gradient_sums(r, "fused", heads, heads * width) == 4 * rows * (width + 1)
+    among_two = attention._gradient_sums(r, "flash", heads, heads * width, ranks=2)
+    assert among_two == 4 * rows * ({1: 1, 4: 7, 14: 27}[splits] * padded + 1)
+
+
+def test_deterministic_sinks_run_without_a_kernel_from_2_12_on() -> None:
+    """TE ``get_attention_backend``: cuDNN's attention with sinks is ruled out, FlashAttention has none. The scores of
+    [s, s] are saved then, in bf16 and with a column for the sink."""
+    before, since = (
+        layer(SINKS, transformer_engine=release, nvte_deterministic=True) for release in ((2, 11), (2, 12))
+    )
+    assert since.retained - before.retained > 2048 * 2048 * 64 * 2
+    for more in ({"attention_backend": "fused"}, {"cp": 2, "cp_comm_type": "a2a"}):
+        with pytest.raises(SpecError, match=r"nvte_deterministic \(True\) .*sinks.*leave one"):
+            layer(SINKS, transformer_engine=(2, 12), nvte_deterministic=True, **more)

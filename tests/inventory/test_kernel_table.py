@@ -1,5 +1,6 @@
-"""The table of kernels (scripts/kernels.yaml): every function of the scanned sources has a row that knows every tensor, and
-what it says of small layers is what the inventory counts. tests/te and tests/rehearsal compare it with what is installed.
+"""The table of kernels (scripts/kernels.yaml): every function of the scanned sources has a row that knows every tensor,
+and what it says of small layers is what the inventory counts. tests/te and tests/rehearsal compare it with what is
+installed.
 """
 
 from __future__ import annotations

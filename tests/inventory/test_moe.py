@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import comb
 
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.readers import resolve_model
@@ -62,3 +63,22 @@ def test_the_allgather_dispatcher_gathers_over_the_experts_own_group() -> None:
     whole = replace(parallel, world_size=16, expert_tensor_parallel_size=4)
     persistent = layer_block(QWEN.layers[0], context_of(replace(run, parallel=whole))).persistent
     assert persistent[Scratch.MPU, ()] == 4 * 1000 * 2048 * 2
+
+
+def test_deepep_keeps_a_place_on_every_node_and_rank_of_it() -> None:
+    """128 experts on 16 ranks of two nodes, 8 per token of 4096: DeepEP ``csrc/deep_ep.cpp: internode_dispatch``:
+    is_token_in_rank [N, 16] bool, send_rdma_head [N, 2] int32, send_nvl_head [tokens that pass, 8] int32, recv_src_meta
+    of 8 bytes. A token goes to a node unless all its experts are on the other, to a rank likewise."""
+    run = RunSpec(
+        model=resolve_model("Qwen/Qwen3-30B-A3B"),
+        parallel=ParallelSpec(world_size=16, expert_model_parallel_size=16),
+        batch=BatchSpec(seq_length=4096),
+        implementation=ImplementationSpec(moe_token_dispatcher_type="flex", moe_router_dtype="fp32"),
+    )
+    cost = layer_block(run.model.layers[0], context_of(run)).cost
+
+    def reached(parts: int) -> int:
+        return round(4096 * parts * (1 - comb(128 - 128 // parts, 8) / comb(128, 8)))
+
+    (handle,) = (t.bytes for t in cost.tensors if t.name == "DeepEP's handle")
+    assert handle == 4096 * 16 + 4 * 4096 * 2 + 4 * 8 * reached(2) + 8 * reached(16)

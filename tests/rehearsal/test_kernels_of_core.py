@@ -1,5 +1,5 @@
-"""megatron-core's sources and the table of kernels (scripts/kernels.yaml): what its functions save, by name and line; and
-what our replacements of mamba_ssm's, causal_conv1d's and fla's functions save, by the shapes of their sources.
+"""megatron-core's sources and the table of kernels (scripts/kernels.yaml): what its functions save, by name and line;
+and what our replacements of mamba_ssm's, causal_conv1d's and fla's functions save, by the shapes of their sources.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Transformer Engine's sources and the table of kernels (scripts/kernels.yaml): what its functions save, by name and line;
-and what our replacements of its compiled functions allocate, by the shapes that its C++ has.
+"""Transformer Engine's sources and the table of kernels (scripts/kernels.yaml): what its functions save, by name and
+line; and what our replacements of its compiled functions allocate, by the shapes that its C++ has.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ CALLS = (
         {"num_rows": N, "num_cols": E, "grad_aux_loss": meta(dtype=FP32)},
     ),
     Call(
-        "generic_gemm", (meta(96, D), True, X.view(S, B, A, D), False, None, None, BF16, None, BF16, False, None, False),
+        "generic_gemm",
+        (meta(96, D), True, X.view(S, B, A, D), False, None, None, BF16, None, BF16, False, None, False),
         (((S, B, A, 96), BF16), None, None, None),
     ),
     Call(  # a weight's gradient, and the bias's
@@ -166,8 +167,8 @@ def parts(tensor: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 M, K = 96, 160
 FORMAT = ENUMS["DType"].kFloat8E4M3
-#: Recipe -> (quantizer's module, class, arguments, GPU, buffers by quantizer.cpp: data of one byte, in fp4 half a byte an
-#: element; scales fp32 per tensor, fp32 [blocks, rows padded to 4] per 128, bytes per 32 or 16 padded to [128, 4]).
+#: Recipe -> (quantizer's module, class, arguments, GPU, buffers by quantizer.cpp: data of one byte, in fp4 half a byte
+#: an element; scales fp32 per tensor, fp32 [blocks, rows padded to 4] per 128, bytes per 32 or 16 padded to [128, 4]).
 RECIPES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, tuple[tuple[int, ...], torch.dtype]]]] = {
     "tensorwise": (
         "tensor.float8_tensor", "Float8CurrentScalingQuantizer", {"device": torch.device("meta")}, "hopper",

@@ -339,19 +339,20 @@ def softmax_statistics(r: Recorder, rows: int, *, fp8: bool = False) -> tuple[Te
     return tuple(kept)
 
 
-def _gradient_sums(r: Recorder, kernel: str, heads: int, q_width: int) -> Any:
-    """Bytes in which attention's backward adds up the query's gradient in fp32, and one fp32 sum per row.
+def _gradient_sums(r: Recorder, kernel: str, heads: int, q_width: int, *, ranks: int = 1) -> Any:
+    """Bytes in which attention's backward sums the query's gradient in fp32, and one fp32 sum per row.
 
-    FlashAttention 2 pads heads to a multiple of 32, above 128 of 64. Deterministic, it has one gradient for each part of
-    the keys, as many as fill the GPU (flash-attn 2.8 ``csrc/flash_attn/flash_api.cpp: mha_bwd``: dq_accum, nsplits).
-    cuDNN's is assumed to be FlashAttention's documented algorithm.
+    FlashAttention 2 pads heads to a multiple of 32, above 128 of 64. Deterministic, it has one gradient for each part
+    of the keys, as many as fill the GPU (flash-attn 2.8 ``csrc/flash_attn/flash_api.cpp: mha_bwd``: dq_accum, nsplits).
+    cuDNN's is assumed to be FlashAttention's documented algorithm. ``ranks``: those that divide the heads among them,
+    each with all tokens.
     """
     ctx, d, parts = r.ctx, q_width // heads, 1
     if kernel == "flash":
         multiple = 32 if d <= 128 else 64
         d = -(-d // multiple) * multiple
         if ctx.impl.deterministic_attention:
-            parts = -(-MULTIPROCESSORS[ctx.impl.gpu_arch] // (ctx.batch * heads))
+            parts = -(-MULTIPROCESSORS[ctx.impl.gpu_arch] * ranks // (ctx.batch * heads))
     return 4 * ctx.tokens * heads * (parts * d + 1)
 
 
@@ -483,8 +484,8 @@ def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = Tru
     Source: TE ``dot_product_attention/utils.py: get_attention_backend``. Neither FlashAttention nor cuDNN supports
     fp32; FlashAttention supports no sink; FlashAttention 2, before Hopper, needs values as wide as keys
     (``equal_heads``), to which later releases pad them (``dot_product_attention.py: _pad_qkv_head_dim``). cuDNN
-    supports no ``window`` with dropout. A run for which no backend is left is refused (``spec.rules.attention:
-    check_kernels``).
+    supports no ``window`` with dropout, and no sink where only deterministic algorithms are allowed. A run for which no
+    backend is left is refused (``spec.rules.attention: check_kernels``).
     """
     ctx, chosen = r.ctx, r.ctx.impl.attention_kernel
     if fp8_attention(r):
@@ -551,16 +552,17 @@ def _context_parallel(
     rows = ctx.tokens * heads
     q_bytes = ctx.tokens * q_width * ctx.act
     statistics = softmax_statistics(r, rows)
-    accumulate = _gradient_sums(r, kernel, heads, q_width)
+    exchanged = ctx.impl.cp_comm_type == "a2a"
+    accumulate = _gradient_sums(r, kernel, heads, q_width, ranks=c if exchanged else 1)
     query, keys_values = qkv[0], qkv[1:]
-    if ctx.impl.cp_comm_type == "a2a":
+    if exchanged:
         # Temporaries of an exchange: the contiguous send buffer, and the last tensor received before it is reordered.
         # Variables of the function hold its inputs, and in backward also all saved tensors.
-        exchanged = q_bytes + kv_bytes + kv_bytes // 2
+        sent = q_bytes + kv_bytes + kv_bytes // 2
         whole = tape.make(
-            "q, k, v of whole sequences", (query, *keys_values), q_bytes + kv_bytes, workspace=exchanged,
+            "q, k, v of whole sequences", (query, *keys_values), q_bytes + kv_bytes, workspace=sent,
             saves=(query, *keys_values) if recomputed else (),
-            backward_workspace=exchanged + q_bytes + kv_bytes + 2 * out_bytes,
+            backward_workspace=sent + q_bytes + kv_bytes + 2 * out_bytes,
         )
         out = tape.make(
             "attention output of whole sequences", whole, out_bytes, saves=(whole, *statistics), save_output=True,

@@ -11,6 +11,7 @@ from bridge_memory.releases import (
     LOCAL_WINDOWS,
     MTP_TAKES_PACKED_SEQUENCES,
     QUERY_GROUPS_REPLICATED,
+    SINKS_ARE_NOT_DETERMINISTIC,
     UNEQUAL_HEADS_EXCHANGED,
     release_words,
 )
@@ -123,6 +124,13 @@ def check_kernels(run: RunSpec, limits: Limits) -> None:
                 raise SpecError(
                     f"cp_comm_type ({how}) does not go with the softmax sinks of this model and "
                     f"context_parallel_size ({cp}); use a2a"
+                )
+            if i.deterministic_attention and SINKS_ARE_NOT_DETERMINISTIC(i) and (asked == "fused" or cp > 1):
+                named = "deterministic_mode" if i.deterministic_mode else "nvte_deterministic"
+                what = "attention_backend (fused)" if asked == "fused" else f"context_parallel_size ({cp})"
+                raise SpecError(
+                    f"{named} (True) does not go with the softmax sinks of this model and {what}: Transformer Engine's "
+                    "deterministic attention with sinks is the unfused one; leave one of them out"
                 )
 
 
