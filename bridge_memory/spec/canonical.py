@@ -37,8 +37,8 @@ def canonical(run: RunSpec) -> RunSpec:
         parallel=_parallel(run),
         batch=replace(run.batch, global_batch_size=_global_batch(run)),
         precision=_precision(run),
-        optimizer=_optimizer(run.optimizer),
-        data_parallel=_data_parallel(run.data_parallel),
+        optimizer=_optimizer(run),
+        data_parallel=_data_parallel(run),
         peft=run.peft if run.peft.freezes else PeftSpec(),
         recompute=_recompute(run.recompute),
         implementation=_implementation(run),
@@ -107,7 +107,7 @@ def _parallel(run: RunSpec) -> ParallelSpec:
         p,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         expert_tensor_parallel_size=p.etp if run.model.has_experts else None,
-        sequence_parallel=p.sp,
+        sequence_parallel=p.sp and p.tp > 1,
         pipeline_model_parallel_layout=None if text is None else "|".join(parse_layout_string(text)),
         microbatch_group_size_per_vp_stage=(p.microbatch_group_size_per_vp_stage or p.pp) if virtual > 1 else None,
     )
@@ -131,7 +131,10 @@ def _precision(run: RunSpec) -> PrecisionSpec:
     return p
 
 
-def _optimizer(o: OptimizerSpec) -> OptimizerSpec:
+def _optimizer(run: RunSpec) -> OptimizerSpec:
+    o = run.optimizer
+    if run.data_parallel.of_megatron:
+        o = _reset(o, "clip_grad", "torch_implementation")
     if o.optimizer != "sgd":
         o = _reset(o, "sgd_momentum")
     if not o.optimizer_cpu_offload:
@@ -143,8 +146,17 @@ def _optimizer(o: OptimizerSpec) -> OptimizerSpec:
     return o
 
 
-def _data_parallel(d: DataParallelSpec) -> DataParallelSpec:
-    return d if d.overlap_grad_reduce else _reset(d, "bucket_size")
+def _data_parallel(run: RunSpec) -> DataParallelSpec:
+    d = run.data_parallel
+    if not d.overlap_grad_reduce:
+        d = _reset(d, "bucket_size")
+    if run.precision.params_dtype == "fp32":
+        d = _reset(d, "grad_reduce_in_fp32")
+    if d.grad_comm_dtype == ("fp32" if d.grad_reduce_in_fp32 else run.precision.params_dtype):
+        d = _reset(d, "grad_comm_dtype")
+    if not d.fsdp_double_buffer:
+        d = _reset(d, "fsdp_db_use_persist_buf_on_alloc_fail", "megatron_fsdp_max_pool_double_buffer")
+    return d
 
 
 def _recompute(r: RecomputeSpec) -> RecomputeSpec:
