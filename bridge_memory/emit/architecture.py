@@ -169,14 +169,13 @@ def _experts(model: ModelSpec, spec: MoESpec) -> dict[str, Any]:
     if kinds != ["none"]:
         found["moe_aux_loss_coeff"] = [LOSS_COEFFICIENT] * len(kinds) if len(kinds) > 1 else LOSS_COEFFICIENT
     if not model.hybrid:
-        found["moe_layer_freq"] = _frequency([isinstance(layer.ffn, MoESpec) for layer in model.layers])
+        routed = [isinstance(layer.ffn, MoESpec) for layer in model.layers]
+        found["moe_layer_freq"] = 1 if all(routed) else _frequency(routed)
     return found
 
 
-def _frequency(wanted: Sequence[bool]) -> int | str:
-    """1, where all are; otherwise Megatron's expression of the list: "([0]*3+[1]*58)"."""
-    if all(wanted):
-        return 1
+def _frequency(wanted: Sequence[bool]) -> str:
+    """Megatron's expression of a list with an entry a layer: "([0]*3+[1]*58)"."""
     parts = [f"[{int(one)}]*{len(list(many))}" for one, many in groupby(wanted)]
     return f"({'+'.join(parts)})"
 

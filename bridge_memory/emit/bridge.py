@@ -79,13 +79,12 @@ def bridge_overrides(run: RunSpec) -> Emitted:
     if run.implementation.torch_layers:
         raise SpecError(f"transformer_impl ({impl}) is not Megatron Bridge's; use transformer_engine or local")
     described = architecture(run)
-    for ours in (True, False):
-        said = {**_model(run, described if ours else {}), **_others(run)}
-        left = _read_back(run, said, described if ours else None)
-        if left is not None:
-            break
-    else:
-        raise SpecError("Megatron Bridge's container cannot say this run: no container like it is read back")
+    said = {**_model(run, described), **_others(run)}
+    left, ours = _read_back(run, said, described), True
+    if left is None:
+        said, ours = {**_model(run, {}), **_others(run)}, False
+        left = _read_back(run, said, None)
+    assert left is not None  # the model is the run's own
     gpus = run.parallel.world_size
     notes = [f"cfg: the container of a recipe for {run.model.name or 'this model'}, on {gpus} GPU{'s' * (gpus > 1)}"]
     if not ours:
@@ -273,15 +272,21 @@ def _read_back(run: RunSpec, said: dict[str, Any], described: dict[str, Any] | N
         )
         if described is None:
             read = RunSpec(**{f.name: getattr(read, f.name) for f in fields(read)} | {"model": run.model})
-    except SpecError:
+    except SpecError as error:
+        if described is None:
+            raise SpecError(f"Megatron Bridge's container cannot say this run: read back, {error}") from None
         return None
     left = left_out(run, read)
-    return None if any(name.startswith("model.") for name in left) else beside(run) | left
+    another = described is not None and any(name.startswith("model.") for name in left)
+    return None if another else beside(run) | left
 
 
 def _recipe(run: RunSpec, described: dict[str, Any] | None) -> SimpleNamespace:
     """A container of nothing but the architecture."""
-    sizes = size_arguments(run.model) if described is None else described
+    sizes = described
+    if sizes is None:
+        sizes = size_arguments(run.model)
+        sizes["add_bias_linear"] = not sizes.pop("disable_bias_linear")
     plain = {"seq_length": run.batch.seq_length, "micro_batch_size": 1, **sizes}
     values = {name: value for name, value in plain.items() if value is not None}
     made = container(SimpleNamespace(**values), Running(run.implementation.megatron_core))

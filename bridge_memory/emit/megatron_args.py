@@ -15,7 +15,7 @@ from bridge_memory.emit.commands import Emitted
 from bridge_memory.emit.left import beside, left_out, left_words
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.readers.megatron_args.arguments import DESTINATIONS, INTEGERS, LISTS, NUMBERS, OFF, ON, PATTERNS, WORDS
-from bridge_memory.releases import GRAPHED_BY_MODULES
+from bridge_memory.releases import FSDP_MAIN_DTYPES, GRAPHED_BY_MODULES
 from bridge_memory.spec import ImplementationSpec, ModelSpec, RunSpec, SpecError
 from bridge_memory.spec.parts import MEGATRON_ENGINES
 
@@ -32,6 +32,10 @@ _OPTIONS = {to: option for option, to in DESTINATIONS.items() if option in ("fp4
     "microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage",
 }  # fmt: skip
 _SWITCHED_OFF = {"add_bias_linear": "disable_bias_linear", "apply_rope_fusion": "no_rope_fusion"}
+#: What the arguments say of a model that is named beside them.
+_BESIDE_A_MODEL = (
+    "hidden_dropout", "attention_dropout", "mtp_num_layers", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
+)  # fmt: skip
 #: The model is another one than the arguments describe: it is said beside them.
 MODEL = "model"
 
@@ -48,9 +52,7 @@ def megatron_arguments(run: RunSpec) -> Emitted:
     text = shlex.join(_words(described | said))
     left = _read_back(text, run)
     if left is None:
-        own = {name: described[name] for name in ("hidden_dropout", "attention_dropout")}
-        if run.model.mtp_num_layers:
-            own["mtp_num_layers"] = described["mtp_num_layers"]
+        own = {name: described[name] for name in _BESIDE_A_MODEL if name in described}
         text = shlex.join(_words(own | said))
         try:
             read = read_arguments_of(text, run, model=run.model)
@@ -192,7 +194,9 @@ def _data_parallel(run: RunSpec) -> dict[str, Any]:
         # Muon's layer-wise optimizer is Muon with a distributed one.
         "use_distributed_optimizer": whole if run.optimizer.optimizer == "muon" else d.use_distributed_optimizer,
         "overlap_grad_reduce": d.overlap_grad_reduce, "overlap_param_gather": d.overlap_param_gather,
-        "ddp_bucket_size": d.bucket_size, "grad_reduce_in_bf16": dtype == "bf16" and not d.grad_reduce_in_fp32,
+        "ddp_bucket_size": d.bucket_size,
+        "grad_reduce_in_bf16": dtype == "bf16" and not d.grad_reduce_in_fp32
+        and not (d.fsdp and FSDP_MAIN_DTYPES(run.implementation)),  # which say it, and not how it is communicated
         # What bf16 does anyway, unless main gradients are in bf16 too.
         "accumulate_allreduce_grads_in_fp32": d.grad_reduce_in_fp32 and (
             dtype == "fp16" or run.optimizer.main_grads_dtype != "fp32"
