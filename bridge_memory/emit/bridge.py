@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from bridge_memory.emit.architecture import architecture
+from bridge_memory.emit.architecture import LOSS_COEFFICIENT, architecture
 from bridge_memory.emit.commands import Emitted
 from bridge_memory.emit.left import beside, left_out, left_words
 from bridge_memory.readers.config_container import run_of_container
@@ -44,10 +44,14 @@ _PRECISION = (
 )  # fmt: skip
 
 
-class Expression(str):
-    """A value that is written as Python, not quoted."""
+class Expression(NamedTuple):
+    """A value that is written as Python, and what is read of it."""
 
-    __slots__ = ()
+    text: str
+    value: Any
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def bridge_overrides(run: RunSpec) -> Emitted:
     gpus = run.parallel.world_size
     notes = [f"cfg: the container of a recipe for {run.model.name or 'this model'}, on {gpus} GPU{'s' * (gpus > 1)}"]
     if not ours:
-        notes.append("number of layers, vocabulary, MTP depths and dropout are the recipe's")
+        notes.append("number of layers, vocabulary, MTP depths, dropout and load balancing are the recipe's")
     if left:
         notes.append(f"not in the assignments: {left_words(left)}")
     return Emitted(_text(said), "; ".join(notes), left)
@@ -110,7 +114,7 @@ def _python(value: Any) -> str:
 
 
 def _dtype(name: str) -> Expression:
-    return Expression(f"torch.{TORCH_NAMES[name][0]}")
+    return Expression(text := f"torch.{TORCH_NAMES[name][0]}", text)
 
 
 # ---- what is written ----
@@ -129,7 +133,9 @@ def _model(run: RunSpec, described: dict[str, Any]) -> dict[str, Any]:
         found["should_pad_vocab"] = run.model.make_vocab_size_divisible_by > 0
         for name in ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq"):
             if isinstance(text := found.get(name), str):
-                found[name] = Expression(text)
+                found[name] = Expression(text, text)
+        if experts:
+            found |= _balancing(described)
     found |= {
         "tensor_model_parallel_size": p.tp, "pipeline_model_parallel_size": p.pp,
         "virtual_pipeline_model_parallel_size": p.vpp if p.vpp > 1 and not p.pipeline_model_parallel_layout else None,
@@ -148,7 +154,7 @@ def _model(run: RunSpec, described: dict[str, Any]) -> dict[str, Any]:
     found |= _recompute(run)
     found |= {name: getattr(impl, name) for name in _ALIKE if experts or not name.startswith("moe_")}
     found |= {
-        "attention_backend": Expression(f"AttnBackend.{impl.attention_backend}"),
+        "attention_backend": Expression(f"AttnBackend.{impl.attention_backend}", impl.attention_backend),
         "fp32_residual_connection": run.precision.fp32_residual_connection,
         "cuda_graph_impl": impl.cuda_graph_impl,
         "cpu_offloading": impl.cpu_offloading_num_layers > 0,
@@ -169,6 +175,33 @@ def _model(run: RunSpec, described: dict[str, Any]) -> dict[str, Any]:
             "moe_deepep_num_sms": None, "moe_hybridep_num_sms": None,
         }  # fmt: skip
     return {f"model.{name}": value for name, value in found.items()}
+
+
+def _balancing(described: dict[str, Any]) -> dict[str, Any]:
+    """The losses that balance experts: a recipe's own coefficient stays, unless it is 0."""
+    kinds = described["moe_router_load_balancing_type"]
+    if len(kinds) > 1:
+        return {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": [LOSS_COEFFICIENT] * len(kinds)}
+    kind, coefficient = {"moe_router_load_balancing_type": kinds[0]}, "cfg.model.moe_aux_loss_coeff"
+    if kinds == ["none"]:
+        return kind
+    return kind | {"moe_aux_loss_coeff": Expression(f"{coefficient} or {LOSS_COEFFICIENT}", LOSS_COEFFICIENT)}
+
+
+def _environment(run: RunSpec) -> Expression:
+    """Variables that change memory, over the recipe's others."""
+    i = run.implementation
+    found = {
+        "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{i.expandable_segments}",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": str(int(not i.nvte_deterministic)),
+    }  # fmt: skip
+    if i.cublas_workspace_bytes is not None:
+        found["CUBLAS_WORKSPACE_CONFIG"] = f":{i.cublas_workspace_bytes >> 10}:1"
+    if i.moe_hybridep_ranks_per_nvlink_domain is not None:
+        found["NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"] = str(i.moe_hybridep_ranks_per_nvlink_domain)
+    if i.offload_modules:
+        found["NVTE_CPU_OFFLOAD_V1"] = "1"  # from Transformer Engine 2.10 on
+    return Expression(f"{{**(getattr(cfg, 'env_vars', None) or {{}}), {json.dumps(found)[1:-1]}}}", found)
 
 
 def _recompute(run: RunSpec) -> dict[str, Any]:
@@ -196,7 +229,10 @@ def _others(run: RunSpec) -> dict[str, Any]:
         "ddp.num_distributed_optimizer_instances": p.num_distributed_optimizer_instances,
         "ddp.use_megatron_fsdp": d.fsdp, "dist.use_megatron_fsdp": d.fsdp,
     }  # fmt: skip
+    if run.implementation.cuda_graph_impl == "full_iteration":
+        found["rerun_state_machine.check_for_nan_in_loss"] = False
     if d.fsdp:
+        found["checkpoint.ckpt_format"] = "fsdp_dtensor"
         found |= {
             f"ddp.{name}": value
             for name, value in {
@@ -227,6 +263,7 @@ def _others(run: RunSpec) -> dict[str, Any]:
     if o.optimizer_cpu_offload:
         found["optimizer.optimizer_offload_fraction"] = o.optimizer_offload_fraction
     found["logger.log_params_norm"] = o.log_params_norm
+    found["env_vars"] = _environment(run)
     found["peft"] = LoRA(peft.dim, list(peft.target_modules)) if peft.trains_adapters else None
     return found
 
@@ -295,8 +332,9 @@ def _recipe(run: RunSpec, described: dict[str, Any] | None) -> SimpleNamespace:
         if not hasattr(made.model, name):
             setattr(made.model, name, None)
     settings = {part: SimpleNamespace(**dict.fromkeys(_PRECISION)) for part in ("optimizer", "ddp")}
+    parts = ("train", "dist", "logger", "dataset", "checkpoint", "rerun_state_machine")
     return SimpleNamespace(
-        model=made.model, **settings, **{part: SimpleNamespace() for part in ("train", "dist", "logger", "dataset")}
+        model=made.model, **settings, **{part: SimpleNamespace() for part in parts}
     )
 
 
@@ -305,10 +343,12 @@ def applied(config: SimpleNamespace, said: dict[str, Any]) -> SimpleNamespace:
     for name, value in said.items():
         part, dot, field = name.partition(".")
         if isinstance(value, dict):
-            value = SimpleNamespace(**value)
-        elif isinstance(value, Expression) and value.startswith("("):
-            value = str(value)
-        setattr(getattr(config, part) if dot else config, field or part, value)
+            value = SimpleNamespace(**{key: _plain(one) for key, one in value.items()})
+        setattr(getattr(config, part) if dot else config, field or part, _plain(value))
     return config
 
 
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Expression) else value

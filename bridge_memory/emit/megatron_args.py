@@ -95,7 +95,7 @@ def _words(values: dict[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in values.items():
         option = "--" + _OPTIONS.get(name, name).replace("_", "-")
-        if name in ON:
+        if name in ON or name == "check_for_nan_in_loss_and_grad":
             if not value:
                 words.append("--" + _SWITCHED_OFF.get(name, f"no_{name}").replace("_", "-"))
         elif name in OFF:
@@ -143,11 +143,15 @@ def _arguments(run: RunSpec) -> dict[str, Any]:
     }  # fmt: skip
     if impl.te:
         said.pop("use_legacy_models")
+    if impl.cross_entropy_fusion_impl not in ("native", "te"):  # which the parser does not take
+        said.pop("cross_entropy_fusion_impl")
     if not impl.offload_modules:
         said.pop("min_offloaded_tensor_size", None)
     if impl.cuda_graph_impl != "none":
         modules = "cuda_graph_modules" if GRAPHED_BY_MODULES(impl) else "cuda_graph_scope"
         said |= {"cuda_graph_impl": impl.cuda_graph_impl, modules: impl.cuda_graph_modules}
+        # validate_args asks for it.
+        said["check_for_nan_in_loss_and_grad"] = impl.cuda_graph_impl != "full_iteration"
     return said
 
 
@@ -218,6 +222,8 @@ def _recompute(run: RunSpec) -> dict[str, Any]:
     r = run.recompute
     if r.granularity == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": r.modules}
+    if r.granularity is None:
+        return {}
     return {
         "recompute_granularity": r.granularity, "recompute_method": r.method, "recompute_num_layers": r.num_layers,
         "distribute_saved_activations": r.distribute_saved_activations,

@@ -42,7 +42,7 @@ MAY_LEAVE = {
         # Fields of its configs without an option in the parser of 0.19.2.
         "optimizer.store_param_remainders", "precision.fp8_dot_product_attention",
         "optimizer.use_layer_wise_distributed_optimizer", "implementation.deallocate_pipeline_outputs",
-        "implementation.use_legacy_models",
+        "implementation.use_legacy_models", "implementation.cross_entropy_fusion_impl",
         # One argument sets both, or sets another too.
         "optimizer.fp8_recipe", "data_parallel.grad_comm_dtype",
         "model",
@@ -231,7 +231,9 @@ def recipe(run: RunSpec, *, own: bool) -> Any:
     overlap = SimpleNamespace(data_parallel_size=None, overlap_grad_reduce=True, bucket_size=77, tp_comm_overlap=True)
     return SimpleNamespace(
         model=model, **parts, comm_overlap=overlap, mixed_precision="fp16_with_fp8_delayed_scaling_mixed",
-        peft=LoRA(dim=5, target_modules=["linear_qkv"]),
+        peft=LoRA(dim=5, target_modules=["linear_qkv"]), checkpoint=SimpleNamespace(ckpt_format="torch_dist"),
+        rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=True),
+        env_vars={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     )  # fmt: skip
 
 

@@ -38,6 +38,8 @@ _HAVE_TO_AGREE = frozenset({
 def with_model_sizes(raw: RawArguments, model: ModelSpec) -> RawArguments:
     """``raw`` with its architecture replaced by that of ``model``. Raises SpecError if sizes of both differ."""
     sizes = size_arguments(model)
+    if "mtp_num_layers" in raw.values:
+        sizes["mtp_num_layers"] = raw.values["mtp_num_layers"]
     for name in sorted(_HAVE_TO_AGREE & sizes.keys()):
         given, size = raw.values.get(name), sizes[name]
         if given is not None and str(given) != str(size):
@@ -107,6 +109,7 @@ def size_arguments(model: ModelSpec) -> dict[str, Value]:
         "disable_bias_linear": not (wide and wide.add_bias), "normalization": model.normalization,
         "position_embedding_type": "learned_absolute" if learned else "rope",
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
+        "mtp_num_layers": model.mtp_num_layers,
     }  # fmt: skip
     if dense is not None:
         sizes["ffn_hidden_size"] = dense.ffn_hidden_size
