@@ -20,8 +20,9 @@ from bridge_memory.readers.megatron_args import container, read_arguments
 from bridge_memory.readers.megatron_args.model_override import size_arguments
 from bridge_memory.releases import DEFAULT_MEGATRON_BRIDGE, GRAPHED_BY_MODULES, Running
 from bridge_memory.spec import ImplementationSpec, RunSpec, SpecError
+from bridge_memory.spec.canonical import idle_options
 from bridge_memory.spec.dtypes import TORCH_NAMES
-from bridge_memory.spec.parts import MEGATRON_ENGINES
+from bridge_memory.spec.parts import HYBRIDEP_DOMAIN, MEGATRON_ENGINES
 
 #: Fields of ImplementationSpec that a container does not hold, or says in other words.
 _OTHERWISE = frozenset({
@@ -42,6 +43,11 @@ _PRECISION = (
     "fp8_dot_product_attention", "fp4", "fp4_param", "fp4_param_gather", "first_last_layers_bf16",
     "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "reuse_grad_buf_for_mxfp8_param_ag",
 )  # fmt: skip
+#: Options that go with the recipe's blocks, and stay the recipe's where the model has no use for them: megatron-core
+#: refuses some of them then.
+_OF_THE_BLOCKS = frozenset({
+    "bias_activation_fusion", "use_fused_weighted_squared_relu", "apply_rope_fusion", "moe_shared_expert_overlap",
+})  # fmt: skip
 
 
 class Expression(NamedTuple):
@@ -152,7 +158,10 @@ def _model(run: RunSpec, described: dict[str, Any]) -> dict[str, Any]:
         # Said where it is tensor parallelism too: a provider may have resolved its own None before.
         found |= {"expert_model_parallel_size": p.ep, "expert_tensor_parallel_size": p.etp}
     found |= _recompute(run)
-    found |= {name: getattr(impl, name) for name in _ALIKE if experts or not name.startswith("moe_")}
+    idle = _OF_THE_BLOCKS & set(idle_options(run))
+    found |= {
+        name: getattr(impl, name) for name in _ALIKE if (experts or not name.startswith("moe_")) and name not in idle
+    }
     found |= {
         "attention_backend": Expression(f"AttnBackend.{impl.attention_backend}", impl.attention_backend),
         "fp32_residual_connection": run.precision.fp32_residual_connection,
@@ -197,8 +206,9 @@ def _environment(run: RunSpec) -> Expression:
     }  # fmt: skip
     if i.cublas_workspace_bytes is not None:
         found["CUBLAS_WORKSPACE_CONFIG"] = f":{i.cublas_workspace_bytes >> 10}:1"
-    if i.moe_hybridep_ranks_per_nvlink_domain is not None:
-        found["NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"] = str(i.moe_hybridep_ranks_per_nvlink_domain)
+    if run.model.has_experts and i.moe_flex_dispatcher_backend == "hybridep":
+        domain = i.moe_hybridep_ranks_per_nvlink_domain or HYBRIDEP_DOMAIN
+        found["NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"] = str(domain)
     if i.offload_modules:
         found["NVTE_CPU_OFFLOAD_V1"] = "1"  # from Transformer Engine 2.10 on
     return Expression(f"{{**(getattr(cfg, 'env_vars', None) or {{}}), {json.dumps(found)[1:-1]}}}", found)

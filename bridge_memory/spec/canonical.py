@@ -14,6 +14,7 @@ from bridge_memory.spec.layout_string import parse_layout_string
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from bridge_memory.spec.parts import (
+    HYBRIDEP_DOMAIN,
     RECOMPUTE_MODULES,
     BatchSpec,
     DataParallelSpec,
@@ -173,7 +174,8 @@ _OF_EXPERTS = tuple(f.name for f in fields(ImplementationSpec) if f.name.startsw
 _FUSED_ACTIVATIONS = ("silu", "gelu", "quick_gelu")
 
 
-def _implementation(run: RunSpec) -> ImplementationSpec:
+def idle_options(run: RunSpec) -> list[str]:
+    """Fields of ``run.implementation`` without effect on it, some of them twice."""
     model, limits = run.model, limits_of(run.model)
     i = run.implementation
     idle: list[str] = []
@@ -218,6 +220,13 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
         idle.append("deallocate_pipeline_outputs")
     if model.hybrid:
         idle.append("cpu_offloading_num_layers")
+    if i.moe_hybridep_ranks_per_nvlink_domain == HYBRIDEP_DOMAIN:
+        idle.append("moe_hybridep_ranks_per_nvlink_domain")
+    return idle
+
+
+def _implementation(run: RunSpec) -> ImplementationSpec:
+    i = run.implementation
     if i.moe_token_dispatcher_type == "alltoall_seq":
         i = replace(i, moe_token_dispatcher_type="alltoall")
-    return _reset(i, *idle)
+    return _reset(i, *idle_options(run))
