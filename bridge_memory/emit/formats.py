@@ -19,12 +19,15 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "deepspeed": ("torch",),
     "accelerate": ("torch",),
     "trainer": ("torch",),
+    "trl": ("torch",),
+    "torchtitan": ("torch",),
 }
 
 #: What each format but a command is called.
 TITLES: Mapping[str, str] = {
     "megatron-args": "Megatron-LM arguments", "bridge": "Megatron Bridge overrides", "deepspeed": "DeepSpeed JSON",
-    "accelerate": "accelerate YAML", "trainer": "TrainingArguments",
+    "accelerate": "accelerate YAML", "trainer": "TrainingArguments", "trl": "TRL YAML",
+    "torchtitan": "torchtitan TOML",
 }  # fmt: skip
 
 

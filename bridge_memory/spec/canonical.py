@@ -26,6 +26,7 @@ from bridge_memory.spec.parts import (
     RecomputeSpec,
 )
 from bridge_memory.spec.run import GROUPS, RunSpec
+from bridge_memory.spec.transformers import TransformersSpec
 
 
 def canonical(run: RunSpec) -> RunSpec:
@@ -46,7 +47,7 @@ def canonical(run: RunSpec) -> RunSpec:
         ddp=run.ddp,
         fsdp=run.fsdp,
         deepspeed=run.deepspeed,
-        transformers=run.transformers,
+        transformers=_transformers(run),
     )
 
 
@@ -120,6 +121,13 @@ def _global_batch(run: RunSpec) -> int:
     return b.global_batch_size or run.num_microbatches * b.micro_batch_size * run.parallel.data_parallel_size
 
 
+def _transformers(run: RunSpec) -> TransformersSpec:
+    spec = run.transformers
+    if run.implementation.torchtitan and spec.compile_loss is None:
+        spec = replace(spec, compile_loss=run.layers_compiled)
+    return spec
+
+
 def _precision(run: RunSpec) -> PrecisionSpec:
     p = run.precision
     if p.fp8 is None:
@@ -138,6 +146,8 @@ def _optimizer(run: RunSpec) -> OptimizerSpec:
         o = _reset(o, "clip_grad", "torch_implementation")
     if o.optimizer != "sgd":
         o = _reset(o, "sgd_momentum")
+    if o.optimizer not in ("adam", "adamw", "sgd"):
+        o = _reset(o, "torch_implementation")
     if not o.optimizer_cpu_offload:
         o = _reset(o, "optimizer_offload_fraction")
     if not o.use_precision_aware_optimizer:

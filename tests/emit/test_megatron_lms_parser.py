@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_read_back import DRAWN as DRAWN_TO_READ
 from test_read_back import different, drawn, running
 from wide_runs import wide_runs
 
@@ -57,7 +58,7 @@ def emitted(runs: Any) -> list[tuple[RunSpec, Emitted]]:
 def test_every_option_that_is_written_is_one_of_the_parser() -> None:
     record = json.loads(RECORDED.read_text())
     known = record["defaults"].keys() | record["options"].keys()
-    for run, text in emitted(drawn("read back", 100)):
+    for run, text in emitted(drawn("read back", DRAWN_TO_READ)):
         options = [word.removeprefix("--").replace("-", "_") for word in shlex.split(text.text) if word[:2] == "--"]
         assert not set(options) - known, run
 

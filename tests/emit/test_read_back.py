@@ -26,7 +26,7 @@ from bridge_memory.releases import Running
 from bridge_memory.spec.canonical import canonical
 from bridge_memory.spec.run import GROUPS
 
-DRAWN, DEEP = 100, 4000
+DRAWN, DEEP = 90, 4000
 #: What no text of Megatron's says: the machine, the releases, the environment, a distillation's loss, the routing.
 BESIDE = {
     f"implementation.{name}"
