@@ -16,7 +16,7 @@ from scripts_of import load_script
 from bridge_memory import RunSpec, SpecError, list_presets, resolve_model
 from bridge_memory.plan.megatron.splits import balanced_layout
 from bridge_memory.spec import MoESpec
-from bridge_memory.spec.parts import MEGATRON_ENGINES, OFFLOAD_MODULES, RECOMPUTE_MODULES
+from bridge_memory.spec.parts import MEGATRON_ENGINES, OFFLOAD_MODULES, RECOMPUTE_MODULES, SHARDING_STRATEGIES
 
 freeze = load_script("maintain/freeze")
 Fields = dict[str, Any]
@@ -57,8 +57,10 @@ def _dispatch(d: Random) -> Fields:
 def _recompute(d: Random) -> Fields:
     if d.random() < 0.5:
         method = d.choice(("uniform", "block"))
-        return {"recompute.granularity": "full", "recompute.method": method, "recompute.num_layers": d.choice((1, 2, 3)),
-                "recompute.distribute_saved_activations": d.random() < 0.1}  # fmt: skip
+        return {
+            "recompute.granularity": "full", "recompute.method": method, "recompute.num_layers": d.choice((1, 2, 3)),
+            "recompute.distribute_saved_activations": d.random() < 0.1,
+        }  # fmt: skip
     modules = tuple(d.sample(RECOMPUTE_MODULES, d.choice((1, 2, 3))))
     return {"recompute.granularity": "selective", "recompute.modules": modules}
 
@@ -80,7 +82,8 @@ def _optimizer(d: Random) -> Fields:
         "optimizer.optimizer": name, "optimizer.sgd_momentum": d.choice((0.0, 0.5, 0.9)),
         "optimizer.use_layer_wise_distributed_optimizer": name == "muon" and d.random() < 0.5,
         "data_parallel.use_distributed_optimizer": name != "muon" and d.random() < 0.5,
-        "optimizer.optimizer_cpu_offload": d.random() < 0.3, "optimizer.optimizer_offload_fraction": d.choice((0.5, 1.0)),
+        "optimizer.optimizer_cpu_offload": d.random() < 0.3,
+        "optimizer.optimizer_offload_fraction": d.choice((0.5, 1.0)),
         "optimizer.log_params_norm": d.random() < 0.3, "optimizer.clip_grad": d.choice((0.0, 1.0, 0.3)),
     }  # fmt: skip
 
@@ -97,7 +100,7 @@ def _buckets(d: Random) -> Fields:
 def _fsdp(d: Random) -> Fields:
     return {
         "data_parallel.engine": "megatron_fsdp",
-        "data_parallel.data_parallel_sharding_strategy": d.choice(("no_shard", "optim", "optim_grads", "optim_grads_params")),
+        "data_parallel.data_parallel_sharding_strategy": d.choice(SHARDING_STRATEGIES),
         "data_parallel.grad_comm_dtype": d.choice((None, "fp32", "bf16")),
         "data_parallel.grad_reduce_in_fp32": d.random() < 0.5,
         "data_parallel.suggested_communication_unit_size": d.choice((None, 400_000_000)),
@@ -174,8 +177,8 @@ def _adapters(d: Random) -> Fields:
 
 
 BUNDLES: tuple[Callable[[Random], Fields], ...] = (
-    _fp8, _fp4, _dispatch, _recompute, _aware, _optimizer, _buckets, _fsdp, _offload, _graphs, _machine, _kernels, _batch,
-    _precision, _adapters,
+    _fp8, _fp4, _dispatch, _recompute, _aware, _optimizer, _buckets, _fsdp, _offload, _graphs, _machine, _kernels,
+    _batch, _precision, _adapters,
 )  # fmt: skip
 
 
@@ -187,7 +190,9 @@ def _layout(d: Random, run: RunSpec) -> Fields:
     kind = d.choice(("ends", "slots", "string"))
     if kind == "ends":
         first, last = d.choice((None, n // p.pp - 1, n // p.pp)), d.choice((None, n // p.pp + 1, n // p.pp))
-        return {"parallel.num_layers_in_first_pipeline_stage": first, "parallel.num_layers_in_last_pipeline_stage": last}
+        return {
+            "parallel.num_layers_in_first_pipeline_stage": first, "parallel.num_layers_in_last_pipeline_stage": last
+        }
     if kind == "slots":
         return {"parallel.account_for_embedding_in_pipeline_split": d.random() < 0.5,
                 "parallel.account_for_loss_in_pipeline_split": True}  # fmt: skip
@@ -238,7 +243,9 @@ def wide_run(engine: str, draw: Random, models: tuple[str, ...] = ()) -> RunSpec
     return run.with_(**{group: replace(getattr(run, group), **values) for group, values in groups.items()})
 
 
-def wide_runs(seed: str, *, models: tuple[str, ...] = (), engines: tuple[str, ...] = MEGATRON_ENGINES) -> Iterator[RunSpec]:
+def wide_runs(
+    seed: str, *, models: tuple[str, ...] = (), engines: tuple[str, ...] = MEGATRON_ENGINES
+) -> Iterator[RunSpec]:
     """Endless, always the same for a seed."""
     draw = Random(seed)
     while True:

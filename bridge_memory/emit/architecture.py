@@ -38,9 +38,9 @@ def architecture(run: RunSpec) -> dict[str, Any]:
     model = run.model
     layers = [*model.layers, *([model.mtp_layer] if model.mtp_layer else [])]
     ffns = [layer.ffn for layer in layers]
-    attention, latent, delta, mamba = (
-        _first(kind, [layer.mixer for layer in layers]) for kind in (AttentionSpec, MLASpec, GatedDeltaNetSpec, MambaSpec)
-    )
+    mixers = [layer.mixer for layer in layers]
+    attention, latent = _first(AttentionSpec, mixers), _first(MLASpec, mixers)
+    delta, mamba = _first(GatedDeltaNetSpec, mixers), _first(MambaSpec, mixers)
     dense, experts = _first(MLPSpec, ffns), _first(MoESpec, ffns)
     found: dict[str, Any] = {
         "num_layers": model.num_layers, "hidden_size": model.hidden_size, "normalization": model.normalization,

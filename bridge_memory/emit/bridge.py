@@ -16,7 +16,7 @@ from bridge_memory.emit.architecture import LOSS_COEFFICIENT, architecture
 from bridge_memory.emit.commands import Emitted
 from bridge_memory.emit.left import beside, left_out, left_words
 from bridge_memory.readers.config_container import run_of_container
-from bridge_memory.readers.megatron_args import container, read_arguments
+from bridge_memory.readers.megatron_args import container
 from bridge_memory.readers.megatron_args.model_override import size_arguments
 from bridge_memory.releases import DEFAULT_MEGATRON_BRIDGE, GRAPHED_BY_MODULES, Running
 from bridge_memory.spec import ImplementationSpec, RunSpec, SpecError
@@ -85,7 +85,7 @@ def bridge_overrides(run: RunSpec) -> Emitted:
     it."""
     engine, impl = run.data_parallel.engine, run.implementation.transformer_impl
     if engine not in MEGATRON_ENGINES:
-        raise SpecError(f"engine ({engine}) is not Megatron Bridge's; its containers say {' or '.join(MEGATRON_ENGINES)}")
+        raise SpecError(f"engine ({engine}) is not Megatron Bridge's; use {' or '.join(MEGATRON_ENGINES)}")
     if run.implementation.torch_layers:
         raise SpecError(f"transformer_impl ({impl}) is not Megatron Bridge's; use transformer_engine or local")
     described = architecture(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -18,7 +18,7 @@ Left = Mapping[str, Any]
 
 _SUPPOSED = ImplementationSpec()
 #: Fields that are an environment variable of the job: field -> "NAME=value", of its value.
-_VARIABLES = {
+_VARIABLES: Mapping[str, Callable[[Any], str]] = {
     "implementation.nvte_deterministic": lambda on: f"NVTE_ALLOW_NONDETERMINISTIC_ALGO={int(not on)}",
     "implementation.expandable_segments": lambda on: f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:{bool(on)}",
     "implementation.cublas_workspace_bytes": lambda n: (

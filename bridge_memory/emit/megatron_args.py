@@ -14,7 +14,16 @@ from bridge_memory.emit.architecture import LOSS_COEFFICIENT, architecture
 from bridge_memory.emit.commands import Emitted
 from bridge_memory.emit.left import beside, left_out, left_words
 from bridge_memory.readers.megatron_args import run_from_megatron_args
-from bridge_memory.readers.megatron_args.arguments import DESTINATIONS, INTEGERS, LISTS, NUMBERS, OFF, ON, PATTERNS, WORDS
+from bridge_memory.readers.megatron_args.arguments import (
+    DESTINATIONS,
+    INTEGERS,
+    LISTS,
+    NUMBERS,
+    OFF,
+    ON,
+    PATTERNS,
+    WORDS,
+)
 from bridge_memory.releases import FSDP_MAIN_DTYPES, GRAPHED_BY_MODULES
 from bridge_memory.spec import ImplementationSpec, ModelSpec, RunSpec, SpecError
 from bridge_memory.spec.parts import MEGATRON_ENGINES
@@ -44,7 +53,7 @@ def megatron_arguments(run: RunSpec) -> Emitted:
     """The run as Megatron-LM's arguments. Raises SpecError where Megatron-LM does not run it."""
     engine, impl = run.data_parallel.engine, run.implementation.transformer_impl
     if engine not in MEGATRON_ENGINES:
-        raise SpecError(f"engine ({engine}) is not Megatron-LM's; its arguments say {' or '.join(MEGATRON_ENGINES)}")
+        raise SpecError(f"engine ({engine}) is not Megatron-LM's; use {' or '.join(MEGATRON_ENGINES)}")
     if run.implementation.torch_layers:
         raise SpecError(f"transformer_impl ({impl}) is not Megatron-LM's; use transformer_engine or local")
     gpus = run.parallel.world_size

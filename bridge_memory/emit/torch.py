@@ -1,6 +1,7 @@
 """A run under DDP, FSDP or ZeRO in the words of those who run it: DeepSpeed's JSON, accelerate's YAML, the HF Trainer's
-arguments, the YAML of TRL's scripts, torchtitan's TOML. Whatever is written is read back by this package's own readers before it is printed; what they do not find in
-it are flags beside it, and a row that the file would contradict is refused.
+arguments, the YAML of TRL's scripts, torchtitan's TOML. Whatever is written is read back by this package's own readers
+before it is printed; what they do not find in it are flags beside it, and a row that the file would contradict is
+refused.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def deepspeed_config(run: RunSpec) -> Table:
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
     for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
-        if getattr(z, name):
+        if getattr(z, name) and dtype == "bf16":
             config["bf16"][name] = True
     if z.communication_data_type is not None:
         config["communication_data_type"] = z.communication_data_type

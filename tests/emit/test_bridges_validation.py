@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_read_back import check, running
+from test_read_back import check, running, with_model
 from wide_runs import wide_runs
 
-from bridge_memory import RunSpec, SpecError
+from bridge_memory import SpecError
 from bridge_memory.emit.bridge import bridge_overrides
 from bridge_memory.readers.config_container import run_of_container
 from bridge_memory.releases import Running, release_in
@@ -81,7 +81,7 @@ def test_what_bridge_validates_is_the_run(
             )  # fmt: skip
         outcomes["read"] += 1
         if "are the recipe's" in emitted.note:
-            read = RunSpec(**{name: getattr(read, name) for name in RunSpec.__dataclass_fields__} | {"model": run.model})
+            read = with_model(read, run)
         check("bridge", run, emitted, read)
     read_back = outcomes.pop("read")
     assert not [words for words in outcomes if not any(known in words for known in REFUSED)]

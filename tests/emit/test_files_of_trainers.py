@@ -121,7 +121,8 @@ def drawn() -> tuple[tuple[argparse.Namespace, RunSpec], ...]:
 
 def said(how: str, args: argparse.Namespace, run: RunSpec) -> Any:
     """``Emitted``; None where the format has no word for something in the run."""
-    trainer = "megatron" if run.data_parallel.engine in MEGATRON_ENGINES and not run.implementation.torch_layers else "torch"
+    megatrons = run.data_parallel.engine in MEGATRON_ENGINES and not run.implementation.torch_layers
+    trainer = "megatron" if megatrons else "torch"
     if trainer not in FORMATS[how]:
         return None
     try:
@@ -237,7 +238,7 @@ def torchtitans_fields() -> dict[str, set[str]]:
     from importlib.util import find_spec
 
     spec = find_spec("torchtitan")
-    path = Path((spec and spec.submodule_search_locations or [""])[0]) / "config" / "job_config.py"
+    path = Path(((spec and spec.submodule_search_locations) or [""])[0]) / "config" / "job_config.py"
     if not path.is_file():
         pytest.skip("torchtitan is not installed")
     classes = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}

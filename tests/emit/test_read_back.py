@@ -21,7 +21,7 @@ from bridge_memory.emit.bridge import bridge_overrides
 from bridge_memory.emit.commands import Emitted
 from bridge_memory.emit.megatron_args import megatron_arguments
 from bridge_memory.readers.config_container import run_of_container
-from bridge_memory.readers.megatron_args import container, read_arguments, run_from_megatron_args
+from bridge_memory.readers.megatron_args import container, run_from_megatron_args
 from bridge_memory.releases import Running
 from bridge_memory.spec.canonical import canonical
 from bridge_memory.spec.run import GROUPS
@@ -214,12 +214,13 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 def recipe(run: RunSpec, *, own: bool) -> Any:
-    """A container with the architecture of ``run`` and hostile settings. ``own``: only sizes of that architecture, where
-    arguments cannot describe it."""
+    """A container with the architecture of ``run``, its sizes at least, and hostile settings. ``own``: arguments cannot
+    describe it."""
     sizes = {name: value for name, value in architecture(run).items() if value is not None}
     if own:
         sizes |= {"position_embedding_type": "rope", "mtp_num_layers": 0}
-    made = container(SimpleNamespace(seq_length=1, micro_batch_size=1, **sizes), Running(run.implementation.megatron_core))
+    said = SimpleNamespace(seq_length=1, micro_batch_size=1, **sizes)
+    made = container(said, Running(run.implementation.megatron_core))
     hostile = {
         name: value for name, value in HOSTILE["model"].items()
         if run.model.has_experts or not name.startswith(("moe_", "expert_"))  # a dense recipe has none of these
@@ -235,6 +236,11 @@ def recipe(run: RunSpec, *, own: bool) -> Any:
         rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=True),
         env_vars={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     )  # fmt: skip
+
+
+def with_model(read: RunSpec, run: RunSpec) -> RunSpec:
+    """``read`` of the model of ``run``, without what a reader says of another."""
+    return RunSpec(**{f.name: getattr(read, f.name) for f in fields(read)} | {"model": run.model})
 
 
 def bridge_reads_back(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -255,7 +261,7 @@ def bridge_reads_back(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> bool:
         gpu_arch=emitted.left.get("implementation.gpu_arch", "hopper"),
     )  # fmt: skip
     if own:  # A recipe's own model, which its provider builds.
-        read = RunSpec(**{f.name: getattr(read, f.name) for f in fields(read)} | {"model": run.model})
+        read = with_model(read, run)
     check("bridge", run, emitted, read)
     return True
 
