@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,11 +13,20 @@ from bridge_memory.spec import RunSpec
 
 
 class Emitted(NamedTuple):
-    """One row of a search in the words of another tool."""
+    """A run in the words of another tool."""
 
     text: str
     #: What ``text`` leaves to be said elsewhere; for people.
     note: str = ""
+    #: The same for programs: "group.field" -> its value in the run.
+    left: Mapping[str, Any] = {}
+
+    @property
+    def commented(self) -> str:
+        """The text below its note, as comments of shell, Python, YAML and TOML; JSON has none, and stays as it is."""
+        if not self.note or self.text.startswith("{"):
+            return self.text
+        return "\n".join([*textwrap.wrap(self.note, 110, initial_indent="# ", subsequent_indent="# "), self.text])
 
 
 def flag_words(flag: str, value: Any, separator: str = ",") -> list[str]:

@@ -1,36 +1,28 @@
-"""A layout in the words of those who run it: this command line's, Megatron-LM's, Megatron Bridge's."""
+"""A layout in words: this command line's, and the formats for megatron-core."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from typing import Any
 
-from bridge_memory.arguments.flags import FLAGS
-from bridge_memory.emit.commands import Emitted, estimate_words, flag_words, given_fields
+from bridge_memory.emit.bridge import bridge_overrides
+from bridge_memory.emit.commands import Emitted, estimate_words, given_fields
+from bridge_memory.emit.megatron_args import megatron_arguments
 from bridge_memory.plan.megatron.space import AXES
-from bridge_memory.plan.megatron.splits import NO_SPLIT, split_fields
+from bridge_memory.plan.megatron.splits import split_fields
 from bridge_memory.spec import ParallelSpec, RecomputeSpec, RunSpec
-from bridge_memory.spec.fields import called
-from bridge_memory.spec.run import GROUPS
 
 #: "group.field" of what makes a layout.
 _FIELDS = (*(field for fields in AXES.values() for field in fields), "parallel.sequence_parallel")
 _ONE_UNLESS_GIVEN = frozenset(AXES[axis][0] for axis in ("tp", "pp", "vpp", "cp", "ep"))
-#: Switches of a layout, which are off unless something turns them on.
-_SWITCHES = {
-    "parallel.sequence_parallel": False, **{f"parallel.{n}": off for n, off in NO_SPLIT.items() if off is False}
-}  # fmt: skip
-#: The last spelling of a flag is Megatron-LM's.
-_MEGATRONS = {flag.field: flag.names.split()[-1] for flag in FLAGS}
 
 
 def emitted(how: str, run: RunSpec, args: argparse.Namespace, gpu: str) -> Emitted:
     """A layout in one of the formats of ``formats.FORMATS`` for megatron-core."""
     if how == "megatron-args":
-        return Emitted(megatron_arguments(run))
-    return Emitted(bridge_overrides(run) if how == "bridge" else estimate_command(run, args, gpu))
+        return megatron_arguments(run)
+    return bridge_overrides(run) if how == "bridge" else Emitted(estimate_command(run, args, gpu))
 
 
 def layout_fields(run: RunSpec) -> dict[str, Any]:
@@ -58,39 +50,6 @@ def estimate_command(run: RunSpec, args: argparse.Namespace, gpu: str) -> str:
     layout = layout_fields(run)
     given = {name: value for name, value in given_fields(args).items() if name not in layout}
     return shlex.join(estimate_words(run, args, gpu, {**given, **layout}))
-
-
-def megatron_arguments(run: RunSpec) -> str:
-    """The layout as Megatron-LM's arguments."""
-    words: list[str] = []
-    for name, value in layout_fields(run).items():
-        words += flag_words(_MEGATRONS[name], value, " ")
-    if run.batch.global_batch_size:
-        words += ["--global-batch-size", str(run.batch.global_batch_size)]
-    return shlex.join(words)
-
-
-def bridge_overrides(run: RunSpec) -> str:
-    """The layout as assignments to Megatron Bridge's ConfigContainer ``cfg``, one a line: all of it, since a recipe has
-    a layout of its own that is not the default."""
-    lines = []
-    # Said where it is tensor parallelism too: a provider may have resolved its own None before.
-    found = {**dict.fromkeys(_FIELDS), **layout_fields(run), AXES["etp"][0]: run.parallel.etp}
-    if not run.model.has_experts:
-        found = {name: value for name, value in found.items() if name not in (*AXES["ep"], *AXES["etp"])}
-    if run.recompute.granularity != "selective":
-        del found["recompute.modules"]  # means nothing then
-    for name, value in found.items():
-        group, _, field = name.partition(".")
-        if value is None:
-            value = {**dict.fromkeys(_ONE_UNLESS_GIVEN - set(AXES["vpp"]), 1), **_SWITCHES}.get(name)
-        owner = "train" if group == "batch" else "model"
-        shown = list(value) if isinstance(value, tuple) else value
-        text = str(shown) if shown is None or isinstance(shown, bool) else json.dumps(shown)
-        lines.append(f"cfg.{owner}.{called(GROUPS[group], field)} = {text}")
-    if run.batch.global_batch_size:
-        lines.append(f"cfg.train.global_batch_size = {run.batch.global_batch_size}")
-    return "\n".join(lines)
 
 
 def split_words(p: ParallelSpec) -> str:

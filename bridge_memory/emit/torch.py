@@ -1,6 +1,7 @@
 """A run under DDP, FSDP or ZeRO in the words of those who run it: DeepSpeed's JSON, accelerate's YAML, the HF Trainer's
-arguments. Whatever is written is read back by this package's own readers before it is printed; what they do not find in
-it are flags beside it, and a row that the file would contradict is refused.
+arguments, the YAML of TRL's scripts, torchtitan's TOML. Whatever is written is read back by this package's own readers
+before it is printed; what they do not find in it are flags beside it, and a row that the file would contradict is
+refused.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from bridge_memory.arguments.flags import FLAG_OF
+from bridge_memory.arguments.flags import FLAG_OF, FLAGS
 from bridge_memory.emit.commands import Emitted, estimate_words, field_words, given_fields, names_files
 from bridge_memory.plan.torch.space import is_of
 from bridge_memory.readers.engines.run import apply_world_size, fields_of, settings_from_files
 from bridge_memory.readers.engines.settings import Specified
+from bridge_memory.readers.engines.torchtitan import MODELS as TITANS
+from bridge_memory.readers.engines.torchtitan import RECORDED
 from bridge_memory.readers.engines.training_args import OPTIMIZERS
 from bridge_memory.releases import release_words
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.canonical import canonical
+from bridge_memory.spec.dtypes import TORCH_NAMES
 from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS
 from bridge_memory.spec.fields import called
 from bridge_memory.spec.run import GROUPS
@@ -32,7 +37,8 @@ _ENGINE = "data_parallel.engine"
 
 #: Format of ``--emit`` -> keyword of ``settings_from_files``, its suffix.
 _READ_AS = {
-    "deepspeed": ("deepspeed", ".json"), "accelerate": ("accelerate", ".yaml"), "trainer": ("training_args", ".json")
+    "deepspeed": ("deepspeed", ".json"), "accelerate": ("accelerate", ".yaml"), "trainer": ("training_args", ".json"),
+    "trl": ("training_args", ".yaml"), "torchtitan": ("torchtitan", ".toml"),
 }  # fmt: skip
 #: Groups whose fields a file decides: a run that differs from what it says there is another run.
 _ENGINES_OWN = ("ddp", "fsdp", "deepspeed")
@@ -52,7 +58,13 @@ _OFFLOADS = {
 }  # fmt: skip
 _OUTSIDE_OF_ZERO = ("stage", "communication_data_type", "grad_accum_dtype", "bf16_master_weights_and_grads",
                     "bf16_optimizer_states")  # fmt: skip
-_WORDS = {"deepspeed": "DeepSpeed's JSON", "accelerate": "accelerate's YAML", "trainer": "TrainingArguments"}
+_WORDS = {
+    "deepspeed": "DeepSpeed's JSON", "accelerate": "accelerate's YAML", "trainer": "TrainingArguments",
+    "trl": "TRL's SFTConfig", "torchtitan": "torchtitan's TOML",
+}  # fmt: skip
+_SAID_BY_FLAGS = frozenset(flag.field for flag in FLAGS)
+#: Files that say how long a sequence is.
+_WITH_LENGTH = ("trl", "torchtitan")
 #: GPUs of a machine, as accelerate counts machines.
 _A_MACHINE = 8
 
@@ -85,17 +97,19 @@ def config_file(how: str, run: RunSpec, args: argparse.Namespace, gpu: str) -> t
     engine = run.data_parallel.engine
     if how == "deepspeed" and not engine.startswith("zero"):
         raise SpecError(f"--emit deepspeed is for engine zero1, zero2 or zero3, not {engine}; use --emit accelerate")
-    if run.implementation.transformer_impl != "transformers":
+    wanted = "torchtitan" if how == "torchtitan" else "transformers"
+    if run.implementation.transformer_impl != wanted:
         raise SpecError(
-            f"--emit {how} is for models of transformers, not of {run.implementation.transformer_impl}; use --emit "
-            "estimate"
+            f"--emit {how} is for models of {wanted}, not of {run.implementation.transformer_impl}; use --emit estimate"
         )
     if how == "deepspeed":
         text = json.dumps(deepspeed_config(run), indent=2)
     elif how == "trainer":
         text = json.dumps(trainer_arguments(run), indent=2)
+    elif how == "torchtitan":
+        text = _toml(torchtitan_config(run))
     else:
-        text = _yaml(accelerate_config(run))
+        text = _yaml(how, trl_config(run) if how == "trl" else accelerate_config(run))
     beside = left_to_the_script(how, text, run)
     keyword, _ = _READ_AS[how]
     words = estimate_words(run, args, gpu, {}, files=False)
@@ -105,8 +119,15 @@ def config_file(how: str, run: RunSpec, args: argparse.Namespace, gpu: str) -> t
 def left_to_the_script(how: str, text: str, run: RunSpec) -> Table:
     """"group.field" -> value of what the file does not say and the run has. Raises SpecError where the file says
     otherwise of what is its own to say."""
-    read = read_back(how, text, run)
-    found: Table = {}
+    run, read = canonical(run), canonical(read_back(how, text, run))
+    engine = run.data_parallel.engine
+    if read.data_parallel.engine != engine:
+        gpus = run.parallel.world_size
+        raise SpecError(
+            f"--emit {how}: {_WORDS[how]} on {gpus} GPU{'s' * (gpus > 1)} starts engine {read.data_parallel.engine}, "
+            f"not {engine}; use --emit estimate"
+        )
+    found: Table = {} if how in _WITH_LENGTH else {"batch.seq_length": run.batch.seq_length}
     for group, cls in GROUPS.items():
         if group in ("parallel",):
             continue
@@ -116,7 +137,7 @@ def left_to_the_script(how: str, text: str, run: RunSpec) -> Table:
             if value == said or name in ("implementation.gpu_arch", "data_parallel.engine"):
                 continue
             engines_own = group in _ENGINES_OWN and not _of_the_cluster(run, name)
-            if engines_own or _decides(how, run, name):
+            if engines_own or name not in _SAID_BY_FLAGS or value is None or _decides(how, run, name):
                 raise SpecError(
                     f"--emit {how}: {_WORDS[how]} has no word for {called(cls, f.name)}; {_fix(how, group)}"
                 )
@@ -127,7 +148,7 @@ def left_to_the_script(how: str, text: str, run: RunSpec) -> Table:
 def _fix(how: str, group: str) -> str:
     if group == "deepspeed" and how == "accelerate":
         return "use --emit deepspeed, and name its file in deepspeed_config_file"
-    if group == "fsdp":
+    if group == "fsdp" and how != "torchtitan":
         return "search with --mixed-precision, which sets engines up as accelerate does, or use --emit estimate"
     return "use --emit estimate"
 
@@ -148,6 +169,8 @@ def read_back(how: str, text: str, run: RunSpec) -> RunSpec:
         os.unlink(path)
     settings.diagnostics.check()
     given = fields_of(settings)
+    if how not in _WITH_LENGTH:
+        given.setdefault("batch", {})["seq_length"] = run.batch.seq_length
     apply_world_size(given, settings, run.parallel.world_size)
     groups: Table = {name: GROUPS[name](**values) for name, values in given.items() if name != "parallel"}
     return RunSpec(model=run.model, parallel=run.parallel, **groups)
@@ -159,7 +182,7 @@ def _of_the_cluster(run: RunSpec, name: str) -> bool:
 
 
 def _decides(how: str, run: RunSpec, name: str) -> bool:
-    if how == "trainer" and name in _TRAINERS_OWN:
+    if how in ("trainer", "trl") and name in _TRAINERS_OWN:
         return True
     return name == "precision.params_dtype" and run.data_parallel.engine.startswith("zero")
 
@@ -188,7 +211,7 @@ def deepspeed_config(run: RunSpec) -> Table:
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
     for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
-        if getattr(z, name):
+        if getattr(z, name) and dtype == "bf16":
             config["bf16"][name] = True
     if z.communication_data_type is not None:
         config["communication_data_type"] = z.communication_data_type
@@ -298,6 +321,65 @@ def trainer_arguments(run: RunSpec) -> Table:
     return table
 
 
+def trl_config(run: RunSpec) -> Table:
+    """The file of ``trl sft --config``: SFTConfig, which is TrainingArguments, and ModelConfig."""
+    hf, peft = run.transformers, run.peft
+    table: Table = {
+        "model_name_or_path": run.model.name, "dtype": TORCH_NAMES[run.precision.params_dtype][0],
+        "attn_implementation": hf.attn_implementation, **trainer_arguments(run),
+        "max_length": run.batch.seq_length, "packing": run.batch.packed_sequences,
+    }  # fmt: skip
+    if peft.trains_adapters:
+        table |= {
+            "use_peft": True, "lora_r": peft.dim, "lora_target_modules": list(peft.target_modules),
+            "lora_dropout": hf.lora_dropout, "use_dora": peft.use_dora,
+        }  # fmt: skip
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if getattr(hf, name):
+            table |= {name: True, "use_bnb_nested_quant": hf.bnb_4bit_use_double_quant}
+    return table
+
+
+def torchtitan_config(run: RunSpec) -> Table:
+    """torchtitan's tables. Raises SpecError for a model that it has not."""
+    f, b, o, hf, engine = run.fsdp, run.batch, run.optimizer, run.transformers, run.data_parallel.engine
+    names = next((key for key, preset in TITANS.items() if preset == run.model.name), None)
+    if names is None:
+        known = ", ".join(preset for (name, _), preset in TITANS.items() if name in RECORDED)
+        raise SpecError(f"--emit torchtitan: torchtitan has no {run.model.name}; its models are {known}")
+    gpus = run.parallel.world_size
+    shard = (f.shard_degree or gpus) if engine == "fsdp2" else 1
+    dtypes = {"fp32": "float32", "bf16": "bfloat16"}
+    stored = run.precision.params_dtype
+    compute = (f.param_dtype if engine == "fsdp2" else hf.autocast) or stored
+    checkpoint: Table = {"mode": "none"}
+    if hf.gradient_checkpointing:
+        checkpoint = {"mode": "full"}
+    elif hf.selective_ac_option is not None:
+        checkpoint = {"mode": "selective", "selective_ac_option": hf.selective_ac_option}
+    training: Table = {
+        "local_batch_size": b.micro_batch_size, "seq_len": b.seq_length, "max_norm": o.clip_grad,
+        "global_batch_size": run.num_microbatches * b.micro_batch_size * gpus,
+        "dtype": dtypes.get(stored, stored), "mixed_precision_param": dtypes.get(compute, compute),
+        "mixed_precision_reduce": "float32",
+    }  # fmt: skip
+    if f.offload_params:
+        training["enable_cpu_offload"] = True
+    parallelism: Table = {
+        "data_parallel_replicate_degree": gpus // shard, "data_parallel_shard_degree": shard,
+        "fsdp_reshard_after_forward": "never" if f.reshard_after_forward is False else "default",
+    }  # fmt: skip
+    implementation = {"name": "Adam" if o.optimizer == "adam" else "AdamW", "implementation": o.torch_implementation}
+    tables: Table = {
+        "model": {"name": names[0], "flavor": names[1]}, "training": training, "parallelism": parallelism,
+        "optimizer": implementation, "activation_checkpoint": checkpoint,
+    }  # fmt: skip
+    loss = canonical(run).transformers.compile_loss
+    if parts := ["model"] * hf.torch_compile + ["loss"] * bool(loss):
+        tables["compile"] = {"enable": True, "components": parts}
+    return tables
+
+
 def _trainers_fsdp(run: RunSpec) -> Table:
     """Words and a table beside them. Before transformers 5 the words say the strategy, wrapping and offloading, and
     nothing says FSDP2 (``training_args.py: TrainingArguments.__post_init__``)."""
@@ -324,10 +406,18 @@ def _trainers_fsdp(run: RunSpec) -> Table:
     return {"fsdp": words, "fsdp_config": config}
 
 
-def _yaml(table: Table) -> str:
+def _yaml(how: str, table: Table) -> str:
     """In YAML's block style. Raises SpecError without PyYAML."""
     try:
         import yaml
     except ImportError:
-        raise SpecError("--emit accelerate needs PyYAML, which is not installed; pip install pyyaml") from None
+        raise SpecError(f"--emit {how} needs PyYAML, which is not installed; pip install pyyaml") from None
     return str(yaml.safe_dump(table, sort_keys=False)).rstrip("\n")
+
+
+def _toml(tables: Table) -> str:
+    """Tables of plain values; a list or a string is JSON's."""
+    return "\n\n".join(
+        "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())])
+        for name, table in tables.items()
+    )

@@ -375,12 +375,15 @@ def mixed_precision_fields(value: Any) -> dict[str, Any]:
         return _named_precision(value)
     keys = _words(
         "fp32 fp16 bf16 params_dtype grad_reduce_in_fp32 fp8 fp8_recipe first_last_layers_bf16 "
-        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_param_gather fp8_wgrad fp8_amax_history_len fp4 "
-        "fp4_param fp8_dot_product_attention fp8_multi_head_attention reuse_grad_buf_for_mxfp8_param_ag"
+        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_wgrad fp8_amax_history_len fp4 "
+        "fp8_dot_product_attention fp8_multi_head_attention reuse_grad_buf_for_mxfp8_param_ag"
     )
     fields = {key: getattr(value, key) for key in keys if hasattr(value, key)}
     for name in ("fp8_param", "fp4_param"):
-        fields[name] = bool(getattr(value, name, None) or getattr(value, f"{name}_gather", False))
+        # MixedPrecisionConfig keeps the two the same; each is a field of another part.
+        fields[name] = fields[f"{name}_gather"] = bool(
+            getattr(value, name, None) or getattr(value, f"{name}_gather", False)
+        )
     return fields
 
 
@@ -409,7 +412,7 @@ def _named_precision(text: str) -> dict[str, Any]:
         "fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False,
         **recipes[scheme], **ends,
     }  # fmt: skip
-    fields["fp8_param"] = fields["fp8_param_gather"]
+    fields["fp8_param"], fields["fp4_param_gather"] = fields["fp8_param_gather"], fields["fp4_param"]
     return fields
 
 

@@ -14,6 +14,7 @@ from bridge_memory.spec.layout_string import parse_layout_string
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from bridge_memory.spec.parts import (
+    HYBRIDEP_DOMAIN,
     RECOMPUTE_MODULES,
     DataParallelSpec,
     ImplementationSpec,
@@ -24,6 +25,7 @@ from bridge_memory.spec.parts import (
     RecomputeSpec,
 )
 from bridge_memory.spec.run import GROUPS, RunSpec
+from bridge_memory.spec.transformers import TransformersSpec
 
 
 def canonical(run: RunSpec) -> RunSpec:
@@ -36,15 +38,15 @@ def canonical(run: RunSpec) -> RunSpec:
         parallel=_parallel(run),
         batch=replace(run.batch, global_batch_size=run.sequences_per_step),
         precision=_precision(run),
-        optimizer=_optimizer(run.optimizer),
-        data_parallel=_data_parallel(run.data_parallel),
+        optimizer=_optimizer(run),
+        data_parallel=_data_parallel(run),
         peft=run.peft if run.peft.freezes else PeftSpec(),
         recompute=_recompute(run.recompute),
         implementation=_implementation(run),
         ddp=run.ddp,
         fsdp=run.fsdp,
         deepspeed=run.deepspeed,
-        transformers=run.transformers,
+        transformers=_transformers(run),
     )
 
 
@@ -106,10 +108,17 @@ def _parallel(run: RunSpec) -> ParallelSpec:
         p,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         expert_tensor_parallel_size=p.etp if run.model.has_experts else None,
-        sequence_parallel=p.sp,
+        sequence_parallel=p.sp and p.tp > 1,
         pipeline_model_parallel_layout=None if text is None else "|".join(parse_layout_string(text)),
         microbatch_group_size_per_vp_stage=(p.microbatch_group_size_per_vp_stage or p.pp) if virtual > 1 else None,
     )
+
+
+def _transformers(run: RunSpec) -> TransformersSpec:
+    spec = run.transformers
+    if run.implementation.torchtitan and spec.compile_loss is None:
+        spec = replace(spec, compile_loss=run.layers_compiled)
+    return spec
 
 
 def _precision(run: RunSpec) -> PrecisionSpec:
@@ -124,9 +133,14 @@ def _precision(run: RunSpec) -> PrecisionSpec:
     return p
 
 
-def _optimizer(o: OptimizerSpec) -> OptimizerSpec:
+def _optimizer(run: RunSpec) -> OptimizerSpec:
+    o = run.optimizer
+    if run.data_parallel.of_megatron:
+        o = _reset(o, "clip_grad", "torch_implementation")
     if o.optimizer != "sgd":
         o = _reset(o, "sgd_momentum")
+    if o.optimizer not in ("adam", "adamw", "sgd"):
+        o = _reset(o, "torch_implementation")
     if not o.optimizer_cpu_offload:
         o = _reset(o, "optimizer_offload_fraction")
     if not o.use_precision_aware_optimizer:
@@ -136,8 +150,17 @@ def _optimizer(o: OptimizerSpec) -> OptimizerSpec:
     return o
 
 
-def _data_parallel(d: DataParallelSpec) -> DataParallelSpec:
-    return d if d.overlap_grad_reduce else _reset(d, "bucket_size")
+def _data_parallel(run: RunSpec) -> DataParallelSpec:
+    d = run.data_parallel
+    if not d.overlap_grad_reduce:
+        d = _reset(d, "bucket_size")
+    if run.precision.params_dtype == "fp32":
+        d = _reset(d, "grad_reduce_in_fp32")
+    if d.grad_comm_dtype == ("fp32" if d.grad_reduce_in_fp32 else run.precision.params_dtype):
+        d = _reset(d, "grad_comm_dtype")
+    if not d.fsdp_double_buffer:
+        d = _reset(d, "fsdp_db_use_persist_buf_on_alloc_fail", "megatron_fsdp_max_pool_double_buffer")
+    return d
 
 
 def _recompute(r: RecomputeSpec) -> RecomputeSpec:
@@ -154,7 +177,8 @@ _OF_EXPERTS = tuple(f.name for f in fields(ImplementationSpec) if f.name.startsw
 _FUSED_ACTIVATIONS = ("silu", "gelu", "quick_gelu")
 
 
-def _implementation(run: RunSpec) -> ImplementationSpec:
+def idle_options(run: RunSpec) -> list[str]:
+    """Fields of ``run.implementation`` without effect on it, some of them twice."""
     model, limits = run.model, limits_of(run.model)
     i = run.implementation
     idle: list[str] = []
@@ -199,6 +223,13 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
         idle.append("deallocate_pipeline_outputs")
     if model.hybrid:
         idle.append("cpu_offloading_num_layers")
+    if i.moe_hybridep_ranks_per_nvlink_domain == HYBRIDEP_DOMAIN:
+        idle.append("moe_hybridep_ranks_per_nvlink_domain")
+    return idle
+
+
+def _implementation(run: RunSpec) -> ImplementationSpec:
+    i = run.implementation
     if i.moe_token_dispatcher_type == "alltoall_seq":
         i = replace(i, moe_token_dispatcher_type="alltoall")
-    return _reset(i, *idle)
+    return _reset(i, *idle_options(run))

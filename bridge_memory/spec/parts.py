@@ -69,6 +69,8 @@ RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", 
 OFFLOAD_MODULES = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear")
 #: ``TransformerConfig.cuda_graph_modules`` (``transformer/enums.py: CudaGraphModule``).
 GRAPHED_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+#: Default ranks per NVLink domain (``deep_ep/hybrid_ep_buffer.py``: default of the environment variable).
+HYBRIDEP_DOMAIN = 8
 #: GPU generations, oldest first.
 GPU_ARCHITECTURES = tuple(GENERATIONS)
 #: Generations for which Transformer Engine has neither FlashAttention nor cuDNN's fused attention.

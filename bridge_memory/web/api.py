@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.cards.rows import GPUS, common_gpus
-from bridge_memory.emit.megatron import bridge_overrides, estimate_command, megatron_arguments
+from bridge_memory.emit.formats import texts_of
+from bridge_memory.emit.megatron import estimate_command
 from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.plan.changes import Effect, WhatIf, changes, makes_it_fit, to_try_first
 from bridge_memory.readers import list_presets, resolve_model
@@ -212,9 +213,7 @@ def _estimate(one: Asked, stage: object) -> dict[str, Any]:
         "estimate": document, "fit": _fit(fitting[0]), "experts": run.model.has_experts,
         "answer": answer.words, "evidence": answer.evidence, "margin": margin_words(run, format_bytes),
         "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),
-        "exports": {
-            "command": _command(one), "megatron": megatron_arguments(run), "bridge": bridge_overrides(run),
-        },
+        "exports": {"command": _command(one), "texts": _texts(one)},
     }  # fmt: skip
 
 
@@ -222,6 +221,15 @@ def _command(one: Asked) -> str:
     """The equivalent ``estimate`` command; "" where the run is given as Megatron's own arguments."""
     run, gpu, args = one
     return estimate_command(run, args, gpu.name) if args.megatron_args is None else ""
+
+
+def _texts(one: Asked) -> list[dict[str, str]]:
+    """The run in the words of those trainers that can say it."""
+    run, gpu, args = one
+    return [
+        {"format": how, "title": title, "text": found.commented, "note": found.note}
+        for how, title, found in texts_of(run, args, gpu.name)
+    ]
 
 
 def _drawn(result: Estimate, stage: int | None) -> dict[str, Any]:

@@ -93,7 +93,12 @@ _SCHEMAS: dict[str, Any] = {
             "drawn": _object(
                 {"stage": _WHOLE, "timeline": {"type": "object"}, "treemap": {"type": "object"}}
             ),
-            "exports": _object({"command": _TEXT, "megatron": _TEXT, "bridge": _TEXT}),
+            "exports": _object(
+                {
+                    "command": _TEXT,
+                    "texts": _many(_object({"format": _TEXT, "title": _TEXT, "text": _TEXT, "note": _TEXT})),
+                }
+            ),
         }
     ),
     "Effect": _object(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from bridge_memory.inventory.megatron.moe import DEEPEP_PEERS
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.model import ModelSpec, MoESpec
+from bridge_memory.spec.parts import HYBRIDEP_DOMAIN
 from bridge_memory.spec.run import RunSpec
 
 #: Backends of the flex dispatcher, by which their buffers are named.
@@ -139,8 +140,6 @@ def deepep_bytes(row: int, n: int, sms: int = DEEPEP_SMS) -> int | None:
 # HybridEP
 # ---------------------------------------------------------------------------------------------------------------
 
-#: Default ranks per NVLink domain (``deep_ep/hybrid_ep_buffer.py``: default of the environment variable).
-HYBRIDEP_DOMAIN = 8
 #: Least number of tokens that it allocates for (``deep_ep/hybrid_ep_buffer.py: HybridEPBuffer.__init__``).
 HYBRIDEP_LEAST_TOKENS = 512
 

@@ -7,15 +7,19 @@
 Needs a wheel from 0.17 on, which holds ``megatron/training/arguments.py``; no GPU: queries are answered as on an H100,
 and placeholders replace Triton where it is not installed. Writes the parser's defaults, the options that it can switch
 off, the fields of the configs that it fills, and of each command line the values that differ from the defaults, as JSON
-or as Megatron-LM prints them. ``--parser`` omits the command lines.
+or as Megatron-LM prints them. ``--parser`` omits the command lines; ``--lines FILE`` takes others in their place, as
+JSON {name: [command line, ranks]}, and records what Megatron-LM refuses of them in its own words.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
 import os
+import shlex
 import sys
 import types
 import warnings
@@ -165,7 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def _namespace(arguments: Any, line: str, ranks: int) -> dict[str, Any]:
-    sys.argv = ["pretrain_gpt.py", *line.split()]
+    sys.argv = ["pretrain_gpt.py", *shlex.split(line)]
     os.environ["WORLD_SIZE"] = str(ranks)
     if "fsdp" in line:
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
@@ -174,10 +178,11 @@ def _namespace(arguments: Any, line: str, ranks: int) -> dict[str, Any]:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-    # Set when the tokenizer is built (``megatron/training/global_vars.py``).
-    args.padded_vocab_size = calculate_padded_vocab_size(
-        args.vocab_size or 50257, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, False
-    )
+    # Set when the tokenizer is built (``megatron/core/tokenizers/utils/build_tokenizer.py``).
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = calculate_padded_vocab_size(
+            args.vocab_size or 50257, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, False
+        )
     return {k: _plain(v) for k, v in sorted(vars(args).items()) if not k.startswith("_")}
 
 
@@ -208,6 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("output", type=Path)
     parser.add_argument("--parser", action="store_true", help="only the parser, no command lines")
+    parser.add_argument("--lines", type=Path, metavar="FILE", help="other command lines, as JSON")
     given = parser.parse_args()
     _prepare()
     with placeholder_packages(*missing("triton")):
@@ -215,14 +221,28 @@ def main() -> None:
 
     document = _parser(arguments)
     if not given.parser:
-        document["runs"] = _runs(arguments, document["defaults"])
+        lines = RUNS if given.lines is None else json.loads(given.lines.read_text(encoding="utf-8"))
+        document["runs"] = _runs(arguments, lines, document["defaults"], refusals=given.lines is not None)
     given.output.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _runs(arguments: Any, defaults: dict[str, Any]) -> dict[str, Any]:
+def _runs(
+    arguments: Any, lines: dict[str, tuple[str, int]], defaults: dict[str, Any], *, refusals: bool
+) -> dict[str, Any]:
+    """Name -> what becomes of its line. ``refusals``: what Megatron-LM refuses is recorded, not raised."""
     runs = {}
-    for name, (line, ranks) in RUNS.items():
-        made = _namespace(arguments, line, ranks)
+    for name, (line, ranks) in lines.items():
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said) if refusals else contextlib.nullcontext():
+                made = _namespace(arguments, line, ranks)
+        except (SystemExit, AssertionError, ValueError, RuntimeError) as error:
+            if not refusals:
+                raise
+            parsed = not isinstance(error, SystemExit)
+            last = str(error) if parsed else said.getvalue().strip().splitlines()[-1]
+            runs[name] = {"arguments": line, "world_size": ranks, "parsed": parsed, "refused": last}
+            continue
         runs[name] = {
             "arguments": line, "world_size": ranks,
             "namespace": {k: v for k, v in made.items() if k not in defaults or defaults[k] != v},

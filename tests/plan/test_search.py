@@ -14,7 +14,9 @@ import pytest
 
 from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, estimate, resolve_model
 from bridge_memory.cli import main
-from bridge_memory.emit.megatron import bridge_overrides, layout_fields, megatron_arguments
+from bridge_memory.emit.bridge import bridge_overrides
+from bridge_memory.emit.megatron import layout_fields
+from bridge_memory.emit.megatron_args import megatron_arguments
 from bridge_memory.plan.found import Found, Refused, ties
 from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import Space, layouts, parallel_sizes, useful_modules
@@ -166,12 +168,7 @@ def test_the_estimate_command_shows_the_same_peak(
 
 
 def test_megatron_reads_its_arguments_as_the_same_layout() -> None:
-    model = (
-        "--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
-        "--ffn-hidden-size 8192 --seq-length 4096 --max-position-embeddings 4096 --swiglu --normalization RMSNorm "
-        "--disable-bias-linear --position-embedding-type rope --vocab-size 128256 --bf16 --use-distributed-optimizer "
-        "--transformer-impl transformer_engine "
-    )
+    """Of whatever run: ``tests/emit/test_read_back.py``."""
     for fields in (
         dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2),
         dict(context_parallel_size=2, micro_batch_size=2, recompute_granularity="selective",
@@ -182,34 +179,31 @@ def test_megatron_reads_its_arguments_as_the_same_layout() -> None:
         run = RunSpec(
             model=LLAMA, parallel=ParallelSpec(world_size=8), batch=BatchSpec(seq_length=4096, global_batch_size=64)
         ).with_fields(**fields)
-        read = run_from_megatron_args(model + megatron_arguments(run), world_size=8)
+        emitted = megatron_arguments(run)
+        assert not emitted.left and emitted.note == "on 8 GPUs"
+        read = run_from_megatron_args(emitted.text, world_size=8)
         assert layout_fields(read) == layout_fields(run)
 
 
 def test_bridge_overrides_are_python() -> None:
-    class Config:
-        def __init__(self) -> None:
-            self.__dict__["set"] = {}
-
-        def __getattr__(self, name: str) -> Config:
-            found: Config = self.__dict__.setdefault(name, Config())
-            return found
-
-    cfg = Config()
-    exec(bridge_overrides(AWKWARD), {"cfg": cfg})
-    assert cfg.model.pipeline_model_parallel_layout == "Et*3|(t*4|)*14ttmL"
-    assert cfg.model.recompute_modules == ["mla_up_proj", "mlp"] and cfg.model.sequence_parallel is True
-    assert cfg.model.expert_tensor_parallel_size == 1 and cfg.train.global_batch_size == 8192
+    text = bridge_overrides(AWKWARD).text
+    compile(text, "overrides", "exec")
+    for line in (
+        'cfg.model.pipeline_model_parallel_layout = "Et*3|(t*4|)*14ttmL"',
+        'cfg.model.recompute_modules = ["mla_up_proj", "mlp"]', "cfg.model.sequence_parallel = True",
+        "cfg.model.expert_tensor_parallel_size = 1", "cfg.train.global_batch_size = 8192",
+    ):  # fmt: skip
+        assert line in text.splitlines()
     alike = AWKWARD.with_fields(expert_tensor_parallel_size=AWKWARD.parallel.tp, expert_model_parallel_size=8)
-    assert f"expert_tensor_parallel_size = {AWKWARD.parallel.tp}\n" in bridge_overrides(alike)
+    assert f"expert_tensor_parallel_size = {AWKWARD.parallel.tp}\n" in bridge_overrides(alike).text
     # A recipe's own layout does not stay beside it.
     plain = RunSpec(model=LLAMA, parallel=ParallelSpec(world_size=2), batch=BatchSpec(global_batch_size=4))
-    exec(bridge_overrides(plain), {"cfg": cfg})
-    assert cfg.model.tensor_model_parallel_size == cfg.model.pipeline_model_parallel_size == 1
-    assert cfg.model.context_parallel_size == cfg.train.micro_batch_size == 1
-    assert cfg.model.recompute_granularity is cfg.model.pipeline_model_parallel_layout is None
-    assert cfg.model.virtual_pipeline_model_parallel_size is None and cfg.model.sequence_parallel is False
-    assert cfg.model.account_for_embedding_in_pipeline_split is False
+    lines = bridge_overrides(plain).text.splitlines()
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        assert f"cfg.model.{name} = 1" in lines
+    for name in ("recompute_granularity", "pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size"):
+        assert f"cfg.model.{name} = None" in lines
+    assert "cfg.model.account_for_embedding_in_pipeline_split = False" in lines
 
 
 # ---- the command ----

@@ -37,7 +37,9 @@ _HAVE_TO_AGREE = frozenset({
 
 def with_model_sizes(raw: RawArguments, model: ModelSpec) -> RawArguments:
     """``raw`` with its architecture replaced by that of ``model``. Raises SpecError if sizes of both differ."""
-    sizes = _size_arguments(model)
+    sizes = size_arguments(model)
+    if "mtp_num_layers" in raw.values:
+        sizes["mtp_num_layers"] = raw.values["mtp_num_layers"]
     for name in sorted(_HAVE_TO_AGREE & sizes.keys()):
         given, size = raw.values.get(name), sizes[name]
         if given is not None and str(given) != str(size):
@@ -89,7 +91,7 @@ def with_model(run: RunSpec, raw: RawArguments, model: ModelSpec) -> RunSpec:
 _NO_ATTENTION = AttentionSpec(num_attention_heads=1 << 10, num_query_groups=1 << 10, kv_channels=1)
 
 
-def _size_arguments(model: ModelSpec) -> dict[str, Value]:
+def size_arguments(model: ModelSpec) -> dict[str, Value]:
     """A model's sizes as Megatron-LM's arguments: those that other arguments are checked against."""
     ffns = [layer.ffn for layer in model.layers]
     dense = next((ffn for ffn in ffns if isinstance(ffn, MLPSpec)), None)
@@ -98,13 +100,16 @@ def _size_arguments(model: ModelSpec) -> dict[str, Value]:
     latent = next((layer.mixer for layer in model.layers if isinstance(layer.mixer, MLASpec)), None)
     wide: Any = dense or experts
     heads = (attention or latent or _NO_ATTENTION).num_attention_heads
+    learned = model.position_embedding_type == "learned_absolute" and model.max_position_embeddings > 0
     sizes: dict[str, Value] = {
         "num_layers": model.num_layers, "hidden_size": model.hidden_size, "num_attention_heads": heads,
-        "max_position_embeddings": model.max_position_embeddings or (1 << 20), "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position_embeddings if learned else 1 << 20,
+        "vocab_size": model.vocab_size,
         "swiglu": bool(wide and wide.gated and wide.activation == "silu"),
         "disable_bias_linear": not (wide and wide.add_bias), "normalization": model.normalization,
-        "position_embedding_type": "rope" if model.position_embedding_type == "rope" else "learned_absolute",
+        "position_embedding_type": "learned_absolute" if learned else "rope",
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
+        "mtp_num_layers": model.mtp_num_layers,
     }  # fmt: skip
     if dense is not None:
         sizes["ffn_hidden_size"] = dense.ffn_hidden_size

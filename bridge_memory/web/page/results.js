@@ -270,19 +270,18 @@ export function notes(answer) {
 // ---- exports ----
 
 export function exportsOf(answer, page) {
-  const copy = async (text, what) => {
+  const copy = async (text, what, note = "") => {
     try {
       await navigator.clipboard.writeText(text);
-      toast(`${what} copied`);
+      toast(`${what} copied${note && `: ${note}`}`);
     } catch {
       page.showText(text, what);
     }
   };
-  const { command, megatron, bridge } = answer.exports;
+  const { command, texts } = answer.exports;
   fill($("export-items"),
     command && button("Copy the command", () => copy(command, "The command")),
-    button("Copy Megatron-LM arguments", () => copy(megatron, "The arguments")),
-    button("Copy Megatron Bridge overrides", () => copy(bridge, "The overrides")),
+    ...texts.map(({ title, text, note }) => button(`Copy ${title}`, () => copy(text, title, note))),
     button("Download JSON", () => save("estimate.json", JSON.stringify(answer.estimate, null, 2), "application/json")),
     button("Download HTML report", async () => {
       try {
