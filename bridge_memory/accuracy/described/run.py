@@ -7,13 +7,19 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from bridge_memory.accuracy.described.draft import Draft
-from bridge_memory.accuracy.described.setting import NEMO, TRAINERS, read_framework, read_gpu, read_model
+from bridge_memory.accuracy.described.setting import NEMO, PERFORMANCE_SCRIPTS, TRAINERS, read_framework, read_gpu, read_model
 from bridge_memory.accuracy.described.texts import PRECISION
 from bridge_memory.accuracy.described.draft import unread_words
 from bridge_memory.accuracy.described.words import KEYS, SIZES, read_words
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.megatron_args import run_from_megatron_args
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Running, release_words
+from bridge_memory.releases import (
+    BRIDGE_FUSES_FSDP_GRADIENTS,
+    DEFAULT_MEGATRON_BRIDGE,
+    DEFAULT_MEGATRON_CORE,
+    Running,
+    release_words,
+)
 from bridge_memory.spec import ModelSpec, RunSpec, SpecError, show
 from bridge_memory.spec.parts import ENGINE_OPTIONS, MEGATRON_ENGINES
 from bridge_memory.spec.unmodelled import Effect
@@ -351,7 +357,7 @@ def _implementation(draft: Draft, model: ModelSpec, generation: str) -> None:
 
 def _with_defaults(draft: Draft, model: ModelSpec) -> dict[str, Any]:
     """What the row states over what its trainer does by default; the second is listed."""
-    usual = dict(TRAINERS[draft.facts["trainer"]])
+    usual = TRAINERS[draft.facts["trainer"]] | (PERFORMANCE_SCRIPTS if draft.facts.get("performance scripts") else {})
     engine = draft.stated.get("data_parallel.engine", usual.get("data_parallel.engine", "megatron_ddp"))
     if draft.facts["trainer"] in ("Megatron Bridge", "NeMo"):
         # Recipes of Llama and Qwen take Transformer Engine's loss, those of hybrids megatron-core's.
@@ -360,6 +366,10 @@ def _with_defaults(draft: Draft, model: ModelSpec) -> dict[str, Any]:
             usual["data_parallel.overlap_param_gather"] = False
         if not model.has_experts:
             usual.pop("implementation.moe_permute_fusion")
+        pins = NEMO.get(draft.facts.get("container", ""))
+        bridge = (pins and pins.bridge) or DEFAULT_MEGATRON_BRIDGE
+        if engine == "megatron_fsdp" and bridge < BRIDGE_FUSES_FSDP_GRADIENTS:
+            usual["implementation.gradient_accumulation_fusion"] = False
         if draft.stated.get("implementation.cross_entropy_loss_fusion") is False:
             usual.pop("implementation.cross_entropy_fusion_impl")
         if draft.stated.get("parallel.tensor_model_parallel_size", 1) == 1:

@@ -49,6 +49,8 @@ _BRIDGE_DEFAULTS: dict[str, Any] = {
     "implementation.cross_entropy_loss_fusion": True, "implementation.moe_permute_fusion": True,
     "optimizer.fp8_recipe": "tensorwise", "parallel.sequence_parallel": False,
 }  # fmt: skip
+#: Every model of ``scripts/performance/configs`` reduces gradients in bf16.
+PERFORMANCE_SCRIPTS: dict[str, Any] = {"data_parallel.grad_reduce_in_fp32": False}
 _TITAN_DEFAULTS: dict[str, Any] = {
     "data_parallel.engine": "fsdp2", "implementation.transformer_impl": "torchtitan", "precision.params_dtype": "fp32",
     "fsdp.param_dtype": "bf16", "fsdp.reduce_dtype": "fp32", "fsdp.auto_wrap_policy": "torchtitan",
@@ -135,7 +137,8 @@ FRAMEWORK: tuple[Phrase, ...] = (
     phrase("--use-legacy-models|legacy models?", lambda d, m: d.assume(
         "Megatron's removed legacy GPTModel is counted as megatron-core's of the same implementation")),
     phrase(r"(?:torchao|cuda|cudnn|nccl|triton|apex|transformers|flash[- ]attn) ?v?[\d.]+\w*|cu\d+"),
-    phrase(r"fork|container|main|nightly|patch(?:es)?|perf scripts|llmb|readme[^;)]*|log of [^;)]*|preset [\w.-]+|\w+\.toml"),
+    phrase(r"perf(?:ormance)? scripts?|llmb", lambda d, m: d.fact("performance scripts", True)),
+    phrase(r"fork|container|main|nightly|patch(?:es)?|readme[^;)]*|log of [^;)]*|preset [\w.-]+|\w+\.toml"),
     phrase(r"\d{4}-\d\d(?:-\d\d)?|[0-9a-f]{7,40}|merge-\d+|v?\d+\.\d+(?:\.\d+)?"),
     phrase("(?:compile|compiled)", transformers__torch_compile=True),
     phrase("ulysses(?: sp)?|alst|hybridep|deepep"), phrase("te (?:attention|experts)|attention|experts"),
