@@ -36,7 +36,9 @@ def run_of(record: Record) -> RunSpec:
     if kind == "not_a_run":
         raise NotARun(str(record.config.get("reason", "the record does not say what it is")))
     if kind == "described":
-        raise NotComparable("described in words; give a file of such records alone")
+        raise NotComparable(
+            "described in words; scripts/maintain/convert_described.py makes a run of them where it can"
+        )
     raise NotComparable(f"config.kind is {show(kind)}; run_spec and megatron_args can be read")
 
 

@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("runs", metavar="RUNS.jsonl", nargs="?", help="measured runs, one JSON record per line")
     add_output_arguments(
-        parser, f"of speed by the schema {SCHEMA}, of memory by {validate.SCHEMA}, {torch_scores.SCHEMA} or {field_runs.SCHEMA}",
+        parser, f"of speed by the schema {SCHEMA}, of memory by {validate.SCHEMA}, {torch_scores.SCHEMA} or "
+        f"{field_runs.SCHEMA}",
         beside=True,
     )
     validate.add_tables(parser)

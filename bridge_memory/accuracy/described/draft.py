@@ -32,10 +32,9 @@ def word_of(key: object) -> str:
 
 @dataclass
 class Draft:
-    """Fields by their full names ("parallel.world_size"), as the row states them and as its trainer has them by default."""
+    """Fields by their full names ("parallel.world_size"), as the row states them, and facts without one."""
 
     stated: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
     #: Fields of the model that the row changes.
     model: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)

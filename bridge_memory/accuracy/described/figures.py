@@ -62,7 +62,9 @@ _DRIVER = re.compile(r"driver|nvidia[- _]?smi|nvml|\bprocess\b|rocm[- _]?smi|dev
 _OPEN = re.compile(r"(?:meaning|kind) (?:unstated|not stated|unknown|unclear)|unstated")
 _REFUSED = re.compile(r"do not (?:score|compare)|not to be (?:scored|compared)")
 #: Counters of torch's allocator, and what torch calls active and inactive: no memory that is compared.
-_COUNTERS = re.compile(r"\b(?:retries|retires|count|counts|ooms?|inactive|active|segments|alloc calls|num|tokens|tflops)\b")
+_COUNTERS = re.compile(
+    r"\b(?:retries|retires|count|counts|ooms?|inactive|active|segments|alloc calls|num|tokens|tflops)\b"
+)
 #: Of another run than the row: its repetition, or with one option changed.
 _OTHERS = re.compile(r"\b(?:without|repeat|repeated|off|before|baseline|predicted|theoretical|other)\b")
 _VALUE = r"(\d+(?:\.\d+)?)"
@@ -171,7 +173,7 @@ def _of_text(name: str, words: str, text: str, context: _Context) -> Iterator[Fi
             yield from _figure(f"{name} ({kind})", one, float(number), said, one, context)
         return
     numbers = re.findall(rf"{_VALUE}\s*(?:gib|gb|mib|mb)?(?![\w.])", text)
-    ranged = re.search(rf"{_VALUE}\s*(?:gib|gb|mib|mb)?\s*(?:-|–|to)\s*{_VALUE}", text)
+    ranged = re.search(rf"{_VALUE}\s*(?:gib|gb|mib|mb)?\s*(?:-|to)\s*{_VALUE}", text)
     if ranged:
         yield from _figure(f"{name}, the highest", words, max(map(float, ranged.groups())), said, words, context)
     elif len(numbers) == 1:

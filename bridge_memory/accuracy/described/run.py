@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bridge_memory.accuracy.described.draft import Draft
-from bridge_memory.accuracy.described.setting import NEMO, PERFORMANCE_SCRIPTS, TRAINERS, read_framework, read_gpu, read_model
+from bridge_memory.accuracy.described.draft import Draft, unread_words
+from bridge_memory.accuracy.described.setting import (
+    NEMO,
+    PERFORMANCE_SCRIPTS,
+    TRAINERS,
+    read_framework,
+    read_gpu,
+    read_model,
+)
 from bridge_memory.accuracy.described.texts import PRECISION
-from bridge_memory.accuracy.described.draft import unread_words
 from bridge_memory.accuracy.described.words import KEYS, SIZES, read_words
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.megatron_args import run_from_megatron_args
@@ -234,7 +240,7 @@ def _precision(draft: Draft, model: ModelSpec) -> None:
         stated["precision.params_dtype"] = dtype
     narrow = bool(facts.get("fp8")) or "precision.fp4" in stated
     if narrow and (mixed or (draft.experts_in_bf16 and model.has_experts)):
-        what = "fp8 of a trainer outside of megatron-core" if mixed else "fp8 of the dense linears beside experts in bf16"
+        what = "fp8 outside of megatron-core" if mixed else "fp8 of the dense linears beside experts in bf16"
         draft.leave_out(f"{what}: all is counted in bf16", Effect.EITHER,
                         "a byte for each element that these linears hold and save")  # fmt: skip
         for name in [n for n in stated if n.startswith("precision.") and n != "precision.params_dtype"]:
@@ -380,7 +386,7 @@ def _with_defaults(draft: Draft, model: ModelSpec) -> dict[str, Any]:
     if open_:
         words = ", ".join(f"{name.rpartition('.')[2]} {show(value)}" for name, value in open_.items())
         draft.assume(f"not stated, taken as {draft.facts['trainer']} has it by default: {words}")
-    if engine == "megatron_ddp" and "data_parallel.use_distributed_optimizer" not in draft.stated:
-        if draft.stated.get("parallel.world_size", 1) > 1:
-            draft.assume("use_distributed_optimizer is not stated: counted as on")
+    many = draft.stated.get("parallel.world_size", 1) > 1
+    if many and engine == "megatron_ddp" and "data_parallel.use_distributed_optimizer" not in draft.stated:
+        draft.assume("use_distributed_optimizer is not stated: counted as on")
     return {**open_, **draft.stated}

@@ -123,7 +123,8 @@ def _degree(name: str) -> Any:
 
 FRAMEWORK: tuple[Phrase, ...] = (
     phrase(r"(?:primus ?\(?)?megatron[- ]bridge|primus", _trainer("Megatron Bridge")),
-    phrase(rf"megatron[- ]bridge {_VERSION}", _bridge), phrase(r"nemo(?: framework)?(?: ?2(?:\.0)?)?", _trainer("NeMo")),
+    phrase(rf"megatron[- ]bridge {_VERSION}", _bridge),
+    phrase(r"nemo(?: framework)?(?: ?2(?:\.0)?)?", _trainer("NeMo")),
     phrase(r"nemo[: ]v?(?P<month>2\d\.\d\d)(?:\.[\w.]*)?(?: container)?", _container),
     phrase(r"megatron[- ]lm|megatron", _trainer("Megatron-LM")),
     phrase(r"megatron[- ]deepspeed", _trainer("Megatron-DeepSpeed")), phrase("torchtitan", _trainer("torchtitan")),
@@ -209,7 +210,7 @@ _N = r"(?P<n>\d{1,3}(?:,\d{3})+|\d{1,9})"
 #: What stands beside a model's name.
 BESIDE: tuple[Phrase, ...] = (
     phrase(r"\d+(?:\.\d+)?[bm](?:-a\d+(?:\.\d+)?b)?"), phrase(r"bf16|fp16"),
-    phrase("sft|pre-?train(?:ing)?|cpt|mid-?train(?:ing)?|fine-?tun(?:e|ing)|finetun(?:e|ing)|from scratch|full|scratch"),
+    phrase("sft|(?:pre|mid)-?train(?:ing)?|cpt|fine-?tun(?:e|ing)|from scratch|full|scratch"),
     phrase("class|like|style|based|model|moe|dense|decoder|text|base|instruct|chat|hf|continual|from"),
     phrase(rf"\+? ?{_N} mtp(?: layers?)?", _size("mtp")), phrase(rf"mtp ?{_N}", _size("mtp")),
     phrase(rf"{_N}[ -]?layers?", _size("layers")), phrase(r"first \d+ layers dense", _first_dense),

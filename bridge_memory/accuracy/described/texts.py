@@ -1,7 +1,7 @@
 """Phrases of the values of options: precision, optimizer, recomputation, dispatcher, loss, graphs, data, attention.
 
-Each is a general rule of one or a few words. Code of one fork is named among the unmodelled features, with its direction
-where that is known.
+Each is a general rule of one or a few words. Code of one fork is named among the unmodelled features, with its
+direction where that is known.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ Match = re.Match[str]
 #: An amount of memory that a text mentions beside what it says.
 _AMOUNT = phrase(r"~?\d+(?:\.\d+)? ?(?:gib|gb|mib|mb)(?: (?:a|per) (?:rank|gpu))?(?: at (?:tp|pp|cp|ep|dp) ?\d+)?")
 #: That a text is a doubt of whoever wrote it down.
-DOUBT = phrase(r"\?|maybe|probably|perhaps|likely|presumably|unclear|not (?:stated|printed|said)", lambda d, m: d.assume(
-    "the source, or whoever transcribed it, doubts a word of the row"
-))  # fmt: skip
+DOUBT = phrase(
+    r"\?|maybe|probably|perhaps|likely|presumably|unclear|not (?:stated|printed|said)",
+    lambda d, m: d.assume("the source, or whoever transcribed it, doubts a word of the row"),
+)
 
 # --------------------------------------------------------------------------------------------------
 # Precision
@@ -111,10 +112,11 @@ PRECISION: tuple[Phrase, ...] = (
     phrase(rf"(?:fp8|float8) ?\((?P<recipe>{_RECIPE})\)", _fp8),
     phrase(rf"(?:bf16|fp16)[_ -]with[_ -]fp8[_ -](?P<recipe>{_RECIPE})(?:[_ -]scaling)?{_MIXED}", _fp8),
     phrase(r"(?:bf16|fp16)[_ -]with[_ -]fp8[_ -]hybrid", _format),
-    phrase(r"hybrid|e4m3", _format), phrase(rf"mx[_ -]?fp8|fp8[_ -]mx|(?:bf16|fp16)[_ -]with[_ -]mxfp8{_MIXED}", _mxfp8),
+    phrase(r"hybrid|e4m3", _format),
+    phrase(rf"mx[_ -]?fp8|fp8[_ -]mx|(?:bf16|fp16)[_ -]with[_ -]mxfp8{_MIXED}", _mxfp8),
     phrase(rf"nvfp4|(?:bf16|fp16)[_ -]with[_ -]nvfp4{_MIXED}", _nvfp4),
     phrase(rf"(?:fp8|mxfp8)[_ -]param(?:eter)?s?(?:[_ -](?:all[_ -])?gather)?{_ON}", _fp8_param),
-    phrase(rf"(?:no|without) (?:fp8|mxfp8)[_ -]param(?:eter)?s?(?:[_ -]gather)?",
+    phrase(r"(?:no|without) (?:fp8|mxfp8)[_ -]param(?:eter)?s?(?:[_ -]gather)?",
            lambda d, m: d.state("precision.fp8_param", False)),
     phrase(rf"(?P<dtype>{_DTYPE}) (?:params?|parameters?|weights)", _params),
     phrase(rf"(?:params?|parameters?|weights) (?:in )?(?P<dtype>{_DTYPE})", _params),
@@ -166,7 +168,8 @@ OPTIMIZER: tuple[Phrase, ...] = (
     phrase(r"(?:no|without|non)[ -](?:a )?distributed optimizer", data_parallel__use_distributed_optimizer=False),
     phrase(rf"(?:use_)?(?:distributed|dist)[ _]?opt(?:imizer)?{_ON}|distributed|zero-?1",
            lambda d, m: d.state("data_parallel.use_distributed_optimizer", _is_on(m))),
-    phrase(r"adamw?[ _-](?:bnb[ _-])?8 ?-?bit|8 ?-?bit[ _-]adamw?|(?:bnb|bitsandbytes)(?:[ _'s-]+8 ?-?bit)?", _eight_bit),
+    phrase(r"adamw?[ _-](?:bnb[ _-])?8 ?-?bit|8 ?-?bit[ _-]adamw?|(?:bnb|bitsandbytes)(?:[ _'s-]+8 ?-?bit)?",
+           _eight_bit),
     phrase(r"(?:deepspeed)?cpu[_ ]?adamw?(?: offload(?:ed)?)?|(?:cpu |fully )?offload(?:ed|ing)?(?: to (?:cpu|host))?",
            _offloaded),
     phrase("fused", lambda d, m: d.fact("optimizer of torch", "fused")),
@@ -219,8 +222,8 @@ RECOMPUTE: tuple[Phrase, ...] = (
     phrase(
         r"full(?: (?:recompute|recomputation|ac|activation checkpointing))?(?:[ ,(:/]+(?P<method>uniform|block))?"
         r"(?:[ ,:(=]+(?P<layers>\d{1,5})(?: ?(?:of|/) ?(?P<every>\d{1,5}))?(?: ?layers?\b)?)?", _full),
-    phrase(r"(?P<method>uniform|block)(?:[ ,:(=]+(?P<layers>\d{1,5})(?: ?(?:of|/) ?(?P<every>\d{1,5}))?(?: ?layers?)?)?",
-           _full),
+    phrase(r"(?P<method>uniform|block)"
+           r"(?:[ ,:(=]+(?P<layers>\d{1,5})(?: ?(?:of|/) ?(?P<every>\d{1,5}))?(?: ?layers?)?)?", _full),
     phrase(r"selective(?: (?:ac|recompute|recomputation))?", _granularity("selective")),
     phrase(r"selective (?:ac )?(?P<option>op|[1-9]\d{0,2})(?: layers?)?", _selective_ac),
     phrase(rf"(?P<module>{_MODULE})(?: (?:recompute|recomputation|recomputed))?", _module),
@@ -249,7 +252,7 @@ DISPATCHER: tuple[Phrase, ...] = (
     phrase("(?:flex ?)?(?P<backend>deep-?ep|hybrid-?ep)", _backend), DOUBT,
 )  # fmt: skip
 EXPERTS: tuple[Phrase, ...] = (
-    phrase(r"te(?:[_ ]?grouped(?:[_ ]?(?:gemm|mlp))?)?|grouped[_ ]?gemm|grouped", implementation__moe_grouped_gemm=True),
+    phrase(r"te(?:[_ ]?grouped(?:[_ ]?(?:gemm|mlp))?)?|grouped(?:[_ ]?gemm)?", implementation__moe_grouped_gemm=True),
     phrase("sequential|local", implementation__moe_grouped_gemm=False),
     phrase(
         r"torch[_ ]grouped(?:[_ ]mm)?|torch\._grouped_mm(?: experts)?|(?:repo-specific|fork|custom|own) experts",
@@ -322,7 +325,7 @@ def _natural(draft: Draft, match: Match) -> None:
 
 
 DATA: tuple[Phrase, ...] = (
-    phrase(r"(?:real|natural|web|synthetic|random|mock|dummy)(?: text| data| tokens)?|text|data|tokens|c4|squad|wikitext"),
+    phrase(r"(?:real|natural|web|synthetic|random|mock|dummy)(?: text| data| tokens)?|text|data|c4|squad|wikitext"),
     phrase("natural routing|unbalanced routing|imbalanced routing", _natural),
     phrase(r"(?:balanced|forced|force-balanced|uniform) routing|forced load balancing"),
     phrase(r"packed(?: sequences?)?|(?:sequence )?packing|thd", _packed),
@@ -352,12 +355,14 @@ def _state_of_scan(draft: Draft, match: Match) -> None:
 
 
 SSM_STATE: tuple[Phrase, ...] = (
-    phrase(r"off|false|none|stock"), phrase("checkpoint(?:ed)?(?: scan)?(?: patch)?|true|on|fp32|patch", _state_of_scan),
+    phrase(r"off|false|none|stock"),
+    phrase("checkpoint(?:ed)?(?: scan)?(?: patch)?|true|on|fp32|patch", _state_of_scan),
     phrase(r"(?:[a-z]+_)?fp32_ssm_state|scan(?: recomputed)?|recomputed|patch"),
 )  # fmt: skip
 
 LORA: tuple[Phrase, ...] = (
-    phrase(r"(?:q?lora|adapters?)(?:[ ,(]*(?:r|rank|dim)[ =]?(?P<rank>\d{1,4}))?", lambda d, m: d.fact("lora", m["rank"])),
+    phrase(r"(?:q?lora|adapters?)(?:[ ,(]*(?:r|rank|dim)[ =]?(?P<rank>\d{1,4}))?",
+           lambda d, m: d.fact("lora", m["rank"])),
     phrase(r"(?:r|rank|dim)[ =:]?(?P<rank>\d{1,4})", lambda d, m: d.fact("lora", m["rank"])),
     phrase(r"alpha[ =:]?\d+|dropout[ =:]?[\d.]+"),
     phrase("dora", peft__use_dora=True), phrase("none|off|false|no|full(?: parameter| finetuning)?"),

@@ -283,7 +283,9 @@ SIZES: dict[str, Read] = {
 }  # fmt: skip
 
 #: Environment variables of libraries outside of torch's allocator.
-_OUTSIDE = re.compile(r"(?:TORCH_)?NCCL_\w+|CUDA_DEVICE_MAX_CONNECTIONS|OMP_\w+|UB_\w+|NVSHMEM_\w+|PYTHON\w*|TOKENIZERS_\w+")
+_OUTSIDE = re.compile(
+    r"(?:TORCH_)?NCCL_\w+|CUDA_DEVICE_MAX_CONNECTIONS|OMP_\w+|UB_\w+|NVSHMEM_\w+|PYTHON\w*|TOKENIZERS_\w+"
+)
 _HARMLESS_FIELDS = frozenset(name for fields in HARMLESS_FIELDS.values() for name in fields)
 
 
