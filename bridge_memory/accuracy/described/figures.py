@@ -65,6 +65,9 @@ _REFUSED = re.compile(r"do not (?:score|compare)|not to be (?:scored|compared)")
 _COUNTERS = re.compile(
     r"\b(?:retries|retires|count|counts|ooms?|inactive|active|segments|alloc calls|num|tokens|tflops)\b"
 )
+#: Outside of training steps, and sizes that are no memory in use.
+_OUTSIDE = re.compile(r"\b(?:load|loading|loaded|init|initialisation|initialization|checkpoint|save|saving)\b")
+_NO_USE = re.compile(r"\b(?:free|capacity|total|budget|limit|headroom|delta|difference|saves?|saved|gap)\b")
 #: Of another run than the row: its repetition, or with one option changed.
 _OTHERS = re.compile(r"\b(?:without|repeat|repeated|off|before|baseline|predicted|theoretical|other)\b")
 _VALUE = r"(\d+(?:\.\d+)?)"
@@ -147,6 +150,12 @@ def _named(name: str, value: object, context: _Context) -> Iterator[Figure]:
         return
     if _OTHERS.search(words):
         yield Figure(name, None, None, not_compared="of another run than the row's")
+        return
+    if _OUTSIDE.search(words):
+        yield Figure(name, None, None, not_compared="outside of training steps: a checkpoint, or building the model")
+        return
+    if _NO_USE.search(words):
+        yield Figure(name, None, None, not_compared="no memory in use: a difference, or what a card has")
         return
     if _COUNTERS.search(words) and not re.search(r"alloc|reserved|memory|mem\b", words.replace("alloc retries", "")):
         return

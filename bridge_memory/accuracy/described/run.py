@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bridge_memory.accuracy.described.draft import Draft, unread_words
+from bridge_memory.accuracy.described.draft import Draft, UnknownWord, unread_words
 from bridge_memory.accuracy.described.setting import (
     NEMO,
     PERFORMANCE_SCRIPTS,
@@ -45,6 +45,9 @@ def read_run(row: Mapping[str, Any]) -> Reading:
     if not isinstance(config, Mapping):
         raise SpecError(f"config ({show(config)}) is not a mapping; give args and parallel")
     args, parallel = config.get("args") or {}, config.get("parallel") or {}
+    for key in config:
+        if key not in ("kind", "args", "parallel", "env"):
+            raise UnknownWord("config", key)
     if isinstance(args, Mapping) and args and all(str(name).startswith("--") for name in args):
         return Reading(_megatron_args(row, args))
     draft = Draft()
@@ -55,6 +58,7 @@ def read_run(row: Mapping[str, Any]) -> Reading:
     rest = {k: v for k, v in args.items() if k != "model"} if isinstance(args, Mapping) else args
     read_words(draft, rest, "config.args", KEYS)
     read_words(draft, parallel, "config.parallel", {**KEYS, **SIZES})
+    read_words(draft, config.get("env") or {}, "config.env", KEYS)
     _from_id(row, draft)
     draft.state("implementation.gpu_arch", generation)
     _releases(draft)
@@ -223,9 +227,11 @@ def _changed(model: ModelSpec, draft: Draft) -> ModelSpec:
     if model.position_embedding_type == "learned_absolute" and seq > model.max_position_embeddings:
         changes["max_position_embeddings"] = seq
         draft.assume(f"the table of learned positions is as long as the sequence ({seq})")
-    layers = draft.facts.get("layers", model.num_layers)
-    if layers != model.num_layers:
-        raise SpecError(f"num_layers ({layers}) is not that of {model.name} ({model.num_layers}); correct one")
+    for name, word, own in (
+        ("layers", "num_layers", model.num_layers), ("hidden size of the row", "hidden_size", model.hidden_size)
+    ):
+        if draft.facts.get(name, own) != own:
+            raise SpecError(f"{word} ({draft.facts[name]}) is not that of {model.name} ({own}); correct one")
     return replace(model, **changes) if changes else model
 
 
@@ -246,6 +252,9 @@ def _precision(draft: Draft, model: ModelSpec) -> None:
         for name in [n for n in stated if n.startswith("precision.") and n != "precision.params_dtype"]:
             del stated[name]
         return
+    if facts.get("ends in bf16"):
+        for end in ("start", "end"):
+            stated.setdefault(f"precision.num_layers_at_{end}_in_bf16", 1)
     if facts.get("fp8") and "precision.fp4" not in stated:
         recipe = stated.get("precision.fp8_recipe")
         if recipe is None:

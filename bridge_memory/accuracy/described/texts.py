@@ -102,6 +102,11 @@ def _experts_in_bf16(draft: Draft, match: Match) -> None:
     draft.experts_in_bf16 = True
 
 
+def _dense(draft: Draft, match: Match) -> None:
+    """Beside fp8: dense linears and no others."""
+    draft.experts_in_bf16 = True
+
+
 PRECISION: tuple[Phrase, ...] = (
     phrase(rf"(?P<dtype>{_DTYPE}){_MIXED}", lambda d, m: _fp8(d, m) if _DTYPES[m["dtype"]] == "fp8" else _dtype(d, m)),
     phrase(rf"(?P<dtype>{_DTYPE}) (?:main )?(?:grads?|gradients?|gradient buffers?|reductions?|reduce)", _gradients),
@@ -124,7 +129,9 @@ PRECISION: tuple[Phrase, ...] = (
     phrase(r"first (?P<first>\d{1,4})(?: layers?)?(?: in)? bf16", _ends),
     phrase(r"last (?P<last>\d{1,4})(?: layers?)?(?: in)? bf16", _ends),
     phrase(r"(?:routed )?experts (?:in |stay |kept in )*bf16|bf16 (?:routed )?experts", _experts_in_bf16),
-    phrase(r"(?:on )?dense(?: te)?(?: linears?| layers?)?|te linears?|linears?"),
+    phrase(r"dense(?: te)?(?: linears?| layers?)?(?: only)?", _dense), phrase(r"te linears?|linears?"),
+    phrase(r"(?:dense(?: linears?)? ?(?:and|\+|&) ?)?(?:routed )?experts(?: in)? fp8|fp8(?: routed)? experts|"
+           r"dense ?(?:and|\+|&) ?(?:routed )?experts|all linears", lambda d, m: d.fact("fp8", True)),
     phrase(r"amax history(?: len(?:gth)?)? ?\d{1,5}|max|most_recent|most recent|margin \d+"),
     phrase(r"fp8 (?:attention|dpa|dot product attention)", precision__fp8_dot_product_attention=True),
     phrase("amp|o1|o2|native"), phrase(r"true|on"),
@@ -342,7 +349,9 @@ EXTRAS: tuple[Phrase, ...] = (
     phrase(r"no liger(?: kernels?)?", lambda d, m: d.fact("liger", False)), phrase(r"liger(?: kernels?)?", _liger),
     *RECOMPUTE,
     phrase(r"(?:torch\.?)?compiled?", transformers__torch_compile=True),
-    phrase(r"tiled (?:mlp|loss|logits)|tiledmlp|alst", lambda d, m: d.leave_out(
+    phrase(r"(?:act(?:ivation)?s?[ _])?(?:ckpt |checkpoint )?offload(?:ing)?", lambda d, m: d.leave_out(
+        "offloaded activations: counted on the GPU", Effect.DOWN, "what is checkpointed of every layer")),
+    phrase(r"tiled[ _]?(?:mlp|loss|logits|compute)|tiledmlp|alst", lambda d, m: d.leave_out(
         f"{m.group()}: whole tensors are counted", Effect.DOWN, "all tiles but one of an MLP or of the logits")),
 )  # fmt: skip
 

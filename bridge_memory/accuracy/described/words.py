@@ -31,7 +31,7 @@ from bridge_memory.readers.megatron_args.unmodelled import UNMODELLED
 from bridge_memory.readers.megatron_args.unmodelled import same as same_value
 from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.parts import ENGINES, RECOMPUTE_MODULES
-from bridge_memory.spec.unmodelled import Unmodelled
+from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
 Read = Callable[[Draft, object, str], None]
 
@@ -159,6 +159,8 @@ def _allocator(draft: Draft, value: object, where: str) -> None:
     words = re.sub(r"\([^()]*\)", "", value) if isinstance(value, str) else value
     if isinstance(words, bool):
         words = f"expandable_segments:{words}"
+    if isinstance(words, str) and words.strip().lower() in ("default", "unset", "none", "off", "not set", ""):
+        return
     if not isinstance(words, str) or not re.fullmatch(r"\s*(?:[a-z_]+\s*[:=]\s*[\w.\[\]]+\s*,?\s*)*", words):
         raise UnknownWord(where, value)
     draft.env["PYTORCH_CUDA_ALLOC_CONF"] = words.replace("=", ":")
@@ -191,8 +193,13 @@ def _sharded(draft: Draft, value: object, where: str) -> None:
 def _sequence(draft: Draft, value: object, where: str) -> None:
     """A flag of Megatron's, or the degree of Ulysses' sequence parallelism."""
     if isinstance(value, int) and not isinstance(value, bool):
-        if value != 1:
+        if not 1 <= value <= 1024:
             raise UnknownWord(where, value)
+        if value > 1:
+            draft.leave_out(
+                f"Ulysses' sequence parallelism over {value} ranks: each is counted with whole sequences", Effect.DOWN,
+                "activations of all tokens but a rank's own",
+            )
     else:
         draft.state("parallel.sequence_parallel", as_flag(value, where))
 
@@ -209,6 +216,52 @@ _STRATEGIES = {"zero1": "optim", "zero2": "optim_grads", "zero3": "optim_grads_p
 def _strategy(draft: Draft, value: object, where: str) -> None:
     name = word_of(value)
     state_field(draft, "data_parallel_sharding_strategy", _STRATEGIES.get(name.replace("_", ""), name))
+
+
+def _deepep(draft: Draft, value: object, where: str) -> None:
+    if as_flag(value, where):
+        read_phrases("deepep", texts.DISPATCHER, draft, where)
+
+
+def _recomputes(name: str) -> Read:
+    """A flag of older releases."""
+
+    def read(draft: Draft, value: object, where: str) -> None:
+        if as_flag(value, where):
+            draft.facts.setdefault("recomputed modules", []).append(name)
+
+    return read
+
+
+def _gradients_in_bf16(draft: Draft, value: object, where: str) -> None:
+    if as_flag(value, where):
+        draft.state("data_parallel.grad_reduce_in_fp32", False)
+
+
+def _ends_in_bf16(draft: Draft, value: object, where: str) -> None:
+    """Megatron's default is one layer at each end."""
+    draft.fact("ends in bf16", as_flag(value, where))
+
+
+def _untied(untied: bool) -> Read:
+    return lambda draft, value, where: draft.change_model(
+        "share_embeddings_and_output_weights", as_flag(value, where) is not untied
+    )
+
+
+def _switch(draft: Draft, value: object, where: str) -> None:
+    """A switch of something that its number of layers or its modules say."""
+    as_flag(value, where)
+
+
+def _registered(draft: Draft, value: object, where: str) -> None:
+    if as_flag(value, where):
+        draft.leave_out("nccl_ub: buffers that NCCL registers", Effect.EITHER, "what a separate memory pool rounds up")
+
+
+def _of_the_model(draft: Draft, value: object, where: str) -> None:
+    """A fact of the architecture, which the model's name settles."""
+    draft.assume(f"{where.rpartition('.')[2]} is taken as the published model has it")
 
 
 def _megatron_fsdp(draft: Draft, value: object, where: str) -> None:
@@ -251,6 +304,29 @@ KEYS: dict[str, Read] = {
     **dict.fromkeys(("fp32_ssm_state", "ssm_state"), _text(texts.SSM_STATE)),
     **dict.fromkeys(("vocab", "vocab_size", "vocabulary"), _vocabulary),
     **dict.fromkeys(("mtp", "mtp_num_layers", "mtp_layers"), _fact("mtp")), "num_layers": _fact("layers"),
+    "hidden_size": _fact("hidden size of the row"),
+    **dict.fromkeys(("bias_gelu_fusion", "bias_swiglu_fusion"), _as("bias_activation_fusion")),
+    "ddp_bucket_size": _as("bucket_size"),
+    "decoder_first_pipeline_num_layers": _as("num_layers_in_first_pipeline_stage"),
+    "decoder_last_pipeline_num_layers": _as("num_layers_in_last_pipeline_stage"),
+    "megatron_fsdp_grad_comm_dtype": _as("grad_comm_dtype"),
+    **dict.fromkeys(("moe_deepep_num_sms", "moe_hybridep_num_sms"), _as("moe_flex_dispatcher_num_sms")),
+    "moe_enable_deepep": _deepep, "moe_layer_recompute": _recomputes("moe"),
+    "recompute_activations": _recomputes("core_attn"), "grad_reduce_in_bf16": _gradients_in_bf16,
+    "moe_router_padding_for_fp8": _as("moe_router_padding_for_quantization"), "nccl_ub": _registered,
+    "num_virtual_stages_per_pipeline_rank": _as("virtual_pipeline_model_parallel_size"),
+    "first_last_layers_bf16": _ends_in_bf16, "untie_embeddings_and_output_weights": _untied(True),
+    "share_embeddings_and_output_weights": _untied(False),
+    **dict.fromkeys(("cpu_offloading", "fine_grained_activation_offloading"), _switch),
+    **dict.fromkeys(
+        ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_score_function", "moe_router_topk",
+         "moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk", "normalization",
+         "num_experts", "num_moe_experts", "num_attention_heads", "num_query_groups", "ffn_hidden_size",
+         "moe_ffn_hidden_size", "kv_channels", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+         "group_query_attention", "position_embedding_type", "rotary_percent", "moe_layer_freq",
+         "moe_shared_expert_intermediate_size", "multi_latent_attention", "hybrid_override_pattern",
+         "hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_heads", "mamba_num_groups"),
+        _of_the_model),
     "dropout": _dropout, "hidden_dropout": _one_dropout("hidden_dropout"),
     "attention_dropout": _one_dropout("attention_dropout"),
     "moe_router_force_load_balancing": _balanced, "liger": _liger, "extras": _text(texts.EXTRAS),
@@ -284,7 +360,8 @@ SIZES: dict[str, Read] = {
 
 #: Environment variables of libraries outside of torch's allocator.
 _OUTSIDE = re.compile(
-    r"(?:TORCH_)?NCCL_\w+|CUDA_DEVICE_MAX_CONNECTIONS|OMP_\w+|UB_\w+|NVSHMEM_\w+|PYTHON\w*|TOKENIZERS_\w+"
+    r"(?:TORCH_)?NCCL_\w+|CUDA_DEVICE_MAX_CONNECTIONS|NVTE_(?:FWD|BWD)_LAYERNORM_SM_MARGIN|"
+    r"(?:OMP|UB|NVSHMEM|TOKENIZERS|GLOO|FI|MPICH|UCX|OMPI|SLURM|WANDB|HF|MKL|NVLINK)_\w+|PYTHON\w*"
 )
 _HARMLESS_FIELDS = frozenset(name for fields in HARMLESS_FIELDS.values() for name in fields)
 
