@@ -10,9 +10,10 @@ from bridge_memory.accuracy.described.figures import Figure, Meaning, figures_of
 from bridge_memory.accuracy.described.run import Reading, read_run
 from bridge_memory.accuracy.predictions import peak_after, static_after
 from bridge_memory.components import GIB
-from bridge_memory.estimation import Estimate, StageEstimate, estimate
+from bridge_memory.estimation import Estimate, StageEstimate, estimate, stage_parts
 from bridge_memory.reserved import replayed, why_not
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.parts import ENGINE_OPTIONS
 from bridge_memory.spec.ranks import stage_of_rank
 
 #: Grade -> how far off a figure may be: of static memory, of a peak, of reserved memory. C is rough and has no target.
@@ -132,10 +133,18 @@ def _outcome(head: Outcome, figure: Figure, reading: Reading, answer: Estimate) 
         again = replayed(run)
         predicted = again.expandable if run.implementation.expandable_segments else again.segments
     elif figure.meaning is Meaning.STATIC:
-        predicted = static_after(stage, run, figure.after)
+        predicted = static_after(stage, run, figure.after) - _freed_by_the_step(stage, run)
     else:
         predicted = _peak(stage, run, figure)
     return here._replace(status="unmodelled" if listed else "counted", predicted_bytes=predicted)
+
+
+def _freed_by_the_step(stage: StageEstimate, run: RunSpec) -> int:
+    """Bytes of gradients that DeepSpeed's step frees (``runtime/zero/stage_1_and_2.py: step``); those of other engines
+    stay until their trainer clears them."""
+    if ENGINE_OPTIONS.get(run.data_parallel.engine) != "deepspeed":
+        return 0
+    return stage_parts(run, stage.stage).freed_between_steps
 
 
 def _peak(stage: StageEstimate, run: RunSpec, figure: Figure) -> int:

@@ -244,6 +244,9 @@ def _precision(draft: Draft, model: ModelSpec) -> None:
     dtype = facts.get("params_dtype", "bf16")
     if not mixed:
         stated["precision.params_dtype"] = dtype
+    if dtype == "fp16" and facts["trainer"] == "Megatron-LM":
+        # ``arguments.py``: accumulate_allreduce_grads_in_fp32 is off by default, and set by bf16 alone.
+        stated.setdefault("data_parallel.grad_reduce_in_fp32", False)
     narrow = bool(facts.get("fp8")) or "precision.fp4" in stated
     if narrow and (mixed or (draft.experts_in_bf16 and model.has_experts)):
         what = "fp8 outside of megatron-core" if mixed else "fp8 of the dense linears beside experts in bf16"
@@ -349,6 +352,12 @@ def _implementation(draft: Draft, model: ModelSpec, generation: str) -> None:
         if attention not in _TRANSFORMERS_ATTENTION:
             raise SpecError(f"attention ({attention}) is not one of transformers'; give flash, sdpa or eager")
         draft.state("transformers.attn_implementation", _TRANSFORMERS_ATTENTION[attention])
+    elif attention == "flash" and layers == "local":
+        # Of the local layers only the attention differs, which has no other form here.
+        draft.state("implementation.transformer_impl", "transformer_engine")
+        draft.state("implementation.attention_backend", "flash")
+        draft.state("implementation.gradient_accumulation_fusion", False)
+        draft.assume("local layers with FlashAttention are counted as Transformer Engine's with it")
     elif attention and layers == "transformer_engine":
         draft.state("implementation.attention_backend", "auto" if attention == "sdpa" else attention)
     if "graphed modules" in facts and stated.get("implementation.cuda_graph_impl") != "none":

@@ -358,8 +358,8 @@ EXTRAS: tuple[Phrase, ...] = (
 
 def _state_of_scan(draft: Draft, match: Match) -> None:
     draft.leave_out(
-        "fp32_ssm_state (a fork's checkpointed scan with fp32 states): the stock scan is counted", Effect.EITHER,
-        "what the scan saves, and its states in fp32, in every Mamba layer",
+        "fp32_ssm_state (a fork's checkpointed scan with fp32 states): the stock scan is counted", Effect.DOWN,
+        "what the scan saves, in every Mamba layer; its states in fp32 are of one layer at a time",
     )
 
 
