@@ -302,13 +302,15 @@ def test_a_model_of_sizes() -> None:
 def test_code_of_a_fork_is_listed_and_bends_nothing() -> None:
     data = ROWS["geodesic/nano30b-midtrain/step2"]
     stock = copy.deepcopy(data)
-    for word in ("moe_experts_impl", "cross_entropy", "fp32_ssm_state"):
+    for word in ("moe_experts_impl", "fp32_ssm_state"):
         del stock["config"]["args"][word]
     mine, theirs = read_run(data).run, read_run(stock).run
     assert mine.with_(not_modelled=(), assumptions=()) == theirs.with_(not_modelled=(), assumptions=())
     assert [word.split()[0] for word in mine.not_modelled if word not in theirs.not_modelled] == [
-        "moe_experts_impl", "fp32_ssm_state", "chunked",
+        "moe_experts_impl", "fp32_ssm_state",
     ]  # fmt: skip
+    assert mine.implementation.cross_entropy_fusion_impl == "linear"
+    assert any(word.startswith("chunked linear cross entropy") for word in mine.not_modelled)
 
 
 # --------------------------------------------------------------------------------------------------

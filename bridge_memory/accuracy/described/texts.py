@@ -280,9 +280,10 @@ def _loss(on: bool, implementation: str | None = None) -> Any:
 
 
 def _chunked(draft: Draft, match: Match) -> None:
+    _loss(True, "linear")(draft, match)
     draft.leave_out(
-        "chunked linear cross entropy (a fork's loss): the logits of all tokens are counted", Effect.DOWN,
-        "logits and their gradients of all chunks but one",
+        "chunked linear cross entropy (a fork's loss): counted as megatron-core's fused linear one", Effect.UP,
+        "logits of one chunk in fp32, and their gradient",
     )
 
 
