@@ -50,7 +50,7 @@ def scored(data: dict[str, Any]) -> list[Outcome]:
 UNREAD = {
     "b200/dsv3-512": "seq_length", "mlm2772/ep8": "micro_batch_size", "torchtitan/nvfp4/Qwen3 8B/BF16": "qwen3",
     "automodel2932/eager": "expert_model_parallel_size", "pith/qwen3-30b/pp_rank0": "pithtrain",
-    "automodel2932/TE graph attn (48 captured)": "expert_model_parallel_size", "inclusionai/ling-mini-8k": "Ling-mini",
+    "automodel2932/TE graph attn (48 captured)": "expert_model_parallel_size",
 }  # fmt: skip
 
 
@@ -96,6 +96,7 @@ def test_a_measured_figure_is_what_its_source_printed() -> None:
         ({"peak_GB": 39.0}, "peak allocated, GB=2^30, rank 3", (Meaning.PEAK, 39 * GIB, 3, 0)),
         ({"mem-allocated-gigabytes after one iteration": 73.65}, "rank 0", (Meaning.STATIC, 73.65 * GB, 0, 1)),
         ({"memory": 20.5}, "allocated after step 2, GB", (Meaning.STATIC, 20.5 * GB, None, 2)),
+        ({"mem-max-allocated-gigabytes": 2.0}, "rank 0 iteration 10, GB=1e9", (Meaning.PEAK, 2 * GB, 0, 10)),
         ({"GB": 20.5}, "static, allocated", (Meaning.STATIC, 20.5 * GB, None, 0)),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
@@ -471,7 +472,7 @@ def test_hostile_rows_do_not_crash(seed: int) -> None:
 def test_the_command_scores_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["accuracy", str(RUNS), "--summary"]) == 0
     shown = capsys.readouterr().out
-    assert "39 of 46 rows are read" in shown and "Residuals by family" in shown
+    assert "40 of 46 rows are read" in shown and "Residuals by family" in shown
     assert main(["accuracy", str(RUNS), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "bridge-memory/accuracy-described/1"

@@ -49,7 +49,7 @@ _COUNT = "|".join(_ONES)
 _STEPS = "(?:it|iters?|iterations?|steps?)"
 _AFTER = re.compile(
     rf"\b(?:after|at|as of)?[ _]*(?:the )?(?:(?P<word>{_COUNT})[ _](?:training[ _])?{_STEPS}"
-    rf"|{_STEPS}[ _]?(?P<n>\d{{1,6}})|(?P<m>\d{{1,6}})[ _](?:training[ _])?{_STEPS})\b"
+    rf"|{_STEPS}[ _]?(?P<n>\d{{1,6}})|(?P<m>[1-9]\d{{0,5}})[ _](?:training[ _])?{_STEPS})\b"
 )
 _RANK = re.compile(r"\brank[ _:]?(?P<n>\d{1,6})\b")
 _LAST = re.compile(r"\blast(?: global)?[ _]rank\b|\blast[ _]stage\b")

@@ -56,14 +56,14 @@ def blocks(found: Sequence[Outcome], *, summary: bool = False) -> list[Drawn]:
     from bridge_memory.report.document import Bullets, Column, Grid
 
     columns = (
-        Column("row", words=True), Column("grade", words=True), Column("figure", words=True), Column("rank"),
-        Column("after step"), Column("measured"), Column("predicted"), Column("residual %"),
-        Column("status", words=True), Column("open", words=True),
+        Column("row", words=True), Column("grade", words=True), Column("figure", words=True), Column("measured"),
+        Column("predicted"), Column("residual %"), Column("target", words=True), Column("open", words=True),
     )  # fmt: skip
     answer: list[Drawn] = [_scatter(found)]
     predicted = [o for o in found if o.residual is not None]
     if predicted:
-        answer.append(Grid("Figures beside predictions, GiB", columns, tuple(map(_cells, predicted))))
+        title = "Figures beside predictions, GiB; open: assumptions + unmodelled features"
+        answer.append(Grid(title, columns, tuple(map(_cells, predicted))))
     for title, by, every in (
         ("Residuals by grade, figures without unmodelled features", "grade", False),
         ("Residuals by grade, all that are predicted", "grade", True),
@@ -88,13 +88,14 @@ def blocks(found: Sequence[Outcome], *, summary: bool = False) -> list[Drawn]:
 
 def _cells(o: Outcome) -> tuple[str, ...]:
     assert o.measured_bytes is not None and o.predicted_bytes is not None and o.residual is not None
-    rank = "" if o.rank is None else "last" if o.rank < 0 else str(o.rank)
-    open_ = [f"{len(things)} {name}" for things, name in ((o.assumptions, "assumed"), (o.unmodelled, "unmodelled"))
-             if things]  # fmt: skip
-    judged = {True: "within target", False: "outside target", None: "no target"}[o.within]
+    where = [] if o.rank is None else ["last" if o.rank < 0 else f"rank {o.rank}"]
+    if o.after_step:
+        where.append(f"step {o.after_step}")
+    judged = {True: "within", False: "outside", None: "none"}[o.within]
     return (
-        o.id, o.grade, str(o.meaning), rank, str(o.after_step or ""), f"{o.measured_bytes / GIB:.2f}",
-        f"{o.predicted_bytes / GIB:.2f}", f"{o.residual * 100:+.2f}", judged, ", ".join(open_),
+        "/".join(o.id.split("/")[-2:]), o.grade, ", ".join((str(o.meaning), *where)), f"{o.measured_bytes / GIB:.2f}",
+        f"{o.predicted_bytes / GIB:.2f}", f"{o.residual * 100:+.2f}", judged,
+        f"{len(o.assumptions)} + {len(o.unmodelled)}",
     )  # fmt: skip
 
 
