@@ -215,6 +215,8 @@ class StageParts(NamedTuple):
     hidden_state: int
     #: The peak of forward and backward passes.
     moment: PeakMoment
+    #: Of ``persistent``: gradients that every step's passes make anew.
+    freed_between_steps: int
 
     def alive_at_peak(self) -> Iterator[tuple[int, Links, int]]:
         """(virtual stage, links whose retained tensors are all alive, number of microbatches) at ``moment``."""
@@ -243,6 +245,7 @@ def stage_parts(run: RunSpec, stage: int) -> StageParts:
         tuple(chunk.layers for chunk in stages.plan.stages[stage]), held.inventories, held.costs,
         (*held.state.components(run.parallel), *held.persistent), held.between_steps, held.batch, held.state.gathered,
         held.state.accumulated, held.deferred, held.state.in_step, stages.ctx.hidden_bytes, stages.moment(stage, held),
+        held.state.freed_between_steps,
     )
 
 

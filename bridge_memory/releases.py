@@ -380,6 +380,9 @@ BRIDGE_EXPERTS_OUTSIDE_TP = (0, 6)
 #: overlap_param_gather of DDP and of the optimizer are kept equal (``training/config.py:
 #: _validate_and_sync_distributed_optimizer_settings``).
 BRIDGE_SYNCS_PARAM_GATHER = (0, 5)
+#: Weight gradients may be fused into Megatron-FSDP's main gradients; before, ``ConfigContainer.validate`` switches
+#: gradient_accumulation_fusion off with it, so that there are no dummy weight gradients (read in 0.3 and 0.6).
+BRIDGE_FUSES_FSDP_GRADIENTS = (0, 4)
 
 # ---- Transformer Engine ----
 

@@ -85,6 +85,7 @@ def predict(record: Record) -> list[Outcome]:
     unmodelled = [g for g in listed if g.most is None or g.most > small]
     pp_before_dp = "--use-tp-pp-dp-mapping" in record.arguments
     features, scale = features_of(run), scale_of(run, record.highest_bytes)
+    dynamic_scale = "--loss-scale" not in record.arguments
     outcomes = []
     for m in record.measured:
         stage = answer.stages[stage_of_rank(run.parallel, m.rank, pp_before_dp=pp_before_dp)]
@@ -95,8 +96,8 @@ def predict(record: Record) -> list[Outcome]:
             Outcome(
                 record.id, record.family, record.tier, record.gpu, m.rank,
                 "not_modelled" if unmodelled else "ok", "; ".join(unmodelled),
-                stage.static_bytes, m.allocated_bytes, peak_after(stage, run, record, m.after_step),
-                m.max_allocated_bytes,
+                stage.static_bytes, m.allocated_bytes,
+                peak_after(stage, run, m.after_step, dynamic_scale=dynamic_scale), m.max_allocated_bytes,
                 features, scale, stage,
             )
         )
@@ -138,14 +139,27 @@ def _unpredicted(record: Record, run: RunSpec | None, status: str, reason: str) 
 _FP16_SKIPPED_STEPS = 10
 
 
-def peak_after(stage: StageEstimate, run: RunSpec, record: Record, steps: int) -> int:
-    """The peak as of a number of steps: before the first optimizer step there are no optimizer moments.
+def peak_after(stage: StageEstimate, run: RunSpec, steps: int, *, dynamic_scale: bool = True) -> int:
+    """The peak as of a number of steps (0: late in training): before the first optimizer step there are no moments.
 
     Adam's moments are made in the first step that is not skipped, so no earlier forward or backward pass ran
-    beside them. ``stage.peak_bytes`` is the peak of every later step.
+    beside them. ``stage.peak_bytes`` is the peak of every later step. ``dynamic_scale``: of fp16, the loss scale is.
     """
-    moments = sum(c.bytes for c in stage.components if c.state in MOMENTS)
-    dynamic_scale = run.precision.params_dtype == "fp16" and "--loss-scale" not in record.arguments
-    if dynamic_scale and 0 < steps <= _FP16_SKIPPED_STEPS:
+    moments = _moments(stage)
+    if _skipped(run, steps, dynamic_scale):
         return stage.peak_bytes - moments
     return max(stage.static_bytes, stage.peak_bytes - moments) if steps == 1 else stage.peak_bytes
+
+
+def static_after(stage: StageEstimate, run: RunSpec, steps: int, *, dynamic_scale: bool = True) -> int:
+    """Static memory as of a number of steps, likewise."""
+    return stage.static_bytes - _moments(stage) * _skipped(run, steps, dynamic_scale)
+
+
+def _moments(stage: StageEstimate) -> int:
+    return sum(c.bytes for c in stage.components if c.state in MOMENTS)
+
+
+def _skipped(run: RunSpec, steps: int, dynamic_scale: bool) -> bool:
+    """Whether all steps so far were skipped."""
+    return run.precision.params_dtype == "fp16" and dynamic_scale and 0 < steps <= _FP16_SKIPPED_STEPS

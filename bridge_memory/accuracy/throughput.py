@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from bridge_memory.accuracy.corpus import read_corpus
 from bridge_memory.accuracy.runs import UNSTATED, with_unstated
 from bridge_memory.readers import resolve_model
+from bridge_memory.readers.presets.common_names import preset_called
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,
@@ -70,27 +71,6 @@ _BIGSCIENCE_HEADS = 64
 #: Rows of BLOOM's vocabulary (``train/tr11-176B-ml/tr11-176B-ml.slurm``: ``--pad-vocab-size-to``), which
 #: the runs before its section on rebalancing do not have: a stage with its output layer would have been far slower.
 _BLOOM_VOCABULARY = 250880
-
-#: Names of models by their letters and digits, small.
-_PRESETS = {
-    "llama38b": "meta-llama/Meta-Llama-3-8B", "llama318b": "meta-llama/Meta-Llama-3-8B",
-    "llama370b": "meta-llama/Meta-Llama-3-70B", "llama3170b": "meta-llama/Meta-Llama-3-70B",
-    "llama31405b": "meta-llama/Llama-3.1-405B", "llama3405b": "meta-llama/Llama-3.1-405B",
-    "llama27b": "meta-llama/Llama-2-7b-hf", "llama213b": "meta-llama/Llama-2-13b-hf",
-    "llama270b": "meta-llama/Llama-2-70b-hf", "gpt3175b": "openai/GPT-3-175B",
-    "qwen330ba3b": "Qwen/Qwen3-30B-A3B", "qwen3235ba22b": "Qwen/Qwen3-235B-A22B", "qwen38b": "Qwen/Qwen3-8B",
-    "gptoss120b": "openai/gpt-oss-120b", "gptoss20b": "openai/gpt-oss-20b",
-    "deepseekv3": "deepseek-ai/DeepSeek-V3", "kimik2": "moonshotai/Kimi-K2-Instruct",
-    "moonlight16b": "moonshotai/Moonlight-16B-A3B", "moonlight16ba3b": "moonshotai/Moonlight-16B-A3B",
-    "mixtral8x7b": "mistralai/Mixtral-8x7B-v0.1", "mixtral8x22b": "mistralai/Mixtral-8x22B-v0.1",
-    "nemotron3nano30ba3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-    "nemotron3nano": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-}  # fmt: skip
-
-
-def _plain(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())
-
 
 #: Of the first layers of a model: (preset, layers).
 _FIRST_LAYERS = {
@@ -266,7 +246,7 @@ def _split(layers: int, chunks: int) -> dict[str, Any]:
 
 def _model(row: Mapping[str, Any]) -> ModelSpec:
     name = str(row.get("model"))
-    known = _PRESETS.get(_plain(name))
+    known = preset_called(name)
     if known is not None:
         return resolve_model(known)
     if name in _FIRST_LAYERS:

@@ -1,6 +1,7 @@
 """``bridge-memory accuracy RUNS.jsonl``: a corpus of measured memory or of measured speed beside what is predicted.
 
-Which it holds, and whether of Megatron or of other engines, is seen from the fields of its first record.
+Which it holds, whether of Megatron or of other engines, and whether with arguments or in words, is seen from the fields
+of its records.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.cli.megatron import field_runs
 from bridge_memory.cli.megatron import scores as validate
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.torch import scores as torch_scores
@@ -29,20 +31,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("runs", metavar="RUNS.jsonl", nargs="?", help="measured runs, one JSON record per line")
     add_output_arguments(
-        parser, f"of speed by the schema {SCHEMA}, of memory by {validate.SCHEMA} or {torch_scores.SCHEMA}",
+        parser, f"of speed by the schema {SCHEMA}, of memory by {validate.SCHEMA}, {torch_scores.SCHEMA} or "
+        f"{field_runs.SCHEMA}",
         beside=True,
     )
     validate.add_tables(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score and print. Returns 0."""
+    """Score and print. Returns 0; 1 for described runs of which half cannot be read."""
     from bridge_memory.accuracy.corpus import is_of_speed, read_corpus
+    from bridge_memory.accuracy.described.outcomes import is_described
     from bridge_memory.accuracy.torch.records import is_of_torch
 
     rows_of_file = None if args.runs is None else read_corpus(args.runs)
     if rows_of_file is not None and is_of_torch(rows_of_file):
         return torch_scores.run(args, rows_of_file)
+    if rows_of_file is not None and is_described(rows_of_file):
+        return field_runs.run(args, rows_of_file)
     if rows_of_file is None or not is_of_speed(rows_of_file):
         return validate.run(args, rows_of_file)
     for name in ("by", "worst"):

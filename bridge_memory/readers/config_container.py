@@ -44,6 +44,7 @@ from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.transformer_config import FALCON_H1, GEMMA4_DENSE, model_from_transformer_config, pattern_of
 from bridge_memory.releases import (
     BRIDGE_EXPERTS_OUTSIDE_TP,
+    BRIDGE_FUSES_FSDP_GRADIENTS,
     BRIDGE_SYNCS_PARAM_GATHER,
     DEFAULT_MEGATRON_BRIDGE,
     DEFAULT_MEGATRON_CORE,
@@ -309,6 +310,8 @@ class _Views:
             self.ddp.lay_over({"overlap_param_gather": True})
         if self.fsdp:
             self.optimizer.lay_over({"reuse_grad_buf_for_mxfp8_param_ag": False})
+            if bridge < BRIDGE_FUSES_FSDP_GRADIENTS:
+                model.lay_over({"gradient_accumulation_fusion": False})
         self._finalized_by_its_class()
         in_batch, packed = _packing(dataset)
         if in_batch and _get(model, "pipeline_model_parallel_size", 1) > 1:

@@ -11,6 +11,7 @@ from bridge_memory.files import Unparsed, parse_json, read_text
 from bridge_memory.readers.fields import shown
 from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.readers.presets import find_presets, list_presets, preset_path
+from bridge_memory.readers.presets.common_names import preset_called
 from bridge_memory.spec import ModelSpec, SpecError
 
 #: What maps a Hugging Face config to Megatron's: "builtin": this package; "mbridge": mbridge's TransformerConfig (needs
@@ -29,8 +30,8 @@ def resolve_model(
 
     Args:
         source: Tried in this order: a preset ``org/name``; a path to a config.json or to its folder; a preset's name
-            without ``org``; a Hub id ``org/name`` (with huggingface_hub's cache, token, HF_HUB_OFFLINE and
-            HF_ENDPOINT).
+            without ``org``, or its common name ("Llama 3.1 8B"); a Hub id ``org/name`` (with huggingface_hub's cache,
+            token, HF_HUB_OFFLINE and HF_ENDPOINT).
         mapping: What maps the config to Megatron's: "builtin", or "mbridge" or "bridge" if mbridge or Megatron Bridge
             is installed.
         make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times TP. None: as in
@@ -116,6 +117,9 @@ def resolve_config(source: str | os.PathLike[str]) -> tuple[str, Mapping[str, An
     if source.endswith(".json") or source.startswith((".", "/", "~")):
         raise SpecError(f"there is no file {shown(source)}")
     if not _HUB_ID.fullmatch(source):
+        called = preset_called(source)
+        if called is not None:
+            return called, read_config(preset_path(called), called)
         near = suggestions(source)
         raise SpecError(f"{shown(source)} is no preset, no path and no Hub id (org/name){near}")
     from bridge_memory.readers.hub import fetch_config

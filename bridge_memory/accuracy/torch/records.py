@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from bridge_memory.accuracy.corpus import RecordLine
 from bridge_memory.estimation import estimate
 from bridge_memory.readers import resolve_model
+from bridge_memory.readers.presets.common_names import preset_called
 from bridge_memory.reserved import replayed, why_not
 from bridge_memory.residual import relative
 from bridge_memory.spec import (
@@ -181,19 +182,14 @@ def read(row: Mapping[str, Any]) -> Reading:
 # Facts of a row
 # --------------------------------------------------------------------------------------------------
 
-_MODELS = {
-    "Llama 3.1 8B": "meta-llama/Llama-3.1-8B", "Llama 3.1 405B": "meta-llama/Llama-3.1-405B",
-    "Llama 3.2 3B": "meta-llama/Llama-3.2-3B", "Llama-3.2-1B": "meta-llama/Llama-3.2-1B", "Qwen3-32B": "Qwen/Qwen3-32B",
-    "Llama 3 8B (torchtitan PR 778; model not restated beside the table)": "meta-llama/Meta-Llama-3-8B",
-    "Llama2-7B full bf16 (A100, torchtune)": "meta-llama/Llama-2-7b-hf",
-}  # fmt: skip
-
-
 def _preset(row: Mapping[str, Any]) -> str:
+    """The preset that its model's name means; what stands in brackets behind it, and torchtune's "full bf16", is of the
+    table it is from."""
     name = str(row.get("model"))
-    if name not in _MODELS:
+    preset = preset_called(name.partition("(")[0].removesuffix(" full bf16 "))
+    if preset is None:
         raise SpecError(f"the sizes of the model {name} are not stated, or it is no language model")
-    return _MODELS[name]
+    return preset
 
 
 def _batch(row: Mapping[str, Any], ranks: int) -> BatchSpec:

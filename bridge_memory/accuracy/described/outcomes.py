@@ -1,0 +1,190 @@
+"""Figures of described rows beside their predictions, like with like, and their errors by grade and family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bridge_memory.accuracy.corpus import RecordLine
+from bridge_memory.accuracy.described.figures import Figure, Meaning, figures_of
+from bridge_memory.accuracy.described.run import Reading, read_run
+from bridge_memory.accuracy.predictions import peak_after, static_after
+from bridge_memory.components import GIB
+from bridge_memory.estimation import Estimate, StageEstimate, estimate, stage_parts
+from bridge_memory.reserved import replayed, why_not
+from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.parts import ENGINE_OPTIONS
+from bridge_memory.spec.ranks import stage_of_rank
+
+#: Grade -> how far off a figure may be: of static memory, of a peak, of reserved memory. C is rough and has no target.
+TARGETS: dict[str, dict[Meaning, float]] = {
+    "A": {Meaning.STATIC: 0.005, Meaning.PEAK: 0.02, Meaning.RUN_MAXIMUM: 0.02, Meaning.RESERVED: 0.05},
+    "B": {Meaning.STATIC: 0.02, Meaning.PEAK: 0.05, Meaning.RUN_MAXIMUM: 0.05, Meaning.RESERVED: 0.05},
+}
+#: A file of which a larger share cannot be read is not a corpus of these.
+MOST_UNREAD = 0.5
+
+
+class Outcome(NamedTuple):
+    """One figure of a row beside its prediction.
+
+    ``status``: "counted"; "unmodelled", predicted without what ``unmodelled`` names; "not compared", for ``reason``;
+    "unread", no run or no figure, for ``reason``.
+    """
+
+    id: str
+    family: str
+    grade: str
+    status: str
+    reason: str = ""
+    figure: str = ""
+    meaning: Meaning | None = None
+    rank: int | None = None
+    after_step: int = 0
+    measured_bytes: int | None = None
+    predicted_bytes: int | None = None
+    assumptions: tuple[str, ...] = ()
+    unmodelled: tuple[str, ...] = ()
+
+    @property
+    def residual(self) -> float | None:
+        """Measured minus predicted, over measured."""
+        if self.predicted_bytes is None or not self.measured_bytes:
+            return None
+        return (self.measured_bytes - self.predicted_bytes) / self.measured_bytes
+
+    @property
+    def within(self) -> bool | None:
+        """Whether it meets its grade's target; None without one."""
+        target = TARGETS.get(self.grade, {}).get(self.meaning) if self.meaning else None
+        return None if target is None or self.residual is None else abs(self.residual) <= target
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self._asdict(), "meaning": str(self.meaning) if self.meaning else None, "residual": self.residual,
+            "within": self.within, "assumptions": list(self.assumptions), "unmodelled": list(self.unmodelled),
+        }  # fmt: skip
+
+
+class Total(NamedTuple):
+    """Residuals of a grade or family, of figures of one kind (static memory, peaks, reserved memory)."""
+
+    group: str
+    kind: str
+    figures: int
+    rows: int
+    within: int
+    targets: int
+    mean: float
+    worst: float
+    bias: float
+
+
+def is_described(rows: Sequence[RecordLine]) -> bool:
+    """Whether most of the records are field runs: described in words, with figures as their source gives them."""
+    found = sum(_is_described(row.data) for row in rows)
+    return bool(rows) and 2 * found >= len(rows)
+
+
+def _is_described(data: Mapping[str, Any]) -> bool:
+    config = data.get("config")
+    described = isinstance(config, Mapping) and config.get("kind") == "described"
+    return (described or "measured_meaning" in data) and "measured_verbatim" in data and "grade" in data
+
+
+def outcomes(rows: Sequence[RecordLine]) -> list[Outcome]:
+    """Every figure of every row; one outcome for a row that is not read."""
+    return [outcome for row in rows for outcome in outcomes_of(row)]
+
+
+def outcomes_of(row: RecordLine) -> list[Outcome]:
+    data = row.data
+    name = data.get("id")
+    head = Outcome(
+        str(name if name is not None else row.where), str(data.get("family") or name or row.where),
+        str(data.get("grade") or "not graded"), "unread",
+    )  # fmt: skip
+    try:
+        figures = figures_of(data)
+        reading = read_run(data)
+        answer = estimate(reading.run)
+        return [_outcome(head, figure, reading, answer) for figure in figures]
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, IndexError) as error:
+        known = isinstance(error, SpecError)
+        return [head._replace(reason=str(error) if known else f"malformed ({type(error).__name__})")]
+
+
+def _outcome(head: Outcome, figure: Figure, reading: Reading, answer: Estimate) -> Outcome:
+    run = reading.run
+    listed = tuple(str(feature) for feature in answer.unmodelled if not feature.outside)
+    here = head._replace(
+        status="not compared", figure=figure.name, meaning=figure.meaning, rank=figure.rank, after_step=figure.after,
+        measured_bytes=figure.nbytes, assumptions=tuple(answer.assumptions), unmodelled=listed,
+    )  # fmt: skip
+    if figure.meaning is None or figure.nbytes is None:
+        return here._replace(reason=figure.not_compared)
+    if figure.meaning is Meaning.DRIVER:
+        return here._replace(reason="driver memory: the whole job, which is not modelled yet")
+    stage = _stage(figure, reading, answer)
+    if figure.meaning is Meaning.RESERVED:
+        why = why_not(run)
+        if why is not None:
+            return here._replace(reason=f"{why}; {_peak(stage, run, figure) / GIB:.2f} GiB are allocated of it")
+        again = replayed(run)
+        predicted = again.expandable if run.implementation.expandable_segments else again.segments
+    elif figure.meaning is Meaning.STATIC:
+        predicted = static_after(stage, run, figure.after) - _freed_by_the_step(stage, run)
+    else:
+        predicted = _peak(stage, run, figure)
+    return here._replace(status="unmodelled" if listed else "counted", predicted_bytes=predicted)
+
+
+def _freed_by_the_step(stage: StageEstimate, run: RunSpec) -> int:
+    """Bytes of gradients that DeepSpeed's step frees (``runtime/zero/stage_1_and_2.py: step``); those of other engines
+    stay until their trainer clears them."""
+    if ENGINE_OPTIONS.get(run.data_parallel.engine) != "deepspeed":
+        return 0
+    return stage_parts(run, stage.stage).freed_between_steps
+
+
+def _peak(stage: StageEstimate, run: RunSpec, figure: Figure) -> int:
+    return peak_after(stage, run, 0 if figure.meaning is Meaning.RUN_MAXIMUM else figure.after)
+
+
+def _stage(figure: Figure, reading: Reading, answer: Estimate) -> StageEstimate:
+    """The stage of the figure's rank; of one without a rank that with the highest peak."""
+    parallel = reading.run.parallel
+    if reading.stage is not None:
+        return answer.stages[reading.stage]
+    if figure.rank is None:
+        return max(answer.stages, key=lambda stage: stage.peak_bytes)
+    rank = parallel.world_size - 1 if figure.rank < 0 else figure.rank
+    return answer.stages[stage_of_rank(parallel, rank)]
+
+
+_KINDS = {
+    "static": (Meaning.STATIC,), "peak": (Meaning.PEAK, Meaning.RUN_MAXIMUM), "reserved": (Meaning.RESERVED,),
+}  # fmt: skip
+
+
+def totals(found: Sequence[Outcome], by: str = "grade", *, all_predicted: bool = False) -> list[Total]:
+    """Errors by ``grade`` or ``family``: of counted figures, or of all that are predicted."""
+    answer = []
+    chosen = [o for o in found if o.residual is not None and (all_predicted or o.status == "counted")]
+    for group in sorted({getattr(o, by) for o in chosen}):
+        for kind, meanings in _KINDS.items():
+            some = [o for o in chosen if getattr(o, by) == group and o.meaning in meanings]
+            errors = [o.residual for o in some if o.residual is not None]
+            if errors:
+                judged = [o.within for o in some if o.within is not None]
+                answer.append(
+                    Total(group, kind, len(some), len({o.id for o in some}), sum(judged), len(judged),
+                          sum(map(abs, errors)) / len(errors), max(errors, key=abs), sum(errors) / len(errors))
+                )  # fmt: skip
+    return answer
+
+
+def share_unread(found: Sequence[Outcome]) -> float:
+    """Of all rows."""
+    rows = {o.id for o in found}
+    return len({o.id for o in found if o.status == "unread"}) / len(rows) if rows else 0.0
