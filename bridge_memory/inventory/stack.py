@@ -87,8 +87,9 @@ def chunk_inventory(
         links += tail_links(tail, model, shape, ctx, pending[len(links) :])
     elif tail:
         links += tail_links(tail, model, shape, ctx, [NOTHING_WAITS] * len(tail))
+    keeps_output = not ctx.impl.deallocate_pipeline_outputs
     if not links:
-        return compose([(_passed_on(ctx.hidden_bytes), 1)], ctx.hidden_bytes)
+        return compose([(_passed_on(ctx.hidden_bytes), 1)], ctx.hidden_bytes, kept=keeps_output * ctx.hidden_bytes)
     alone = not (shape.layers or shape.embedding or model.hybrid)
     if alone and not holds_final_norm(model, shape, ctx):
         # Depths and losses get a copy of what was received.
@@ -124,7 +125,7 @@ def chunk_inventory(
     if concurrent is not None:
         links = with_engine(links, concurrent)
     sent = 0 if shape.output else (1 + shape.num_depths) * ctx.hidden_bytes
-    return compose(links, sent, kept=0 if ctx.impl.deallocate_pipeline_outputs else sent)
+    return compose(links, sent, kept=keeps_output * sent)
 
 
 def _passed_on(hidden_bytes: int) -> Link:
