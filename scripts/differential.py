@@ -8,12 +8,12 @@ Needs torch and megatron-core. Prints outcomes, errors by quantity and minimal r
 ``--jsonl FILE``. Exit code 0: no failure, 1: failures, 2: wrong input.
 
 A case is a command line of ``bridge-memory rehearse``: a model, parallel sizes and options drawn at random
-(``differential_cases.py``). It runs in a child process, which runs many cases and is replaced if one kills it or takes too long. A folder of
-``--megatron-core`` (filled by ``pip install --target``) comes first on the path of its processes; without one, the
-installed release runs. ``--transformer-engine`` is a folder with Transformer Engine's Python: every release then runs
-local modules and Transformer Engine's in turn; without it local modules only. LoRA is rehearsed where ``PYTHONPATH``
-has a Megatron Bridge. Equal seeds and folders give equal cases
-and lines, whatever the number of processes.
+(``differential_cases.py``). It runs in a child process, which runs many cases and is replaced if one kills it or takes
+too long. A folder of ``--megatron-core`` (filled by ``pip install --target``) comes first on the path of its processes;
+without one, the installed release runs. ``--transformer-engine`` is a folder with Transformer Engine's Python: every
+release then runs local modules and Transformer Engine's in turn; without it local modules only. LoRA is rehearsed where
+``PYTHONPATH`` has a Megatron Bridge. Equal seeds and folders give equal cases and lines, whatever the number of
+processes.
 
 With ``--jsonl FILE`` each case is written when it is done, and ``--resume`` continues such a file: a campaign that was
 stopped loses only the case in progress. A case has ``--timeout`` seconds and ``--memory`` GiB; cases that take longer
