@@ -380,6 +380,9 @@ DUMMY_WEIGHT_GRADIENTS_KEPT = since(te=(2, 3))
 #: Values are padded to the width of keys for FlashAttention 2, which then supports them (``dot_product_attention.py:
 #: _pad_qkv_head_dim``, ``utils.py: get_attention_backend``: fa2_padded_head_dim).
 FLASH_PADS_VALUES = since(te=(2, 17))
+#: cuDNN's attention with a softmax sink is not taken where it is to be deterministic (``dot_product_attention/utils.py:
+#: get_attention_backend``; 2.11 takes it on Hopper).
+SINKS_NOT_DETERMINISTIC = since(te=(2, 12))
 #: linear_proj saves attention's output instead of an fp8 copy, except with the delayed recipe (megatron-core
 #: ``attention.py: Attention.__init__``).
 PROJ_KEEPS_ORIGINAL = since(core=(0, 14), te=(2, 6))
