@@ -412,6 +412,8 @@ LOSS_GRADIENT_IN_FP32 = since(te=(2, 18))
 #: The fused cross entropy saves a copy of the logits, over which backward writes the gradient, and two fp32 statistics
 #: per token (the same function; megatron-core does not set ``overwrite_input``).
 LOSS_KEEPS_A_COPY = since(te=(2, 19))
+#: The fused cross entropy refuses logits in fp16 (``cross_entropy.py: _validate_inputs``; read in 2.18 and 2.19).
+LOSS_REFUSES_FP16 = since(te=(2, 19))
 #: Backward of unfused attention's softmax makes a new gradient, as a functional operator; before, it writes over the
 #: output's gradient (``dot_product_attention/softmax.py``).
 SOFTMAX_MAKES_A_GRADIENT = since(te=(2, 19))

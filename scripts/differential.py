@@ -7,12 +7,13 @@
 Needs torch and megatron-core. Prints outcomes, errors by quantity and minimal reproductions of failures; writes only
 ``--jsonl FILE``. Exit code 0: no failure, 1: failures, 2: wrong input.
 
-A case is a command line of ``bridge-memory rehearse``: a preset, parallel sizes and options drawn at random. It runs in
-a child process, which runs many cases and is replaced if one kills it or takes too long. A folder of
-``--megatron-core`` (filled by ``pip install --target``) comes first on the path of its processes; without one, the
-installed release runs. ``--transformer-engine`` is a folder with Transformer Engine's Python: every release then runs
-local modules and Transformer Engine's in turn; without it local modules only. Equal seeds and folders give equal cases
-and lines, whatever the number of processes.
+A case is a command line of ``bridge-memory rehearse``: a model, parallel sizes and options drawn at random
+(``differential_cases.py``). It runs in a child process, which runs many cases and is replaced if one kills it or takes
+too long. A folder of ``--megatron-core`` (filled by ``pip install --target``) comes first on the path of its processes;
+without one, the installed release runs. ``--transformer-engine`` is a folder with Transformer Engine's Python: every
+release then runs local modules and Transformer Engine's in turn; without it local modules only. LoRA is rehearsed where
+``PYTHONPATH`` has a Megatron Bridge. Equal seeds and folders give equal cases and lines, whatever the number of
+processes.
 
 With ``--jsonl FILE`` each case is written when it is done, and ``--resume`` continues such a file: a campaign that was
 stopped loses only the case in progress. A case has ``--timeout`` seconds and ``--memory`` GiB; cases that take longer
@@ -31,7 +32,6 @@ import json
 import os
 import queue
 import re
-import shlex
 import subprocess
 import sys
 import threading
@@ -40,276 +40,28 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import lcm
 from pathlib import Path
-from random import Random
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from bridge_memory.arguments.flags import FLAGS, SPECS, Flag  # noqa: E402
-from bridge_memory.arguments.run import run_on_gpus  # noqa: E402
+from differential_cases import Case, Parser, Stack, cases_of, models_of, parse  # noqa: E402
+
 from bridge_memory.cli import rehearse as command  # noqa: E402
 from bridge_memory.files import write_whole  # noqa: E402
-from bridge_memory.readers import resolve_model  # noqa: E402
-from bridge_memory.readers.presets import list_presets  # noqa: E402
-from bridge_memory.rehearsal.refusals import refuse_what_is_ignored  # noqa: E402
 from bridge_memory.rehearsal.runnable import on_meta, take_transformer_engine  # noqa: E402
 from bridge_memory.rehearsal.world import RehearsalUnavailable  # noqa: E402
 from bridge_memory.residual import relative  # noqa: E402
-from bridge_memory.spec import ModelSpec, SpecError  # noqa: E402
-from bridge_memory.spec.fields import rules_of  # noqa: E402
-from bridge_memory.spec.gpus import find_gpu  # noqa: E402
-from bridge_memory.spec.parts import OPTIMIZERS  # noqa: E402
+from bridge_memory.spec import SpecError  # noqa: E402
 
 #: Accepted relative error of saved bytes and peaks; model state must be exact.
 BOUND = 0.005
 #: Cases per child process.
 CASES_A_PROCESS = 20
 
-# ---- cases -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A command line of ``bridge-memory rehearse``; an option with the value "" is a switch."""
-
-    model: str
-    options: tuple[tuple[str, str], ...]
-
-    def argv(self) -> list[str]:
-        return [self.model, *(word for option in self.options for word in option if word)]
-
-    def text(self) -> str:
-        return "bridge-memory rehearse " + shlex.join(self.argv())
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SpecError(message)
-
-
-def parse(case: Case) -> argparse.Namespace:
-    """The flags of ``bridge-memory rehearse``. Raises SpecError."""
-    parser = _Parser(allow_abbrev=False)
-    command.add_arguments(parser)
-    return parser.parse_args(case.argv())
-
-
-#: Values to draw of numeric flags.
-NUMBERS = {
-    "--micro-batch-size": (1, 2, 3), "--seq-length": (256, 512, 1000, 1024, 2048, 4096),
-    "--ddp-bucket-size": (1_000_000, 40_000_000), "--num-distributed-optimizer-instances": (2,),
-    "--optimizer-offload-fraction": (0.5, 1.0), "--recompute-num-layers": (1, 2, 3),
-    "--moe-expert-capacity-factor": (1.0, 1.25, 2.0),
-}  # fmt: skip
-#: Flags that have an effect only with the first of their group: with it some of the others are drawn.
-TOGETHER: tuple[tuple[str, ...], ...] = (
-    ("--fp8", "--fp8-recipe", "--fp8-param-gather"),
-    ("--use-precision-aware-optimizer", "--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype",
-     "--exp-avg-sq-dtype", "--store-param-remainders"),
-    ("--overlap-grad-reduce", "--ddp-bucket-size", "--overlap-param-gather"),
-    ("--optimizer-cpu-offload", "--optimizer-offload-fraction"),
-    ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"),
-    ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity"),
-)
-#: Drawn with the sizes, see ``sample``.
-WITH_SIZES = frozenset({
-    "--tp", "--pp", "--vpp", "--cp", "--ep", "--etp", "--num-gpus", "--global-batch-size", "--transformer-impl",
-    "--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage", "--pipeline-model-parallel-layout",
-    "--microbatch-group-size-per-vp-stage", "--recompute-granularity", "--recompute-method", "--recompute-num-layers",
-    "--recompute-modules", "--distribute-saved-activations",
-})  # fmt: skip
-#: Not drawn: the rehearsal accepts only the default (``rehearsal/refusals.py``); adapters need Megatron Bridge.
-NOT_DRAWN = frozenset({
-    "--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail", "--megatron-fsdp-max-pool-double-buffer",
-    "--engine", "--data-parallel-sharding-strategy", "--suggested-communication-unit-size", "--grad-comm-dtype",
-    "--fp8-dot-product-attention", "--moe-imbalance",
-    "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--cpu-offloading-num-layers", "--offload-modules",
-    "--min-offloaded-tensor-size",
-    "--peft", "--lora-dim", "--lora-target-modules",
-    "--torch-implementation", "--paged", "--clip-grad", "--sync-each-batch", "--use-dora",
-    # Dispatchers that need kernels of a GPU, and their options; buffers outside of torch's allocator.
-    "--moe-flex-dispatcher-backend", "--moe-flex-dispatcher-num-sms", "--moe-hybridep-ranks-per-nvlink-domain",
-    "--moe-expert-rank-capacity-factor", "--moe-paged-stash", "--moe-paged-stash-buffer-size-factor-cuda",
-    "--tp-comm-overlap",
-    # Tested against the real code by separate tests (tests/te/test_options.py, tests/inventory/test_expert_budget.py).
-    "--fp4", "--fp4-param-gather", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16",
-    "--use-transformer-engine-op-fuser", "--moe-mlp-glu-interleave-size", "--moe-router-padding-for-quantization",
-    "--moe-z-loss-coeff", "--deallocate-pipeline-outputs",
-    # Options of engines outside of megatron-core.
-    *(
-        flag.names.split()[0] for flag in FLAGS
-        if flag.field.partition(".")[0] in ("ddp", "fsdp", "deepspeed", "transformers")
-    ),
-})  # fmt: skip
-_FLAG = {flag.names.split()[0]: flag for flag in FLAGS}
-
-
-def _values(flag: Flag, rng: Random) -> tuple[str, str]:
-    """A random option of this flag."""
-    name = flag.names.split()[0]
-    group, _, member = flag.field.partition(".")
-    rule = rules_of(SPECS[group])[member]
-    if bool in rule.types:
-        return (name if rng.random() < 0.6 else "--no-" + name.removeprefix("--"), "")
-    if tuple in rule.types:
-        return name, ",".join(rng.sample(rule.names, rng.randint(1, min(3, len(rule.names)))))
-    words = OPTIMIZERS if name == "--optimizer" else rule.names
-    return name, str(rng.choice(NUMBERS.get(name) or words))
-
-
-def drawn_alone() -> list[str]:
-    """Flags that are drawn independently."""
-    dependent = {name for names in TOGETHER for name in names[1:]}
-    return [name for name in _FLAG if name not in WITH_SIZES | NOT_DRAWN | dependent]
-
-
-def sample(rng: Random, impl: str, models: Sequence[str]) -> Case:
-    """A layout of a few layers, with sizes that mostly fit together and up to six options."""
-    name = rng.choice(models)
-    model = resolve_model(name)
-    options = [("--transformer-impl", "local")] if impl == "local" else []
-    tp, pp = rng.choice((1, 1, 2, 2, 4, 8)), rng.choice((1, 1, 1, 2, 2, 4))
-    cp = rng.choice((1, 1, 1, 2, 4)) if impl != "local" else 1
-    vpp = rng.choice((1, 1, 2)) if pp > 1 else 1
-    ep, etp = 1, tp
-    if model.has_experts:
-        ep = rng.choice((1, 2, 4, 8, 8, 16))
-        if rng.random() < 0.5:
-            etp = rng.choice((1, 1, 2, tp))
-            options.append(("--etp", str(etp)))
-    for flag, size in (("--tp", tp), ("--pp", pp), ("--cp", cp), ("--ep", ep)):
-        if size > 1:
-            options.append((flag, str(size)))
-    world = lcm(tp * pp * cp, etp * ep * pp) * rng.choice((1, 1, 2, 4))
-    options.append(("--num-gpus", str(world)))
-    options += _layers(rng, model, pp, vpp)
-    if pp > 1:
-        options.append(("--stage", str(rng.randrange(pp))))
-    if rng.random() < 0.6:
-        options.append(("--seq-length", str(rng.choice(NUMBERS["--seq-length"]))))
-    micro = rng.choice((1, 1, 2, 3))
-    if micro > 1:
-        options.append(("--micro-batch-size", str(micro)))
-    if rng.random() < 0.3:
-        options.append(("--global-batch-size", str(micro * (world // (tp * pp * cp)) * pp * rng.choice((1, 2, 3)))))
-    options += _recomputation(rng)
-    options += _others(rng)
-    given = dict.fromkeys(flag for flag, _ in options)
-    return Case(name, tuple((flag, next(v for f, v in reversed(options) if f == flag)) for flag in given))
-
-
-def _layers(rng: Random, model: ModelSpec, pp: int, vpp: int) -> list[tuple[str, str]]:
-    """Options for layers, virtual stages and their distribution over stages."""
-    a_chunk = rng.choice((1, 1, 2, 3, 4) if pp * vpp == 1 else (1, 1, 2))
-    layers = a_chunk * pp * vpp
-    options = []
-    how = rng.random() if pp > 1 else 1.0
-    if how < 0.15:
-        # A layout string: chunks in the order of stages, the embedding first, the loss last.
-        counts = [rng.choice((0, 1, 1, 2)) for _ in range(pp * vpp)]
-        counts[0] = max(1, counts[0])
-        chunks = ["t" * n for n in counts]
-        depths = "m" * model.mtp_num_layers
-        layout = "|".join(("E" + chunks[0], *chunks[1:-1], chunks[-1] + depths + "L"))
-        layers = sum(counts)
-        options.append(("--pipeline-model-parallel-layout", layout))
-        if vpp > 1 and rng.random() < 0.5:
-            options.append(("--vpp", str(vpp)))
-    else:
-        if vpp > 1:
-            options.append(("--vpp", str(vpp)))
-            if rng.random() < 0.3:
-                options.append(("--microbatch-group-size-per-vp-stage", str(pp * rng.choice((1, 2)))))
-        if how < 0.3 and vpp == 1:
-            where = rng.choice(("first", "last"))
-            options.append((f"--num-layers-in-{where}-pipeline-stage", str(a_chunk + 1)))
-            layers += 1
-    if rng.random() < 0.2:
-        options.append(("--mtp-num-layers", rng.choice("012")))
-    return [("--num-layers", str(min(layers, model.num_layers))), *options]
-
-
-def _recomputation(rng: Random) -> list[tuple[str, str]]:
-    how = rng.random()
-    if how < 0.65:
-        return []
-    if how < 0.85:
-        return [("--recompute-granularity", "selective"), _values(_FLAG["--recompute-modules"], rng)]
-    options = [
-        ("--recompute-granularity", "full"), ("--recompute-method", rng.choice(("uniform", "block"))),
-        ("--recompute-num-layers", str(rng.choice(NUMBERS["--recompute-num-layers"]))),
-    ]  # fmt: skip
-    if rng.random() < 0.2:
-        options.append(("--distribute-saved-activations", ""))
-    return options
-
-
-def _others(rng: Random) -> list[tuple[str, str]]:
-    options: list[tuple[str, str]] = []
-    leads = {names[0]: names[1:] for names in TOGETHER}
-    for name in rng.sample(drawn_alone(), rng.choice((0, 1, 1, 2, 2, 3, 4))):
-        option = _values(_FLAG[name], rng)
-        options.append(option)
-        if option[0] == name:
-            options += [_values(_FLAG[n], rng) for n in leads.get(name, ()) if rng.random() < 0.5]
-    for flag, value in (("--hidden-dropout", "0.1"), ("--attention-dropout", "0.1")):
-        if rng.random() < 0.06:
-            options.append((flag, value))
-    if rng.random() < 0.1:
-        options.append(("--make-vocab-size-divisible-by", "128"))
-    if rng.random() < 0.15:
-        options.append(("--gpu", rng.choice(("A100-80GB", "B200"))))
-    return options
-
-
-def is_accepted(case: Case) -> bool:
-    """Whether the estimate accepts the case by the default releases' rules, and the rehearsal runs all its options."""
-    try:
-        args = parse(case)
-        refuse_what_is_ignored(run_on_gpus(args, [find_gpu(args.gpu)] if args.gpu else []))
-    except SpecError:
-        return False
-    return True
-
-
-def cases_of(seed: int, number: int, stacks: Sequence[Stack], models: Sequence[str]) -> list[tuple[Stack, Case]]:
-    """The cases of a campaign. A few that the estimate refuses are kept, to test the refusal against the real stack."""
-    out = []
-    for i in range(number):
-        rng, stack = Random(f"{seed}/{i}"), stacks[i % len(stacks)]
-        case = sample(rng, stack.impl, models)
-        while not is_accepted(case) and rng.random() < 0.97:
-            case = sample(rng, stack.impl, models)
-        out.append((stack, case))
-    return out
-
-
 # ---- one case, in a child process ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """The folders of megatron-core and Transformer Engine that come first on the path; None: installed, or local."""
-
-    core: str | None
-    transformer_engine: str | None
-
-    @property
-    def impl(self) -> str:
-        return "local" if self.transformer_engine is None else "transformer_engine"
-
-    def title(self) -> str:
-        core = "megatron-core installed here" if self.core is None else f"megatron-core of {self.core}"
-        return f"{core}, " + ("local" if self.transformer_engine is None else f"{self.transformer_engine}")
-
-    def environment(self) -> dict[str, str]:
-        path = [p for p in (self.transformer_engine, self.core) if p is not None]
-        rest = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT), *rest]), "HF_HUB_OFFLINE": "1"}
 
 
 #: Outcomes of a case.
@@ -349,7 +101,7 @@ def judge(case: Case) -> dict[str, Any]:
             except SpecError as error:
                 return {"outcome": _without_validation(case, why_not), "why": str(error)}
             try:
-                return {"outcome": COMPARED, "rows": _rows(spec, args.stage)}
+                return {"outcome": COMPARED, "rows": _rows(spec, args)}
             except StackRefusal as error:
                 return {"outcome": STACK_REFUSES, "why": str(error)}
             except RehearsalUnavailable as error:
@@ -362,11 +114,11 @@ def judge(case: Case) -> dict[str, Any]:
         return {"outcome": CRASH, "why": f"{type(error).__name__} in {where}: {' '.join(str(error).split())[:300]}"}
 
 
-def _rows(spec: Any, stage: int | None) -> list[dict[str, Any]]:
+def _rows(spec: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     from bridge_memory.rehearsal.run import rehearse
     from bridge_memory.rehearsal.summary import rows
 
-    table = [row for row in rows(rehearse(spec, stage)) if row.found is not None]
+    table = [row for row in rows(rehearse(spec, args.stage, rank=args.rank)) if row.found is not None]
     return [
         {"quantity": r.quantity.name, "chunk": r.chunk, "predicted": r.predicted, "rehearsed": r.found} for r in table
     ]
@@ -380,7 +132,7 @@ def _without_validation(case: Case, why_not: str) -> str:
     try:
         with _nothing_validated():
             args = parse(case)
-            rehearse(on_meta(command.described(args), why_not, []), args.stage)
+            rehearse(on_meta(command.described(args), why_not, []), args.stage, rank=args.rank)
     except StackRefusal:
         return BOTH_REFUSE
     except Exception:  # An invalid run may fail in any way.
@@ -511,7 +263,10 @@ def failure_of(found: dict[str, Any]) -> Failure | None:
 
 
 def smaller(case: Case) -> Iterator[Case]:
-    """Cases with half of the options, three quarters, ..., one option less, or one lower number."""
+    """Cases of the preset in place of an odd config; with half of the options, three quarters, ..., one option less, or
+    one lower number."""
+    if case.model.startswith("{"):
+        yield replace(case, model=json.loads(case.model)["_name_or_path"])
     size = len(case.options) // 2
     while size:
         for i in range(0, len(case.options), size):
@@ -759,16 +514,8 @@ def _stacks(args: argparse.Namespace) -> list[Stack]:
     return [Stack(core, t) for core in cores or [None] for t in chosen]
 
 
-def _models(text: str | None) -> list[str]:
-    if text is None:
-        return list_presets()
-    for name in text.split(","):
-        resolve_model(name)
-    return text.split(",")
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(description="Random layouts through bridge-memory rehearse: errors, refusals, crashes.")
+    parser = Parser(description="Random layouts through bridge-memory rehearse: errors, refusals, crashes.")
     parser.add_argument("--cases", type=int, default=200, metavar="N", help="layouts to draw (default 200)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="equal seeds draw equal layouts (default 1)")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="concurrent child processes (default 1)")
@@ -831,7 +578,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 for a campaign without failures, 1 for one with some, 2 for wrong input."""
     try:
         args = _arguments(argv)
-        cases = cases_of(args.seed, args.cases, _stacks(args), _models(args.models))
+        cases = cases_of(args.seed, args.cases, _stacks(args), models_of(args.models))
         done = _already_done(Path(args.jsonl), cases) if args.resume else {}
         if args.jsonl:
             write_whole(Path(args.jsonl), _lines(Found(i, *cases[i], done[i]).as_json() for i in sorted(done)))

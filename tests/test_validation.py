@@ -155,6 +155,8 @@ REFUSED = [
                "pipeline_model_parallel_layout": "Et*8|t*8|t*8|t*8L"}, "set global_batch_size to 2 or more"),
     # Precision and optimizer
     ("dense", {"params_dtype": "float16"}, r"params_dtype \('float16'\) is unknown; use one of bf16"),
+    ("dense", {"params_dtype": "fp16", "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te",
+               "transformer_engine": (2, 19)}, r"^cross_entropy_fusion_impl \(te\) .* Engine 2.19 .*native"),
     ("dense", {"fp8": "yes"}, r"fp8 \('yes'\)"),
     ("dense", {"fp8": "hybrid", "fp8_recipe": "custom"}, "fp8_recipe"),
     ("dense", {"fp8_param": True}, "fp8_param .* needs fp8"),

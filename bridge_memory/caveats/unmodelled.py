@@ -149,6 +149,14 @@ def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
             Effect.UP,
             order="two copies of in_proj's output, of one layer",
         )
+    if impl.deterministic_mode and any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
+        # ssm/gated_delta_net.py: torch_chunk_gated_delta_rule, and torch's convolution.
+        yield Unmodelled(
+            "deterministic_mode with gated delta nets: their rule runs in torch operations in fp32, which save what "
+            "its kernel does not; counted as the kernel",
+            Effect.UP,
+            order="some 100 to 200 bytes for each feature of the values of a token, in every such layer",
+        )
     tp = run.parallel.tp
     if limits.full_qk_norm and tp > 1:
         # Megatron Bridge 0.3.1 models/olmoe/olmoe_provider.py: OLMoESelfAttention builds norms of all the heads on

@@ -87,19 +87,15 @@ def chunk_inventory(
         links += tail_links(tail, model, shape, ctx, pending[len(links) :])
     elif tail:
         links += tail_links(tail, model, shape, ctx, [NOTHING_WAITS] * len(tail))
+    keeps_output = not ctx.impl.deallocate_pipeline_outputs
     if not links:
-        return compose([(_passed_on(ctx.hidden_bytes), 1)], ctx.hidden_bytes)
+        return compose([(_passed_on(ctx.hidden_bytes), 1)], ctx.hidden_bytes, kept=keeps_output * ctx.hidden_bytes)
     alone = not (shape.layers or shape.embedding or model.hybrid)
     if alone and not holds_final_norm(model, shape, ctx):
         # Depths and losses get a copy of what was received.
         links.insert(0, (_passed_on(received_states(model, shape) * ctx.hidden_bytes), 1))
     if not reached(model, shape, ctx):
-        # A variable holds the input until the end, though the first layer does not save it.
-        held = [0 if link.label is Label.EMBEDDING else ctx.hidden_bytes for link, _ in links]
-        links = [
-            (link._replace(forward_peak=link.forward_peak + more), count)
-            for (link, count), more in zip(links, held, strict=True)
-        ]
+        links = _with_held_input(links, ctx)
     if shape.output and ctx.impl.distillation != "none":
         # The teacher has run: its logits stay until the loss, which counts them itself.
         theirs = ctx.tokens * (ctx.padded_vocab // ctx.tp) * ctx.act
@@ -124,7 +120,7 @@ def chunk_inventory(
     if concurrent is not None:
         links = with_engine(links, concurrent)
     sent = 0 if shape.output else (1 + shape.num_depths) * ctx.hidden_bytes
-    return compose(links, sent, kept=0 if ctx.impl.deallocate_pipeline_outputs else sent)
+    return compose(links, sent, kept=keeps_output * sent)
 
 
 def _passed_on(hidden_bytes: int) -> Link:
@@ -136,6 +132,18 @@ def _passed_on(hidden_bytes: int) -> Link:
         lambda: "copy of what was received", lambda: "gradient of what was received",
         more=(((Part.LAYER_INPUT, Provenance.FORMULA), hidden_bytes),),
     )
+
+
+def _with_held_input(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:
+    """``gpt_model.py: GPTModel.forward`` holds decoder_input until the end, also where no layer saves it. The first
+    layer, whose input it is, counts it itself."""
+    after = [(link._replace(forward_peak=link.forward_peak + ctx.hidden_bytes), n) for link, n in links]
+    first = next((i for i, (link, _) in enumerate(links) if link.label is not Label.EMBEDDING), len(links))
+    kept = links[:first]
+    if first < len(links):
+        link, count = links[first]
+        kept += [(link, 1), *([(after[first][0], count - 1)] if count > 1 else [])]
+    return kept + after[first + 1 :]
 
 
 def _with_first_input(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:

@@ -287,7 +287,7 @@ def _configure(run: RunSpec, config: Any, wrapped: list[Any], adam: Any) -> None
     """Set what training loops set on the config after building model and optimizer (``training.py: train``)."""
     from megatron.core.distributed import finalize_model_grads
 
-    config.deallocate_pipeline_outputs = True  # set by Megatron-LM and Bridge
+    config.deallocate_pipeline_outputs = run.implementation.deallocate_pipeline_outputs
     config.grad_scale_func = adam.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if len(wrapped) > 1:

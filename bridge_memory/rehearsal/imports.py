@@ -53,10 +53,19 @@ class _NoLaunch:
         return lambda *args, **kwargs: None
 
 
+class _Config:
+    """One configuration of a kernel, of which megatron-core 0.19 reads the sizes where it is to be deterministic
+    (``ssm/ops/determinism.py: autotune_configs``)."""
+
+    def __init__(self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 3, **_: object) -> None:
+        self.kwargs, self.num_warps, self.num_stages = kwargs, num_warps, num_stages
+
+
 class _Triton(types.ModuleType):
     """``triton`` and its submodules: decorators of kernels, the arithmetic of grids, any other name."""
 
     __version__ = "3.4.0"
+    Config = _Config
 
     @staticmethod
     def jit(function: Any = None, **_: object) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from bridge_memory.rehearsal.megatron_config import layers_of
 from bridge_memory.rehearsal.patches.replace import replaced
 from bridge_memory.rehearsal.world import NotBuildable
-from bridge_memory.spec import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLPSpec, MoESpec, RunSpec
+from bridge_memory.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, MambaSpec, MLPSpec, MoESpec, RunSpec
 
 
 def gpt_block_spec(run: RunSpec, config: Any, vp_stage: int | None) -> tuple[Any, Any]:
@@ -127,26 +127,48 @@ def _local_layers(config: Any, vp_stage: int | None) -> list[int]:
 
 
 def hybrid_pattern(run: RunSpec) -> str:
-    """``hybrid_override_pattern``: M (Mamba), * (attention), - (MLP), E (MoE), one letter per layer."""
-    letters = []
-    for layer in run.model.layers:
-        if isinstance(layer.mixer, MambaSpec) and layer.ffn is None:
-            letters.append("M")
-        elif isinstance(layer.mixer, AttentionSpec) and layer.ffn is None:
-            letters.append("*")
-        elif layer.mixer is None and isinstance(layer.ffn, MLPSpec):
-            letters.append("-")
-        elif layer.mixer is None and isinstance(layer.ffn, MoESpec):
-            letters.append("E")
-        else:
-            raise NotBuildable("a layer of a hybrid model is a mixer or a feed-forward block, not both")
-    return "".join(letters)
+    """``hybrid_override_pattern``: M (Mamba), * (attention), - (MLP), E (MoE), one letter per layer; from 0.17 on
+    followed by "/" and the letters of every MTP depth."""
+    patterns = [run.model.layers]
+    if run.model.mtp_layer is not None:
+        depth = run.model.mtp_layer
+        parts = [LayerSpec(depth.mixer, None), LayerSpec(None, depth.ffn)]
+        patterns += [tuple(x for x in parts if x.mixer or x.ffn)] * run.model.mtp_num_layers
+    return "/".join("".join(map(_letter, layers)) for layers in patterns)
+
+
+def _letter(layer: LayerSpec) -> str:
+    if isinstance(layer.mixer, MambaSpec) and layer.ffn is None:
+        return "M"
+    if isinstance(layer.mixer, AttentionSpec) and layer.ffn is None:
+        return "*"
+    if layer.mixer is None and isinstance(layer.ffn, MLPSpec):
+        return "-"
+    if layer.mixer is None and isinstance(layer.ffn, MoESpec):
+        return "E"
+    raise NotBuildable("a layer of a hybrid model is a mixer or a feed-forward block, not both")
 
 
 def hybrid_te_spec() -> Any:
     from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 
     return mamba_stack_spec
+
+
+def _local_mtp_spec(norm: Any, linear: Any) -> Any:
+    """``hybrid_layer_specs.py: _hybrid_mtp_block_spec`` with local modules."""
+    from megatron.core.transformer import multi_token_prediction as mtp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    depth = mtp.MultiTokenPredictionLayerSubmodules(
+        enorm=norm, hnorm=norm, eh_proj=linear, mtp_model_layer=None, layer_norm=norm
+    )
+    return ModuleSpec(
+        module=mtp.MultiTokenPredictionBlock,
+        submodules=mtp.MultiTokenPredictionBlockSubmodules(
+            layer_specs=[ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=depth)]
+        ),
+    )
 
 
 def hybrid_spec(config: Any, mamba: MambaSpec | None) -> Any:
@@ -179,9 +201,11 @@ def hybrid_spec(config: Any, mamba: MambaSpec | None) -> Any:
             num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
         )
 
-    experts = (
-        {"moe_layer": half(layer(config.num_moe_experts), TransformerLayer, False)} if config.num_moe_experts else {}
-    )
+    more: dict[str, Any] = {}
+    if config.num_moe_experts:
+        more["moe_layer"] = half(layer(config.num_moe_experts), TransformerLayer, False)
+    if config.mtp_num_layers:
+        more["mtp_block_spec"] = _local_mtp_spec(norm, backend.column_parallel_linear())
     return ModuleSpec(
         module=MambaStack,
         submodules=MambaStackSubmodules(
@@ -206,6 +230,6 @@ def hybrid_spec(config: Any, mamba: MambaSpec | None) -> Any:
             ),
             attention_layer=half(layer(None), TransformerLayer, True),
             mlp_layer=half(layer(None), MLPLayer, False),
-            **experts,
+            **more,
         ),
     )  # fmt: skip

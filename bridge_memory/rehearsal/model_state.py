@@ -132,6 +132,8 @@ def optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
     with tensors_call_themselves_cuda():
         top = optimizer(run, wrapped)
         for part in getattr(top, "chained_optimizers", [top]):
+            if part.optimizer is None:
+                continue  # of parameters that are all frozen (``distrib_optimizer.py: is_stub_optimizer``)
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = torch.empty_like(parameter)

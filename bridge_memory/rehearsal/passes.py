@@ -11,7 +11,7 @@ import torch
 from bridge_memory.rehearsal.megatron_config import TORCH_DTYPES
 from bridge_memory.rehearsal.patches.replace import META
 from bridge_memory.rehearsal.results import PassRecord
-from bridge_memory.rehearsal.tracker import SavedRecord, Tracker
+from bridge_memory.rehearsal.tracker import Alive, SavedRecord, Tracker
 from bridge_memory.spec import RunSpec
 
 
@@ -56,13 +56,19 @@ def end_of_pass(out: torch.Tensor) -> tuple[Any, torch.Tensor]:
     return torch.autograd.graph.get_gradient_edge(out), torch.empty_like(out)
 
 
-#: The name of a tensor that another stage sent.
-_RECEIVED_INPUT = "received input"
-_RECEIVED = (_RECEIVED_INPUT, "empty")
+#: The names of tensors that the schedule refers to between the passes: what another stage sent, and what is sent on.
+_RECEIVED_INPUT, _SENT_OUTPUT = "received input", "sent output"
 
 
-def measured_passes(tracker: Tracker, forward: Any) -> PassRecord:
-    """Run ``forward``, which returns the loss or the output, and its backward twice; measure the second time."""
+def _the_schedules(alive: Alive) -> bool:
+    return (alive.module, alive.made_by) == (_RECEIVED_INPUT, "empty") or alive.module == _SENT_OUTPUT
+
+
+def measured_passes(tracker: Tracker, forward: Any, *, keeps_output: bool = False) -> PassRecord:
+    """Run ``forward``, which returns the loss or the output, and its backward twice; measure the second time.
+
+    ``keeps_output``: the output stays until backward is over (no ``deallocate_pipeline_outputs``).
+    """
     run_backward(*end_of_pass(forward()))
     gc.collect()
     collecting = gc.isenabled()
@@ -74,20 +80,23 @@ def measured_passes(tracker: Tracker, forward: Any) -> PassRecord:
         forward_peak = tracker.peak()
         edge = torch.autograd.graph.get_gradient_edge(end)
         made = (end.shape, end.dtype)
+        kept = end.detach() if keeps_output else None
+        if kept is not None:
+            tracker.name(kept, _SENT_OUTPUT)
         del end
         persistent = before & tracker.keys()
         saved = tuple(tracker.saved(persistent))
         held = tuple(tracker.held(persistent))
         # An input that no layer saves, as in a chunk without layers, is kept by the schedule (``schedules.py``:
-        # input_tensors).
-        received = [a for a in held if (a.module, a.made_by) == _RECEIVED]
-        held = tuple(a for a in held if a not in received)
-        saved += tuple(SavedRecord("", _RECEIVED_INPUT, (), "bytes", a.bytes) for a in received)
+        # input_tensors), and so is an output that it does not free (output_tensors).
+        saved += tuple(SavedRecord("", a.module, (), "bytes", a.bytes) for a in held if _the_schedules(a))
+        held = tuple(a for a in held if not _the_schedules(a))
         tracker.in_backward = True
         tracker.reset_peak()
         run_backward(edge, torch.empty(made[0], dtype=made[1], device=META))
         del edge
         backward_peak = tracker.peak()
+        del kept
         tracker.in_backward = False
         left = tuple(tracker.alive(tracker.keys() - persistent))
         forward_peak, backward_peak = tracker.without(persistent, forward_peak, backward_peak)
@@ -162,7 +171,8 @@ def run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
             output: torch.Tensor = out
             return output
 
-        return measured_passes(tracker, forward)
+        keeps_output = not (run.implementation.deallocate_pipeline_outputs or chunk.post_process)
+        return measured_passes(tracker, forward, keeps_output=keeps_output)
 
 
 def _states_received(chunk: Any) -> int:

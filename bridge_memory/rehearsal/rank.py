@@ -14,7 +14,7 @@ from bridge_memory.rehearsal import patches, te_kernels
 from bridge_memory.rehearsal.patches.modules import has_te
 from bridge_memory.rehearsal.refusals import refuse_what_is_ignored
 from bridge_memory.rehearsal.world import NotBuildable, RehearsalUnavailable, fake_world, quiet, refusals_named
-from bridge_memory.spec import AttentionSpec, MoESpec, RunSpec
+from bridge_memory.spec import AttentionSpec, GatedDeltaNetSpec, MoESpec, RunSpec
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.ranks import rank_of_stage
 
@@ -48,8 +48,15 @@ def on_rank(run: RunSpec, rank: int, supported: tuple[str, ...] = ()) -> Iterato
             "cp_comm_type (a2a+p2p) is not rehearsed: a run does not say how its ranks are grouped "
             "(hierarchical_context_parallel_sizes); p2p is"
         )
-    if run.implementation.moe_router_fusion and run.model.has_experts and not has_te():
-        raise RehearsalUnavailable("moe_router_fusion (True) takes its kernels from Transformer Engine; add that here")
+    for option in ("moe_router_fusion", "moe_permute_fusion"):
+        if getattr(run.implementation, option) and run.model.has_experts and not has_te():
+            raise RehearsalUnavailable(f"{option} (True) takes its kernels from Transformer Engine; add that here")
+    mixers = limits_of(run.model).mixers
+    if run.batch.packed_sequences and run.parallel.cp > 1 and any(isinstance(m, GatedDeltaNetSpec) for m in mixers):
+        raise RehearsalUnavailable(
+            f"packed_sequences (True) with context_parallel_size ({run.parallel.cp}) is not rehearsed in gated delta "
+            "nets, which reorder tokens by the lengths of the sequences; drop one of them"
+        )
     _check_loss(run)
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     with (

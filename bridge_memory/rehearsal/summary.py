@@ -101,6 +101,7 @@ def rows(rehearsal: Rehearsal) -> list[ComparedQuantity]:
         dynamic_peak(
             run.parallel.pp, stage, run.num_microbatches, costs,
             group_size=run.parallel.microbatch_group_size_per_vp_stage, hidden_bytes=ctx.hidden_bytes,
+            keeps_outputs=not run.implementation.deallocate_pipeline_outputs,
         ).bytes
         for costs in (stage_costs(inventories), found)
     ]  # fmt: skip

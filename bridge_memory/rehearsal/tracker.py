@@ -211,6 +211,10 @@ class Tracker(TorchDispatchMode):
             if not storage.module:
                 storage.module = name
 
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Name the storage of this tensor."""
+        self._live[tensor.untyped_storage()._cdata].module = name
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bridge_memory.cards.generations import DEFAULT_GENERATION, GENERATIONS, since_hopper
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE, TE_GROUPED_GEMM
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE, SINKS_ARE_NOT_DETERMINISTIC, TE_GROUPED_GEMM
 from bridge_memory.spec.engine_options import TORCH_IMPLEMENTATIONS
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.fields import (
@@ -565,7 +565,7 @@ class ImplementationSpec(Checked):
 
         "auto" is resolved as Transformer Engine does (``dot_product_attention/utils.py: get_attention_backend``):
         unfused before Ampere (compute capability 8.0), FlashAttention before Hopper, cuDNN from Hopper on. On Blackwell
-        with ``deterministic_attention`` it is FlashAttention, since cuDNN's backward is not deterministic there.
+        with ``deterministic_attention`` it is FlashAttention, see ``cudnn_attends``.
         """
         if not self.te or self.attention_backend in ("unfused", "local"):
             return "unfused"
@@ -573,8 +573,14 @@ class ImplementationSpec(Checked):
             return self.attention_backend
         if self.gpu_arch in WITHOUT_ATTENTION_KERNELS:
             return "unfused"
-        needs_flash = self.prefers_flash or (self.gpu_arch == "blackwell" and self.deterministic_attention)
-        return "flash" if needs_flash else "fused"
+        return "flash" if self.prefers_flash or not self.cudnn_attends() else "fused"
+
+    def cudnn_attends(self, *, sink: bool = False) -> bool:
+        """Whether cuDNN's attention is as deterministic as ``deterministic_attention`` asks (``get_attention_backend``:
+        "Filter: Determinism"): in training on Hopper alone. ``sink``: with a softmax sink."""
+        if not self.deterministic_attention:
+            return True
+        return self.gpu_arch == "hopper" and not (sink and SINKS_ARE_NOT_DETERMINISTIC(self))
 
     @property
     def deterministic_attention(self) -> bool:

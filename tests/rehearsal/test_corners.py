@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from parameters_of import stage_parameters
 
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.presets import list_presets
+from bridge_memory.rehearsal.imports import placeholder_packages
 from bridge_memory.rehearsal.model import NotBuildable, build_chunks
 from bridge_memory.rehearsal.patches.replace import replaced
 from bridge_memory.rehearsal.rank import on_rank
@@ -158,3 +160,13 @@ def test_what_a_release_has_not_is_not_replaced() -> None:
     """Where a whole module is missing, what would be in it is None."""
     with replaced(None, "tracker", {}), replaced(pytest, "no_such_name", 1):
         assert not hasattr(pytest, "no_such_name")
+
+
+def test_a_placeholder_of_triton_has_kernels_with_configurations() -> None:
+    """Which megatron-core 0.19 compares when it is to be deterministic (``ssm/ops/determinism.py``)."""
+    with placeholder_packages("triton"):
+        triton = importlib.import_module("triton")
+        found = [triton.Config({"BLOCK_SIZE_M": size}, num_warps=4, num_stages=2) for size in (128, 64)]
+    assert [(c.kwargs, c.num_warps, c.num_stages) for c in found] == [
+        ({"BLOCK_SIZE_M": 128}, 4, 2), ({"BLOCK_SIZE_M": 64}, 4, 2)
+    ]  # fmt: skip

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ pytest.importorskip("megatron.core")
 from scripts_of import load_script
 
 differential = load_script("differential")
-Case, Stack, Campaign = differential.Case, differential.Stack, differential.Campaign
+cases = load_script("differential_cases")
+Case, Stack, Campaign = cases.Case, cases.Stack, differential.Campaign
 LOCAL = Stack(None, None)
 
 
@@ -26,26 +28,56 @@ LOCAL = Stack(None, None)
 
 
 def test_every_flag_of_a_run_is_drawn_or_named_with_the_reason() -> None:
-    dependent = {name for names in differential.TOGETHER for name in names}
-    known = {*differential.drawn_alone(), *dependent, *differential.WITH_SIZES, *differential.NOT_DRAWN}
-    assert known == {flag.names.split()[0] for flag in differential.FLAGS}
+    dependent = {name for names in cases.TOGETHER for name in names}
+    known = {*cases.drawn_alone(), *dependent, *cases.WITH_SIZES, *cases.NOT_DRAWN}
+    assert known == {flag.names.split()[0] for flag in cases.FLAGS}
 
 
 def test_a_seed_draws_the_same_cases_and_another_seed_others() -> None:
     models = ["meta-llama/Llama-2-7b-hf", "Qwen/Qwen3-30B-A3B"]
-    first = differential.cases_of(3, 12, [LOCAL], models)
-    assert first == differential.cases_of(3, 12, [LOCAL], models)
-    assert first[:6] == differential.cases_of(3, 6, [LOCAL], models)
-    assert first != differential.cases_of(4, 12, [LOCAL], models)
+    first = cases.cases_of(3, 12, [LOCAL], models)
+    assert first == cases.cases_of(3, 12, [LOCAL], models)
+    assert first[:6] == cases.cases_of(3, 6, [LOCAL], models)
+    assert first != cases.cases_of(4, 12, [LOCAL], models)
 
 
 def test_what_is_drawn_is_a_command_line_of_rehearse_that_mostly_fits() -> None:
-    cases = [case for _, case in differential.cases_of(1, 60, [LOCAL], differential.list_presets())]
-    for case in cases:
-        differential.parse(case)
-    assert sum(map(differential.is_accepted, cases)) >= 45
-    assert len({case.model for case in cases}) > 25
-    assert len({flag for case in cases for flag, _ in case.options}) > 40
+    drawn = [case for _, case in cases.cases_of(1, 60, [LOCAL], cases.list_presets())]
+    for case in drawn:
+        cases.parse(case)
+    assert sum(cases.is_accepted(case, LOCAL) for case in drawn) >= 45
+    assert len({case.model for case in drawn}) > 25
+    assert len({flag for case in drawn for flag, _ in case.options}) > 40
+
+
+def test_what_is_drawn_reaches_the_corners() -> None:
+    """Of 2,000 draws for Transformer Engine, all of one seed: every value, and every flag that has one, comes up."""
+    rng, models = Random(5), cases.list_presets()
+    drawn = [cases.sample(rng, "transformer_engine", models) for _ in range(2000)]
+    given: dict[str, set[str]] = {}
+    for case in drawn:
+        for flag, value in case.options:
+            given.setdefault(flag, set()).add(value)
+    for flag, values in {
+        "--vpp": (2, 3, 4, 8), "--ep": (3, 6, 12), "--seq-length": (131072,), "--micro-batch-size": (8,),
+        "--fp4": ("e2m1",), "--peft": ("lora",),
+    }.items():  # fmt: skip
+        assert {str(value) for value in values} <= given[flag], flag
+    assert {
+        "--rank", "--packed-sequences", "--no-deallocate-pipeline-outputs", "--moe-z-loss-coeff",
+        "--moe-router-padding-for-quantization", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16",
+    } <= set(given)  # fmt: skip
+    ends = {"--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage"}
+    assert any(ends <= {flag for flag, _ in case.options} for case in drawn)
+    packed = [dict(case.options) for case in drawn if ("--packed-sequences", "") in case.options]
+    assert any(options.get("--attention-backend") == "unfused" for options in packed)
+    layouts = [text.split("|") for text in given["--pipeline-model-parallel-layout"]]
+    assert any(first == "E" for first, *_ in layouts) and any(last == "L" for *_, last in layouts)
+    assert any("m" in "".join(before) for *before, _ in layouts)
+    odd = [json.loads(case.model) for case in drawn if case.model.startswith("{")]
+    public = [json.loads(Path(cases.preset_path(name)).read_text(encoding="utf-8")) for name in models]
+    for key in ("num_attention_heads", "num_key_value_heads", "vocab_size", "num_experts", "hybrid_override_pattern"):
+        assert {c[key] for c in odd if key in c} - {c.get(key) for c in public}, key
 
 
 # ---- making it small ----
@@ -67,6 +99,13 @@ def test_options_go_one_by_one_and_numbers_are_lowered_while_the_failure_stays()
     case = Case("a/model", options)
     small = differential.shrunk(case, differential.failure_of(judged(case)), judged)
     assert small.options == (("--tp", "2"), ("--fp8", "hybrid"))
+
+
+def test_an_odd_config_gives_way_to_the_preset_that_it_is_of() -> None:
+    text = json.dumps({"_name_or_path": "a/model", "vocab_size": 3})
+    case = Case(text, (("--tp", "2"),))
+    assert case.argv() == ["--custom-config", text, "--tp", "2"]
+    assert differential.shrunk(case, differential.failure_of(off("SAVED")), lambda _: off("SAVED")).model == "a/model"
 
 
 def test_a_smaller_case_that_fails_otherwise_is_not_it() -> None:
@@ -127,12 +166,12 @@ def test_the_same_comes_of_cases_however_many_processes_work() -> None:
 def test_every_case_is_written_when_it_is_done_and_stacks_take_turns() -> None:
     """A campaign that is stopped has cases of every stack: none waits for those of another."""
     other = Stack("/another", None)
-    cases = [((LOCAL, other)[i % 2], Case(f"m{i}", ())) for i in range(4 * differential.CASES_A_PROCESS)]
+    drawn = [((LOCAL, other)[i % 2], Case(f"m{i}", ())) for i in range(4 * differential.CASES_A_PROCESS)]
     written: list[int] = []
     run = Campaign(command=(sys.executable, "-c", CHILD), write=lambda line: written.append(line["case"]))
-    run.run(cases)
+    run.run(drawn)
     turn = differential.CASES_A_PROCESS
-    assert [cases[i][0] for i in written[::turn]] == [LOCAL, other, LOCAL, other]
+    assert [drawn[i][0] for i in written[::turn]] == [LOCAL, other, LOCAL, other]
 
 
 def test_a_process_has_no_more_memory_than_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +235,7 @@ def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.
     """Of what is written the first case is believed, the second was cut off and is run."""
     lines = tmp_path / "found.jsonl"
     argv = ["--models", "meta-llama/Llama-3.2-1B", "--shrink", "0", "--jsonl", str(lines), "--resume"]
-    ((stack, case), _) = differential.cases_of(1, 2, [LOCAL], ["meta-llama/Llama-3.2-1B"])
+    ((stack, case), _) = cases.cases_of(1, 2, [LOCAL], ["meta-llama/Llama-3.2-1B"])
     held = {"case": 0, "stack": stack.title(), "command": case.text(), "outcome": differential.NOT_TRIED, "why": "so"}
     lines.write_text(json.dumps(held) + '\n{"case": 1, "sta')
     assert differential.main([*argv, "--cases", "2"]) in (0, 1)
@@ -236,7 +275,7 @@ KNOWN = (
 @pytest.mark.slow
 def test_two_hundred_layouts_of_local_modules() -> None:
     """State exact, saved bytes and both peaks within half a per cent in 99 of 100, nothing that stops."""
-    found = Campaign().run(differential.cases_of(11, 200, [LOCAL], differential.list_presets()))
+    found = Campaign().run(cases.cases_of(11, 200, [LOCAL], cases.list_presets()))
     outcomes = Counter(f.result["outcome"] for f in found)
     assert outcomes[differential.COMPARED] >= 120, outcomes
     unknown = [(f, failure) for f in found if (failure := differential.failure_of(f.result)) and not known(f, failure)]

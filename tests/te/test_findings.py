@@ -66,6 +66,10 @@ COMMANDS = {
     "--attention-backend unfused",
     "an embedding alone, of several sequences": "meta-llama/Llama-3.2-1B --num-layers 3 --pp 2 --num-gpus 4 --tp 2 "
     "--pipeline-model-parallel-layout E|t|t|tL --vpp 2 --seq-length 1024 --micro-batch-size 2 --stage 0",
+    "an output that stays once it is sent": "meta-llama/Llama-3.2-1B --num-layers 4 --pp 2 --num-gpus 2 "
+    "--seq-length 1024 --no-deallocate-pipeline-outputs --stage 0",
+    "of a chunk without layers": "meta-llama/Llama-3.2-1B --num-layers 3 --pp 4 --num-gpus 4 --seq-length 1024 "
+    "--pipeline-model-parallel-layout Et|tt||L --no-deallocate-pipeline-outputs --stage 2",
     "ranks beyond the query groups, nothing rotated": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 --num-layers 12 "
     "--seq-length 1024 --tp 4",
 }

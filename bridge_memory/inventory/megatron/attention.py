@@ -18,7 +18,6 @@ from bridge_memory.releases import (
     MASK_MADE_BY_EACH_LAYER,
     QKV_OUTPUT_HELD,
     RING_SUMS_EACH_STEP,
-    SINKS_ARE_NOT_DETERMINISTIC,
     SOFTMAX_MAKES_A_GRADIENT,
     STEPS_OF_ALL_GATHER_DROPPED,
 )
@@ -492,11 +491,11 @@ def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = Tru
         return "fused"
     if chosen == "unfused" or ctx.params_dtype == "fp32":
         return "unfused"
-    if sink and ctx.impl.deterministic_attention and SINKS_ARE_NOT_DETERMINISTIC(ctx.impl):
-        return "unfused"
-    by_choice = ctx.impl.attention_backend == "auto" and ctx.impl.prefers_flash
-    if sink or (by_choice and not equal_heads and not FLASH_PADS_VALUES(ctx.impl)):
-        chosen = "fused"
+    if ctx.impl.attention_backend == "auto":
+        takes_flash = not sink and (equal_heads or FLASH_PADS_VALUES(ctx.impl))
+        takes_fused = ctx.impl.cudnn_attends(sink=sink)
+        if not (takes_flash if chosen == "flash" else takes_fused):
+            chosen = "flash" if takes_flash else "fused" if takes_fused else "unfused"
     if chosen == "fused" and window and ctx.attention_dropout:
         return "unfused" if sink else "flash"
     return chosen

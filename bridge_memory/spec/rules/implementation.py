@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bridge_memory.releases import LOSS_REFUSES_FP16
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.limits import Limits
 from bridge_memory.spec.parts import ImplementationSpec
@@ -20,6 +21,12 @@ def check_implementation(run: RunSpec, limits: Limits) -> None:
         raise SpecError(
             f"packed_sequences (True) does not go with transformer_impl ({i.transformer_impl}), whose attention takes "
             "none; use transformer_engine"
+        )
+    fused_by_te = i.te and i.cross_entropy_loss_fusion and i.cross_entropy_fusion_impl == "te"
+    if fused_by_te and run.precision.params_dtype == "fp16" and LOSS_REFUSES_FP16(i):
+        raise SpecError(
+            f"cross_entropy_fusion_impl (te) does not take params_dtype (fp16) in {LOSS_REFUSES_FP16} and later; use "
+            "native"
         )
     if i.defer_embedding_wgrad_compute:  # MPC
         if p.pipeline_model_parallel_size == 1:
