@@ -444,3 +444,17 @@ def test_sent_outputs_that_stay_are_in_the_step_over_time() -> None:
     check(estimate(run))
 
 
+
+
+def test_what_the_generator_found_is_refused_or_estimated() -> None:
+    """A layout of virtual stages, which Megatron-DeepSpeed has not; a base in 4 bits without adapters, whose weights
+    are then all there is of it."""
+    pipeline = {"world_size": 2, "pipeline_model_parallel_size": 2}
+    llama = RunSpec(model="meta-llama/Llama-3.2-1B")
+    of_deepspeed = {"engine": "megatron_deepspeed", **pipeline}
+    estimate(llama.with_fields(**of_deepspeed, pipeline_model_parallel_layout="Et*8|t*8L"))
+    with pytest.raises(SpecError, match="has virtual stages, which engine megatron_deepspeed has not"):
+        llama.with_fields(**of_deepspeed, pipeline_model_parallel_layout="Et*4|t*4|t*4|t*4L")
+    quantized = {"engine": "single", "load_in_4bit": True, "peft.scheme": "lora", "peft.dim": 0}
+    (stage,) = estimate(llama.with_fields(**quantized)).stages
+    assert stage.gradients_bytes == 0 and 0 < stage.weights_bytes < 2 * stage.parameters

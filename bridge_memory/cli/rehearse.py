@@ -160,8 +160,25 @@ def described(args: argparse.Namespace) -> RunSpec:
     return spec
 
 
+def _as_flags(spec: RunSpec) -> list[str]:
+    """Flags that make ``estimate`` of the same command line the estimate of ``spec``, as far as what is installed
+    decides: releases, and what cannot run without Transformer Engine."""
+    from bridge_memory.releases import release_words
+
+    i = spec.implementation
+    flags = ["--megatron-core", release_words(i.megatron_core)]
+    if i.te and i.transformer_engine is not None:
+        flags += ["--transformer-engine", release_words(i.transformer_engine)]
+    if not i.te:
+        flags += ["--transformer-impl", i.transformer_impl]
+        flags += ["--no-moe-grouped-gemm"] * (spec.model.has_experts and not i.moe_grouped_gemm)
+    return flags
+
+
 def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[str]) -> int:
     spec = on_meta(spec, why_not, notes)
+    if args.megatron_args is None and args.container is None and args.bridge_recipe is None:
+        notes.append(f"predicted: as `estimate` with {' '.join(_as_flags(spec))}")
     if args.layer is not None:
         return _one_layer(args, spec, notes)
     from bridge_memory.rehearsal.run import rehearse
@@ -173,8 +190,8 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
         json.dump(
             {
                 "schema": "bridge-memory/rehearsal/2", "model": spec.model.name, "rank": done.rank,
-                "stage": done.stage, "device": "cpu", "notes": notes, "rows": [r.as_json() for r in table],
-                "shared": shared(done),
+                "stage": done.stage, "device": "cpu", "notes": notes, "flags": _as_flags(spec),
+                "rows": [r.as_json() for r in table], "shared": shared(done),
             },
             sys.stdout, indent=2,
         )  # fmt: skip

@@ -203,6 +203,38 @@ def test_mbridges_own_config_makes_the_rank_that_is_predicted(
         assert rows[name]["difference"] == 0, name
 
 
+#: Command lines whose rehearsal differs from the estimate's defaults: experts one by one, releases, ring attention.
+PREDICTED = {
+    "experts": "Qwen/Qwen3-30B-A3B --num-layers 2 --num-gpus 4 --ep 2 --seq-length 512",
+    "experts over a pipeline": "deepseek-ai/DeepSeek-V2-Lite --num-layers 4 --mtp-num-layers 0 --num-gpus 4 --pp 2 "
+    "--ep 2 --seq-length 512",
+    "dense, TP and recomputation": "meta-llama/Llama-3.2-1B --num-layers 4 --num-gpus 4 --tp 2 --seq-length 512 "
+    "--recompute-granularity selective --recompute-modules mlp",
+    "context parallel": "meta-llama/Llama-3.2-1B --num-layers 4 --num-gpus 4 --cp 2 --seq-length 512",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PREDICTED)
+def test_the_predicted_column_is_the_estimate_of_the_run_it_names(
+    case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``flags``: what is installed decides; with them ``estimate`` has every number of the column."""
+    words = PREDICTED[case].split()
+    code = main(["rehearse", *words, "--json"])
+    said = capsys.readouterr()
+    if code == 2 and "needs Transformer Engine" in said.err:
+        pytest.skip("context parallelism needs Transformer Engine's Python")
+    assert code == 0, said.err
+    found = json.loads(said.out)
+    rows = {row["name"]: row["predicted"] for row in found["rows"]}
+    assert main(["estimate", *words, *found["flags"], "--json"]) == 0
+    stage = json.loads(capsys.readouterr().out)["stages"][found["stage"]]
+    assert rows["peak"] == stage["peak_bytes"]
+    assert rows["parameters (elements)"] == stage["parameters"]
+    assert (rows["weights"], rows["gradients"]) == (stage["weights_bytes"], stage["gradients_bytes"])
+    assert rows["optimizer state"] == stage["optimizer_bytes"]
+
+
 LAYER = [
     "rehearse", "Qwen/Qwen2-7B", "--tp", "2", "--num-gpus", "4", "--seq-length", "512", "--transformer-impl", "local",
     "--layer", "3",

@@ -12,6 +12,7 @@ from bridge_memory.spec.engine_options import (
 )
 from bridge_memory.spec.errors import SpecError, show
 from bridge_memory.spec.fields import Checked, called
+from bridge_memory.spec.layout_string import parse_layout_string
 from bridge_memory.spec.parts import ENGINE_OPTIONS, TORCH_OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -22,12 +23,11 @@ _DEFAULTS: dict[str, Checked] = {
 }  # fmt: skip
 #: Fields of megatron-core's data parallelism and optimizers: group, field, the value that means "not used".
 _OF_MEGATRON: tuple[tuple[str, str, Any], ...] = (
-    ("parallel", "num_distributed_optimizer_instances", 1), ("parallel", "pipeline_model_parallel_layout", None),
-    ("data_parallel", "overlap_grad_reduce", False), ("data_parallel", "overlap_param_gather", False),
-    ("data_parallel", "bucket_size", None), ("optimizer", "use_precision_aware_optimizer", False),
-    ("optimizer", "use_layer_wise_distributed_optimizer", False), ("optimizer", "optimizer_cpu_offload", False),
-    ("optimizer", "log_params_norm", False), ("precision", "fp8", None),
-    ("precision", "fp32_residual_connection", False),
+    ("parallel", "num_distributed_optimizer_instances", 1), ("data_parallel", "overlap_grad_reduce", False),
+    ("data_parallel", "overlap_param_gather", False), ("data_parallel", "bucket_size", None),
+    ("optimizer", "use_precision_aware_optimizer", False), ("optimizer", "use_layer_wise_distributed_optimizer", False),
+    ("optimizer", "optimizer_cpu_offload", False), ("optimizer", "log_params_norm", False),
+    ("precision", "fp8", None), ("precision", "fp32_residual_connection", False),
 )  # fmt: skip
 _SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
@@ -91,6 +91,11 @@ def _check_outside(run: RunSpec) -> None:
         raise SpecError(
             f"virtual_pipeline_model_parallel_size ({p.virtual_pipeline_model_parallel_size}) is not supported with "
             f"engine {d.engine}; drop it"
+        )
+    if p.pipeline_model_parallel_layout and len(parse_layout_string(p.pipeline_model_parallel_layout)) > p.pp:
+        raise SpecError(
+            f"pipeline_model_parallel_layout ({show(p.pipeline_model_parallel_layout)}) has virtual stages, which "
+            f"engine {d.engine} has not; give pipeline_model_parallel_size ({p.pp}) stages"
         )
     for group, name, off in _OF_MEGATRON:
         value = getattr(getattr(run, group), name)
