@@ -112,6 +112,8 @@ MANY = {
     # One expert a rank, whose map backward keeps; a router that keeps its own.
     "local expert": space("mistralai/Mixtral-8x7B-v0.1", 16, "vpp", moe_token_dispatcher_type="allgather"),
     "fused router": space("mistralai/Mixtral-8x7B-v0.1", 16, "vpp", moe_router_fusion=True),
+    # FlashAttention's splits count the heads of a rank.
+    "deterministic": space("meta-llama/Llama-3.1-8B", 16, "cp", deterministic_mode=True, gpu_arch="ampere"),
     "sequence parallel off": space("meta-llama/Llama-3.1-8B", 8, "split", sequence_parallel=False),
 }  # fmt: skip
 

@@ -149,6 +149,20 @@ def test_unfused_attention(name: str, dtype: str, seq: int) -> None:
     check(run, saved=1e-4, peaks=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [None, "fp32"])
+def test_fused_router(dtype: str | None) -> None:
+    """Its scores are fp32 from 2.13 on, whatever the logits are."""
+    router = {"moe_router_fusion": True, "moe_permute_fusion": True, "moe_router_dtype": dtype}
+    check(run_of("fine experts", tp=2, ep=4, **router), saved=1e-4)
+
+
+@pytest.mark.parametrize(("model", "arch"), [("gqa", "blackwell"), ("gqa", "ampere"), ("sink", "hopper")])
+@pytest.mark.usefixtures("backends")
+def test_deterministic_attention(model: str, arch: str) -> None:
+    """FlashAttention, with a gradient for each split; from 2.12 on none of both kernels for sinks."""
+    check(run_of(model, tp=4, gpu_arch=arch, nvte_deterministic=True), saved=1e-4, peaks=1e-4)
+
+
 def test_dense_layer_by_hand() -> None:
     """TP1, s = 4096, b = 1, h = 4096, 32 heads and 8 groups of 128, f = 14336, bf16.
 
