@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bridge_memory.cards.generations import DEFAULT_GENERATION, GENERATIONS, since_hopper
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE, SINKS_ARE_NOT_DETERMINISTIC, TE_GROUPED_GEMM
+from bridge_memory.releases import (
+    DEFAULT_MEGATRON_CORE,
+    DETERMINISTIC_ON_BLACKWELL,
+    SINKS_ARE_NOT_DETERMINISTIC,
+    TE_GROUPED_GEMM,
+)
 from bridge_memory.spec.engine_options import TORCH_IMPLEMENTATIONS
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.fields import (
@@ -577,10 +582,12 @@ class ImplementationSpec(Checked):
 
     def cudnn_attends(self, *, sink: bool = False) -> bool:
         """Whether cuDNN's attention is as deterministic as ``deterministic_attention`` asks (``get_attention_backend``:
-        "Filter: Determinism"): in training on Hopper alone. ``sink``: with a softmax sink."""
+        "Filter: Determinism"): in training on Hopper and newer. ``sink``: with a softmax sink."""
         if not self.deterministic_attention:
             return True
-        return self.gpu_arch == "hopper" and not (sink and SINKS_ARE_NOT_DETERMINISTIC(self))
+        if sink and SINKS_ARE_NOT_DETERMINISTIC(self):
+            return False
+        return self.gpu_arch == "hopper" or (self.gpu_arch == "blackwell" and DETERMINISTIC_ON_BLACKWELL(self))
 
     @property
     def deterministic_attention(self) -> bool:

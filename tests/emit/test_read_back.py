@@ -22,7 +22,7 @@ from bridge_memory.emit.commands import Emitted
 from bridge_memory.emit.megatron_args import megatron_arguments
 from bridge_memory.readers.config_container import run_of_container
 from bridge_memory.readers.megatron_args import container, run_from_megatron_args
-from bridge_memory.releases import Running
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Running
 from bridge_memory.spec.canonical import canonical
 from bridge_memory.spec.run import GROUPS
 
@@ -255,7 +255,7 @@ def bridge_reads_back(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> bool:
         for name, module in bridges_modules().items():
             patched.setitem(sys.modules, name, module)
         exec(emitted.commented, {"cfg": config})
-    released = {"megatron_core": (0, 16), "transformer_engine": None, "torch": None, **running(run, emitted.left)}
+    released = {"megatron_core": DEFAULT_MEGATRON_CORE, "transformer_engine": None, "torch": None, **running(run, emitted.left)}
     read = run_of_container(
         config, Running(**released), world_size=run.parallel.world_size, bridge=(0, 6),
         gpu_arch=emitted.left.get("implementation.gpu_arch", "hopper"),
