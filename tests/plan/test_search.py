@@ -320,8 +320,7 @@ def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: py
     import bridge_memory.plan.megatron.many as many
     import bridge_memory.plan.megatron.search as module
 
-    for where, name, whole in ((many.Memory, "peaks", ()), (module, "peaks", ("--engine", "megatron_fsdp",
-                               "--data-parallel-sharding-strategy", "optim_grads_params"))):
+    for where, name, as_arrays in ((many.Memory, "peaks", True), (module, "peaks", False)):
         real, calls = getattr(where, name), []
 
         def interrupted(*arguments: object, real: Any = real, calls: list[object] = calls) -> object:
@@ -332,8 +331,11 @@ def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: py
 
         with monkeypatch.context() as patch:
             patch.setattr(where, name, interrupted)
-            assert main([*SMALL, *whole]) == 0
-        assert "stopped early" in capsys.readouterr().out
+            if not as_arrays:
+                patch.setattr(module, "find_spec", lambda _: None)
+            assert main(SMALL) == 0
+        said = capsys.readouterr().out
+        assert "stopped early" in said and ("numpy is not installed" in " ".join(said.split())) != as_arrays
 
 
 def test_what_is_not_in_the_numbers_is_said(capsys: pytest.CaptureFixture[str]) -> None:
