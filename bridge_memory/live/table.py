@@ -9,7 +9,7 @@ from bridge_memory.calibration.records import StageRecord
 from bridge_memory.components import GIB
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
-from bridge_memory.report.units import format_ticks, ticks
+from bridge_memory.report.answer import room_words
 from bridge_memory.residual import SIGN, SIGN_PERCENT, percent, residual
 from bridge_memory.spec.unmodelled import bounds
 from bridge_memory.verdict import Verdict, limit_of, verdict_of
@@ -91,15 +91,9 @@ def verdict(prediction: Prediction | None, records: Sequence[StageRecord], world
     order = (Verdict.DOES_NOT_FIT, Verdict.UNKNOWN, Verdict.FITS)
     answer = next(word for word in order if word in words)
     left, stage, peak, card, _ = min(one for one in judged if one[-1] is answer)
-    # The margin takes the rounding, as in an estimate's line, so that the numbers add up.
-    usable, top, free = (ticks(nbytes, "GiB") for nbytes in (card, peak, left))
-    shown = [format_ticks(number, "GiB") for number in (top, usable - top - free, usable, abs(free))]
-    room = f"{shown[3]} free" if left >= 0 else f"over by {shown[3]}"
+    counted, room = room_words(card, peak, left, f"stage {stage}")
     why = "; features that are not modelled decide" if answer is Verdict.UNKNOWN else ""
-    return [
-        f"verdict: {answer}: predicted peak {shown[0]} (stage {stage}) + margin {shown[1]} of {shown[2]} GiB, "
-        f"{room}{why}"
-    ]
+    return [f"verdict: {answer}: predicted {counted}, {room}{why}"]
 
 
 def _gib(value: int | None) -> str:

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 from bridge_memory.estimation import Estimate
 from bridge_memory.files import read_text
+from bridge_memory.report.answer import fit_ticks
 from bridge_memory.report.document import Bullets, Chart, Drawn, Pairs, Words
 from bridge_memory.report.page.data import page_data
 from bridge_memory.report.table import ALL_MODELLED, alike
-from bridge_memory.report.units import format_bytes, format_count, format_ticks, ticks
+from bridge_memory.report.units import format_bytes, format_count, format_ticks
 from bridge_memory.verdict import Fit
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -249,8 +250,8 @@ def _gpu_table(data: dict[str, Any]) -> str:
     heads = [("GPU", False), ("usable", True), ("peak", True), ("margin", True), ("free", True), ("verdict", False)]
     rows = []
     for g in data["gpus"]:
-        usable, peak, free = (ticks(g[key], "GiB") for key in ("capacity_bytes", "peak_bytes", "headroom_bytes"))
-        numbers = [f"{format_ticks(n, 'GiB')} GiB" for n in (usable, peak, usable - peak - free, free)]
+        of_card = fit_ticks(g["capacity_bytes"], g["peak_bytes"], g["headroom_bytes"], "GiB")
+        numbers = [f"{format_ticks(n, 'GiB')} GiB" for n in of_card]
         rows.append((g["gpu"], *numbers, g["verdict"] + (f": no {g['lacks']}" if g["lacks"] else "")))
     return _table("margin: CUDA context, NCCL buffers and fragmentation; usable = peak + margin + free", heads, rows)
 
