@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from bridge_memory.estimation import estimate
-from bridge_memory.readers.config_container import run_from_config_container
+from bridge_memory.readers.config_container import run_from_config_container, run_of_container
+from bridge_memory.releases import Running
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.unmodelled import Effect, as_feature
 
@@ -158,3 +159,18 @@ def test_the_order_of_a_teacher_is_that_of_its_weights_and_logits() -> None:
     weights = (32 * (4 * 4096**2 + 3 * 4096 * 14336) + 2 * 128_256 * 4096) * 2 / 4
     assert f"{weights / 2**30:.1f} GiB of its weights" in found.order
     assert "2.0 GiB each time" in found.order
+
+
+@pytest.mark.parametrize(("bridge", "fused"), [((0, 3), False), ((0, 6), True)], ids=["0.3", "0.6"])
+def test_bridge_switches_fused_weight_gradients_off_with_megatron_fsdp(bridge: tuple[int, int], fused: bool) -> None:
+    """``ConfigContainer.validate`` of 0.3.1 sets the field; that of 0.6.2 leaves it."""
+    config = namespace(
+        model__gradient_accumulation_fusion=True, model__tensor_model_parallel_size=1,
+        model__pipeline_model_parallel_size=1, ddp__use_megatron_fsdp=True,
+        ddp__data_parallel_sharding_strategy="optim_grads",
+    )  # fmt: skip
+    run = run_of_container(config, Running(), world_size=4, bridge=bridge)
+    assert run.data_parallel.engine == "megatron_fsdp"
+    assert run.implementation.gradient_accumulation_fusion is fused
+    plain = namespace(model__gradient_accumulation_fusion=True)
+    assert run_of_container(plain, Running(), bridge=bridge).implementation.gradient_accumulation_fusion

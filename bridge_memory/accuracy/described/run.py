@@ -28,6 +28,7 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec import ModelSpec, RunSpec, SpecError, show
 from bridge_memory.spec.parts import ENGINE_OPTIONS, MEGATRON_ENGINES
+from bridge_memory.spec.run import GROUPS
 from bridge_memory.spec.unmodelled import Effect
 
 
@@ -54,11 +55,11 @@ def read_run(row: Mapping[str, Any]) -> Reading:
     read_framework(row.get("framework") or "", draft)
     generation = read_gpu(row.get("gpu"), draft)
     named = args.get("model") if isinstance(args, Mapping) else None
-    model = read_model([str(t) for t in (named, row.get("model")) if t], draft)
     rest = {k: v for k, v in args.items() if k != "model"} if isinstance(args, Mapping) else args
     read_words(draft, rest, "config.args", KEYS)
     read_words(draft, parallel, "config.parallel", {**KEYS, **SIZES})
     read_words(draft, config.get("env") or {}, "config.env", KEYS)
+    model = read_model([str(t) for t in (named, row.get("model")) if t], draft)
     _from_id(row, draft)
     draft.state("implementation.gpu_arch", generation)
     _releases(draft)
@@ -70,11 +71,13 @@ def read_run(row: Mapping[str, Any]) -> Reading:
     _recomputation(draft, model)
     _implementation(draft, model, generation)
     fields = _with_defaults(draft, model)
-    base = RunSpec(model=model)
-    stated = {name: value for name, value in fields.items() if not name.startswith("model.")}
-    run = base.with_fields(**stated)
-    run = replace(
-        run, assumptions=(*run.assumptions, *draft.assumptions), not_modelled=(*run.not_modelled, *draft.unmodelled)
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in fields.items():
+        group, _, member = name.partition(".")
+        groups.setdefault(group, {})[member] = value
+    built: dict[str, Any] = {group: GROUPS[group](**members) for group, members in groups.items()}
+    run = RunSpec(
+        model=model, **built, assumptions=tuple(draft.assumptions), not_modelled=tuple(draft.unmodelled)
     )
     stage = draft.facts.get("stage")
     if stage is not None and not 0 <= stage < run.parallel.pp:
@@ -198,9 +201,10 @@ def _sizes(draft: Draft, row: Mapping[str, Any], model: ModelSpec) -> None:
     for name in ("seq_length", "micro_batch_size"):
         if f"batch.{name}" not in draft.stated:
             raise SpecError(f"{name} is not stated; give it")
-    batch = draft.stated.get("batch.global_batch_size")
-    if batch is None:
-        micro, ranks = draft.stated["batch.micro_batch_size"], max(1, world // (tp * pp * cp))
+    micro, ranks = draft.stated["batch.micro_batch_size"], max(1, world // (tp * pp * cp))
+    if "microbatches" in draft.facts:
+        draft.state("batch.global_batch_size", micro * ranks * draft.facts["microbatches"])
+    if "batch.global_batch_size" not in draft.stated:
         draft.state("batch.global_batch_size", micro * ranks * (1 if pp == 1 else pp))
         draft.assume("global_batch_size is not stated: counted as the fewest microbatches that fill the pipeline")
 
@@ -227,11 +231,9 @@ def _changed(model: ModelSpec, draft: Draft) -> ModelSpec:
     if model.position_embedding_type == "learned_absolute" and seq > model.max_position_embeddings:
         changes["max_position_embeddings"] = seq
         draft.assume(f"the table of learned positions is as long as the sequence ({seq})")
-    for name, word, own in (
-        ("layers", "num_layers", model.num_layers), ("hidden size of the row", "hidden_size", model.hidden_size)
-    ):
-        if draft.facts.get(name, own) != own:
-            raise SpecError(f"{word} ({draft.facts[name]}) is not that of {model.name} ({own}); correct one")
+    hidden = draft.facts.get("hidden size of the row", model.hidden_size)
+    if hidden != model.hidden_size:
+        raise SpecError(f"hidden_size ({hidden}) is not that of {model.name} ({model.hidden_size}); correct one")
     return replace(model, **changes) if changes else model
 
 
@@ -289,6 +291,13 @@ def _optimizer(draft: Draft) -> None:
             draft.state("deepspeed.offload_optimizer_device", "cpu")
         else:
             draft.state("optimizer.optimizer_cpu_offload", True)
+    if facts.get("weights offloaded"):
+        if ENGINE_OPTIONS.get(engine) == "deepspeed":
+            draft.state("deepspeed.offload_param_device", "cpu")
+        elif engine in ("fsdp1", "fsdp2"):
+            draft.state("fsdp.offload_params", True)
+        else:
+            raise SpecError(f"offloaded weights are not of engine {engine}; correct one")
     if facts.get("optimizer of torch") and not megatron:
         draft.state("optimizer.torch_implementation", facts["optimizer of torch"])
     if "lora" in facts:

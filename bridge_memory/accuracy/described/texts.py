@@ -110,7 +110,8 @@ def _dense(draft: Draft, match: Match) -> None:
 PRECISION: tuple[Phrase, ...] = (
     phrase(rf"(?P<dtype>{_DTYPE}){_MIXED}", lambda d, m: _fp8(d, m) if _DTYPES[m["dtype"]] == "fp8" else _dtype(d, m)),
     phrase(rf"(?P<dtype>{_DTYPE}) (?:main )?(?:grads?|gradients?|gradient buffers?|reductions?|reduce)", _gradients),
-    phrase(rf"(?:main )?(?:grads?|gradients?|gradient buffers?|reductions?) (?:in )?(?P<dtype>{_DTYPE})", _gradients),
+    phrase(rf"(?:main )?(?:grads?|gradients?|gradient buffers?|reductions?) (?:reduced )?(?:in )?(?P<dtype>{_DTYPE})",
+           _gradients),
     phrase(rf"(?:grad_reduce_in_fp32|accumulate_allreduce_grads_in_fp32){_ON}",
            lambda d, m: d.state("data_parallel.grad_reduce_in_fp32", _is_on(m))),
     phrase(rf"(?:fp8|float8)[ _-](?P<recipe>{_RECIPE})", _fp8), phrase(rf"(?P<recipe>{_RECIPE}) (?:fp8|float8)", _fp8),
@@ -132,7 +133,11 @@ PRECISION: tuple[Phrase, ...] = (
     phrase(r"dense(?: te)?(?: linears?| layers?)?(?: only)?", _dense), phrase(r"te linears?|linears?"),
     phrase(r"(?:dense(?: linears?)? ?(?:and|\+|&) ?)?(?:routed )?experts(?: in)? fp8|fp8(?: routed)? experts|"
            r"dense ?(?:and|\+|&) ?(?:routed )?experts|all linears", lambda d, m: d.fact("fp8", True)),
-    phrase(r"amax history(?: len(?:gth)?)? ?\d{1,5}|max|most_recent|most recent|margin \d+"),
+    phrase(r"amax history(?: len(?:gth)?)? ?\d{1,5}|max|most_recent|most recent|(?:margin|interval) \d+"),
+    phrase(r"fp32 (?:local )?accumulation", lambda d, m: d.leave_out(
+        "gradients that are added up in fp32 before their reduction: not counted", Effect.UP,
+        "2 bytes for each parameter of a bucket")),
+    phrase(r"row-?wise(?: scaling)?|tensor-?wise(?: scaling)?(?= float8|$)|incl(?:uding|\.)?(?= experts)"),
     phrase(r"fp8 (?:attention|dpa|dot product attention)", precision__fp8_dot_product_attention=True),
     phrase("amp|o1|o2|native"), phrase(r"true|on"),
 )  # fmt: skip
@@ -154,11 +159,15 @@ def _eight_bit(draft: Draft, match: Match) -> None:
 
 
 def _offloaded(draft: Draft, match: Match) -> None:
-    draft.fact("optimizer offloaded", True)
+    share = match.groupdict().get("share")
+    draft.fact("optimizer offloaded", share != "0")
+    if share not in (None, "0", "100"):
+        draft.state("optimizer.optimizer_offload_fraction", int(match["share"]) / 100)
 
 
 def _main(draft: Draft, match: Match) -> None:
-    draft.state(f"optimizer.main_{match['what']}_dtype", _DTYPES[match["dtype"]])
+    what = "grads" if match["what"].startswith("grad") else "params"
+    draft.state(f"optimizer.main_{what}_dtype", _DTYPES[match["dtype"]])
 
 
 _BOTH = r"(?:exp_avg ?(?:/|,|and|&) ?exp_avg_sq|(?:both )?(?:adam )?(?:moments?|states?|optimizer states?))"
@@ -171,7 +180,8 @@ OPTIMIZER: tuple[Phrase, ...] = (
            lambda d, m: d.state("optimizer.use_precision_aware_optimizer", _is_on(m))),
     phrase(rf"{_BOTH} (?:in )?(?P<dtype>{_DTYPE})", _moments), phrase(rf"(?P<dtype>{_DTYPE}) {_BOTH}", _moments),
     phrase(rf"(?P<one>exp_avg|exp_avg_sq)[ =:]*(?:in )?(?P<dtype>{_DTYPE})", _moments),
-    phrase(rf"main[_ ](?P<what>grads|params)(?:[_ ]dtype)?[ =:]*(?:in )?(?P<dtype>{_DTYPE})", _main),
+    phrase(rf"(?:main|master)[_ ](?P<what>grads|gradients|params|parameters|weights)"
+           rf"(?:[_ ]dtype)?[ =:]*(?:in )?(?P<dtype>{_DTYPE})", _main),
     phrase(r"(?:no|without|non)[ -](?:a )?distributed optimizer", data_parallel__use_distributed_optimizer=False),
     phrase(rf"(?:use_)?(?:distributed|dist)[ _]?opt(?:imizer)?{_ON}|distributed|zero-?1",
            lambda d, m: d.state("data_parallel.use_distributed_optimizer", _is_on(m))),
@@ -179,6 +189,8 @@ OPTIMIZER: tuple[Phrase, ...] = (
            _eight_bit),
     phrase(r"(?:deepspeed)?cpu[_ ]?adamw?(?: offload(?:ed)?)?|(?:cpu |fully )?offload(?:ed|ing)?(?: to (?:cpu|host))?",
            _offloaded),
+    phrase(r"layer[- ]wise(?: distributed optimizer)?", optimizer__use_layer_wise_distributed_optimizer=True),
+    phrase(r"(?:cpu )?offload(?:ed|ing)?(?: to (?:cpu|host))? (?P<share>\d{1,3}) ?%", _offloaded),
     phrase("fused", lambda d, m: d.fact("optimizer of torch", "fused")),
     phrase("foreach", lambda d, m: d.fact("optimizer of torch", "foreach")),
     phrase(r"(?:lr|learning rate|weight decay|beta[12s]?|eps)[ =:]*[\d.e-]+"), DOUBT,
@@ -238,7 +250,8 @@ RECOMPUTE: tuple[Phrase, ...] = (
     phrase(rf"none|off|false|no(?: (?:recompute|recomputation|ac|{_CHECKPOINTS}))?|disabled|without(?: recomputation)?",
            _granularity("none")),
     phrase(r"(?:config|recipe|trainer|preset)(?: default)?", _granularity("the configuration's")),
-    phrase(r"modules?|recompute|recomputation|activations?|layers?|true|(?:every )?layer"), DOUBT, _AMOUNT,
+    phrase(r"modules?|recompute|recomputation|activations?|layers?|true|(?:every )?layer|\d+ checkpoints?|s?ac"),
+    DOUBT, _AMOUNT, phrase("(?P<option>op)", _selective_ac),
 )  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------
@@ -256,7 +269,8 @@ DISPATCHER: tuple[Phrase, ...] = (
     phrase("all[-_ ]?gather|ag", implementation__moe_token_dispatcher_type="allgather"),
     phrase("alltoall_seq", implementation__moe_token_dispatcher_type="alltoall_seq"),
     phrase("flex", implementation__moe_token_dispatcher_type="flex"),
-    phrase("(?:flex ?)?(?P<backend>deep-?ep|hybrid-?ep)", _backend), DOUBT,
+    phrase("(?:flex ?)?(?P<backend>deep-?ep|hybrid-?ep)", _backend), DOUBT, phrase("backend|dispatcher"),
+    phrase(r"(?P<n>\d{1,3}) sms?", lambda d, m: d.state("implementation.moe_flex_dispatcher_num_sms", int(m["n"]))),
 )  # fmt: skip
 EXPERTS: tuple[Phrase, ...] = (
     phrase(r"te(?:[_ ]?grouped(?:[_ ]?(?:gemm|mlp))?)?|grouped(?:[_ ]?gemm)?", implementation__moe_grouped_gemm=True),
@@ -334,6 +348,7 @@ def _natural(draft: Draft, match: Match) -> None:
 
 DATA: tuple[Phrase, ...] = (
     phrase(r"(?:real|natural|web|synthetic|random|mock|dummy)(?: text| data| tokens)?|text|data|c4|squad|wikitext"),
+    phrase("sft|chat|instructions?|pretraining"),
     phrase("natural routing|unbalanced routing|imbalanced routing", _natural),
     phrase(r"(?:balanced|forced|force-balanced|uniform) routing|forced load balancing"),
     phrase(r"packed(?: sequences?)?|(?:sequence )?packing|thd", _packed),
@@ -355,6 +370,18 @@ EXTRAS: tuple[Phrase, ...] = (
     phrase(r"tiled[ _]?(?:mlp|loss|logits|compute)|tiledmlp|alst", lambda d, m: d.leave_out(
         f"{m.group()}: whole tensors are counted", Effect.DOWN, "all tiles but one of an MLP or of the logits")),
 )  # fmt: skip
+
+
+def _weights_offloaded(draft: Draft, match: Match) -> None:
+    draft.fact("weights offloaded", True)
+
+
+OFFLOADED: tuple[Phrase, ...] = (
+    phrase(r"(?:optim(?:izer)?(?: states?)?)(?: offload(?:ed|ing)?)?", _offloaded),
+    phrase(r"(?:weights?|param(?:eter)?s?)(?: offload(?:ed|ing)?)?", _weights_offloaded),
+    phrase("none|off|false|no|cpu|host"),
+)  # fmt: skip
+EXTRAS = (*EXTRAS, *OFFLOADED[:2])
 
 
 def _state_of_scan(draft: Draft, match: Match) -> None:

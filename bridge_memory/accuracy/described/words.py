@@ -65,10 +65,12 @@ def _flag(name: str, phrases: Sequence[Phrase]) -> Read:
     """A field that is a flag, or words about it."""
 
     def read(draft: Draft, value: object, where: str) -> None:
-        if isinstance(value, str) and value.strip().lower() not in ("true", "false", "on", "off", "yes", "no"):
-            read_phrases(value, phrases, draft, where)
+        first, _, rest = value.partition(",") if isinstance(value, str) else (value, "", "")
+        if not isinstance(first, str) or first.strip().lower() in ("true", "false", "on", "off", "yes", "no"):
+            draft.state(FIELDS[name][0], as_flag(first, where))
+            read_phrases(rest, phrases, draft, where)
         else:
-            draft.state(FIELDS[name][0], as_flag(value, where))
+            read_phrases(value, phrases, draft, where)
 
     return read
 
@@ -250,8 +252,26 @@ def _untied(untied: bool) -> Read:
 
 
 def _switch(draft: Draft, value: object, where: str) -> None:
-    """A switch of something that its number of layers or its modules say."""
-    as_flag(value, where)
+    """A switch of something that its number of layers or its modules say, or these modules."""
+    if isinstance(value, (list, tuple)) or (isinstance(value, str) and value.startswith("[")):
+        state_field(draft, "offload_modules", value)
+    else:
+        as_flag(value, where)
+
+
+def _offloads(draft: Draft, value: object, where: str) -> None:
+    """What is in host memory, in words."""
+    read_phrases(value, texts.OFFLOADED, draft, where)
+
+
+def _left_out(effect: Effect, order: str) -> Read:
+    """A switch of a feature that is not modelled."""
+
+    def read(draft: Draft, value: object, where: str) -> None:
+        if as_flag(value, where):
+            draft.leave_out(f"{where.rpartition('.')[2]}: not counted", effect, order)
+
+    return read
 
 
 def _registered(draft: Draft, value: object, where: str) -> None:
@@ -303,7 +323,8 @@ KEYS: dict[str, Read] = {
     **dict.fromkeys(("packed", "packed_sequences"), _flag("packed_sequences", texts.DATA)),
     **dict.fromkeys(("fp32_ssm_state", "ssm_state"), _text(texts.SSM_STATE)),
     **dict.fromkeys(("vocab", "vocab_size", "vocabulary"), _vocabulary),
-    **dict.fromkeys(("mtp", "mtp_num_layers", "mtp_layers"), _fact("mtp")), "num_layers": _fact("layers"),
+    **dict.fromkeys(("mtp", "mtp_num_layers", "mtp_layers"), _fact("mtp")),
+    **dict.fromkeys(("num_layers", "layers"), _fact("layers")),
     "hidden_size": _fact("hidden size of the row"),
     **dict.fromkeys(("bias_gelu_fusion", "bias_swiglu_fusion"), _as("bias_activation_fusion")),
     "ddp_bucket_size": _as("bucket_size"),
@@ -314,7 +335,15 @@ KEYS: dict[str, Read] = {
     "moe_enable_deepep": _deepep, "moe_layer_recompute": _recomputes("moe"),
     "recompute_activations": _recomputes("core_attn"), "grad_reduce_in_bf16": _gradients_in_bf16,
     "moe_router_padding_for_fp8": _as("moe_router_padding_for_quantization"), "nccl_ub": _registered,
-    "num_virtual_stages_per_pipeline_rank": _as("virtual_pipeline_model_parallel_size"),
+    **dict.fromkeys(("num_virtual_stages_per_pipeline_rank", "virtual_pipeline", "virtual_pipeline_size"),
+                    _as("virtual_pipeline_model_parallel_size")),
+    **dict.fromkeys(("grad_accum", "gradient_accumulation_steps", "gradient_accumulation", "num_microbatches", "ga"),
+                    _fact("microbatches")),
+    **dict.fromkeys(("dp_shard", "data_parallel_shard_degree"), _as("fsdp_shard_degree")),
+    **dict.fromkeys(("float8", "quantize", "quantization"), _fp8),
+    **dict.fromkeys(("cpu_offload", "offload"), _offloads),
+    "async_tp": _left_out(Effect.EITHER, "symmetric buffers of a layer's gathered inputs"),
+    "loss_parallel": _left_out(Effect.DOWN, "logits of all ranks but this one"),
     "first_last_layers_bf16": _ends_in_bf16, "untie_embeddings_and_output_weights": _untied(True),
     "share_embeddings_and_output_weights": _untied(False),
     **dict.fromkeys(("cpu_offloading", "fine_grained_activation_offloading"), _switch),
@@ -339,7 +368,8 @@ KEYS: dict[str, Read] = {
     **dict.fromkeys(("full_args", "patch", "config", "ds_config", "recipe", "script"), _elsewhere),
     # Lengths of runs and what their hosts do; "timing_log_level", "NaN checks" and garbage collection are Python's.
     **dict.fromkeys(("steps", "host_bundle", "manual_gc", "job", "arm", "notes", "comment", "hardware", "nodes",
-                     "iterations", "train_iters", "log_interval", "model_name", "checkpoint", "warm_start"), _nothing),
+                     "iterations", "train_iters", "num_workers", "num_dataset_workers",
+                     "log_interval", "model_name", "checkpoint", "warm_start"), _nothing),
 }  # fmt: skip
 
 #: Words of ``config.parallel``; those of ``config.args`` are known there too.
