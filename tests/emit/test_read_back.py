@@ -255,7 +255,8 @@ def bridge_reads_back(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> bool:
         for name, module in bridges_modules().items():
             patched.setitem(sys.modules, name, module)
         exec(emitted.commented, {"cfg": config})
-    released = {"megatron_core": DEFAULT_MEGATRON_CORE, "transformer_engine": None, "torch": None, **running(run, emitted.left)}
+    defaults = {"megatron_core": DEFAULT_MEGATRON_CORE, "transformer_engine": None, "torch": None}
+    released = {**defaults, **running(run, emitted.left)}
     read = run_of_container(
         config, Running(**released), world_size=run.parallel.world_size, bridge=(0, 6),
         gpu_arch=emitted.left.get("implementation.gpu_arch", "hopper"),
