@@ -13,6 +13,7 @@ range as the nearer end of that range (every rule changes within it, so comparin
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 Release = tuple[int, int]
@@ -33,6 +34,9 @@ DEFAULT_TRANSFORMER_ENGINE = (2, 20)
 DEFAULT_MEGATRON_BRIDGE = (0, 6)
 #: PyTorch if unset.
 DEFAULT_TORCH = (2, 11)
+#: The oldest releases that an answer speaks of unasked: those that Megatron Bridge 0.3 runs with, and the oldest
+#: Transformer Engine that was compared with the real code.
+OLDEST_NAMED = {"megatron_core": (0, 15), "transformer_engine": (2, 11), "torch": (2, 6)}
 #: Engines and layers outside of Megatron: the release in whose sources their rules were read. No rule of theirs depends
 #: on the release, so there is no option for it.
 ENGINE_RELEASES = {"DeepSpeed": (0, 19), "torchtitan": (0, 2), "torchtune": (0, 6)}
@@ -47,7 +51,7 @@ class Releases(Protocol):
     """An object with the releases of a run; None: not known."""
 
     @property
-    def megatron_core(self) -> Release: ...
+    def megatron_core(self) -> Release | None: ...
     @property
     def transformer_engine(self) -> Release | None: ...
     @property
@@ -57,20 +61,40 @@ class Releases(Protocol):
 class Running(NamedTuple):
     """The releases of a run, for a reader that has no ImplementationSpec yet."""
 
-    megatron_core: Release = DEFAULT_MEGATRON_CORE
+    megatron_core: Release | None = None
     transformer_engine: Release | None = None
     torch: Release | None = None
 
 
-class Rule(NamedTuple):
-    """True from these releases on; None: the package does not matter."""
+class Watch(Protocol):
+    """What is asked of the rules of one run, and may answer otherwise: see ``decisive``."""
+
+    def asked(self, rule: Rule, holds: bool) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class Rule:
+    """True from these releases on; None: the package does not matter.
+
+    ``before`` and ``after``: what releases without and with it do, after "it", for rules that move peaks.
+    """
 
     core: Release | None = None
     te: Release | None = None
     torch: Release | None = None
+    before: str = ""
+    after: str = ""
+    #: Whether this process has asked it: only such a rule can decide one of its estimates.
+    was_asked: bool = False
 
     def __call__(self, impl: Releases) -> bool:
-        if self.core is not None and impl.megatron_core < self.core:
+        self.was_asked = True
+        watch: Watch | None = getattr(impl, "watch", None)
+        return self.holds(impl) if watch is None else watch.asked(self, self.holds(impl))
+
+    def holds(self, impl: Releases) -> bool:
+        """The answer, which nobody watches."""
+        if self.core is not None and (impl.megatron_core or DEFAULT_MEGATRON_CORE) < self.core:
             return False
         if self.te is not None and (impl.transformer_engine or DEFAULT_TRANSFORMER_ENGINE) < self.te:
             return False
@@ -88,6 +112,11 @@ class Rule(NamedTuple):
     def _named(self) -> list[tuple[str, Release]]:
         packages = (("megatron-core", self.core), ("Transformer Engine", self.te), ("PyTorch", self.torch))
         return [(package, release) for package, release in packages if release is not None]
+
+
+def core_of(impl: Releases) -> Release:
+    """The megatron-core whose rules apply."""
+    return impl.megatron_core or DEFAULT_MEGATRON_CORE
 
 
 class TransformersReleases(Protocol):
@@ -109,9 +138,17 @@ class TransformersRule(NamedTuple):
         return f"transformers {release_words(self.first)}"
 
 
-def since(*, core: Release | None = None, te: Release | None = None, torch: Release | None = None) -> Rule:
-    """A rule that holds from these releases on; if several are given, all must be reached."""
-    return Rule(core, te, torch)
+def since(
+    *,
+    core: Release | None = None,
+    te: Release | None = None,
+    torch: Release | None = None,
+    before: str = "",
+    after: str = "",
+) -> Rule:
+    """A rule that holds from these releases on; if several are given, all must be reached. ``before``, ``after``: what
+    releases do without it and with it, after "it"."""
+    return Rule(core, te, torch, before, after)
 
 
 def parse_release(text: str, field: str = "megatron_core") -> Release:
@@ -351,7 +388,9 @@ MTP_MODEL_LAYER = since(core=(0, 17))
 #: Hybrid models support full recomputation (``models/hybrid/hybrid_block.py: HybridStack.forward``); before,
 #: ``ssm/mamba_block.py: MambaStack.forward`` runs layers one by one in any case (selective recomputation works inside
 #: them).
-HYBRID_LAYERS_RECOMPUTED = since(core=(0, 18))
+HYBRID_LAYERS_RECOMPUTED = since(
+    core=(0, 18), before="ignores full recomputation in hybrid models", after="recomputes layers of hybrid models"
+)
 
 #: The flex dispatcher overlaps shared experts too (``transformer_config.py: TransformerConfig.__post_init__``).
 FLEX_OVERLAPS_SHARED_EXPERTS = since(core=(0, 18))

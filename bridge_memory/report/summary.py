@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bridge_memory.estimation import Estimate
 from bridge_memory.releases import (
+    DEFAULT_MEGATRON_CORE,
     DEFAULT_TORCH,
     DEFAULT_TRANSFORMER_ENGINE,
     ENGINE_RELEASES,
@@ -226,7 +227,7 @@ def _releases(run: RunSpec) -> str:
     engine = "DeepSpeed" if _of_deepspeed(run) else ""
     return _join(
         f"transformers {release_words(run.transformers.transformers_version)}" if i.torch_layers and not layers else "",
-        "" if i.torch_layers else f"megatron-core {release_words(i.megatron_core)}",
+        "" if i.torch_layers else named("megatron-core", i.megatron_core, DEFAULT_MEGATRON_CORE),
         named("Transformer Engine", i.transformer_engine, DEFAULT_TRANSFORMER_ENGINE) if i.te else "",
         named("torch", i.torch, DEFAULT_TORCH),
         *(named(name, None, ENGINE_RELEASES[name]) for name in (layers, engine) if name),
