@@ -12,6 +12,7 @@ from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.rehearsal.runnable import experts_one_by_one, on_meta, take_transformer_engine
+from bridge_memory.report.summary import runs_with
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import WITH_TRANSFORMERS
 
@@ -127,6 +128,7 @@ def _engine(args: argparse.Namespace) -> int:
         return 0
     ranks = spec.parallel.world_size
     print(f"{spec.model.name}: {spec.model.num_layers} layers, {spec.data_parallel.engine_title}, a rank of {ranks}")
+    print(runs_with(spec))
     for note in notes:
         print(f"note: {note}")
     print("\n".join(lines(table)))
@@ -180,6 +182,7 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
         sys.stdout.write("\n")
         return 0
     print(f"{spec.model.name}: rank {done.rank} of {spec.parallel.world_size}, pipeline stage {done.stage}")
+    print(runs_with(spec))
     for note in notes:
         print(f"note: {note}")
     print("\n".join([*lines(table), *(f"note: {text}" for text in shared(done))]))

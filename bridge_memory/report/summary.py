@@ -38,6 +38,11 @@ def configuration(result: Estimate) -> tuple[tuple[str, str], ...]:
     )
 
 
+def runs_with(run: RunSpec) -> str:
+    """The dtypes of weights, gradients and optimizer states, and the releases, in one line."""
+    return f"{_precision(run)}; {_releases(run)}"
+
+
 def _join(*parts: str) -> str:
     return ", ".join(part for part in parts if part)
 
