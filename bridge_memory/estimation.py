@@ -30,6 +30,7 @@ from bridge_memory.schedule.peak import dynamic_peak, peak_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.spec.ranks import stage_of_rank
+from bridge_memory.spec.unmodelled import NoEffect
 from bridge_memory.tapes.chain import AtPeak, ChunkInventory, EngineBytes, Label, Links
 from bridge_memory.tapes.context import TRACE_CACHE, BlockContext, context_of
 from bridge_memory.tapes.symbolic import largest
@@ -601,7 +602,7 @@ def _transient(name: str, nbytes: int, part: Part) -> Component:
 
 
 def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
-    out = []
+    out: list[str] = []
     impl = run.implementation
     if run.model.has_experts and not impl.moe_pad_expert_input_to_capacity:
         out.append(
@@ -624,5 +625,7 @@ def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
         asked.append("recompute_granularity (full)")
     if impl.cpu_offloading_num_layers and not offloaded_layers(run.model, ctx):
         asked.append(f"cpu_offloading_num_layers ({impl.cpu_offloading_num_layers})")
-    out += [f"{name} does nothing: megatron-core's stack of hybrid models does not ask for it" for name in asked]
+    out += [
+        NoEffect(f"{name} does nothing: megatron-core's stack of hybrid models does not ask for it") for name in asked
+    ]
     return tuple(out)

@@ -3,7 +3,11 @@
 A rule is named after what a release does, cites the function that does it, and is called with an object that has the
 releases of the run (an ``ImplementationSpec``)::
 
-    QKV_OUTPUT_HELD = since(core=(0, 15))
+    QKV_OUTPUT_HELD = since(
+    core=(0, 15),
+    before="frees q, k and v once they are rotated",
+    after="holds q, k and v as they were before the rotary embedding",
+)
     if QKV_OUTPUT_HELD(impl): ...
 
 Releases that are not known: an unset one counts as today's (``DEFAULT_...``), and a megatron-core outside the known
@@ -13,6 +17,7 @@ range as the nearer end of that range (every rule changes within it, so comparin
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 Release = tuple[int, int]
@@ -33,6 +38,9 @@ DEFAULT_TRANSFORMER_ENGINE = (2, 20)
 DEFAULT_MEGATRON_BRIDGE = (0, 6)
 #: PyTorch if unset.
 DEFAULT_TORCH = (2, 11)
+#: The oldest releases that an answer speaks of unasked: those that Megatron Bridge 0.3 runs with, and the oldest
+#: Transformer Engine that was compared with the real code.
+OLDEST_NAMED = {"megatron_core": (0, 15), "transformer_engine": (2, 11), "torch": (2, 6)}
 #: Engines and layers outside of Megatron: the release in whose sources their rules were read. No rule of theirs depends
 #: on the release, so there is no option for it.
 ENGINE_RELEASES = {"DeepSpeed": (0, 19), "torchtitan": (0, 2), "torchtune": (0, 6)}
@@ -47,7 +55,7 @@ class Releases(Protocol):
     """An object with the releases of a run; None: not known."""
 
     @property
-    def megatron_core(self) -> Release: ...
+    def megatron_core(self) -> Release | None: ...
     @property
     def transformer_engine(self) -> Release | None: ...
     @property
@@ -57,20 +65,40 @@ class Releases(Protocol):
 class Running(NamedTuple):
     """The releases of a run, for a reader that has no ImplementationSpec yet."""
 
-    megatron_core: Release = DEFAULT_MEGATRON_CORE
+    megatron_core: Release | None = None
     transformer_engine: Release | None = None
     torch: Release | None = None
 
 
-class Rule(NamedTuple):
-    """True from these releases on; None: the package does not matter."""
+class Watch(Protocol):
+    """What is asked of the rules of one run, and may answer otherwise: see ``decisive``."""
+
+    def asked(self, rule: Rule, holds: bool) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class Rule:
+    """True from these releases on; None: the package does not matter.
+
+    ``before`` and ``after``: what releases without and with it do, after "it", for rules that move peaks.
+    """
 
     core: Release | None = None
     te: Release | None = None
     torch: Release | None = None
+    before: str = ""
+    after: str = ""
+    #: Whether this process has asked it: only such a rule can decide one of its estimates.
+    was_asked: bool = False
 
     def __call__(self, impl: Releases) -> bool:
-        if self.core is not None and impl.megatron_core < self.core:
+        self.was_asked = True
+        watch: Watch | None = getattr(impl, "watch", None)
+        return self.holds(impl) if watch is None else watch.asked(self, self.holds(impl))
+
+    def holds(self, impl: Releases) -> bool:
+        """The answer, which nobody watches."""
+        if self.core is not None and (impl.megatron_core or DEFAULT_MEGATRON_CORE) < self.core:
             return False
         if self.te is not None and (impl.transformer_engine or DEFAULT_TRANSFORMER_ENGINE) < self.te:
             return False
@@ -88,6 +116,11 @@ class Rule(NamedTuple):
     def _named(self) -> list[tuple[str, Release]]:
         packages = (("megatron-core", self.core), ("Transformer Engine", self.te), ("PyTorch", self.torch))
         return [(package, release) for package, release in packages if release is not None]
+
+
+def core_of(impl: Releases) -> Release:
+    """The megatron-core whose rules apply."""
+    return impl.megatron_core or DEFAULT_MEGATRON_CORE
 
 
 class TransformersReleases(Protocol):
@@ -109,9 +142,17 @@ class TransformersRule(NamedTuple):
         return f"transformers {release_words(self.first)}"
 
 
-def since(*, core: Release | None = None, te: Release | None = None, torch: Release | None = None) -> Rule:
-    """A rule that holds from these releases on; if several are given, all must be reached."""
-    return Rule(core, te, torch)
+def since(
+    *,
+    core: Release | None = None,
+    te: Release | None = None,
+    torch: Release | None = None,
+    before: str = "",
+    after: str = "",
+) -> Rule:
+    """A rule that holds from these releases on; if several are given, all must be reached. ``before``, ``after``: what
+    releases do without it and with it, after "it"."""
+    return Rule(core, te, torch, before, after)
 
 
 def parse_release(text: str, field: str = "megatron_core") -> Release:
@@ -245,7 +286,11 @@ FSDP_ROOT_ALONE = since(core=(0, 19))
 #: (``transformer/experimental_attention_variant/dsa.py, dsa_kernels.py``); before, other operations run it.
 SPARSE_ATTENTION_KERNELS = since(core=(0, 19))
 #: Variables of ``multi_latent_attention.py: MultiLatentAttention.forward`` hold the latents.
-LATENTS_HELD = since(core=(0, 16))
+LATENTS_HELD = since(
+    core=(0, 16),
+    before="frees the latents of attention before its kernel runs",
+    after="holds the latents of attention while its kernel runs",
+)
 #: Values of packed sequences are padded to the width of keys (``multi_latent_attention.py:
 #: _prepare_mla_core_attention_value``).
 PACKED_VALUES_PADDED = since(core=(0, 18))
@@ -253,7 +298,11 @@ PACKED_VALUES_PADDED = since(core=(0, 18))
 GLU_OFFSET = since(core=(0, 15))
 #: The exchange back and the unpermutation are separate methods, so that no variable holds the sent tokens during the
 #: unpermutation (``moe_layer.py: MoELayer.combine, postprocess``).
-COMBINED_IN_TWO_STEPS = since(core=(0, 16))
+COMBINED_IN_TWO_STEPS = since(
+    core=(0, 16),
+    before="holds the exchanged tokens while they are unpermuted",
+    after="frees the exchanged tokens before they are unpermuted",
+)
 #: fc2 of shared experts that overlap the exchange runs where a variable holds the sent tokens (``token_dispatcher.py:
 #: MoEAlltoAllTokenDispatcher.token_combine``); before, in ``combine_postprocess``.
 SHARED_EXPERTS_FINISH_WITH_THE_EXCHANGE = since(core=(0, 18))
@@ -261,7 +310,11 @@ SHARED_EXPERTS_FINISH_WITH_THE_EXCHANGE = since(core=(0, 18))
 #: SharedExpertMLP.__init__``, ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``).
 SHARED_INPUT_KEPT = since(core=(0, 14))
 #: A variable of ``experts.py: TEGroupedMLP.forward`` holds fc1's output.
-FC1_OUTPUT_HELD = since(core=(0, 16))
+FC1_OUTPUT_HELD = since(
+    core=(0, 16),
+    before="frees the output of experts' fc1 early",
+    after="holds the output of experts' fc1 until fc2 is done",
+)
 #: Experts' rows in NVFP4 are padded to multiples of 128; before, of 64 (``quantization.py:
 #: get_align_size_for_quantization``).
 FP4_PADDED_TO_128 = since(te=(2, 12))
@@ -270,14 +323,22 @@ EXPERTS_FUSED_BY_OPS = since(core=(0, 18))
 #: The unfused permutation is a stable argsort of the whole routing map, [E, N]; the selected indices are a view, which
 #: keeps the int64 order of all of it alive. Before, masked_select saves the map and the probabilities by expert
 #: (``moe_utils.py: permute``).
-PERMUTED_BY_ARGSORT = since(core=(0, 17))
+PERMUTED_BY_ARGSORT = since(
+    core=(0, 17),
+    before="permutes tokens with masked_select",
+    after="permutes tokens by a sort of the whole routing map",
+)
 #: The auxiliary loss computes sigmoid scores in fp32 (``moe_utils.py: compute_routing_scores_for_aux_loss``).
 AUXILIARY_SCORES_IN_FP32 = since(core=(0, 17))
 #: Scores of the router stay in fp32 until they are normalized (``moe_utils.py: topk_routing_with_score_function``).
 ROUTER_SCORES_IN_FP32 = since(core=(0, 18))
 #: The gated delta net convolves [s, b, .], so that the convolution saves a view of in_proj's output instead of a copy;
 #: it norms queries and keys together, and computes g and beta in one kernel (``ssm/gated_delta_net.py``).
-DELTA_NET_TOKENS_FIRST = since(core=(0, 18))
+DELTA_NET_TOKENS_FIRST = since(
+    core=(0, 18),
+    before="copies the input of the convolution in gated delta nets",
+    after="convolves a view in gated delta nets",
+)
 #: The MoE router multiplies with Transformer Engine's GEMM in both implementations (``moe_utils.py:
 #: RouterGatingLinearFunction``).
 ROUTER_USES_TE_GEMM = since(core=(0, 14))
@@ -320,7 +381,11 @@ FSDP_ALIGNS_ROWS = since(core=(0, 14))
 #: the running unit (PGB: ``AllGatherPipeline.all_gather_params``; FSDP ``_init_fsdp_param_and_grad_buffer``).
 FSDP_PREFETCHES_AHEAD = since(core=(0, 14))
 #: That budget is at least one unit (the same function); before, a fixed billion elements wait.
-FSDP_PREFETCH_FITS_UNITS = since(core=(0, 16))
+FSDP_PREFETCH_FITS_UNITS = since(
+    core=(0, 16),
+    before="reduces gradients of up to a billion elements at once",
+    after="sizes its buckets by the units",
+)
 #: Gradients are copied into their bucket one by one, when they are made; before, when their unit's backward is done
 #: (FSDP ``_register_fsdp_hooks``: ``register_post_accumulate_grad_hook``).
 FSDP_REDUCES_EACH_PARAMETER = since(core=(0, 16))
@@ -329,7 +394,11 @@ FSDP_REDUCES_EACH_PARAMETER = since(core=(0, 16))
 FSDP_MAIN_DTYPES = since(core=(0, 17))
 #: Parameters outside of units stay gathered between steps (PGB: ``AllGatherPipeline.reset``), and their modules gather
 #: no units ahead after the first backward pass (FSDP ``_root_pre_backward`` marks all modules).
-FSDP_KEEPS_ROOT = since(core=(0, 18))
+FSDP_KEEPS_ROOT = since(
+    core=(0, 18),
+    before="frees parameters outside of units between steps",
+    after="keeps parameters outside of units gathered",
+)
 #: Mamba layers are units (``mcore_fsdp_adapter.py: FullyShardedDataParallel.__init__``).
 MAMBA_LAYERS_ARE_UNITS = since(core=(0, 19))
 
@@ -343,7 +412,11 @@ MTP_LOSS_OUTSIDE = since(core=(0, 14))
 MTP_BUILT_IN_FP8 = since(core=(0, 15))
 #: The losses of MTP depths are computed in a separate function; before, a variable of ``GPTModel._postprocess`` holds a
 #: depth's logits during the main loss.
-MTP_LOGITS_FREED = since(core=(0, 17))
+MTP_LOGITS_FREED = since(
+    core=(0, 17),
+    before="holds the logits of MTP depths during the main loss",
+    after="frees the logits of MTP depths before the main loss",
+)
 #: MTP supports packed sequences (``multi_token_prediction.py: MultiTokenPredictionLayer.forward``).
 MTP_TAKES_PACKED_SEQUENCES = since(core=(0, 16))
 #: A model with MTP has its final norm on the stage of its last decoder layer (``transformer_block.py:
@@ -361,14 +434,20 @@ MTP_MODEL_LAYER = since(core=(0, 17))
 #: Hybrid models support full recomputation (``models/hybrid/hybrid_block.py: HybridStack.forward``); before,
 #: ``ssm/mamba_block.py: MambaStack.forward`` runs layers one by one in any case (selective recomputation works inside
 #: them).
-HYBRID_LAYERS_RECOMPUTED = since(core=(0, 18))
+HYBRID_LAYERS_RECOMPUTED = since(
+    core=(0, 18), before="ignores full recomputation in hybrid models", after="recomputes layers of hybrid models"
+)
 
 #: The flex dispatcher overlaps shared experts too (``transformer_config.py: TransformerConfig.__post_init__``).
 FLEX_OVERLAPS_SHARED_EXPERTS = since(core=(0, 18))
 
 #: A discarded output is recomputed into its old storage; before, it is copied into that, and both storages stay
 #: (``tensor_parallel/random.py: CheckpointWithoutOutput._recompute``).
-RECOMPUTED_IN_PLACE = since(core=(0, 17))
+RECOMPUTED_IN_PLACE = since(
+    core=(0, 17),
+    before="keeps two storages of every output that it recomputes",
+    after="recomputes outputs into their old storage",
+)
 
 #: Gated delta nets support context parallelism by exchanging tokens for heads (TC; ``ssm/gated_delta_net.py``).
 DELTA_NETS_EXCHANGE_HEADS = since(core=(0, 18))
@@ -405,26 +484,50 @@ PROJ_KEEPS_ORIGINAL = since(core=(0, 14), te=(2, 6))
 UNEQUAL_HEADS_EXCHANGED = since(te=(2, 12))
 #: all_gather saves its output only; before, also those of its two steps (``context_parallel.py:
 #: AttnFuncWithCPAndKVAllGather``).
-STEPS_OF_ALL_GATHER_DROPPED = since(te=(2, 15))
+STEPS_OF_ALL_GATHER_DROPPED = since(
+    te=(2, 15),
+    before="saves the outputs of both steps of all_gather",
+    after="saves one output of all_gather",
+)
 #: all_gather's forward makes a second output, of zeros, to which packed sequences add (the same function).
 ALL_GATHER_MAKES_TWO_OUTPUTS = since(te=(2, 18))
 #: The fused cross entropy writes its gradient into a new fp32 tensor, which is saved; before, over the logits
 #: (``triton/cross_entropy.py: cross_entropy_forward``).
-LOSS_GRADIENT_IN_FP32 = since(te=(2, 18))
+LOSS_GRADIENT_IN_FP32 = since(
+    te=(2, 18),
+    before="writes the gradient of the fused cross entropy over the logits",
+    after="keeps the gradient of the fused cross entropy in fp32",
+)
 #: The fused cross entropy saves a copy of the logits, over which backward writes the gradient, and two fp32 statistics
 #: per token (the same function; megatron-core does not set ``overwrite_input``).
-LOSS_KEEPS_A_COPY = since(te=(2, 19))
+LOSS_KEEPS_A_COPY = since(
+    te=(2, 19),
+    before="keeps the gradient of the fused cross entropy, not a copy of the logits",
+    after="keeps a copy of the logits for the fused cross entropy",
+)
 #: The fused cross entropy refuses logits in fp16 (``cross_entropy.py: _validate_inputs``; read in 2.18 and 2.19).
 LOSS_REFUSES_FP16 = since(te=(2, 19))
 #: Backward of unfused attention's softmax makes a new gradient, as a functional operator; before, it writes over the
 #: output's gradient (``dot_product_attention/softmax.py``).
-SOFTMAX_MAKES_A_GRADIENT = since(te=(2, 19))
+SOFTMAX_MAKES_A_GRADIENT = since(
+    te=(2, 19),
+    before="writes the softmax's gradient over that of its output",
+    after="makes a new gradient of the softmax",
+)
 #: If both moments are bf16 they are updated in place; before, and for any other narrow state, a step makes fp32 copies
 #: (``optimizers/fused_adam.py: FusedAdam.fuse_unscale``, step).
-BF16_MOMENTS_UPDATED_IN_PLACE = since(te=(2, 13))
+BF16_MOMENTS_UPDATED_IN_PLACE = since(
+    te=(2, 13),
+    before="makes fp32 copies of bf16 moments in a step",
+    after="updates bf16 moments in place",
+)
 #: p2p adds each step's output to the sum at once, so that the outputs of two steps and few buffers of keys and values
 #: are alive; before, those of all steps until the end (``context_parallel.py: AttnFuncWithCPAndKVP2P``).
-RING_SUMS_EACH_STEP = since(te=(2, 20))
+RING_SUMS_EACH_STEP = since(
+    te=(2, 20),
+    before="keeps the outputs of all steps of the ring",
+    after="adds up each step of the ring at once",
+)
 #: NVIDIA's containers include a FlashAttention (2.4.1) with a deterministic backward (``dot_product_attention/utils.py:
 #: get_attention_backend``).
 FLASH_IS_DETERMINISTIC = since(te=(1, 6))
@@ -437,10 +540,18 @@ FLASH_IS_DETERMINISTIC = since(te=(1, 6))
 CUBLAS_WORKSPACES_ALLOCATED = since(torch=(2, 0))
 #: cuBLAS workspaces on Blackwell are as large as on Hopper (``aten/src/ATen/cuda/CublasHandlePool.cpp:
 #: parseChosenWorkspaceSize``; in the wheels: compute capability 9 only in 2.11; 9, 10 and 12 in 2.12).
-LARGE_CUBLAS_WORKSPACE_ON_BLACKWELL = since(torch=(2, 12))
+LARGE_CUBLAS_WORKSPACE_ON_BLACKWELL = since(
+    torch=(2, 12),
+    before="gives cuBLAS a small workspace on Blackwell",
+    after="gives cuBLAS as large a workspace on Blackwell as on Hopper",
+)
 #: cuBLAS workspaces are freed after each product (the same file: ``getCurrentCUDABlasHandleWithWorkspace``), unless
 #: TORCH_CUBLAS_WORKSPACE_CACHE is set; before, they persist.
-CUBLAS_WORKSPACES_FREED = since(torch=(2, 15))
+CUBLAS_WORKSPACES_FREED = since(
+    torch=(2, 15),
+    before="keeps cuBLAS workspaces",
+    after="frees cuBLAS workspaces after every product",
+)
 
 # ---- transformers ----
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from bridge_memory.components import GIB, STATIC_ROLES, Component, Role
+from bridge_memory.releases import core_of
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.parts import ENGINE_OPTIONS
 from bridge_memory.spec.unmodelled import Bounds, Unmodelled, as_feature, bounds
@@ -243,7 +244,7 @@ def _training(run: RunSpec) -> dict[str, Any]:
         "data_parallel": _plain(run.data_parallel),
         "peft": _plain(run.peft),
         "recompute": _plain(run.recompute),
-        "implementation": _plain(run.implementation),
+        "implementation": {**_plain(run.implementation), "megatron_core": list(core_of(run.implementation))},
         **({ENGINE_OPTIONS[engine]: _plain(getattr(run, ENGINE_OPTIONS[engine]))} if engine in ENGINE_OPTIONS else {}),
         **({"transformers": _plain(run.transformers)} if run.implementation.torch_layers else {}),
     }

@@ -14,7 +14,7 @@ from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, PrecisionSpec, RunSpec, SpecError
-from bridge_memory.spec.gpus import find_gpu
+from bridge_memory.spec.gpus import find_gpu, gpu_assumptions
 from bridge_memory.verdict import (
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -199,3 +199,12 @@ def test_what_a_card_cannot_compute_in_does_not_fit_it() -> None:
     assert all(fit.headroom_bytes > 0 for fit in found.values())
     assert {name for name, fit in found.items() if fit.fits} == {"B200", "GB200", "B300"}
     assert (found["A100-80GB"].lacks, found["H200"].lacks, found["B200"].lacks) == ("fp8", "mxfp8", "")
+
+
+@pytest.mark.parametrize(("gpu", "emulates"), [("V100-32GB", True), ("T4", True), ("A100-80GB", False), ("L4", False)])
+def test_bf16_on_a_card_without_it_is_said(gpu: str, emulates: bool) -> None:
+    """Tensor cores multiply bf16 from compute capability 8.0 on (NVIDIA, CUDA C++ Programming Guide)."""
+    run = RunSpec(model=resolve_model("meta-llama/Llama-3.2-1B"))
+    narrow = run.with_fields(params_dtype="fp16")
+    said = [any("bf16" in words for words in gpu_assumptions(find_gpu(gpu), one)) for one in (run, narrow)]
+    assert said == [emulates, False]

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.rehearsal.world import INSTALL, RehearsalUnavailable
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE
 from bridge_memory.residual import residual
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.errors import show
@@ -164,7 +163,7 @@ def _with_release_here(run: RunSpec) -> RunSpec:
     here, asked = installed_release(), run.implementation.megatron_core
     if here is None or asked == here:
         return run
-    if asked != DEFAULT_MEGATRON_CORE:
+    if asked is not None:
         raise SpecError(
             f"megatron_core ({release_words(asked)}) is not the release installed here ({release_words(here)}), which "
             f"is the one that would run; drop it, or install megatron-core {release_words(asked)}"

@@ -9,9 +9,10 @@ from bridge_memory.arguments.flags import spelling
 from bridge_memory.spec import ModelSpec, SpecError
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.parts import MEGATRON_ENGINES
+from bridge_memory.spec.unmodelled import NoEffect
 
 
-def drop_idle(given: dict[str, dict[str, Any]], model: ModelSpec) -> list[str]:
+def drop_idle(given: dict[str, dict[str, Any]], model: ModelSpec) -> list[NoEffect]:
     """Take out of ``given`` (group -> field -> value) what this model has no use for; a sentence for each."""
     parallel, impl = given["parallel"], given["implementation"]
     idle: list[tuple[dict[str, Any], str, str]] = []
@@ -24,7 +25,7 @@ def drop_idle(given: dict[str, dict[str, Any]], model: ModelSpec) -> list[str]:
         idle.append((impl, "implementation.moe_shared_expert_overlap", "shared experts"))
     for group, field, _ in idle:
         group.pop(field.partition(".")[2])
-    return [f"{spelling(field)} does nothing: the model has no {missing}" for _, field, missing in idle]
+    return [NoEffect(f"{spelling(field)} does nothing: the model has no {missing}") for _, field, missing in idle]
 
 
 def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:

@@ -8,6 +8,7 @@ from bridge_memory.releases import (
     CUBLAS_WORKSPACES_FREED,
     EXPERTS_FUSED_BY_OPS,
     LAYER_WISE_LAYOUT,
+    core_of,
     known_releases,
     nearest_known,
     release_words,
@@ -20,6 +21,7 @@ from bridge_memory.spec.model import GatedDeltaNetSpec, ModelSpec
 from bridge_memory.spec.parts import ImplementationSpec
 from bridge_memory.spec.run import RunSpec
 from bridge_memory.spec.transformers import family_of
+from bridge_memory.spec.unmodelled import NoEffect
 from bridge_memory.workspaces.driver import driver_buffers
 
 
@@ -35,7 +37,7 @@ def _idle_recomputation(run: RunSpec, plan: Layout) -> Iterator[str]:
         wants = idle_modules(run.model, run.implementation.te)
         for name in r.modules:
             if name in wants:
-                yield f"recompute_modules ({name}) does nothing without {wants[name]}"
+                yield NoEffect(f"recompute_modules ({name}) does nothing without {wants[name]}")
     elif r.granularity == "full" and r.num_layers:
         sizes = [len(chunk.layers) for chunks in plan.stages for chunk in chunks]
         if r.method == "block" and r.num_layers > max(sizes):
@@ -58,39 +60,43 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
         yield "overlap_param_gather allocates nothing that outlives its operation"
     by_ops = impl.use_transformer_engine_op_fuser and impl.te_grouped_gemm and EXPERTS_FUSED_BY_OPS(impl)
     if by_ops and run.model.has_experts and run.recompute.selects("moe_act"):
-        yield "recompute_modules (moe_act) does nothing with use_transformer_engine_op_fuser"
+        yield NoEffect("recompute_modules (moe_act) does nothing with use_transformer_engine_op_fuser")
     if impl.min_offloaded_tensor_size != ImplementationSpec().min_offloaded_tensor_size and not impl.offload_modules:
-        yield f"min_offloaded_tensor_size ({impl.min_offloaded_tensor_size}) does nothing without offload_modules"
+        yield NoEffect(
+            f"min_offloaded_tensor_size ({impl.min_offloaded_tensor_size}) does nothing without offload_modules"
+        )
     if impl.delay_wgrad_compute and not impl.te:
         # tensor_parallel/layers.py: backward_dw, which does nothing.
-        yield "delay_wgrad_compute does nothing with transformer_impl local"
+        yield NoEffect("delay_wgrad_compute does nothing with transformer_impl local")
     if impl.calculate_per_token_loss:
         yield "calculate_per_token_loss allocates nothing that outlives its operation"
     if optimizer.main_grads_dtype != "fp32" and data_parallel.grad_reduce_in_fp32:
-        yield (
+        yield NoEffect(
             f"main_grads_dtype ({optimizer.main_grads_dtype}) has no effect on gradient buffers: grad_reduce_in_fp32 "
             "keeps them in fp32"
         )
     engine, deepspeed = data_parallel.engine, run.deepspeed
     if deepspeed.allgather_bucket_size != DEFAULT_DEEPSPEED_OPTIONS.allgather_bucket_size:
         # deepspeed runtime/utils.py: all_gather_dp_groups, where torch has all_gather_into_tensor.
-        yield "allgather_bucket_size has no effect: parameters are gathered in place, in one piece"
+        yield NoEffect("allgather_bucket_size has no effect: parameters are gathered in place, in one piece")
     if engine == "zero3":
         for name in ("overlap_comm", "round_robin_gradients"):
             if getattr(deepspeed, name):
                 yield f"{name} allocates nothing that outlives its operation with engine zero3"
     if engine == "fsdp2" and run.fsdp.backward_prefetch != DEFAULT_FSDP_OPTIONS.backward_prefetch:
-        yield "backward_prefetch does nothing with FSDP2: fully_shard always prefetches the previous layer"
+        yield NoEffect("backward_prefetch does nothing with FSDP2: fully_shard always prefetches the previous layer")
     if impl.torch_layers and not impl.own_layers:
         has = family_of(run.model.model_type, run.transformers).liger
         for name in run.transformers.liger_kernel:
             if name not in has:
-                yield f"liger_kernel ({name}) does nothing: Liger has none for model_type {run.model.model_type}"
+                yield NoEffect(
+                    f"liger_kernel ({name}) does nothing: Liger has none for model_type {run.model.model_type}"
+                )
     if run.peft.trains_adapters:
         for target in idle_targets(
             run.peft, run.model, limits_of(run.model), torch_layers=impl.torch_layers
         ):
-            yield f"peft.target_modules ({target}) names no linear of this model"
+            yield NoEffect(f"peft.target_modules ({target}) names no linear of this model")
     if impl.use_legacy_models:
         yield "use_legacy_models: the layers of the removed legacy model are counted as megatron-core's local ones"
 
@@ -122,7 +128,7 @@ def _assumed(run: RunSpec) -> Iterator[str]:
         )
     if run.batch.packed_sequences:
         yield "packed sequences fill every micro batch to micro_batch_size x seq_length tokens"
-    core, nearest = impl.megatron_core, nearest_known(impl.megatron_core)
+    core, nearest = core_of(impl), nearest_known(core_of(impl))
     if core != nearest:
         yield (
             f"megatron_core ({release_words(core)}) is outside of the releases with known rules, "

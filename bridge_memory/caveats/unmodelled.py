@@ -8,6 +8,7 @@ from typing import NamedTuple
 from bridge_memory.releases import (
     EXPERTS_IN_ONE_PARAMETER,
     SPARSE_ATTENTION_KERNELS,
+    core_of,
     release_words,
 )
 from bridge_memory.spec.adapters import names_layers
@@ -199,7 +200,7 @@ def _of_sparse_attention(run: RunSpec) -> Iterator[Unmodelled]:
         )
     if not SPARSE_ATTENTION_KERNELS(run.implementation):
         yield Unmodelled(
-            f"sparse attention with megatron-core {release_words(run.implementation.megatron_core)}: counted as in "
+            f"sparse attention with megatron-core {release_words(core_of(run.implementation))}: counted as in "
             f"{SPARSE_ATTENTION_KERNELS.number}",
             Effect.EITHER,
             order="the scores of the indexer and of attention, b n s s / t elements, in every layer",

@@ -109,9 +109,10 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
     """The answer, the fastest rows, and those that need less memory; on a page a chart of them first."""
     from bridge_memory.caveats.unmodelled import unmodelled_features
     from bridge_memory.report.document import Bullets
+    from bridge_memory.report.summary import runs_with
 
     found, style, gpu = shown.found, shown.style, shown.gpu
-    notes = [_looked_at(found, style, gpu)]
+    notes = [runs_with(shown.base), _looked_at(found, style, gpu)]
     if found.refused:
         counts = (f"{name} {number:,}" for name, number in found.refused.most_common(6))
         notes.append(f"refused, by field: {', '.join(counts)}")

@@ -12,6 +12,7 @@ from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.rehearsal.runnable import experts_one_by_one, on_meta, take_transformer_engine
+from bridge_memory.report.summary import runs_with
 from bridge_memory.residual import REHEARSED, REHEARSED_PERCENT
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import WITH_TRANSFORMERS
@@ -128,6 +129,7 @@ def _engine(args: argparse.Namespace) -> int:
         return 0
     ranks = spec.parallel.world_size
     print(f"{spec.model.name}: {spec.model.num_layers} layers, {spec.data_parallel.engine_title}, a rank of {ranks}")
+    print(runs_with(spec))
     for note in notes:
         print(f"note: {note}")
     print("\n".join(lines(table)))
@@ -163,10 +165,10 @@ def described(args: argparse.Namespace) -> RunSpec:
 def _as_flags(spec: RunSpec) -> list[str]:
     """Flags that make ``estimate`` of the same command line the estimate of ``spec``, as far as what is installed
     decides: releases, and what cannot run without Transformer Engine."""
-    from bridge_memory.releases import release_words
+    from bridge_memory.releases import core_of, release_words
 
     i = spec.implementation
-    flags = ["--megatron-core", release_words(i.megatron_core)]
+    flags = ["--megatron-core", release_words(core_of(i))]
     if i.te and i.transformer_engine is not None:
         flags += ["--transformer-engine", release_words(i.transformer_engine)]
     if not i.te:
@@ -198,6 +200,7 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
         sys.stdout.write("\n")
         return 0
     print(f"{spec.model.name}: rank {done.rank} of {spec.parallel.world_size}, pipeline stage {done.stage}")
+    print(runs_with(spec))
     for note in notes:
         print(f"note: {note}")
     print("\n".join([*lines(table), *(f"note: {text}" for text in shared(done))]))

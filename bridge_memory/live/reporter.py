@@ -21,7 +21,7 @@ from bridge_memory.live.guard import Alone, Attempts, error_words, never_raises,
 from bridge_memory.live.machine import Machine
 from bridge_memory.live.place import Place, place
 from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predict
-from bridge_memory.live.table import THRESHOLD, notes, stage_records, text_table, verdict
+from bridge_memory.live.table import THRESHOLD, notes, runs_with, stage_records, text_table, verdict
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.report.history import History
 from bridge_memory.report.units import ranges
@@ -203,7 +203,10 @@ class Reporter:
         stages = stage_records(prediction, readings, moment)
         return ReportRecord(
             time=time.time(), iteration=iteration, moment=moment, world_size=world_size, missing_ranks=missing,
-            stages=stages, notes=[*verdict(prediction, stages, world_size), *notes(prediction, stages, self.threshold)],
+            stages=stages, notes=[
+                *verdict(prediction, stages, world_size), *runs_with(prediction),
+                *notes(prediction, stages, self.threshold),
+            ],
         )  # fmt: skip
 
     def show_patched(

@@ -9,6 +9,7 @@ from bridge_memory.calibration.records import StageRecord
 from bridge_memory.components import GIB
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
+from bridge_memory.report import summary
 from bridge_memory.report.answer import room_words
 from bridge_memory.residual import SIGN, SIGN_PERCENT, percent, residual
 from bridge_memory.spec.unmodelled import bounds
@@ -72,6 +73,12 @@ def notes(
             f"({percent(record.error)} %), probably {why}"
         )
     return out
+
+
+def runs_with(prediction: Prediction | None) -> list[str]:
+    """One line: the precision and the releases that the prediction is for."""
+    run = prediction.run if prediction is not None else None
+    return [f"predicted for {summary.runs_with(run)}"] if run is not None else []
 
 
 def verdict(prediction: Prediction | None, records: Sequence[StageRecord], world_size: int) -> list[str]:

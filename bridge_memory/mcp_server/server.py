@@ -144,8 +144,8 @@ async def estimate(run: Run, gpu: Gpu | None = None, timeout_seconds: Seconds = 
     """Predict the memory of every pipeline stage of a training run, and whether it fits a GPU.
 
     Returns the verdict in words with the accuracy of predictions of such runs, the bytes of every stage (weights,
-    gradients, optimizer, activations, peak), the largest components of the fullest stage, assumptions, and features
-    that are not modelled.
+    gradients, optimizer, activations, peak), the largest components of the fullest stage, what decides the peak
+    (options without effect, assumptions, releases), assumptions, and features that are not modelled.
     """
     found = await _asked(["estimate", *run.words(), *_of_gpu(gpu)], timeout_seconds)
     fullest = next(s for s in found["stages"] if s["stage"] == found["peak"]["stage"])
@@ -154,7 +154,7 @@ async def estimate(run: Run, gpu: Gpu | None = None, timeout_seconds: Seconds = 
         {key: value for key, value in s.items() if key in sizes or key.endswith("_bytes") or key.startswith("peak_")}
         for s in found["stages"]
     ]
-    keys = ("model", "parallelism", "fits", "assumptions", "not_modelled")
+    keys = ("model", "parallelism", "run", "decisive", "fits", "assumptions", "not_modelled")
     return {
         "verdict": found["verdict"], "peak": found["peak"], "stages": stages,
         "largest_components": _largest(fullest["components"]), **{key: found[key] for key in keys},

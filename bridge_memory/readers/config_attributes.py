@@ -16,7 +16,7 @@ class ConfigAttributes:
     transformer_engine: Release | None = None
     torch: Release | None = None
 
-    def __init__(self, config: object, name: str, megatron_core: Release) -> None:
+    def __init__(self, config: object, name: str, megatron_core: Release | None) -> None:
         self.config = config
         self.name = name
         self.megatron_core = megatron_core

@@ -47,7 +47,6 @@ from bridge_memory.releases import (
     BRIDGE_FUSES_FSDP_GRADIENTS,
     BRIDGE_SYNCS_PARAM_GATHER,
     DEFAULT_MEGATRON_BRIDGE,
-    DEFAULT_MEGATRON_CORE,
     FSDP_MAIN_DTYPES,
     Release,
     Running,
@@ -163,7 +162,7 @@ def run_from_config_container(
     """
     found = implementation or {}
     running = Running(
-        found.get("megatron_core") or megatron_core or _imported("megatron.core") or DEFAULT_MEGATRON_CORE,
+        found.get("megatron_core") or megatron_core or _imported("megatron.core"),
         found.get("transformer_engine") or transformer_engine or _imported("transformer_engine"),
         found.get("torch") or torch or _imported("torch"),
     )
@@ -448,7 +447,7 @@ class _Holder:
         self.world_size = world_size
 
 
-def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelSpec:
+def _model(config: Any, view: _Views, name: str | None, core: Release | None) -> ModelSpec:
     model = view.model
     vocab, padded = vocabulary(config)
     assumptions = list(getattr(config, "assumptions", ()))

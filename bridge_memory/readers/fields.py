@@ -25,6 +25,9 @@ _HARMLESS = (
     "num_beams num_beam_groups num_return_sequences no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "chunk_size_feed_forward output_hidden_states output_attentions cross_attention_hidden_size "
     "is_encoder_decoder tie_encoder_decoder pruned_heads num_labels num_logits_to_keep num_assistant_tokens "
+    "use_cache return_dict return_dict_in_generate output_scores max_length min_length top_k do_sample early_stopping "
+    "bad_words_ids remove_invalid_values id2label label2id task_specific_params is_decoder torchscript use_bfloat16 "
+    "forced_bos_token_id suppress_tokens begin_suppress_tokens architectures unsloth_fixed "
     # Numerics, initialisation and constant factors.
     "initializer_range initializer_factor embedding_initializer_range init_std init_method init_method_std "
     "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon hidden_act "
@@ -71,6 +74,8 @@ class Fields:
         self.vocabulary_multiple = vocabulary_multiple
         self.assumptions: list[str] = []
         self.not_modelled: list[str] = []
+        #: Nobody has read what this model_type's class does: no field is harmless because its name sounds so.
+        self.unknown_class = False
         self._read: set[str] = set()
 
     def error(self, message: str) -> SpecError:
@@ -181,7 +186,7 @@ class Fields:
             f"{key}={shown(value)}"
             for key, value in self.config.items()
             if value and key not in self._read and key not in HARMLESS and not key.endswith("_token_id")
-            and _SUSPICIOUS.search(key.lower())
+            and (_SUSPICIOUS.search(key.lower()) or (self.unknown_class and not isinstance(value, (float, str))))
         ]
         if unknown:
             fields = "field" if len(unknown) == 1 else "fields"

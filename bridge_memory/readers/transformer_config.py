@@ -24,7 +24,7 @@ from bridge_memory.readers.patterns import (
     hybrid_pattern,
     pattern_of_ratios,
 )
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE, ROUTER_BIAS, Release
+from bridge_memory.releases import ROUTER_BIAS, Release, core_of
 from bridge_memory.spec import (
     AttentionSpec,
     CompressedAttentionSpec,
@@ -90,7 +90,7 @@ def model_from_transformer_config(
     dense_mtp: bool = False,
     activation: str | None = None,
     provider: str = "",
-    megatron_core: Release = DEFAULT_MEGATRON_CORE,
+    megatron_core: Release | None = None,
     assumptions: tuple[str, ...] = (),
 ) -> ModelSpec:
     """Read a megatron-core TransformerConfig as the model that GPTModel or MambaModel builds from it.
@@ -114,7 +114,7 @@ def model_from_transformer_config(
         dense_mtp: MTP depths have a dense feed-forward block.
         activation: The activation of a custom layer spec.
         provider: The Megatron Bridge provider class that builds other layers than megatron-core's (Gemma 4).
-        megatron_core: The release that builds the model, as (major, minor).
+        megatron_core: The release that builds the model, as (major, minor). None: unknown.
         assumptions: Assumptions of the caller, which the model lists.
 
     Returns:
@@ -156,7 +156,7 @@ def model_from_transformer_config(
     streams = c.size("num_residual_streams", 4) if c.flag("enable_hyper_connections") else 1
     if _variant(c) == "dsv4_hybrid":
         unmodelled += _unmodelled_of_compressed(c)
-        assumptions = (*assumptions, *_assumptions_of_compressed(c, megatron_core))
+        assumptions = (*assumptions, *_assumptions_of_compressed(c))
     layers, depths = stack.layers, stack.depths
     if post_layernorms:
         layers = [replace(layer, post_layernorms=True) for layer in layers]
@@ -264,8 +264,8 @@ def _unmodelled(c: ConfigAttributes) -> Iterator[Unmodelled]:
         )  # fmt: skip
 
 
-def _assumptions_of_compressed(c: ConfigAttributes, megatron_core: Release) -> Iterator[str]:
-    if megatron_core <= (0, 19):
+def _assumptions_of_compressed(c: ConfigAttributes) -> Iterator[str]:
+    if core_of(c) <= (0, 19):
         yield (
             "experimental_attention_variant dsv4_hybrid: megatron-core up to 0.19 refuses it; counted as in "
             "Megatron-LM's main branch of 2026"
@@ -303,7 +303,7 @@ def pattern_of(config: object, name: str = "TransformerConfig") -> HybridPattern
     ratios = [getattr(config, key, None) or 0.0 for key in ("hybrid_attention_ratio", "hybrid_mlp_ratio")]
     if not (getattr(config, "is_hybrid_model", None) or any(ratios)):
         return None
-    return pattern_of_ratios(ConfigAttributes(config, name, DEFAULT_MEGATRON_CORE).size("num_layers"), *ratios)
+    return pattern_of_ratios(ConfigAttributes(config, name, None).size("num_layers"), *ratios)
 
 
 def _with_mtp(config: object, text: str) -> str:

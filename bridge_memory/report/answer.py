@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from bridge_memory.decisive import decisive
 from bridge_memory.evidence import evidence_of
+from bridge_memory.report.decided import of_releases
 from bridge_memory.report.summary import configuration, host_place
 from bridge_memory.report.units import coarser, format_bytes, format_ticks, ticks
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate
@@ -55,7 +57,8 @@ def brief(result: Estimate, fits: Sequence[Fit], answer: Answer, unit: str = "Gi
     """The answer with the peak, the precision and the releases that it is for, as one line."""
     about = dict(configuration(result))
     peak = [] if len(fits) == 1 else [peak_words(result, unit)]  # of one GPU the words give it
-    return "; ".join((answer.words, *peak, about["precision"], about["releases"]))
+    releases = of_releases(decisive(result), unit)
+    return "; ".join((answer.words, *peak, about["precision"], about["releases"], *releases))
 
 
 _BEST_FIRST = (Verdict.FITS, Verdict.TIGHT, Verdict.UNKNOWN, Verdict.DOES_NOT_FIT)

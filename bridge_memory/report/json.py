@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.decisive import decisive
+from bridge_memory.report.decided import as_json
+from bridge_memory.report.summary import configuration
 from bridge_memory.result import SCHEMA, Estimate
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ def estimate_to_json(
     return {
         "schema": out.pop("schema"),
         "verdict": _verdict(result, fits, fix),
+        "run": dict(configuration(result)),
+        "decisive": as_json(decisive(result)),
         **{k: v for k, v in out.items() if k not in _LAST},
         "fits": [asdict(f) for f in fits],
         **{k: out[k] for k in _LAST},

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from bridge_memory.components import Role
+from bridge_memory.decisive import decisive
 from bridge_memory.report.answer import answer_of, phase_words
-from bridge_memory.report.document import Block, Column, Grid, Pairs, Words
+from bridge_memory.report.decided import TITLE, first_screen
+from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs, Words
 from bridge_memory.report.summary import configuration
 from bridge_memory.report.table import ALL_MODELLED, Cells, alike, components_grid, head, stage_span
 from bridge_memory.report.units import check_unit, format_bytes, format_ticks, ticks
@@ -56,6 +58,9 @@ def short_blocks(
     run = Pairs("The run", tuple(pair for pair in configuration(result) if pair[0] in wanted))
     answer = answer_of(result, fits, unit=unit, fix=fix)
     blocks: list[Block] = [head(result, answer, unit), _stages(result, shown, fits, unit), largest, run]
+    decides = first_screen(decisive(result), unit)
+    if decides:
+        blocks.append(Bullets(TITLE, decides))
     assumed = len(dict.fromkeys(result.assumptions))
     number = len(result.unmodelled)
     left_out = f"{number} feature{'s' * (number != 1)} not modelled" if number else ALL_MODELLED

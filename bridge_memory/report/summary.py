@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bridge_memory.estimation import Estimate
 from bridge_memory.releases import (
+    DEFAULT_MEGATRON_CORE,
     DEFAULT_TORCH,
     DEFAULT_TRANSFORMER_ENGINE,
     ENGINE_RELEASES,
@@ -35,6 +36,11 @@ def configuration(result: Estimate) -> tuple[tuple[str, str], ...]:
         ("releases", _releases(run)),
         *((("host memory", _host(result, host)),) if host else ()),
     )
+
+
+def runs_with(run: RunSpec) -> str:
+    """The dtypes of weights, gradients and optimizer states, and the releases, in one line."""
+    return f"{_precision(run)}; {_releases(run)}"
 
 
 def _join(*parts: str) -> str:
@@ -226,7 +232,7 @@ def _releases(run: RunSpec) -> str:
     engine = "DeepSpeed" if _of_deepspeed(run) else ""
     return _join(
         f"transformers {release_words(run.transformers.transformers_version)}" if i.torch_layers and not layers else "",
-        "" if i.torch_layers else f"megatron-core {release_words(i.megatron_core)}",
+        "" if i.torch_layers else named("megatron-core", i.megatron_core, DEFAULT_MEGATRON_CORE),
         named("Transformer Engine", i.transformer_engine, DEFAULT_TRANSFORMER_ENGINE) if i.te else "",
         named("torch", i.torch, DEFAULT_TORCH),
         *(named(name, None, ENGINE_RELEASES[name]) for name in (layers, engine) if name),

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from bridge_memory.components import STATIC_ROLES, Component, Role
+from bridge_memory.decisive import decisive
 from bridge_memory.estimation import Estimate, StageEstimate
 from bridge_memory.report.answer import Answer, answer_of, bounded_peak, fit_ticks
+from bridge_memory.report.decided import TITLE, sentences
 from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs, Words
 from bridge_memory.report.printing import print_blocks
 from bridge_memory.report.summary import configuration, host_place
@@ -76,9 +78,11 @@ def estimate_blocks(
     explained = worst if stage is None else shown[0]
     groups = alike(shown)
     marked = worst if len(result.stages) > 1 else None
+    decides = sentences(decisive(result), unit)
     blocks: list[Block] = [
         head(result, answer_of(result, fits, unit=unit, fix=fix), unit),
         Pairs("The run", configuration(result)),
+        *((Bullets(TITLE, decides),) if decides else ()),
         _stages(groups, marked, unit),
         _memory(groups, marked, unit),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bridge_memory.cards.formats import lacking, multiplies_one_layout
-from bridge_memory.cards.generations import AMD
+from bridge_memory.cards.generations import AMD, GENERATIONS
 from bridge_memory.cards.gpu import Gpu, capability_words
 from bridge_memory.cards.names import gpu_called, near_names
 from bridge_memory.cards.rows import common_gpus
@@ -64,6 +64,11 @@ def gpu_assumptions(gpu: Gpu, run: RunSpec) -> list[str]:
     """The assumptions of an estimate of ``run`` on ``gpu``, one sentence each: where the formulas are another GPU's."""
     if gpu.vendor == AMD:
         return [amd_assumption(gpu.name, run.implementation.gpu_arch)]
+    if gpu.capability < GENERATIONS["ampere"] and "bf16" in (run.params_dtype, run.compute_dtype):
+        return [
+            f"{gpu.name}, of compute capability {capability_words(gpu)}, has no bf16 tensor cores: torch emulates "
+            "bf16, and Transformer Engine and FlashAttention 2 do not run there; fp16 takes the same bytes"
+        ]
     per_tensor = run.precision.fp8 is not None and run.precision.fp8_recipe in ("delayed", "tensorwise")
     if per_tensor and gpu.arch == "blackwell" and not multiplies_one_layout(gpu):
         return [

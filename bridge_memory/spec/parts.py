@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from bridge_memory.cards.generations import DEFAULT_GENERATION, GENERATIONS, since_hopper
 from bridge_memory.releases import (
-    DEFAULT_MEGATRON_CORE,
     DETERMINISTIC_ON_BLACKWELL,
     SINKS_ARE_NOT_DETERMINISTIC,
     TE_GROUPED_GEMM,
+    Watch,
 )
 from bridge_memory.spec.engine_options import TORCH_IMPLEMENTATIONS
 from bridge_memory.spec.errors import SpecError
@@ -434,8 +434,8 @@ class ImplementationSpec(Checked):
     transformer_impl: str = choice(
         "transformer_engine", "transformer_engine", "local", "transformers", "torchtitan", "torchtune"
     )
-    #: megatron-core release whose rules apply, as (major, minor).
-    megatron_core: tuple[int, int] = release(DEFAULT_MEGATRON_CORE)
+    #: megatron-core release whose rules apply, as (major, minor); None: unknown (``releases``).
+    megatron_core: tuple[int, int] | None = release(None)
     #: "auto", "flash", "fused", "unfused", "local"
     attention_backend: str = choice("auto", "auto", "flash", "fused", "unfused", "local")
     gradient_accumulation_fusion: bool = flag(True)
@@ -521,6 +521,9 @@ class ImplementationSpec(Checked):
     expandable_segments: bool = flag(False)
     #: torch's cuBLAS workspace in bytes; None: torch's default for the architecture.
     cublas_workspace_bytes: int | None = count(None)
+
+    #: Sees every rule of ``releases`` that is asked; only ``decisive`` sets one, in a class of its own.
+    watch: ClassVar[Watch | None] = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -64,6 +64,12 @@ class Unmodelled(str):
         return (str(self), self.effect), {name: getattr(self, name) for name in names}
 
 
+class NoEffect(str):
+    """A sentence, among the assumptions, about an option of the user's that does nothing."""
+
+    __slots__ = ()
+
+
 #: Orders that several readers use. UNKNOWN_SIZE is also that of a user's own code.
 UNKNOWN_SIZE = "size unknown"
 ENCODER = "some 18 bytes for each of its parameters that train, 2 for the others, and its activations"

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bridge_memory import releases
 from bridge_memory.accuracy.predictions import predict
 from bridge_memory.accuracy.records import load_runs
 from bridge_memory.accuracy.runs import run_of
+from bridge_memory.estimation import clear_caches
 from bridge_memory.spec import SpecError
 
 
@@ -92,3 +94,15 @@ def test_a_gap_that_torch_did_not_measure_or_that_is_bounded_leaves_a_record_com
     assert o.status == "ok"
     (o,) = changed(config=with_option("--fp8-output-proj"))
     assert o.status == "not_modelled" and "fp8-output-proj" in o.reason
+
+
+def test_no_measured_run_depends_on_the_defaults_for_plans(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ran does not change when the stack that plans assume does."""
+    before = [outcome.as_json() for record in load_runs(corpus) for outcome in predict(record)]
+    for name, release in (("MEGATRON_CORE", (0, 13)), ("TRANSFORMER_ENGINE", (2, 1)), ("TORCH", (2, 15))):
+        monkeypatch.setattr(releases, f"DEFAULT_{name}", release)
+    clear_caches()
+    try:
+        assert [outcome.as_json() for record in load_runs(corpus) for outcome in predict(record)] == before
+    finally:
+        clear_caches()

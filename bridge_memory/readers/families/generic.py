@@ -25,6 +25,7 @@ def read_generic(f: Fields) -> ModelSpec:
         raise f.error(f"model_type {shown(f.model_type)} ({shown(architectures)}) is not a decoder")
     if f.model_type in _PARALLEL:
         raise f.error(f"model_type {shown(f.model_type)} runs attention and MLP in parallel; Megatron cannot")
+    f.unknown_class = True
     try:
         return _read(f)
     except SpecError as error:

@@ -13,7 +13,7 @@ from bridge_memory.readers.megatron_args.arguments import Arguments
 from bridge_memory.readers.megatron_args.container import MegatronLM, container_of
 from bridge_memory.readers.megatron_args.model_override import with_model, with_model_sizes
 from bridge_memory.readers.megatron_args.parsing import RawArguments, is_namespace, read_arguments
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Release, Running
+from bridge_memory.releases import Release, Running
 from bridge_memory.spec import ModelSpec, RunSpec, SpecError
 from bridge_memory.spec.gpus import amd_assumption
 from bridge_memory.spec.release import read_release
@@ -64,7 +64,7 @@ def run_from_megatron_args(
     from bridge_memory.readers.config_container import run_of_container
 
     running = Running(
-        read_release(megatron_core, "megatron_core") or DEFAULT_MEGATRON_CORE,
+        read_release(megatron_core, "megatron_core"),
         read_release(transformer_engine, "transformer_engine"),
         read_release(torch, "torch"),
     )

@@ -12,9 +12,11 @@ from math import prod
 from typing import Any
 
 from bridge_memory.components import Component, Part, Provenance, Role
+from bridge_memory.decisive import decisive
 from bridge_memory.estimation import Estimate, StageEstimate, StageParts, stage_parts
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.report.answer import answer_of, peak_words
+from bridge_memory.report.decided import sentences
 from bridge_memory.report.details import layer_name
 from bridge_memory.report.summary import configuration
 from bridge_memory.report.table import alike, moves_words
@@ -61,6 +63,7 @@ def page_data(
         "verdict": {"answer": answer.verdict, "words": answer.words, "evidence": answer.evidence},
         "flags": flags,
         "configuration": [list(pair) for pair in configuration(result)],
+        "decisive": list(sentences(decisive(result), unit)),
         "gpus": [asdict(fit) for fit in fits],
         "stages": [_stage(group) for group in groups],
         "timelines": {str(n): timeline_data(result, n) for n in sorted(chosen)},

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from bridge_memory.estimation import Estimate
 from bridge_memory.files import read_text
 from bridge_memory.report.answer import fit_ticks
+from bridge_memory.report.decided import TITLE
 from bridge_memory.report.document import Bullets, Chart, Drawn, Pairs, Words
 from bridge_memory.report.page.data import page_data
 from bridge_memory.report.table import ALL_MODELLED, alike
@@ -151,6 +152,7 @@ def _estimate_html(data: dict[str, Any], measured: Measured | None) -> str:
         words=escape(_capital(verdict["words"])), evidence=evidence, stages=_stage_table(data),
         components=_component_rows(data), known=_KNOWN, gpus=_gpu_section(data),
         configuration=_pairs(data["configuration"]),
+        decisive=_decisive(data["decisive"]),
         assumptions=_list(data["assumptions"], "nothing beyond the configuration"),
         unmodelled=_list(
             [f"{feature['what']} ({feature['moves']})" for feature in data["not_modelled"]],
@@ -181,6 +183,13 @@ def _pairs(pairs: Iterable[Sequence[str]]) -> str:
 
 def _list(items: Sequence[str], nothing: str) -> str:
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items or [nothing]) + "</ul>"
+
+
+def _decisive(lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    title = f'<section aria-labelledby="h-decides"><h2 id="h-decides">{TITLE}</h2>'
+    return f"{title}\n{_list(lines, '')}</section>"
 
 
 def _flags(flags: str) -> str:

@@ -13,6 +13,7 @@ from bridge_memory.releases import (
     QUERY_GROUPS_REPLICATED,
     SINKS_ARE_NOT_DETERMINISTIC,
     UNEQUAL_HEADS_EXCHANGED,
+    core_of,
     release_words,
 )
 from bridge_memory.spec.errors import SpecError
@@ -34,14 +35,14 @@ def check_query_groups(p: ParallelSpec, i: ImplementationSpec, limits: Limits) -
                 fix += f", or {QUERY_GROUPS_REPLICATED} or later, which replicates keys and values"
             raise SpecError(
                 f"num_query_groups ({groups}) is not divisible by tensor_model_parallel_size ({tp}) in "
-                f"megatron-core {release_words(i.megatron_core)}; {fix}"
+                f"megatron-core {release_words(core_of(i))}; {fix}"
             )
         gated = any(isinstance(m, AttentionSpec) and m.attention_output_gate for m in limits.mixers)
         if groups < tp and gated and not GATES_WITH_REPLICATED_GROUPS(i):
             raise SpecError(
                 f"tensor_model_parallel_size ({tp}) is more than num_query_groups ({groups}), which the gate over "
                 f"attention's output of this model needs {GATES_WITH_REPLICATED_GROUPS} or later for, not "
-                f"{release_words(i.megatron_core)}; use {divisors(gcd(limits.groups_gcd, limits.tp_gcd), tp)}"
+                f"{release_words(core_of(i))}; use {divisors(gcd(limits.groups_gcd, limits.tp_gcd), tp)}"
             )
 
 
@@ -51,20 +52,20 @@ def check_attention_release(run: RunSpec, limits: Limits) -> None:
     if run.model.mtp_num_layers and run.batch.packed_sequences and not MTP_TAKES_PACKED_SEQUENCES(i):
         raise SpecError(
             f"packed_sequences (True) with mtp_num_layers ({run.model.mtp_num_layers}) needs "
-            f"{MTP_TAKES_PACKED_SEQUENCES} or later, not {release_words(i.megatron_core)}; drop one of them"
+            f"{MTP_TAKES_PACKED_SEQUENCES} or later, not {release_words(core_of(i))}; drop one of them"
         )
     turned = not ATTENTION_TOKENS_FIRST(i) and not run.batch.packed_sequences
     for m in limits.mixers:
         if isinstance(m, AttentionSpec) and m.window_size is not None and not i.te and not LOCAL_WINDOWS(i):
             raise SpecError(
                 f"transformer_impl (local) takes the sliding windows of this model from {LOCAL_WINDOWS} on, not "
-                f"{release_words(i.megatron_core)}; use transformer_engine"
+                f"{release_words(core_of(i))}; use transformer_engine"
             )
         if isinstance(m, MLASpec) and i.te and i.apply_rope_fusion and b > 1 and turned:
             # fusions/fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbKV.backward views gradients of layout [b, s].
             raise SpecError(
                 f"apply_rope_fusion (True) with multi-latent attention and micro_batch_size ({b}) needs "
-                f"{ATTENTION_TOKENS_FIRST} or later, not {release_words(i.megatron_core)}; set it to False, or "
+                f"{ATTENTION_TOKENS_FIRST} or later, not {release_words(core_of(i))}; set it to False, or "
                 "micro_batch_size to 1"
             )
 

@@ -13,7 +13,7 @@ from bridge_memory.spec.engine_options import (
 from bridge_memory.spec.errors import SpecError, show
 from bridge_memory.spec.fields import Checked, called
 from bridge_memory.spec.layout_string import parse_layout_string
-from bridge_memory.spec.parts import ENGINE_OPTIONS, TORCH_OPTIMIZERS
+from bridge_memory.spec.parts import ENGINE_OPTIONS, TORCH_OPTIMIZERS, WITH_MEGATRON_LAYOUTS
 
 if TYPE_CHECKING:
     from bridge_memory.spec.run import RunSpec
@@ -27,7 +27,7 @@ _OF_MEGATRON: tuple[tuple[str, str, Any], ...] = (
     ("data_parallel", "overlap_param_gather", False), ("data_parallel", "bucket_size", None),
     ("optimizer", "use_precision_aware_optimizer", False), ("optimizer", "use_layer_wise_distributed_optimizer", False),
     ("optimizer", "optimizer_cpu_offload", False), ("optimizer", "log_params_norm", False),
-    ("precision", "fp8", None), ("precision", "fp32_residual_connection", False),
+    ("precision", "fp8", None), ("precision", "fp4", None), ("precision", "fp32_residual_connection", False),
 )  # fmt: skip
 _SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
@@ -42,6 +42,11 @@ _ZERO_OPTIMIZERS = ("adam", "adamw", "sgd", "lion")
 def check_engine(run: RunSpec) -> None:
     """Raise SpecError for fields that the engine does not support."""
     d, o = run.data_parallel, run.optimizer
+    if run.implementation.torch_layers and d.engine in WITH_MEGATRON_LAYOUTS:
+        raise SpecError(
+            f"transformer_impl ({run.implementation.transformer_impl}): engine {d.engine} runs megatron-core's layers; "
+            "use transformer_engine or local, or engine fsdp2"
+        )
     own = ENGINE_OPTIONS.get(d.engine)
     for group, default in _DEFAULTS.items():
         given = getattr(run, group)

@@ -12,6 +12,7 @@ from bridge_memory.releases import (
     EXPERTS_FUSED_BY_OPS,
     FLEX_OVERLAPS_SHARED_EXPERTS,
     SEQUENCE_DISPATCHER_GONE,
+    core_of,
     release_words,
 )
 from bridge_memory.spec.errors import SpecError
@@ -30,7 +31,7 @@ def check_expert_bias(etp: int, ep: int, i: ImplementationSpec) -> None:
     if EXPERT_BIASES_CHECKED(i) and not EXPERT_BIASES_WITHOUT_ETP(i):
         raise SpecError(
             "experts with biases (add_bias_linear) are not supported by megatron_core "
-            f"{release_words(i.megatron_core)}; use {EXPERT_BIASES_WITHOUT_ETP.number} or later"
+            f"{release_words(core_of(i))}; use {EXPERT_BIASES_WITHOUT_ETP.number} or later"
         )
     if etp > 1 and EXPERT_BIASES_WITHOUT_ETP(i):
         raise SpecError(
@@ -53,7 +54,7 @@ def check_experts(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> Non
     dispatcher = i.moe_token_dispatcher_type
     if dispatcher == "alltoall_seq" and SEQUENCE_DISPATCHER_GONE(i):
         raise SpecError(
-            f"moe_token_dispatcher_type (alltoall_seq) is none of megatron_core {release_words(i.megatron_core)}; use "
+            f"moe_token_dispatcher_type (alltoall_seq) is none of megatron_core {release_words(core_of(i))}; use "
             "alltoall"
         )
     if dispatcher != "alltoall":
@@ -165,7 +166,7 @@ def check_overlap(run: RunSpec, limits: Limits) -> None:
     name = "overlap_moe_expert_parallel_comm (True)"
     if not EXPERT_COMMUNICATION_OVERLAPS(i):
         raise SpecError(
-            f"{name} needs {EXPERT_COMMUNICATION_OVERLAPS} or later, not {release_words(i.megatron_core)}; drop it"
+            f"{name} needs {EXPERT_COMMUNICATION_OVERLAPS} or later, not {release_words(core_of(i))}; drop it"
         )
     pp = p.pipeline_model_parallel_size
     if pp > 1 and virtual_stages(p) == 1:

@@ -11,6 +11,7 @@ from bridge_memory.releases import (
     LAYOUT_STRINGS,
     LAYOUT_STRINGS_WITH_MTP,
     LAYOUT_STRINGS_WITH_MTP_ANYWHERE,
+    core_of,
     release_words,
 )
 from bridge_memory.spec.errors import SpecError
@@ -54,7 +55,7 @@ def check_stages(p: ParallelSpec, num_layers: int) -> None:
 def check_split_release(run: RunSpec) -> None:
     """Raise SpecError for pipeline splits that the release does not support, or accepts and ignores."""
     p, i = run.parallel, run.implementation
-    text, core = p.pipeline_model_parallel_layout, i.megatron_core
+    text, core = p.pipeline_model_parallel_layout, core_of(i)
     if text is not None and not LAYOUT_STRINGS_WITH_MTP_ANYWHERE(i):
         if not LAYOUT_STRINGS(i):
             raise SpecError(

@@ -10,6 +10,7 @@ from bridge_memory.releases import (
     MTP_DEPTHS_RECOMPUTED,
     SHARED_EXPERTS_RECOMPUTED,
     UNIFORM_GROUPS_MAY_END_SHORT,
+    core_of,
     release_words,
 )
 from bridge_memory.spec.errors import SpecError
@@ -69,7 +70,7 @@ def _check_modules(run: RunSpec, limits: Limits) -> None:
         if not SHARED_EXPERTS_RECOMPUTED(i):
             raise SpecError(
                 f"recompute_modules (shared_experts) needs {SHARED_EXPERTS_RECOMPUTED} or later, not "
-                f"{release_words(i.megatron_core)}; drop it"
+                f"{release_words(core_of(i))}; drop it"
             )
         if i.moe_shared_expert_overlap and limits.shared_experts:
             raise SpecError(

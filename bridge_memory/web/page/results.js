@@ -28,6 +28,7 @@ export function verdict(answer, page) {
     changed(answer, page),
     !fit.fits && !fit.lacks && h("p", { class: "hint" }, `This is one layout of many (${layoutWords(answer.effective)}): another may fit the same GPUs.`),
     answer.evidence && h("p", { class: "hint evidence" }, sentence(answer.evidence)),
+    decides(estimate),
     worst && bar(worst, scaleOf([worst], fit), fit, `The GPU with the highest peak: ${partsOf(worst)}, of ${gib(fit.capacity_bytes)} GiB`),
     h("dl", { class: "facts" },
       ...fact("Peak", `${room.peak} GiB`, `stage ${fit.peak_stage}, ${estimate.peak.phase}`),
@@ -265,6 +266,14 @@ export function notes(answer) {
   fill($("notes"), h("h2", {}, "Assumptions and unmodelled features"), open, list("Assumed", estimate.assumptions),
     list("Not in the time model", answer.step?.not_timed ?? []),
     h("p", { class: "hint" }, answer.margin));
+}
+
+// What the number is for, and what decides it: words of the same source as the text's.
+function decides(estimate) {
+  const { precision, releases } = estimate.run;
+  return h("div", { class: "hint" }, h("p", {}, `${precision}; ${releases}`),
+    estimate.decisive.length > 0 && h("ul", { "aria-label": "What decides the peak" },
+      ...estimate.decisive.map((one) => h("li", {}, one.text))));
 }
 
 // ---- exports ----
