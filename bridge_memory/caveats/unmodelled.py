@@ -152,8 +152,8 @@ def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
     if impl.deterministic_mode and any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
         # ssm/gated_delta_net.py: torch_chunk_gated_delta_rule, and torch's convolution.
         yield Unmodelled(
-            "deterministic_mode with gated delta nets: their rule runs in torch operations in fp32, which save what its "
-            "kernel does not; counted as the kernel",
+            "deterministic_mode with gated delta nets: their rule runs in torch operations in fp32, which save what "
+            "its kernel does not; counted as the kernel",
             Effect.UP,
             order="some 100 to 200 bytes for each feature of the values of a token, in every such layer",
         )
