@@ -12,6 +12,7 @@ from bridge_memory.rehearsal.megatron_config import TORCH_DTYPES
 from bridge_memory.rehearsal.patches.replace import META
 from bridge_memory.rehearsal.results import PassRecord
 from bridge_memory.rehearsal.tracker import Alive, SavedRecord, Tracker
+from bridge_memory.rehearsal.world import RehearsalUnavailable
 from bridge_memory.spec import RunSpec
 
 
@@ -169,6 +170,11 @@ def run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
                 losses = out.view(-1).float()
                 return torch.sum(losses * mask.view(-1))
             output: torch.Tensor = out
+            if not output.requires_grad:
+                raise RehearsalUnavailable(
+                    "a chunk without an adapter before or in it has no backward pass, which the schedule runs all the "
+                    "same (torch refuses it); give the first chunk a layer with an adapter"
+                )
             return output
 
         keeps_output = not (run.implementation.deallocate_pipeline_outputs or chunk.post_process)

@@ -74,14 +74,15 @@ class _Storage:
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors with storage: of a quantized tensor its data and scales, of a pending collective its result."""
+    """The tensors with storage: of a quantized tensor its data, scales and maxima, of a pending collective its
+    result."""
     if isinstance(tensor, AsyncCollectiveTensor):
         return (tensor.elem,)
     data = getattr(tensor, "get_data_tensors", None)
     if data is None:
         return (tensor,)
-    scales = (getattr(tensor, f"_{kind}scale_inv", None) for kind in ("", "rowwise_", "columnwise_"))
-    return tuple(t for t in (*data(), *scales) if t is not None)
+    names = ("_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv", "_amax_rowwise", "_amax_columnwise")
+    return tuple(t for t in (*data(), *(getattr(tensor, name, None) for name in names)) if t is not None)
 
 
 # ---- sums of gradients ----
@@ -222,7 +223,7 @@ class Tracker(TorchDispatchMode):
             return NotImplemented  # A DTensor asks again for the tensors that it is made of.
         if _sums_gradients(func) and _owners(args) <= SOLE_OWNER:
             func = ADD_IN_PLACE
-        elif func in INTO_ZEROS and _the_engine_asks(2):
+        elif func in INTO_ZEROS and _the_engine_asks(2) and self._is_new_zeros(args[0]):
             func = INTO_ZEROS[func]
         name = func._schema.name.split("::")[-1]
         if func in CONTIGUOUS_INSIDE and not args[0].is_contiguous():
@@ -239,6 +240,12 @@ class Tracker(TorchDispatchMode):
         if made:
             self._mark(name)
         return out
+
+    def _is_new_zeros(self, tensor: torch.Tensor) -> bool:
+        """Whether a backward formula has made it, and not another function's gradient (as where ``x[mask] = 0`` has
+        one)."""
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        return known is not None and "zeros" in known.made_by
 
     def _note(self, tensor: torch.Tensor, name: str) -> bool:
         storage = tensor.untyped_storage()

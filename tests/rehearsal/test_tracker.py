@@ -90,3 +90,19 @@ def test_what_backward_writes_into_zeros_is_made_once(name: str) -> None:
         tracker.reset_peak()
         picked.sum().backward()
     assert 65_536 <= tracker.peak().bytes < 2 * 65_536 + picked.numel() * 16
+
+
+def test_what_backward_writes_into_a_gradient_that_another_refers_to_is_a_copy() -> None:
+    """Where values are overwritten, as under the mask of a sharded embedding: the gradient that came is not changed, on
+    any device. The copy is there beside what the multiplication makes of it."""
+    x = torch.ones(4096, 4, device="meta", requires_grad=True)
+    mask = torch.zeros(4096, dtype=torch.bool, device="meta")
+    tracker = Tracker([x])
+    with tracker.watching(torch.nn.Module()):
+        written = x * 1
+        written[mask, :] = 0.0
+        gradient = torch.empty_like(written)
+        before = tracker.live_bytes
+        tracker.reset_peak()
+        written.backward(gradient)
+    assert tracker.peak().bytes - before >= 2 * 65_536

@@ -16,6 +16,7 @@ from test_layers import check, run_of
 from test_saved_by_component import Case, full
 from test_stages import TE, TE_LOSS, kept
 
+from bridge_memory.estimation import estimate
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.rehearsal.run import rehearse, rehearse_layer
 from bridge_memory.rehearsal.world import installed_release
@@ -134,7 +135,10 @@ CASES = [
 
 
 def _chunk(case: Case, *targets: str) -> None:
-    run = adapted(case.run(), *targets)
+    _run(adapted(case.run(), *targets), case)
+
+
+def _run(run: RunSpec, case: Case) -> None:
     kept(run, case.stage, case.chunk)
     passes = rehearse(run, case.stage).chunks[case.chunk].passes
     shape = layout(run.model, run.parallel).shapes(run.model)[case.stage][case.chunk]
@@ -154,14 +158,25 @@ def test_the_first_layer_keeps_nothing_before_its_first_adapter(target: str) -> 
     _chunk(Case("llama", 0, pp=2, tp=2, implementation=TE), target)
 
 
+def test_the_only_layer_of_the_first_chunk_counts_its_input_once() -> None:
+    """``GPTModel.forward`` refers to it until the end, which is that of the layer."""
+    case = Case("llama", 0, pp=2, tp=2, implementation=TE)
+    run = adapted(case.run())
+    _run(run.with_(model=replace(run.model, layers=run.model.layers[:2])), case)
+
+
+def test_experts_adapters_alone_have_an_optimizer() -> None:
+    """On a stage where every other parameter is frozen."""
+    run = adapted(Case("moe", 0, pp=1, implementation=TE).run(), "linear_fc2")
+    assert rehearse(run, 0).optimizer_bytes == estimate(run).stages[0].optimizer_bytes > 0
+
+
 def test_a_fused_loss() -> None:
     _chunk(Case("llama", 1, pp=2, tp=2, implementation=TE_LOSS))
 
 
 def test_the_state_is_that_of_the_adapters() -> None:
     """megatron-core's buffers and optimizer of the wrapped chunk hold adapters alone."""
-    from bridge_memory.estimation import estimate
-
     run = adapted(Case("llama", 0, pp=2, tp=2, implementation=TE).run())
     found = rehearse(run, 0)
     stage = estimate(run).stages[0]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bridge_memory.cli import main
+from bridge_memory.rehearsal.world import installed_release
 
 QWEN = "Qwen/Qwen3-30B-A3B --num-layers 2 --seq-length 1024"
 MIXTRAL = "mistralai/Mixtral-8x7B-v0.1 --num-layers 1 --seq-length 1024"
@@ -66,6 +67,16 @@ COMMANDS = {
     "--attention-backend unfused",
     "an embedding alone, of several sequences": "meta-llama/Llama-3.2-1B --num-layers 3 --pp 2 --num-gpus 4 --tp 2 "
     "--pipeline-model-parallel-layout E|t|t|tL --vpp 2 --seq-length 1024 --micro-batch-size 2 --stage 0",
+    "the gradient that came beside the masked one": "meta-llama/Llama-3.2-1B --num-layers 3 --pp 2 --num-gpus 4 --tp 2 "
+    "--pipeline-model-parallel-layout E|t|t|tL --vpp 2 --seq-length 1024 --no-sequence-parallel --stage 0",
+    "latent attention that has to be deterministic on Blackwell": "deepseek-ai/DeepSeek-V2 --num-layers 1 --tp 2 "
+    "--seq-length 1024 --deterministic-mode --gpu B200",
+    "before Hopper": "deepseek-ai/DeepSeek-V2 --num-layers 1 --tp 2 --seq-length 1024 --deterministic-mode "
+    "--gpu A100-80GB",
+    "a sink that has to be deterministic": "openai/gpt-oss-20b --num-layers 2 --tp 2 --etp 1 --seq-length 1024 "
+    "--deterministic-mode",
+    "a sink before Hopper": "openai/gpt-oss-20b --num-layers 2 --tp 2 --etp 1 --seq-length 1024 --deterministic-mode "
+    "--gpu A100-80GB",
     "an output that stays once it is sent": "meta-llama/Llama-3.2-1B --num-layers 4 --pp 2 --num-gpus 2 "
     "--seq-length 1024 --no-deallocate-pipeline-outputs --stage 0",
     "of a chunk without layers": "meta-llama/Llama-3.2-1B --num-layers 3 --pp 4 --num-gpus 4 --seq-length 1024 "
@@ -75,8 +86,26 @@ COMMANDS = {
 }
 
 
+#: The same where megatron-core has MTP depths in hybrids.
+HYBRID_DEPTHS = {
+    "depths of one mixer": "nvidia/Nemotron-H-56B-Base-8K --num-layers 4 --mtp-num-layers 1 --seq-length 1024",
+    "of experts, on the last stage": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 --num-layers 4 --mtp-num-layers 2 "
+    "--ep 8 --pp 2 --num-gpus 16 --stage 1 --seq-length 1024",
+}
+
+
+@pytest.mark.skipif((installed_release() or (0, 0)) < (0, 17), reason="hybrids have no MTP depths before 0.17")
+@pytest.mark.parametrize("command", HYBRID_DEPTHS.values(), ids=HYBRID_DEPTHS)
+def test_depths_of_hybrids_are_built(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    agree(command, capsys)
+
+
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_it_is_what_the_real_code_does(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    agree(command, capsys)
+
+
+def agree(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["rehearse", *command.split(), "--json"])
     out, err = capsys.readouterr()
     assert code == 0, err
