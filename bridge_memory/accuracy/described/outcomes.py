@@ -12,6 +12,7 @@ from bridge_memory.accuracy.predictions import peak_after, static_after
 from bridge_memory.components import GIB
 from bridge_memory.estimation import Estimate, StageEstimate, estimate, stage_parts
 from bridge_memory.reserved import replayed, why_not
+from bridge_memory.residual import relative
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import ENGINE_OPTIONS
 from bridge_memory.spec.ranks import stage_of_rank
@@ -49,9 +50,7 @@ class Outcome(NamedTuple):
     @property
     def residual(self) -> float | None:
         """Measured minus predicted, over measured."""
-        if self.predicted_bytes is None or not self.measured_bytes:
-            return None
-        return (self.measured_bytes - self.predicted_bytes) / self.measured_bytes
+        return relative(self.measured_bytes, self.predicted_bytes)
 
     @property
     def within(self) -> bool | None:
