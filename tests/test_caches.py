@@ -70,13 +70,13 @@ def test_clear_caches_empties_the_cache() -> None:
 
 def test_equal_layouts_trace_nothing_new() -> None:
     """A longer sequence, another pipeline, another data-parallel size: the sizes differ, the traces do not."""
-    estimate(RUNS[0])
+    peaks(RUNS[0])
     before = context.TRACE_CACHE.traced
     for parallel, seq in (
         (ParallelSpec(world_size=64), 512), (ParallelSpec(world_size=8, pipeline_model_parallel_size=4), 8192),
         (ParallelSpec(world_size=4, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=4), 1024),
     ):  # fmt: skip
-        estimate(RunSpec(model=resolve_model(MODELS[0]), parallel=parallel, batch=BatchSpec(seq_length=seq)))
+        peaks(RunSpec(model=resolve_model(MODELS[0]), parallel=parallel, batch=BatchSpec(seq_length=seq)))
     # The last of several stages owns a copy of the tied embedding: its output layer is another block.
     assert context.TRACE_CACHE.traced <= before + 1
 
