@@ -26,7 +26,7 @@ from bridge_memory.spec.unmodelled import NoEffect
 
 #: Shares of the peak from which on an unstated release, and an assumption, are worth a line.
 OF_RELEASE, OF_ASSUMPTION = 0.01, 0.02
-#: Tokens of the most loaded rank, over those of balanced routing, that an answer is also given for.
+#: Tokens of the most loaded rank, over those of balanced routing, that an answer is also given for: twice.
 IMBALANCE = 2.0
 
 
@@ -87,7 +87,7 @@ def _alternatives(run: RunSpec) -> Iterator[tuple[str, Callable[[], RunSpec]]]:
     experts = run.model.has_experts
     if experts and impl.moe_imbalance == 1.0 and not impl.moe_pad_expert_input_to_capacity and p.ep >= IMBALANCE:
         yield (
-            f"if one rank's experts get {IMBALANCE:g} times the balanced tokens (moe_imbalance)",
+            "with twice the balanced tokens on one rank (moe_imbalance)",
             lambda: run.with_fields(moe_imbalance=IMBALANCE),
         )
     if experts and run.data_parallel.of_megatron and p.expert_tensor_parallel_size is None and p.tp > 1:

@@ -25,7 +25,7 @@ from bridge_memory.estimation import estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.rehearsal.measuring import add_measuring_arguments, in_its_own_process, margins, snapshot_arguments
 from bridge_memory.rehearsal.record import append_record
-from bridge_memory.rehearsal.world import require_megatron
+from bridge_memory.rehearsal.world import installed_release, require_megatron
 from bridge_memory.residual import SIGN_PERCENT, percent, relative
 from bridge_memory.spec import (
     BatchSpec,
@@ -237,7 +237,8 @@ def dry_run(te: bool) -> int:
     wrong = 0
     print(f"{'':<52}{'parameters':>16}{'static GiB':>12}{'peak GiB':>10}")
     for c, shapes in zip(wanted, _built([replace(c, run=_plain(c.run)) for c in wanted], te), strict=True):
-        stage = estimate(c.run).stages[c.stage]
+        impl = replace(c.run.implementation, megatron_core=installed_release())
+        stage = estimate(c.run.with_(implementation=impl)).stages[c.stage]
         if isinstance(shapes, str):
             built, remark = 0, f"  cannot be built: {shapes}"
         else:
