@@ -11,7 +11,7 @@ from bridge_memory.report.units import format_bytes
 #: The title above the sentences.
 TITLE = "What decides the peak"
 #: Sentences on the first screen; those that move the peak most.
-MOST = 5
+MOST = 3
 
 
 def sentence(one: Decisive, unit: str = "GiB") -> str:

@@ -21,9 +21,9 @@ from bridge_memory.spec import DataParallelSpec, SpecError
 from bridge_memory.verdict import Fit
 
 #: Components that are listed.
-LARGEST = 5
+LARGEST = 4
 #: Rows of stages; of more groups those with the highest peaks are shown.
-MOST_ROWS = 6
+MOST_ROWS = 4
 #: Characters of a bar.
 BAR = 28
 #: The letter of a role in a bar.

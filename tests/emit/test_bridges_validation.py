@@ -16,7 +16,7 @@ from wide_runs import wide_runs
 from bridge_memory import SpecError
 from bridge_memory.emit.bridge import bridge_overrides
 from bridge_memory.readers.config_container import run_of_container
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Running, release_in
+from bridge_memory.releases import Running, release_in
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
@@ -75,7 +75,7 @@ def test_what_bridge_validates_is_the_run(
                 outcomes[str(error)] += 1
                 continue
             read = run_of_container(
-                config, Running(**{"megatron_core": DEFAULT_MEGATRON_CORE, "transformer_engine": None, "torch": None,
+                config, Running(**{"megatron_core": None, "transformer_engine": None, "torch": None,
                                    **running(run, emitted.left)}),
                 world_size=run.parallel.world_size, bridge=(0, 6), gpu_arch=run.implementation.gpu_arch,
             )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from bridge_memory.emit.formats import FORMATS, emitted
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.parts import MEGATRON_ENGINES
 
-DRAWN, DEEP = 120, 2000
+DRAWN, DEEP = 120, 300
 GPU = find_gpu("H100")
 SAID = {flag.field for flag in FLAGS}
 SUFFIX = {"deepspeed": ".json", "accelerate": ".yaml", "trainer": ".json", "trl": ".yaml", "torchtitan": ".toml"}
@@ -167,7 +168,7 @@ def test_what_is_typed_back_is_the_run(how: str, tmp_path: Path) -> None:
 def test_whatever_is_typed_it_is_typed_back(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     pytest.importorskip("tomllib")
-    for args, run in itertools.islice(asked(Random()), DEEP):
+    for args, run in itertools.islice(asked(Random(os.environ.get("SEED", "deep"))), DEEP):
         for how in FILES:
             check(how, args, run, tmp_path)
 
