@@ -275,8 +275,6 @@ FP8_ATTENTION_KEEPS_ONE_STATISTIC = since(te=(2, 15))
 #: cuDNN's attention with a sink is not used where only deterministic algorithms are allowed
 #: (``dot_product_attention/utils.py: get_attention_backend``).
 SINKS_ARE_NOT_DETERMINISTIC = since(te=(2, 12))
-#: cuDNN's attention is taken on Blackwell too where only deterministic algorithms are allowed (ibid.).
-DETERMINISTIC_ON_BLACKWELL = since(te=(2, 12))
 #: The fused router computes scores in fp32, which it saves; before, in the dtype of the logits (``csrc/extensions/
 #: router.cpp: fused_topk_with_score_function_fwd, fused_score_for_moe_aux_loss_fwd``).
 FUSED_ROUTER_SCORES_IN_FP32 = since(te=(2, 13))

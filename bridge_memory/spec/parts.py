@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from bridge_memory.cards.generations import DEFAULT_GENERATION, GENERATIONS, since_hopper
 from bridge_memory.releases import (
-    DETERMINISTIC_ON_BLACKWELL,
     SINKS_ARE_NOT_DETERMINISTIC,
     TE_GROUPED_GEMM,
     Watch,
@@ -585,12 +584,14 @@ class ImplementationSpec(Checked):
 
     def cudnn_attends(self, *, sink: bool = False) -> bool:
         """Whether cuDNN's attention is as deterministic as ``deterministic_attention`` asks (``get_attention_backend``:
-        "Filter: Determinism"): in training on Hopper and newer. ``sink``: with a softmax sink."""
+        "Filter: Determinism"): in training on Hopper alone. ``sink``: with a softmax sink.
+
+        From 2.12 on the choice for Blackwell is the compiled library's, by cuDNN's release; measured GB200 runs of 2.15
+        to 2.18 took FlashAttention.
+        """
         if not self.deterministic_attention:
             return True
-        if sink and SINKS_ARE_NOT_DETERMINISTIC(self):
-            return False
-        return self.gpu_arch == "hopper" or (self.gpu_arch == "blackwell" and DETERMINISTIC_ON_BLACKWELL(self))
+        return self.gpu_arch == "hopper" and not (sink and SINKS_ARE_NOT_DETERMINISTIC(self))
 
     @property
     def deterministic_attention(self) -> bool:
