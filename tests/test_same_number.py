@@ -63,7 +63,7 @@ def test_every_way_of_one_estimate(engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_way_of_many_estimates(engine: str) -> None:
     draw = Random(f"many estimates {engine}")
-    for _ in range(20 * DRAWN):
+    for _ in range(4 * DRAWN):
         check(estimate(a_run(engine, draw)))
 
 
