@@ -5,6 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from importlib.util import find_spec
 
+from installed_core import unset_is_installed
+
+__all__ = ["unset_is_installed"]
+
 if find_spec("torch") is not None:
     from bridge_memory.rehearsal.imports import import_megatron_core
     from bridge_memory.rehearsal.world import quiet

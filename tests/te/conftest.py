@@ -10,6 +10,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from installed_core import unset_is_installed
+
+__all__ = ["unset_is_installed"]
+
 HERE = False
 installed = all(find_spec(name) is not None for name in ("torch", "transformer_engine"))
 if installed and "megatron.core" not in sys.modules:
