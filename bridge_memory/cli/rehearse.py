@@ -116,7 +116,7 @@ def _engine(args: argparse.Namespace) -> int:
     if args.json:
         json.dump(
             {
-                "schema": "bridge-memory/rehearse-torch/2", "model": spec.model.name,
+                "schema": "bridge-memory/rehearse-torch/2", "model": spec.model.name, "run": runs_with(spec),
                 "num_layers": spec.model.num_layers, "engine": spec.data_parallel.engine, "device": "cpu",
                 "notes": notes, "rows": [row.as_json() for row in table],
                 "reserved": found.reserved.as_json() if found.reserved is not None else None,
@@ -173,9 +173,9 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
     if args.json:
         json.dump(
             {
-                "schema": "bridge-memory/rehearsal/1", "model": spec.model.name, "rank": done.rank,
-                "stage": done.stage, "device": "cpu", "notes": notes, "rows": [r.as_json() for r in table],
-                "shared": shared(done),
+                "schema": "bridge-memory/rehearsal/1", "model": spec.model.name, "run": runs_with(spec),
+                "rank": done.rank, "stage": done.stage, "device": "cpu", "notes": notes,
+                "rows": [r.as_json() for r in table], "shared": shared(done),
             },
             sys.stdout, indent=2,
         )  # fmt: skip
@@ -204,7 +204,10 @@ def _one_layer(args: argparse.Namespace, spec: RunSpec, notes: list[str]) -> int
         raise SpecError(f"--layer ({args.layer}) is not one of 0 to {spec.model.num_layers - 1}")
     done = compare_layer(spec, args.layer, _architecture(args))
     if args.json:
-        head = {"schema": "bridge-memory/rehearsed-layer/1", "model": spec.model.name, "device": "cpu", "notes": notes}
+        head = {
+            "schema": "bridge-memory/rehearsed-layer/1", "model": spec.model.name, "run": runs_with(spec),
+            "device": "cpu", "notes": notes,
+        }  # fmt: skip
         json.dump({**head, **done.as_json()}, sys.stdout, indent=2)
         sys.stdout.write("\n")
         return 0

@@ -11,7 +11,7 @@ from bridge_memory.report.units import format_bytes
 #: The title above the sentences.
 TITLE = "What decides the peak"
 #: Sentences on the first screen; those that move the peak most.
-MOST = 5
+MOST = 3
 
 
 def sentence(one: Decisive, unit: str = "GiB") -> str:
@@ -24,12 +24,6 @@ def sentence(one: Decisive, unit: str = "GiB") -> str:
 def sentences(found: Sequence[Decisive], unit: str = "GiB") -> tuple[str, ...]:
     """One for each of ``found``."""
     return tuple(sentence(one, unit) for one in found)
-
-
-def first_screen(found: Sequence[Decisive], unit: str = "GiB") -> tuple[str, ...]:
-    """At most ``MOST`` sentences, and how many more there are."""
-    more = len(found) - MOST
-    return (*sentences(found[:MOST], unit), *((f"{more} more (-v)",) if more > 0 else ()))
 
 
 def of_releases(found: Sequence[Decisive], unit: str = "GiB") -> tuple[str, ...]:
