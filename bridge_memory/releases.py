@@ -70,6 +70,11 @@ class Running(NamedTuple):
     torch: Release | None = None
 
 
+#: What a release of Megatron Bridge is installed with where its wheel pins it, the newest allowed: 0.3.1 asks for
+#: ``megatron-core<0.17.0`` and ``transformer-engine<2.13.0``; wheels of 0.4 to 0.6 leave both open.
+PINNED_BY_BRIDGE = {(0, 3): Running((0, 16), (2, 12))}
+
+
 class Watch(Protocol):
     """What is asked of the rules of one run, and may answer otherwise: see ``decisive``."""
 
