@@ -242,7 +242,11 @@ MAMBA_PROJECTION_HELD = since(core=(0, 15))
 #: Routed experts are data-parallel over the ranks with the same experts also if EP is 1 and only ETP differs from TP
 #: (``extensions/transformer_engine.py``, ``tensor_parallel/layers.py``: ``use_expert_pgs``; before, ``allreduce`` is
 #: False with ``expert_model_parallel_size > 1`` alone).
-EXPERTS_APART_WITH_ETP = since(core=(0, 19))
+EXPERTS_APART_WITH_ETP = since(
+    core=(0, 19),
+    before="shards routed experts over all data-parallel ranks where EP is 1 and ETP is not TP",
+    after="shards routed experts over the ranks with the same experts where EP is 1",
+)
 
 # ---- megatron-core: what blocks save and hold ----
 
