@@ -70,6 +70,11 @@ class Running(NamedTuple):
     torch: Release | None = None
 
 
+#: What a release of Megatron Bridge is installed with where its wheel pins it, the newest allowed: 0.3.1 asks for
+#: ``megatron-core<0.17.0`` and ``transformer-engine<2.13.0``; wheels of 0.4 to 0.6 leave both open.
+PINNED_BY_BRIDGE = {(0, 3): Running((0, 16), (2, 12))}
+
+
 class Watch(Protocol):
     """What is asked of the rules of one run, and may answer otherwise: see ``decisive``."""
 
@@ -239,7 +244,11 @@ MAMBA_PROJECTION_HELD = since(core=(0, 15))
 #: Routed experts are data-parallel over the ranks with the same experts also if EP is 1 and only ETP differs from TP
 #: (``extensions/transformer_engine.py``, ``tensor_parallel/layers.py``: ``use_expert_pgs``; before, ``allreduce`` is
 #: False with ``expert_model_parallel_size > 1`` alone).
-EXPERTS_APART_WITH_ETP = since(core=(0, 19))
+EXPERTS_APART_WITH_ETP = since(
+    core=(0, 19),
+    before="shards routed experts over all data-parallel ranks where EP is 1 and ETP is not TP",
+    after="shards routed experts over the ranks with the same experts where EP is 1",
+)
 
 # ---- megatron-core: what blocks save and hold ----
 

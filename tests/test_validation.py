@@ -174,7 +174,7 @@ REFUSED = [
     ("dense", {"use_precision_aware_optimizer": True, "optimizer": "sgd"}, "needs optimizer adam"),
     ("dense", {"engine": "megatron_deepspeed", "fp4": "e2m1", "fp8_recipe": "delayed"}, "fp4 .*drop it"),
     ("dense", {"engine": "megatron_ddp", "transformer_impl": "torchtitan"}, "runs megatron-core's layers"),
-    ("dense", {"engine": "megatron_deepspeed", "transformer_impl": "transformers"}, "runs megatron-core's layers"),
+    ("dense", {"engine": "megatron_deepspeed", "transformer_impl": "torchtune"}, "runs megatron-core's layers"),
     ("dense", {"exp_avg_dtype": "bf16"}, "exp_avg_dtype .*; set that to True"),
     ("dense", {"optimizer": "muon", "megatron_core": (0, 16)}, "use_distributed_optimizer .*muon; set it to False"),
     ("dense", {"optimizer_offload_fraction": 1.5}, r"optimizer_offload_fraction \(1.5\) is not in \[0, 1\]"),

@@ -77,8 +77,12 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
 
         print_blocks(_blocks(shown, args))
     elif args.format == "json":
+        from bridge_memory.report.summary import runs_with
+
         best, front = ([style.record(row) for row in rows] for rows in (found.best(args.top), found.front()))
-        print(json.dumps({**shown.document, "best": best, "front": front}, indent=2))
+        fastest = next(iter(found.best(1)), None)
+        run = runs_with(fastest.run if fastest is not None else shown.base)
+        print(json.dumps({**shown.document, "run": run, "best": best, "front": front}, indent=2))
     elif args.format == "csv":
         print(_csv([style.record(row) for row in found.best(args.top)], style.headings))
     else:
@@ -112,7 +116,7 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
     from bridge_memory.report.summary import runs_with
 
     found, style, gpu = shown.found, shown.style, shown.gpu
-    notes = [runs_with(shown.base), _looked_at(found, style, gpu)]
+    notes = [_looked_at(found, style, gpu)]
     if found.refused:
         counts = (f"{name} {number:,}" for name, number in found.refused.most_common(6))
         notes.append(f"refused, by field: {', '.join(counts)}")
@@ -121,6 +125,7 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
         title = "Nothing that fits was found before the search was stopped" if found.stopped else "Nothing fits"
         return [Bullets(title, (*notes, *shown.otherwise))]
     best, front = found.best(args.top), found.front(args.top)
+    notes.insert(0, f"the fastest: {runs_with(best[0].run)}")
     if (tied := ties(best)) > 1:
         notes.append(f"rows 1 to {tied} are a tie: step times within {TIE:.0%}, the precision of the prediction")
     notes += shown.times

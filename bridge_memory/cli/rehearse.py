@@ -117,7 +117,7 @@ def _engine(args: argparse.Namespace) -> int:
     if args.json:
         json.dump(
             {
-                "schema": "bridge-memory/rehearse-torch/3", "model": spec.model.name,
+                "schema": "bridge-memory/rehearse-torch/3", "model": spec.model.name, "run": runs_with(spec),
                 "num_layers": spec.model.num_layers, "engine": spec.data_parallel.engine, "device": "cpu",
                 "notes": notes, "rows": [row.as_json() for row in table],
                 "reserved": found.reserved.as_json() if found.reserved is not None else None,
@@ -191,8 +191,8 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
     if args.json:
         json.dump(
             {
-                "schema": "bridge-memory/rehearsal/2", "model": spec.model.name, "rank": done.rank,
-                "stage": done.stage, "device": "cpu", "notes": notes, "flags": _as_flags(spec),
+                "schema": "bridge-memory/rehearsal/2", "model": spec.model.name, "run": runs_with(spec),
+                "rank": done.rank, "stage": done.stage, "device": "cpu", "notes": notes, "flags": _as_flags(spec),
                 "rows": [r.as_json() for r in table], "shared": shared(done),
             },
             sys.stdout, indent=2,
@@ -222,7 +222,10 @@ def _one_layer(args: argparse.Namespace, spec: RunSpec, notes: list[str]) -> int
         raise SpecError(f"--layer ({args.layer}) is not one of 0 to {spec.model.num_layers - 1}")
     done = compare_layer(spec, args.layer, _architecture(args))
     if args.json:
-        head = {"schema": "bridge-memory/rehearsed-layer/2", "model": spec.model.name, "device": "cpu", "notes": notes}
+        head = {
+            "schema": "bridge-memory/rehearsed-layer/2", "model": spec.model.name, "run": runs_with(spec),
+            "device": "cpu", "notes": notes,
+        }  # fmt: skip
         json.dump({**head, **done.as_json()}, sys.stdout, indent=2)
         sys.stdout.write("\n")
         return 0

@@ -7,7 +7,8 @@ from dataclasses import replace
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.tail import final_norm_name
 from bridge_memory.releases import CORE_WITH_PUBLISHED_PARAMETERS
-from bridge_memory.spec import BatchSpec, ImplementationSpec, ModelSpec, MoESpec, ParallelSpec, RunSpec
+from bridge_memory.spec import BatchSpec, ImplementationSpec, MLASpec, ModelSpec, MoESpec, ParallelSpec, RunSpec
+from bridge_memory.spec.limits import limits_of
 from bridge_memory.tapes.blocks import Block
 from bridge_memory.tapes.context import BlockContext, context_of
 
@@ -35,7 +36,9 @@ def _whole(model: ModelSpec) -> BlockContext:
     """Without sharding and padding of the vocabulary, of a megatron-core that builds what transformers builds."""
     plain = replace(model, make_vocab_size_divisible_by=0)
     length = min(128, plain.max_position_embeddings or 128)
-    impl = ImplementationSpec(megatron_core=CORE_WITH_PUBLISHED_PARAMETERS)
+    impl = ImplementationSpec()  # that of most runs, which then need no other traces
+    if any(isinstance(mixer, MLASpec) for mixer in limits_of(model).mixers):
+        impl = replace(impl, megatron_core=CORE_WITH_PUBLISHED_PARAMETERS)
     return context_of(
         RunSpec(model=plain, parallel=ParallelSpec(), batch=BatchSpec(seq_length=length), implementation=impl)
     )

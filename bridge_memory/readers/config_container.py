@@ -48,6 +48,7 @@ from bridge_memory.releases import (
     BRIDGE_SYNCS_PARAM_GATHER,
     DEFAULT_MEGATRON_BRIDGE,
     FSDP_MAIN_DTYPES,
+    PINNED_BY_BRIDGE,
     Release,
     Running,
     release_in,
@@ -161,14 +162,17 @@ def run_from_config_container(
         (4, 4)
     """
     found = implementation or {}
+    bridge = _imported("megatron.bridge") or DEFAULT_MEGATRON_BRIDGE
+    pinned = PINNED_BY_BRIDGE.get(bridge, Running())
     running = Running(
-        found.get("megatron_core") or megatron_core or _imported("megatron.core"),
-        found.get("transformer_engine") or transformer_engine or _imported("transformer_engine"),
+        found.get("megatron_core") or megatron_core or _imported("megatron.core") or pinned.megatron_core,
+        found.get("transformer_engine") or transformer_engine or _imported("transformer_engine")
+        or pinned.transformer_engine,
         found.get("torch") or torch or _imported("torch"),
-    )
+    )  # fmt: skip
     return run_of_container(
         config, running, world_size=world_size, num_microbatches=num_microbatches, gpu_arch=gpu_arch, name=name,
-        implementation=implementation, bridge=_imported("megatron.bridge") or DEFAULT_MEGATRON_BRIDGE,
+        implementation=implementation, bridge=bridge,
     )  # fmt: skip
 
 

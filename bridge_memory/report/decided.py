@@ -26,12 +26,6 @@ def sentences(found: Sequence[Decisive], unit: str = "GiB") -> tuple[str, ...]:
     return tuple(sentence(one, unit) for one in found)
 
 
-def first_screen(found: Sequence[Decisive], unit: str = "GiB") -> tuple[str, ...]:
-    """At most ``MOST`` sentences, and how many more there are."""
-    more = len(found) - MOST
-    return (*sentences(found[:MOST], unit), *((f"{more} more (-v)",) if more > 0 else ()))
-
-
 def of_releases(found: Sequence[Decisive], unit: str = "GiB") -> tuple[str, ...]:
     """Those of releases alone."""
     return sentences([one for one in found if one.kind is Kind.RELEASE], unit)

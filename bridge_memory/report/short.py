@@ -11,7 +11,7 @@ from itertools import accumulate
 from bridge_memory.components import Role
 from bridge_memory.decisive import decisive
 from bridge_memory.report.answer import answer_of, phase_words
-from bridge_memory.report.decided import TITLE, first_screen
+from bridge_memory.report.decided import MOST, TITLE, sentences
 from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs, Words
 from bridge_memory.report.summary import configuration
 from bridge_memory.report.table import ALL_MODELLED, Cells, alike, components_grid, head, stage_span
@@ -58,13 +58,15 @@ def short_blocks(
     run = Pairs("The run", tuple(pair for pair in configuration(result) if pair[0] in wanted))
     answer = answer_of(result, fits, unit=unit, fix=fix)
     blocks: list[Block] = [head(result, answer, unit), _stages(result, shown, fits, unit), largest, run]
-    decides = first_screen(decisive(result), unit)
+    decides = decisive(result)
     if decides:
-        blocks.append(Bullets(TITLE, decides))
+        blocks.append(Bullets(TITLE, sentences(decides[:MOST], unit)))
     assumed = len(dict.fromkeys(result.assumptions))
     number = len(result.unmodelled)
     left_out = f"{number} feature{'s' * (number != 1)} not modelled" if number else ALL_MODELLED
     words = f"{left_out}; {assumed} assumption{'s' * (assumed != 1)}"
+    if len(decides) > MOST:
+        words += f"; {len(decides) - MOST} more that decide the peak"
     blocks.append(Words("", (f"{words}{f'; {more}' if more else ''}",)))
     return blocks
 

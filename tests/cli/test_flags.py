@@ -139,7 +139,7 @@ CASES = {
     "--cut-cross-entropy": (HUGGING, ""),
     "--num-output-chunks": (TUNE, "8"), "--optimizer-in-bwd": (f"{TUNE} --seq-length 16", ""),
     "--enable-activation-offloading": (f"{TUNE} --gradient-checkpointing --optimizer-in-bwd", ""),
-    "--selective-ac-option": (HUGGING.replace("transformers", "torchtitan"), "op"),
+    "--selective-ac-option": (f"{HUGGING.replace('transformers', 'torchtitan')} --engine ddp", "op"),
     "--use-dora": (f"{ADAPTED} --engine single", ""),
     "--load-in-4bit": (f"{ADAPTED} --engine single", ""), "--load-in-8bit": (f"{ADAPTED} --engine single", ""),
     "--bnb-4bit-use-double-quant": (QLORA, ""),

@@ -59,6 +59,20 @@ def test_a_container_that_was_not_validated_never_has_one_replica_in_silence(mon
     assert run_from_config_container(config).parallel.data_parallel_size == 1
 
 
+@pytest.mark.parametrize(
+    ("bridge", "core", "te"), [("0.3.1", (0, 16), (2, 12)), ("0.6.2", None, None)], ids=["0.3.1", "0.6.2"]
+)
+def test_a_release_of_bridge_brings_what_its_wheel_pins(
+    bridge: str, core: object, te: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``Requires-Dist`` of megatron-bridge 0.3.1: megatron-core<0.17.0, transformer-engine<2.13.0; 0.6.2 pins none."""
+    monkeypatch.setitem(sys.modules, "megatron.bridge", SimpleNamespace(__version__=bridge))  # type: ignore[arg-type]
+    for package in ("megatron.core", "transformer_engine"):
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    impl = run_from_config_container(namespace(), world_size=8).implementation
+    assert (impl.megatron_core, impl.transformer_engine) == (core, te)
+
+
 def test_gradients_of_two_bytes_halve_the_gradient_buffer() -> None:
     wide = estimate(run_from_config_container(namespace())).stages[0]
     narrow = estimate(run_from_config_container(namespace(ddp__grad_reduce_in_fp32=False))).stages[0]

@@ -42,7 +42,7 @@ _ZERO_OPTIMIZERS = ("adam", "adamw", "sgd", "lion")
 def check_engine(run: RunSpec) -> None:
     """Raise SpecError for fields that the engine does not support."""
     d, o = run.data_parallel, run.optimizer
-    if run.implementation.torch_layers and d.engine in WITH_MEGATRON_LAYOUTS:
+    if run.implementation.own_layers and d.engine in WITH_MEGATRON_LAYOUTS:
         raise SpecError(
             f"transformer_impl ({run.implementation.transformer_impl}): engine {d.engine} runs megatron-core's layers; "
             "use transformer_engine or local, or engine fsdp2"
