@@ -99,7 +99,7 @@ def test_a_gap_that_torch_did_not_measure_or_that_is_bounded_leaves_a_record_com
 def test_no_measured_run_depends_on_the_defaults_for_plans(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ran does not change when the stack that plans assume does."""
     before = [outcome.as_json() for record in load_runs(corpus) for outcome in predict(record)]
-    for name, release in (("MEGATRON_CORE", (0, 13)), ("TRANSFORMER_ENGINE", (2, 1)), ("TORCH", (2, 15))):
+    for name, release in (("MEGATRON_CORE", (0, 17)), ("TRANSFORMER_ENGINE", (2, 1)), ("TORCH", (2, 15))):
         monkeypatch.setattr(releases, f"DEFAULT_{name}", release)
     clear_caches()
     try:
