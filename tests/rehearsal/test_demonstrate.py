@@ -61,7 +61,7 @@ def test_running_out_of_memory_is_reported(
 
     def train(run: Any, rank: int, steps: int, note: Any) -> None:
         note("model built")
-        oom._tell_all(GIB)
+        oom._report_all(GIB)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB\nmore")
 
     class Properties:
