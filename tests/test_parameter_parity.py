@@ -22,7 +22,7 @@ from bridge_memory.readers import resolve_model
 from bridge_memory.rehearsal.model import build_chunks, parameter_shapes
 from bridge_memory.rehearsal.patches import building
 from bridge_memory.rehearsal.te_shapes import parameter_shapes_with_te
-from bridge_memory.rehearsal.world import fake_world
+from bridge_memory.rehearsal.world import fake_world, installed_release
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,
@@ -38,7 +38,8 @@ from bridge_memory.spec import (
 )
 from bridge_memory.spec.ranks import rank_of_stage
 
-LOCAL = ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False)
+HERE = installed_release()
+LOCAL = ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False, megatron_core=HERE)
 
 DENSE = {
     "gpt2 (learned positions, biases, tied)": "openai-community/gpt2",
@@ -190,7 +191,10 @@ def test_a_rank_owns_exactly_what_megatron_core_builds_with_transformer_engine()
         for name, parallel in layouts(model, te=True).items():
             if name.endswith("of its own"):  # as "uneven ends"
                 continue
-            run = RunSpec(model=model, parallel=parallel, batch=BatchSpec(seq_length=1024))
+            run = RunSpec(
+                model=model, parallel=parallel, batch=BatchSpec(seq_length=1024),
+                implementation=ImplementationSpec(megatron_core=HERE),
+            )
             for stage in stages(name, parallel):
                 jobs.append((run, stage))
                 labels.append(f"{preset}, {name}, stage {stage}")

@@ -108,7 +108,7 @@ COMMAND = ["rehearse", "meta-llama/Llama-3.2-1B", "--tp", "2", "--num-gpus", "4"
 def test_the_command_prints_prediction_and_rehearsal_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--transformer-impl", "local"]) == 0
     text = capsys.readouterr().out
-    weights = next(line for line in text.splitlines() if line.startswith("weights"))
+    weights = next(line for line in text.splitlines() if line.startswith("weights  "))
     cells = weights.split()
     assert cells[1] == cells[3]
     assert "peak" in text
