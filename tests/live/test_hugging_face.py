@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from bridge_memory import SpecError  # noqa: E402
 from bridge_memory.calibration import journal  # noqa: E402
 from bridge_memory.calibration.records import ReportRecord, RunRecord  # noqa: E402
 from bridge_memory.live.cuda import Reading  # noqa: E402
@@ -115,12 +116,17 @@ def broken(*args: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", [
-    {"read": broken}, {"emit": broken}, {"path": "/proc/none/r.jsonl"}, {"run": Broken()}, {"seq_length": -3},
-    {"calibration": "/proc/none/c.json"},
+    {"read": broken}, {"emit": broken}, {"path": "/proc/none/r.jsonl"}, {"calibration": "/proc/none/c.json"},
 ], ids=lambda options: ",".join(options))  # fmt: skip
 def test_whatever_fails_training_goes_on(tmp_path: Path, options: dict[str, Any]) -> None:
     callback = MemoryReportCallback(**{"path": None, "emit": lambda text: None, "read": reading, **options})
     assert train(tmp_path, callback).state.global_step == 4
+
+
+@pytest.mark.parametrize("options", [{"run": Broken()}, {"seq_length": -3}], ids=lambda options: ",".join(options))
+def test_what_is_no_argument_is_refused_before_training(options: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=next(iter(options))):
+        MemoryReportCallback(None, **options)
 
 
 def test_a_model_without_a_config_gets_torchs_figures(tmp_path: Path) -> None:
