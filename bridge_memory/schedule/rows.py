@@ -65,7 +65,7 @@ def peak_of_many(
         for rank in ranks:
             for moment in peak_moments(pp, rank, m, v, group, overlaps, True, keeps_outputs, which):
                 most = np.maximum(most, _bytes_at(moment, few, hidden_bytes))
-        here = np.logical_or.reduce([numbers == n for n in alike])
+        here = np.isin(numbers, alike)
         out = most if len(of_schedules) == 1 else np.where(here, most, out)
     return out
 
