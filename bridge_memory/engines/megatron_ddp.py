@@ -41,11 +41,11 @@ from bridge_memory.tapes.parameters import (
     gemm_elements,
     gemm_tensors,
     matrix_elements,
-    mxfp8_scales,
     no_scales,
     pad,
     rounded_bytes,
     rounded_bytes_of_others,
+    scales_of_rows,
     square_scales,
 )
 from bridge_memory.tapes.symbolic import any_nonzero, common_multiple
@@ -102,7 +102,7 @@ class MegatronDDP:
                     "edp" if self.own_expert_buffers else "dp x cp", self.states),
         )  # fmt: skip
         self.columns, at = _columns(
-            precision.fp8_recipe, self.width, self.distributed, self.frozen, self.fp8_parameters and self.distributed,
+            precision.recipe, self.width, self.distributed, self.frozen, self.fp8_parameters and self.distributed,
             self.states, self.remainder_states, self.remainders, self.copies_gradients and not self.expandable,
         )  # fmt: skip
         self._weights_at = at.get((rounded_bytes, self.width), 0)
@@ -572,7 +572,7 @@ def fp8_copies(
     copies = _has_column_wise_copies(precision, gpu_arch) + (not precision.quantized_param)
     if precision.fp4 is not None:
         # Half a byte per element, one byte per block of 16 for its scale, and the maximum of the tensor.
-        return _data(precision, gemm * copies) + gemm * 2 // 16 + 2 * 4 * tensors
+        return _data(precision, gemm * copies) + (gemm * 2 // 16 if scales is None else scales) + 2 * 4 * tensors
     # Weights have one fp32 scale per block of 128 x 128 (``common/recipe: Float8BlockScaling.w_block_scaling_dim``).
     each = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128**2}.get(precision.fp8_recipe)
     if each is None:
@@ -581,7 +581,9 @@ def fp8_copies(
 
 
 #: Recipe -> (function that gives the bytes of blocks' scales, length of a block).
-_SCALES: dict[str, Column] = {"mxfp8": (mxfp8_scales, 32), "blockwise": (square_scales, 128)}
+_SCALES: dict[str, Column] = {
+    "mxfp8": (scales_of_rows, 32), "nvfp4": (scales_of_rows, 16), "blockwise": (square_scales, 128),
+}
 
 
 def _data(precision: PrecisionSpec, elements: int) -> int:

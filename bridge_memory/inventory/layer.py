@@ -5,6 +5,8 @@ Source: megatron-core ``transformer/transformer_layer.py: TransformerLayer.forwa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bridge_memory.components import Part
 from bridge_memory.inventory.megatron.attention import record_attention
 from bridge_memory.inventory.megatron.compressed_attention import record_compressed_attention
@@ -65,8 +67,12 @@ def mtp_block(
     ``positions``, ``waits`` and ``tables`` as for ``mtp.record_next_embedding``.
     """
 
+    # Depths are built and run in fp8 contexts only (``multi_token_prediction.py: _proj_and_transformer_layer``).
+    layer = replace(layer, unquantized=ctx.fp8_recipe == "nvfp4")
+
     def record(r: Recorder) -> None:
         r.tape.part = Part.MTP
+        r.unquantized = layer.unquantized
         x = r.tape.input("hidden_states", r.ctx.hidden_bytes)
         embedded = record_next_embedding(r, positions, waits=waits, tables=tables)
         cut_off = r.ctx.mtp_without_gradients

@@ -328,7 +328,8 @@ class BlockContext:
     @property
     def mtp_without_gradients(self) -> bool:
         """Whether that recomputation detaches them from the graph, so that they have no backward."""
-        cut = self.te and self.fp8 is not None and not MTP_CHECKPOINT_DIFFERENTIATES(self.impl)
+        in_fp8 = self.te and self.fp8 is not None and self.fp8_recipe != "nvfp4"
+        cut = in_fp8 and not MTP_CHECKPOINT_DIFFERENTIATES(self.impl)
         return cut and self.mtp_recomputed
 
     @property

@@ -142,13 +142,13 @@ def gemm_tensors(parameter: Parameter, _: int) -> int:
     return 1 if parameter.is_gemm else 0
 
 
-def mxfp8_scales(parameter: Parameter, block: int) -> int:
+def scales_of_rows(parameter: Parameter, block: int) -> int:
     """Bytes of the scales of both layouts: 1 per ``block`` elements of a row or a column, padded as cuBLAS needs them
-    (TE ``tensor/mxfp8_tensor.py: MXFP8Quantizer.get_scale_shape``)."""
+    (TE ``tensor/{mxfp8,nvfp4}_tensor.py: get_scale_shape``)."""
     if not parameter.is_gemm:
         return 0
     rows, columns = parameter.shape
-    return pad(rows, 128) * pad(columns // block, 4) + pad(rows // block, 4) * pad(columns, 128)
+    return pad(rows, 128) * pad(-(-columns // block), 4) + pad(-(-rows // block), 4) * pad(columns, 128)
 
 
 def square_scales(parameter: Parameter, block: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge_memory.tapes.parameters import Parameter, Use, mxfp8_scales, square_scales
+from bridge_memory.tapes.parameters import Parameter, Use, scales_of_rows, square_scales
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,6 @@ from bridge_memory.tapes.parameters import Parameter, Use, mxfp8_scales, square_
 )
 def test_scales_are_padded_tensor_by_tensor(shape: tuple[int, int], mxfp8: int, square: int) -> None:
     weight = Parameter("linear.weight", shape)
-    assert (mxfp8_scales(weight, 32), square_scales(weight, 128)) == (mxfp8, square)
+    assert (scales_of_rows(weight, 32), square_scales(weight, 128)) == (mxfp8, square)
     router = Parameter("router.weight", shape, use=Use.ROUTER)
-    assert (mxfp8_scales(router, 32), square_scales(router, 128)) == (0, 0)
+    assert (scales_of_rows(router, 32), square_scales(router, 128)) == (0, 0)
