@@ -322,6 +322,12 @@ FC1_OUTPUT_HELD = since(
     before="frees the output of experts' fc1 early",
     after="holds the output of experts' fc1 until fc2 is done",
 )
+#: DDP's buffers hold parameters in NVFP4 (``distributed/param_and_grad_buffer.py``, ``fp4_utils.py:
+#: modify_nvfp4_rowwise_storage``).
+NVFP4_PARAMETERS_IN_BUFFERS = since(core=(0, 17))
+#: The flex dispatcher with HybridEP also runs where every rank has all experts
+#: (``transformer/moe/token_dispatcher.py: MoEFlexTokenDispatcher.__init__``).
+HYBRID_EP_ALONE = since(core=(0, 17))
 #: Experts' rows in NVFP4 are padded to multiples of 128; before, of 64 (``quantization.py:
 #: get_align_size_for_quantization``).
 FP4_PADDED_TO_128 = since(te=(2, 12))

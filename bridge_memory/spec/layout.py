@@ -211,8 +211,8 @@ def _check_hybrid(vpp: int | None, embedding_slot: bool, loss_slot: bool) -> Non
     """Raise SpecError for options that ``MambaStack`` refuses, or silently ignores and thereby drops layers."""
     if vpp is not None and vpp > 1:
         raise SpecError(
-            f"virtual_pipeline_model_parallel_size ({vpp}) is not supported for hybrid (Mamba) models by "
-            "megatron-core; drop it"
+            f"virtual_pipeline_model_parallel_size ({vpp}) is not modelled for hybrid (Mamba) models: megatron-core "
+            "before 0.17 refuses it, later ones take it only from | in hybrid_layer_pattern; drop it"
         )
     for name, on in (
         ("account_for_embedding_in_pipeline_split", embedding_slot),

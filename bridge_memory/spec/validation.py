@@ -43,7 +43,7 @@ RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
     lambda run, limits: check_sizes(run.parallel, limits),
     lambda run, limits: check_split_release(run),
     lambda run, limits: check_batch(run),
-    lambda run, limits: check_precision(run),
+    check_precision,
     lambda run, limits: check_data_parallel(run),
     lambda run, limits: check_optimizer(run),
     lambda run, limits: check_adapters(run.peft, run.parallel, run.model, limits),

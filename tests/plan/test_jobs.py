@@ -14,30 +14,13 @@ from operator import mul
 from pathlib import Path
 
 import pytest
+from processes import gone, heeds_signals, is_there
 
 from bridge_memory import search
 from bridge_memory.plan.jobs import can_fork, spread
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="this system does not fork")
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def is_there(pid: int) -> bool:
-    """Not as a zombie either, which nobody may reap where there is no init."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone(pids: list[int], seconds: float = 20.0) -> bool:
-    """Whether they all end; the bound is for a busy machine."""
-    end = time.monotonic() + seconds
-    while any(map(is_there, pids)):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 class Times:
@@ -83,7 +66,7 @@ def test_no_fork_outlives_the_process_that_started_it(how: signal.Signals) -> No
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=heeds_signals,
     )  # fmt: skip
     assert parent.stdout is not None
     with parent.stdout:

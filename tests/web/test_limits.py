@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import heeds_signals, is_there
 
 from bridge_memory.plan.megatron.space import AXES
 from bridge_memory.web import connections, jobs
@@ -217,17 +218,10 @@ def _children(pid: int) -> list[int]:
     return [*found, *(one for child in found for one in _children(child))]
 
 
-def _is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def started(folder: Path) -> tuple[subprocess.Popen[str], int]:
     process = subprocess.Popen(
         [sys.executable, "-m", "bridge_memory", "serve", "--port", "0", "--json"], stdout=subprocess.PIPE, text=True,
-        cwd=ROOT, env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+        cwd=ROOT, env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}, preexec_fn=heeds_signals,
     )  # fmt: skip
     assert process.stdout is not None
     return process, int(json.loads(process.stdout.readline())["url"].rstrip("/").rpartition(":")[2])
@@ -247,7 +241,7 @@ def test_nothing_is_left_of_a_server_that_is_ended(tmp_path: Path, how: str) -> 
             # Some of them have begun; another is still importing.
             process.send_signal(getattr(signal, how))
             assert process.wait(BOUND) == (-9 if how == "SIGKILL" else 0)
-            assert until(lambda: not any(map(_is_there, searches)))
+            assert until(lambda: not any(map(is_there, searches)))
             assert list(tmp_path.iterdir()) == []
         finally:
             process.kill()

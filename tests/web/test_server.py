@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import heeds_signals
 
 from bridge_memory.cli import main
 from bridge_memory.spec.parts import ENGINES
@@ -455,9 +456,7 @@ def test_many_at_once_are_each_answered_their_own_question(client: Client) -> No
 def started(*flags: str) -> tuple[subprocess.Popen[str], str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "bridge_memory", "serve", "--port", "0", "--json", *flags], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-        # A background job of a shell ignores the signal, and so would all that it starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        stderr=subprocess.PIPE, text=True, preexec_fn=heeds_signals,
     )  # fmt: skip
     assert process.stdout is not None
     return process, json.loads(process.stdout.readline())["url"]

@@ -11,6 +11,7 @@ from bridge_memory.releases import (
     EXPERT_COMMUNICATION_OVERLAPS,
     EXPERTS_FUSED_BY_OPS,
     FLEX_OVERLAPS_SHARED_EXPERTS,
+    HYBRID_EP_ALONE,
     SEQUENCE_DISPATCHER_GONE,
     core_of,
     release_words,
@@ -65,9 +66,10 @@ def check_experts(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> Non
                 "change one of them"
             )
         if dispatcher == "flex":
-            if p.tensor_model_parallel_size * p.expert_model_parallel_size == 1:
+            alone = i.moe_flex_dispatcher_backend == "hybridep" and HYBRID_EP_ALONE(i)
+            if p.etp * p.ep == 1 and not alone:
                 raise SpecError(
-                    "moe_token_dispatcher_type (flex) needs tensor_model_parallel_size x "
+                    "moe_token_dispatcher_type (flex) needs expert_tensor_parallel_size x "
                     "expert_model_parallel_size of 2 or more; use alltoall"
                 )
             if i.moe_pad_expert_input_to_capacity and i.moe_flex_dispatcher_backend == "deepep":

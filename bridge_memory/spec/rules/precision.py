@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bridge_memory.releases import NVFP4_PARAMETERS_IN_BUFFERS, core_of, release_words
 from bridge_memory.spec.errors import SpecError
-from bridge_memory.spec.limits import next_multiple
+from bridge_memory.spec.limits import Limits, next_multiple
 
 if TYPE_CHECKING:
     from bridge_memory.spec.run import RunSpec
 
 
-def check_precision(run: RunSpec) -> None:
+def check_precision(run: RunSpec, limits: Limits) -> None:
     """TC."""
     precision = run.precision
     if precision.fp32_residual_connection and run.implementation.te and precision.params_dtype != "fp32":
@@ -47,7 +48,16 @@ def check_precision(run: RunSpec) -> None:
             f"{precision.format_words} does nothing with transformer_impl local, whose layers do not compute in it; "
             f"set transformer_impl to transformer_engine, or drop {precision.format_words[:3]}"
         )
+    data = run.data_parallel
+    in_buffers = precision.fp4_param and data.engine == "megatron_ddp" and data.use_distributed_optimizer
+    if in_buffers and not NVFP4_PARAMETERS_IN_BUFFERS(run.implementation):
+        raise SpecError(
+            "fp4_param (True) with use_distributed_optimizer needs megatron_core "
+            f"{NVFP4_PARAMETERS_IN_BUFFERS.number} or later: the buffers of "
+            f"{release_words(core_of(run.implementation))} take no NVFP4 tensors; drop one of them"
+        )
     _check_fp8_tokens(run)
+    _check_blocks(run, limits)
 
 
 #: Multiple of which the rows (tokens) of Transformer Engine's fp8 linears must be (``utils.py:
@@ -73,3 +83,21 @@ def _check_fp8_tokens(run: RunSpec) -> None:
             f"({recipe}) needs a multiple of {multiple}; use a seq_length such as "
             f"{next_multiple(b.seq_length, multiple * sizes)}"
         )
+
+
+#: Length of the blocks with a scale of their own along rows and columns, of which a weight holds whole ones
+#: (``csrc/quantizer.cpp: MXFP8Quantizer::get_scale_shape, NVFP4Quantizer::get_scale_shape``).
+_BLOCKS = {"mxfp8": 32, "nvfp4": 16}
+
+
+def _check_blocks(run: RunSpec, limits: Limits) -> None:
+    p, block = run.parallel, _BLOCKS.get(run.precision.recipe, 1)
+    of_tp = ((name, size, p.tp, "tensor") for name, size in limits.tp if name.endswith("ffn_hidden_size"))
+    of_etp = ((name, size, p.etp, "expert_tensor") for name, size in limits.etp)
+    for name, size, ranks, kind in (*of_tp, *of_etp):
+        if size // ranks % block:
+            raise SpecError(
+                f"{name} ({size}) over {kind}_model_parallel_size ({ranks}) leaves {size // ranks}; "
+                f"{run.precision.recipe} needs multiples of {block}, the elements of a scale; lower "
+                f"{kind}_{'model_' * (kind == 'tensor')}parallel_size"
+            )
