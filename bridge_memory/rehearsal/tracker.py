@@ -108,9 +108,10 @@ INTO_ZEROS = {
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
 }
 
-#: Kernels that copy their first argument where it is not contiguous, which a tensor without data does not show
-#: (``aten/src/ATen/native/cuda/Embedding.cu: embedding_dense_backward_cuda``).
-CONTIGUOUS_INSIDE = (torch.ops.aten.embedding_dense_backward.default,)
+#: Kernels that copy an argument where it is not contiguous, which a tensor without data does not show, and its place
+#: (``aten/src/ATen/native/cuda/Embedding.cu: embedding_dense_backward_cuda``, ``Indexing.cu:
+#: index_put_with_sort_kernel``).
+CONTIGUOUS_INSIDE = {torch.ops.aten.embedding_dense_backward.default: 0, torch.ops.aten.index_put_.default: 2}
 
 
 def _sums_gradients(func: Any) -> bool:
@@ -226,11 +227,11 @@ class Tracker(TorchDispatchMode):
         elif func in INTO_ZEROS and _the_engine_asks(2) and self._is_new_zeros(args[0]):
             func = INTO_ZEROS[func]
         name = func._schema.name.split("::")[-1]
-        if func in CONTIGUOUS_INSIDE and not args[0].is_contiguous():
-            args = (args[0].contiguous(), *args[1:])
-            self._note(args[0], name)
+        made, at = False, CONTIGUOUS_INSIDE.get(func)
+        if at is not None and not args[at].is_contiguous():
+            args = (*args[:at], args[at].contiguous(), *args[at + 1 :])
+            made = self._note(args[at], name)
         out = func(*args, **(kwargs or {}))
-        made = False
         for leaf in tree_iter(out):
             # DTensor uses fake tensors to compute shapes; they have no memory.
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device and not isinstance(leaf, FakeTensor):
