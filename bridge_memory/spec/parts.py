@@ -287,6 +287,11 @@ class DataParallelSpec(Checked):
         return self.engine in MEGATRON_ENGINES
 
     @property
+    def of_deepspeed(self) -> bool:
+        """Whether the engine is one of DeepSpeed's."""
+        return ENGINE_OPTIONS.get(self.engine) == "deepspeed"
+
+    @property
     def engine_title(self) -> str:
         """The engine's name in reports."""
         return ENGINES[self.engine]

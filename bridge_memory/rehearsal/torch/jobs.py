@@ -15,11 +15,6 @@ from typing import Any
 
 from bridge_memory.rehearsal.world import RehearsalUnavailable
 from bridge_memory.spec import RunSpec
-from bridge_memory.spec.parts import ENGINE_OPTIONS
-
-
-def of_deepspeed(run: RunSpec) -> bool:
-    return ENGINE_OPTIONS.get(run.data_parallel.engine) == "deepspeed"
 
 
 @contextmanager
@@ -34,7 +29,7 @@ def world(run: RunSpec, rank: int = 0, *, device: str = "cpu") -> Iterator[None]
             "torch.distributed is already initialised in this process; run rehearse in a process of its own"
         )
     size = run.parallel.world_size
-    if of_deepspeed(run):
+    if run.data_parallel.of_deepspeed:
         os.environ.update(LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE=str(size))
         if device == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
@@ -50,7 +45,7 @@ def world(run: RunSpec, rank: int = 0, *, device: str = "cpu") -> Iterator[None]
 
 def job_of(run: RunSpec, model: Any, *, device: str = "cpu") -> _Torch | _DeepSpeed:
     """``model`` under the engine of ``run``. Call inside ``world``."""
-    return _DeepSpeed(run, model) if of_deepspeed(run) else _Torch(run, model, device)
+    return _DeepSpeed(run, model) if run.data_parallel.of_deepspeed else _Torch(run, model, device)
 
 
 def optimizer_of(run: RunSpec, model: Any) -> Any:

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from bridge_memory.engines.engine import Phase
 from bridge_memory.engines.zero_1_and_2 import fullest_rank
-from bridge_memory.rehearsal.torch.jobs import job_of, of_deepspeed, world
+from bridge_memory.rehearsal.torch.jobs import job_of, world
 from bridge_memory.rehearsal.world import RehearsalUnavailable, first_line
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import ALL_LINEAR
@@ -33,7 +33,7 @@ def require(run: RunSpec) -> None:
     """Raise RehearsalUnavailable, in one line, where a package of the engine is missing, and SpecError where an option
     of the run needs a GPU."""
     engine = run.data_parallel.engine
-    needed = ["torch", "transformers", *(["deepspeed"] if of_deepspeed(run) else [])]
+    needed = ["torch", "transformers", *(["deepspeed"] if run.data_parallel.of_deepspeed else [])]
     needed += ["peft"] if run.peft.freezes else []
     for package in needed:
         if find_spec(package) is None:
