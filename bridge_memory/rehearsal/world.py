@@ -150,6 +150,24 @@ def newer_release() -> str:
 
 
 @contextmanager
+def beyond_newest() -> Iterator[list[str]]:
+    """Notes: a warning where the installed megatron-core is newer than ``NEWEST_RELEASE``. There an error in this block
+    that is no SpecError raises RehearsalUnavailable, which says so."""
+    newer = newer_release()
+    try:
+        yield [newer] if newer else []
+    except SpecError:
+        raise
+    except Exception as error:
+        if not newer:
+            raise
+        raise RehearsalUnavailable(
+            f"{newer}, and this rank does not run without a GPU there ({first_line(error)[:120]}); "
+            f"install the release that does: {INSTALL}"
+        ) from error
+
+
+@contextmanager
 def fake_world(parallel: ParallelSpec, rank: int) -> Iterator[None]:
     """Be ``rank`` of the job inside this block. Raises RehearsalUnavailable inside a real distributed job."""
     require_megatron()
@@ -177,7 +195,7 @@ def fake_world(parallel: ParallelSpec, rank: int) -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_model_parallel()
-        _forget_carried_over(parallel_state)
+        _reset_globals(parallel_state)
         dist.destroy_process_group()
 
 
@@ -190,7 +208,7 @@ def virtual_stages(parallel: ParallelSpec) -> int | None:
     return chunks if chunks > 1 else None
 
 
-def _forget_carried_over(parallel_state: object) -> None:
+def _reset_globals(parallel_state: object) -> None:
     """Reset the state that ``destroy_model_parallel`` does not reset (0.13 to 0.19)."""
     for name in ("_global_process_group_list", "_EMBEDDING_GLOBAL_RANKS", "_PIPELINE_GLOBAL_RANKS"):
         if hasattr(parallel_state, name):
