@@ -43,8 +43,8 @@ def experts_one_by_one(spec: RunSpec, notes: list[str]) -> RunSpec:
     if impl.te or not impl.moe_grouped_gemm or not any(isinstance(x.ffn, MoESpec) for x in spec.model.layers):
         return spec
     notes.append(
-        "experts run one by one (--no-moe-grouped-gemm), since grouped GEMM without Transformer Engine needs a package "
-        "of its own"
+        "experts run one by one (--no-moe-grouped-gemm), since grouped GEMM without Transformer Engine needs a "
+        "separate package"
     )
     return spec.with_(implementation=replace(impl, moe_grouped_gemm=False))
 

@@ -126,6 +126,16 @@ def require_megatron() -> None:
         )
 
 
+def require_no_process_group() -> None:
+    """Raise RehearsalUnavailable inside a real distributed job."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise RehearsalUnavailable(
+            "torch.distributed is already initialised in this process; run rehearse in a separate process"
+        )
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error's message; the error's type where it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
@@ -175,10 +185,7 @@ def fake_world(parallel: ParallelSpec, rank: int) -> Iterator[None]:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if dist.is_initialized():
-        raise RehearsalUnavailable(
-            "torch.distributed is already initialised in this process; run rehearse in a process of its own"
-        )
+    require_no_process_group()
     stage_of_rank(parallel, rank)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
     try:

@@ -526,7 +526,7 @@ class ImplementationSpec(Checked):
     #: torch's cuBLAS workspace in bytes; None: torch's default for the architecture.
     cublas_workspace_bytes: int | None = count(None)
 
-    #: Sees every rule of ``releases`` that is asked; only ``decisive`` sets one, in a class of its own.
+    #: Sees every rule of ``releases`` that is asked; only ``decisive`` sets one, in a subclass.
     watch: ClassVar[Watch | None] = None
 
     def __post_init__(self) -> None:

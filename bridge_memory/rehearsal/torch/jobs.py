@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from bridge_memory.rehearsal.world import RehearsalUnavailable
+from bridge_memory.rehearsal.world import require_no_process_group
 from bridge_memory.spec import RunSpec
 
 
@@ -24,10 +24,7 @@ def world(run: RunSpec, rank: int = 0, *, device: str = "cpu") -> Iterator[None]
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if dist.is_initialized():
-        raise RehearsalUnavailable(
-            "torch.distributed is already initialised in this process; run rehearse in a process of its own"
-        )
+    require_no_process_group()
     size = run.parallel.world_size
     if run.data_parallel.of_deepspeed:
         os.environ.update(LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE=str(size))
