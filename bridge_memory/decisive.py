@@ -5,12 +5,11 @@ Each is a whole estimate of the run with that one thing changed (``peaks``), so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from bridge_memory import releases
 from bridge_memory.estimation import Estimate, peaks
 from bridge_memory.releases import (
     DEFAULT_MEGATRON_CORE,
@@ -155,63 +154,68 @@ class _Watched(ImplementationSpec):
         return self is other
 
 
-def _watched(run: RunSpec, watch: _Watching) -> RunSpec:
+class _AtRelease(NamedTuple):
+    """A run with one release of a package: its highest peak (None if it is refused), and the rules that it asks."""
+
+    peak_bytes: int | None
+    rules: tuple[Rule, ...]
+
+
+def _at(run: RunSpec, releases: Mapping[str, Release], flipped: Rule | None = None) -> _AtRelease:
+    """``run`` with ``releases``, by fields of ``ImplementationSpec``; ``flipped``: a rule that answers otherwise."""
+    watch = _Watching(flipped)
     impl = object.__new__(_Watched)
     for field in fields(ImplementationSpec):
-        object.__setattr__(impl, field.name, getattr(run.implementation, field.name))
+        object.__setattr__(impl, field.name, releases.get(field.name, getattr(run.implementation, field.name)))
     object.__setattr__(impl, "watch", watch)
-    return run.with_(implementation=impl)
-
-
-def _asked(run: RunSpec) -> tuple[Rule, ...]:
-    """The rules that the peaks of ``run`` depend on; others may have been asked for other runs."""
-    watch = _Watching()
-    _peak(lambda: _watched(run, watch))
-    return tuple(watch.rules)
+    return _AtRelease(_peak(lambda: run.with_(implementation=impl)), tuple(watch.rules))
 
 
 def _releases(run: RunSpec, peak: int) -> Iterator[Decisive]:
     """Releases next to those assumed where a rule of the run changes, newer and older ones, if the peak moves."""
-    for package in _PACKAGES:
-        if getattr(run.implementation, package.field) is None:
-            found = _by_release(run, package)
-            for newer in (True, False):
-                yield from _that_move(run, peak, package, found, newer)
+    unstated = [package for package in _PACKAGES if getattr(run.implementation, package.field) is None]
+    if not unstated:
+        return
+    assumed = _at(run, {})
+    for package in unstated:
+        found = _by_release(run, package, assumed)
+        for newer in (True, False):
+            yield from _that_move(run, peak, package, found, newer)
 
 
-def _by_release(run: RunSpec, package: _Package) -> dict[Release, int | None]:
-    """The peak at every release where a rule changes; None where the run is refused."""
-    found: dict[Release, int | None] = {}
+def _by_release(run: RunSpec, package: _Package, assumed: _AtRelease) -> dict[Release, _AtRelease]:
+    """The run at the assumed release, and at every other one where a rule changes."""
+    found = {package.assumed: assumed}
     while True:
         # A release may ask rules that others do not.
-        asked = [rule for rule in vars(releases).values() if isinstance(rule, Rule) and rule.was_asked]
-        firsts = {first for rule in asked if (first := package.of(rule)) is not None}
+        firsts = {first for at in found.values() for rule in at.rules if (first := package.of(rule)) is not None}
         others = {first if first > package.assumed else _before(first) for first in firsts}
         new = sorted(other for other in others - found.keys() if other >= OLDEST_NAMED[package.field])
         if not new:
             return found
         for other in new:
-            found[other] = _peak(lambda other=other: _with(run, package, other))  # type: ignore[misc]
+            found[other] = _at(run, {package.field: other})
 
 
 def _that_move(
-    run: RunSpec, peak: int, package: _Package, found: dict[Release, int | None], newer: bool
+    run: RunSpec, peak: int, package: _Package, found: Mapping[Release, _AtRelease], newer: bool
 ) -> Iterator[Decisive]:
     last, nearer = peak, package.assumed
-    for other in sorted((r for r in found if (r > package.assumed) == newer), reverse=not newer):
-        nbytes = found[other]
+    others = (release for release in found if release != package.assumed and (release > package.assumed) == newer)
+    for other in sorted(others, reverse=not newer):
+        nbytes = found[other].peak_bytes
         if nbytes is None:
             return  # what the run needs is not there
         if min(abs(nbytes - peak), abs(nbytes - last)) > OF_RELEASE * peak:
             words = f"with {package.name} {release_words(other)}"
-            yield Decisive(Kind.RELEASE, words, nbytes, _why(run, package, nearer, other))
+            yield Decisive(Kind.RELEASE, words, nbytes, _why(run, package, found, nearer, other))
             last = nbytes
         nearer = other
 
 
-def _with(run: RunSpec, package: _Package, release: Release) -> RunSpec:
+def _released(impl: ImplementationSpec, package: _Package, release: Release) -> ImplementationSpec:
     there: dict[str, Any] = {package.field: release}
-    return run.with_(implementation=replace(run.implementation, **there))
+    return replace(impl, **there)
 
 
 def _before(release: Release) -> Release:
@@ -219,21 +223,23 @@ def _before(release: Release) -> Release:
     return (release[0], release[1] - 1) if release[1] else (release[0] - 1, 99)
 
 
-def _why(run: RunSpec, package: _Package, nearer: Release, release: Release) -> str:
+def _why(
+    run: RunSpec, package: _Package, found: Mapping[Release, _AtRelease], nearer: Release, release: Release
+) -> str:
     """What ``release`` does that ``nearer`` does not, in the words of the rule that moves the peak most by itself."""
-    here, there = _with(run, package, nearer), _with(run, package, release)
+    here, there = (_released(run.implementation, package, one) for one in (nearer, release))
     rules = [
-        rule for rule in dict.fromkeys((*_asked(here), *_asked(there)))
-        if rule.holds(here.implementation) != rule.holds(there.implementation)
-    ]
+        rule for rule in dict.fromkeys((*found[nearer].rules, *found[release].rules))
+        if rule.holds(here) != rule.holds(there)
+    ]  # fmt: skip
     if len(rules) > 1:
-        base = _peak(lambda: here) or 0
+        base = found[nearer].peak_bytes or 0
         moved: dict[Rule, int] = {}
         for rule in rules:
-            alone = _peak(lambda rule=rule: _watched(here, _Watching(rule)))  # type: ignore[misc]
+            alone = _at(run, {package.field: nearer}, flipped=rule).peak_bytes
             moved[rule] = abs((alone or base) - base)
         rules = sorted(rules, key=lambda rule: -moved[rule])
     if not rules:
         return ""
-    words = rules[0].after if rules[0].holds(there.implementation) else rules[0].before
+    words = rules[0].after if rules[0].holds(there) else rules[0].before
     return words and f"it {words}"

@@ -81,7 +81,7 @@ class Watch(Protocol):
     def asked(self, rule: Rule, holds: bool) -> bool: ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """True from these releases on; None: the package does not matter.
 
@@ -93,11 +93,8 @@ class Rule:
     torch: Release | None = None
     before: str = ""
     after: str = ""
-    #: Whether this process has asked it: only such a rule can decide one of its estimates.
-    was_asked: bool = False
 
     def __call__(self, impl: Releases) -> bool:
-        self.was_asked = True
         watch: Watch | None = getattr(impl, "watch", None)
         return self.holds(impl) if watch is None else watch.asked(self, self.holds(impl))
 

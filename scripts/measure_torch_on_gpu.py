@@ -33,7 +33,7 @@ from bridge_memory.rehearsal.measuring import (
     snapshot_to,
 )
 from bridge_memory.rehearsal.record import append_record, installed, record_of
-from bridge_memory.rehearsal.torch.jobs import job_of, of_deepspeed, world
+from bridge_memory.rehearsal.torch.jobs import job_of, world
 from bridge_memory.residual import percent, relative
 from bridge_memory.spec import (
     BatchSpec,
@@ -171,7 +171,7 @@ def train(run: RunSpec, device: str, note: Callable[[str], None], steps: int = S
                 job.go_on()
         if step == 1:
             note("first backward")
-        if not of_deepspeed(run) and run.optimizer.clip_grad:
+        if not run.data_parallel.of_deepspeed and run.optimizer.clip_grad:
             torch.nn.utils.clip_grad_norm_(job.parameters(), run.optimizer.clip_grad)
         job.step()
         note(f"step {step}, before zero_grad")

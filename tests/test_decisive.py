@@ -1,4 +1,4 @@
-"""What decides the peak: held against whole estimates in which the one thing was stated, never against itself."""
+"""What decides the peak, compared with whole estimates in which the one thing is stated."""
 
 from __future__ import annotations
 

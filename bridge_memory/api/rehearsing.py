@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -122,8 +122,8 @@ def rehearse(
 
 
 def _megatron(run: RunSpec, stage: int | None, rank: int | None) -> RehearsalResult:
-    from bridge_memory.rehearsal.runnable import on_meta, take_transformer_engine
-    from bridge_memory.rehearsal.world import first_line, newer_release, quiet, require_megatron
+    from bridge_memory.rehearsal.runnable import on_meta, take_transformer_engine, with_core_here
+    from bridge_memory.rehearsal.world import beyond_newest, quiet, require_megatron
 
     _check("stage", stage, run.parallel.pp)
     _check("rank", rank, run.parallel.world_size)
@@ -134,53 +134,24 @@ def _megatron(run: RunSpec, stage: int | None, rank: int | None) -> RehearsalRes
             )
         why_not = take_transformer_engine()
         require_megatron()
-        newer = newer_release()
-        notes = [newer] if newer else []
-        try:
-            spec = on_meta(_with_release_here(run), why_not, notes)
+        with beyond_newest() as notes:
+            spec = on_meta(with_core_here(run), why_not, notes)
             from bridge_memory.rehearsal.run import rehearse as rehearsed
             from bridge_memory.rehearsal.summary import rows, shared
 
             done = rehearsed(spec, stage, rank=rank)
             table = tuple(RehearsalRow(row.name, row.predicted, row.found) for row in rows(done))
-        except SpecError:
-            raise
-        except Exception as error:
-            if not newer:
-                raise
-            raise RehearsalUnavailable(
-                f"{newer}, and this rank does not run without a GPU there ({first_line(error)[:120]}); "
-                f"install the release that does: {INSTALL}"
-            ) from error
         return RehearsalResult(spec, done.rank, done.stage, table, (*notes, *shared(done)), done)
 
 
-def _with_release_here(run: RunSpec) -> RunSpec:
-    """By the rules of the megatron-core that is installed. Raises SpecError where the run names another."""
-    from bridge_memory.rehearsal.world import installed_release
-    from bridge_memory.releases import release_words
-
-    here, asked = installed_release(), run.implementation.megatron_core
-    if here is None or asked == here:
-        return run
-    if asked is not None:
-        raise SpecError(
-            f"megatron_core ({release_words(asked)}) is not the release installed here ({release_words(here)}), which "
-            f"is the one that would run; drop it, or install megatron-core {release_words(asked)}"
-        )
-    return run.with_(implementation=replace(run.implementation, megatron_core=here))
-
-
 def _torch(run: RunSpec, rank: int | None, config: Mapping[str, Any] | None) -> RehearsalResult:
-    from bridge_memory.engines.zero_1_and_2 import fullest_rank
     from bridge_memory.readers import model_from_hf_config
     from bridge_memory.readers.resolve import resolve_config
-    from bridge_memory.rehearsal.torch.run import rehearse_engine, require, with_layers
+    from bridge_memory.rehearsal.torch.run import as_on_cpu, differences, rehearse_engine, require, with_layers
     from bridge_memory.rehearsal.torch.summary import rows
     from bridge_memory.rehearsal.world import quiet
 
-    # What the CPU has not: the workspaces of CUDA's libraries.
-    spec = run.with_(implementation=replace(run.implementation, cublas_workspace_bytes=0))
+    spec = as_on_cpu(run)
     with quiet():
         require(spec)
         _check("rank", rank, spec.parallel.world_size)
@@ -188,14 +159,9 @@ def _torch(run: RunSpec, rank: int | None, config: Mapping[str, Any] | None) -> 
             _, config = resolve_config(spec.model.name)
         if model_from_hf_config(config, spec.model.name).num_layers != spec.model.num_layers:
             config = with_layers(config, spec.model.num_layers)
-        if rank is None:
-            rank = fullest_rank(spec) if spec.data_parallel.engine in ("zero1", "zero2") else 0
         found = rehearse_engine(spec, config, rank=rank)
         table = tuple(RehearsalRow(str(row.phase), row.predicted, row.found) for row in rows(spec, found.phases))
-    notes = ["without the workspaces of CUDA's libraries, which the CPU does not have"]
-    if spec.model.has_experts:
-        notes.append("routers send every expert as many tokens as any other")
-    return RehearsalResult(spec, rank, 0, table, tuple(notes))
+    return RehearsalResult(spec, found.rank, 0, table, tuple(differences(spec)))
 
 
 def _check(name: str, value: object, number: int) -> None:

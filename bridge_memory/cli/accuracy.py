@@ -46,16 +46,14 @@ def run(args: argparse.Namespace) -> int:
 
     rows_of_file = None if args.runs is None else read_corpus(args.runs)
     if rows_of_file is not None and is_of_torch(rows_of_file):
+        _not_for(args, ("by", "worst", "folds"), "records of Megatron's memory", "of other engines")
         return torch_scores.run(args, rows_of_file)
     if rows_of_file is not None and is_described(rows_of_file):
+        _not_for(args, ("by", "worst", "folds"), "records with Megatron's arguments", "described")
         return field_runs.run(args, rows_of_file)
     if rows_of_file is None or not is_of_speed(rows_of_file):
         return validate.run(args, rows_of_file)
-    for name in ("by", "worst"):
-        if getattr(args, name) is not None:
-            raise SpecError(f"--{name} is for records of memory, and these are of speed; drop it")
-    if isinstance(args.json, str):
-        raise SpecError("--json FILE is for records of memory; use --output FILE")
+    _not_for(args, ("by", "worst"), "records of memory", "of speed")
     from bridge_memory.accuracy.speed_fit import left_out, scores
     from bridge_memory.accuracy.throughput import MeasuredRun, Unread, measured
     from bridge_memory.speed.constants import DEFAULT
@@ -78,6 +76,15 @@ def run(args: argparse.Namespace) -> int:
             print_blocks([_scatter(rows)])
         _print(ranked, folds, fits, unread, len(rows))
     return 0
+
+
+def _not_for(args: argparse.Namespace, names: Collection[str], whose: str, these: str) -> None:
+    """Raise SpecError where an option is given that only ``whose`` scores take."""
+    for name in names:
+        if getattr(args, name) is not None:
+            raise SpecError(f"--{name} is for {whose}, and these are {these}; drop it")
+    if isinstance(args.json, str):
+        raise SpecError(f"--json FILE is for {whose}; use --output FILE")
 
 
 def _said(text: str) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from typing import Any
 
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.rehearsal.runnable import experts_one_by_one, on_meta, take_transformer_engine
+from bridge_memory.rehearsal.runnable import experts_one_by_one, on_meta, take_transformer_engine, with_core_here
 from bridge_memory.report.summary import runs_with
 from bridge_memory.residual import REHEARSED, REHEARSED_PERCENT
 from bridge_memory.spec import RunSpec, SpecError
@@ -44,14 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse and print. Returns the exit code."""
-    from bridge_memory.rehearsal.world import (
-        INSTALL,
-        RehearsalUnavailable,
-        first_line,
-        newer_release,
-        quiet,
-        require_megatron,
-    )
+    from bridge_memory.rehearsal.world import beyond_newest, quiet, require_megatron
 
     if getattr(args, "data_parallel.engine", DEFAULT_ENGINE) in WITH_TRANSFORMERS:
         with quiet():
@@ -65,24 +57,14 @@ def run(args: argparse.Namespace) -> int:
         for flag in ("record", "snapshot"):
             if getattr(args, flag):
                 raise SpecError(f"--{flag} records a real run; it needs --device cuda")
-        newer = newer_release()
-        try:
-            return _on_meta(args, spec, why_not, [newer] if newer else [])
-        except SpecError:
-            raise
-        except Exception as error:
-            if not newer:
-                raise
-            raise RehearsalUnavailable(
-                f"{newer}, and this rank does not run without a GPU there ({first_line(error)[:120]}); "
-                f"install the release that does: {INSTALL}"
-            ) from error
+        with beyond_newest() as notes:
+            return _on_meta(args, spec, why_not, notes)
 
 
 def _engine(args: argparse.Namespace) -> int:
     """torch's or DeepSpeed's own engine under transformers' model, phase by phase."""
     from bridge_memory.readers.resolve import parse_config, resolve_config
-    from bridge_memory.rehearsal.torch.run import rehearse_engine, require, with_layers
+    from bridge_memory.rehearsal.torch.run import as_on_cpu, differences, rehearse_engine, require, with_layers
     from bridge_memory.rehearsal.torch.summary import lines, rows
     from bridge_memory.reserved import replayed
     from bridge_memory.reserved import why_not as not_replayed
@@ -92,9 +74,7 @@ def _engine(args: argparse.Namespace) -> int:
             raise SpecError(f"--{flag} is for megatron-core's engines; drop it")
     if args.device != "cpu":
         raise SpecError("--device cuda is for megatron-core's engines; drop it")
-    spec = run_on_gpus(args, [])
-    # What the CPU has not: the workspaces of CUDA's libraries.
-    spec = spec.with_(implementation=replace(spec.implementation, cublas_workspace_bytes=0))
+    spec = as_on_cpu(run_on_gpus(args, []))
     require(spec)
     from bridge_memory.rehearsal.torch.reserved import lines as reserved_lines
     from bridge_memory.rehearsal.torch.reserved import why_not
@@ -108,9 +88,7 @@ def _engine(args: argparse.Namespace) -> int:
         raise SpecError(f"--rank ({args.rank}) is not one of 0 to {spec.parallel.world_size - 1}")
     found = rehearse_engine(spec, config, rank=args.rank)
     table = rows(spec, found.phases)
-    notes = ["without the workspaces of CUDA's libraries, which the CPU does not have"]
-    if spec.model.has_experts:
-        notes.append("routers send every expert as many tokens as any other")
+    notes = differences(spec)
     predicted = replayed(spec) if found.reserved is not None and not_replayed(spec) is None else None
     if found.reserved is None:
         notes.append(why_not(spec) or "")
@@ -142,24 +120,16 @@ def _engine(args: argparse.Namespace) -> int:
 def described(args: argparse.Namespace) -> RunSpec:
     """The run, by the rules of the megatron-core that is installed, which is the one that will run."""
     from bridge_memory.rehearsal.world import installed_release
+    from bridge_memory.releases import release_words
     from bridge_memory.spec.gpus import find_gpu
 
     if args.gpu is not None and args.device == "cuda":
         raise SpecError("--gpu goes with --device cpu; --device cuda runs on the GPU that is here")
     gpus = [find_gpu(args.gpu)] if args.gpu is not None else []
     here = installed_release()
-    if here is None:
-        return run_on_gpus(args, gpus)
-    text = f"{here[0]}.{here[1]}"
-    if args.megatron_core is None:
-        args.megatron_core = text
-    spec = run_on_gpus(args, gpus)
-    if spec.implementation.megatron_core != here:
-        raise SpecError(
-            f"megatron_core ({args.megatron_core}) is not the release installed here ({text}), which is the one that "
-            f"would run; drop --megatron-core, or install megatron-core {args.megatron_core}"
-        )
-    return spec
+    if here is not None and args.megatron_core is None:
+        args.megatron_core = release_words(here)  # readers of other configs go by it
+    return with_core_here(run_on_gpus(args, gpus))
 
 
 def _as_flags(spec: RunSpec) -> list[str]:

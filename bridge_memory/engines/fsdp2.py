@@ -285,7 +285,7 @@ class _Backward:
     """Backward from the last place to the first, and what the engine holds beside each, in bytes.
 
     Before a unit's first place it is gathered, or was gathered ahead; after its last one its parameters go and its
-    gradients are reduced. The root, and an embedding that is a unit of its own, are reduced at the end of backward.
+    gradients are reduced. The root, and an embedding that is a separate unit, are reduced at the end of backward.
     """
 
     def __init__(self, engine: FSDP2, model: Model, groups: Sequence[Group], *, fresh: bool) -> None:

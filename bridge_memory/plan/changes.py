@@ -227,7 +227,7 @@ def _of_engine(run: RunSpec) -> Iterator[Change]:
             yield _change("accumulation", sync_each_batch=True)
         if not f.offload_params:
             yield _change("offload", fsdp_offload_params=True)
-    if engine.startswith("zero") or engine == "megatron_deepspeed":
+    if run.data_parallel.of_deepspeed:
         if z.overlap_comm is not True and engine in ("zero1", "zero2"):
             yield _change("overlap", overlap_comm=True)
         if z.overlap_comm is not False and engine == "zero3":

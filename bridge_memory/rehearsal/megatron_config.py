@@ -369,6 +369,6 @@ def _moe_fields(run: RunSpec, moe: MoESpec) -> dict[str, Any]:
         "moe_permute_fusion": impl.moe_permute_fusion,
         "moe_router_fusion": impl.moe_router_fusion,
         "moe_z_loss_coeff": impl.moe_z_loss_coeff,
-        # Without Transformer Engine, grouped GEMM needs a package of its own; `local` has SequentialMLP.
+        # Without Transformer Engine, grouped GEMM needs a separate package; `local` has SequentialMLP.
         "moe_grouped_gemm": impl.moe_grouped_gemm and impl.te,
     }

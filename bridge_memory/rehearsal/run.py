@@ -11,7 +11,7 @@ from typing import Any
 
 from bridge_memory.components import allocated
 from bridge_memory.rehearsal.adapters import adapt
-from bridge_memory.rehearsal.model import build_chunks
+from bridge_memory.rehearsal.model import build_chunks, parameter_shapes
 from bridge_memory.rehearsal.model_state import (
     _outside_buffers,
     buffer_layouts,
@@ -38,7 +38,7 @@ def rehearse(
         rank = rank_in_stage(run, stage or 0)
     with on_rank(run, rank):
         chunks = build_chunks(run, architecture=architecture)
-        parameters = [{n: tuple(p.shape) for n, p in chunk.named_parameters()} for chunk in chunks]
+        parameters = parameter_shapes(chunks)
         adapt(run, chunks)
         wrapped = [distributed(run, chunk, i) for i, chunk in enumerate(chunks)]
         done = tuple(

@@ -5,13 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 
+from bridge_memory.rehearsal.world import installed_release
+from bridge_memory.releases import release_in, release_words
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
 
 
-def _with_the_release_here(spec: RunSpec) -> RunSpec:
+def with_core_here(spec: RunSpec) -> RunSpec:
+    """``spec`` with the release of the installed megatron-core, whose rules apply. Raises SpecError where it names
+    another."""
+    here, asked = installed_release(), spec.implementation.megatron_core
+    if here is None or asked == here:
+        return spec
+    if asked is not None:
+        raise SpecError(
+            f"megatron_core ({release_words(asked)}) is not the release installed here ({release_words(here)}), which "
+            f"is the one that would run; drop it, or install megatron-core {release_words(asked)}"
+        )
+    return spec.with_(implementation=replace(spec.implementation, megatron_core=here))
+
+
+def _with_te_here(spec: RunSpec) -> RunSpec:
     """``spec`` with the release of the installed Transformer Engine. Raises SpecError where it names another."""
     from bridge_memory.rehearsal import te_kernels
-    from bridge_memory.releases import release_in, release_words
 
     here, asked = release_in(te_kernels.version()), spec.implementation.transformer_engine
     if asked is not None and here is not None and asked != here:
@@ -28,8 +43,8 @@ def experts_one_by_one(spec: RunSpec, notes: list[str]) -> RunSpec:
     if impl.te or not impl.moe_grouped_gemm or not any(isinstance(x.ffn, MoESpec) for x in spec.model.layers):
         return spec
     notes.append(
-        "experts run one by one (--no-moe-grouped-gemm), since grouped GEMM without Transformer Engine needs a package "
-        "of its own"
+        "experts run one by one (--no-moe-grouped-gemm), since grouped GEMM without Transformer Engine needs a "
+        "separate package"
     )
     return spec.with_(implementation=replace(impl, moe_grouped_gemm=False))
 
@@ -75,5 +90,5 @@ def on_meta(spec: RunSpec, why_not: str, notes: list[str]) -> RunSpec:
         local = replace(spec.implementation, transformer_impl="local", moe_grouped_gemm=False)
         spec = spec.with_(implementation=local)
     if spec.implementation.te:
-        spec = _with_the_release_here(spec)
+        spec = _with_te_here(spec)
     return experts_one_by_one(spec, notes)

@@ -126,6 +126,16 @@ def require_megatron() -> None:
         )
 
 
+def require_no_process_group() -> None:
+    """Raise RehearsalUnavailable inside a real distributed job."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise RehearsalUnavailable(
+            "torch.distributed is already initialised in this process; run rehearse in a separate process"
+        )
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error's message; the error's type where it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
@@ -150,6 +160,24 @@ def newer_release() -> str:
 
 
 @contextmanager
+def beyond_newest() -> Iterator[list[str]]:
+    """Notes: a warning where the installed megatron-core is newer than ``NEWEST_RELEASE``. There an error in this block
+    that is no SpecError raises RehearsalUnavailable, which says so."""
+    newer = newer_release()
+    try:
+        yield [newer] if newer else []
+    except SpecError:
+        raise
+    except Exception as error:
+        if not newer:
+            raise
+        raise RehearsalUnavailable(
+            f"{newer}, and this rank does not run without a GPU there ({first_line(error)[:120]}); "
+            f"install the release that does: {INSTALL}"
+        ) from error
+
+
+@contextmanager
 def fake_world(parallel: ParallelSpec, rank: int) -> Iterator[None]:
     """Be ``rank`` of the job inside this block. Raises RehearsalUnavailable inside a real distributed job."""
     require_megatron()
@@ -157,10 +185,7 @@ def fake_world(parallel: ParallelSpec, rank: int) -> Iterator[None]:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if dist.is_initialized():
-        raise RehearsalUnavailable(
-            "torch.distributed is already initialised in this process; run rehearse in a process of its own"
-        )
+    require_no_process_group()
     stage_of_rank(parallel, rank)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
     try:
@@ -177,7 +202,7 @@ def fake_world(parallel: ParallelSpec, rank: int) -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_model_parallel()
-        _forget_carried_over(parallel_state)
+        _reset_globals(parallel_state)
         dist.destroy_process_group()
 
 
@@ -190,7 +215,7 @@ def virtual_stages(parallel: ParallelSpec) -> int | None:
     return chunks if chunks > 1 else None
 
 
-def _forget_carried_over(parallel_state: object) -> None:
+def _reset_globals(parallel_state: object) -> None:
     """Reset the state that ``destroy_model_parallel`` does not reset (0.13 to 0.19)."""
     for name in ("_global_process_group_list", "_EMBEDDING_GLOBAL_RANKS", "_PIPELINE_GLOBAL_RANKS"):
         if hasattr(parallel_state, name):

@@ -22,7 +22,7 @@ class Laid:
     """A part of a grid laid out for a width: widths of its columns, whether they are ``bars``, and each row's lines of
     padded cells."""
 
-    feature: int
+    gap: int
     widths: tuple[int, ...]
     bars: tuple[bool, ...]
     header: tuple[str, ...]
@@ -43,7 +43,7 @@ def _lines(block: Block, width: int) -> list[str]:
     if isinstance(block, Words):
         return lines + word_lines(block, width)
     for n, laid in enumerate(lay_out(block, width)):
-        between = " " * laid.feature
+        between = " " * laid.gap
         lines += [""] * bool(n)
         lines.append(between.join(laid.header).rstrip())
         lines.append(between.join("-" * w for w in laid.widths))
@@ -103,9 +103,9 @@ def lay_out(grid: Grid, width: int) -> list[Laid]:
         atom = _widest_atom(row[i] for row in grid.rows) if column.words else widest
         least.append(max(len(column.title), atom, min(widest, WORDS_WIDTH)))
     everything = range(len(grid.columns))
-    for feature in (GAP, NARROW_GAP):
-        if _total((least[i] for i in everything), feature) <= width:
-            return [_table(grid, list(everything), natural, least, width, feature)]
+    for gap in (GAP, NARROW_GAP):
+        if _total((least[i] for i in everything), gap) <= width:
+            return [_table(grid, list(everything), natural, least, width, gap)]
     tables: list[list[int]] = [[0]]
     for i in everything[1:]:
         if len(tables[-1]) > 1 and _total((least[j] for j in [*tables[-1], i]), GAP) > width:
@@ -115,10 +115,10 @@ def lay_out(grid: Grid, width: int) -> list[Laid]:
 
 
 def _table(
-    grid: Grid, indices: Sequence[int], natural: Sequence[int], least: Sequence[int], width: int, feature: int
+    grid: Grid, indices: Sequence[int], natural: Sequence[int], least: Sequence[int], width: int, gap: int
 ) -> Laid:
     widths = {i: least[i] for i in indices}
-    spare = max(0, width - _total(widths.values(), feature))
+    spare = max(0, width - _total(widths.values(), gap))
     for i in indices:  # columns of words share the remaining width, leftmost first
         more = min(natural[i] - widths[i], spare)
         widths[i] += more
@@ -136,9 +136,9 @@ def _table(
         )
     header = tuple(pad(i, grid.columns[i].title) for i in indices)
     bars = tuple(grid.columns[i].bars for i in indices)
-    return Laid(feature, tuple(widths.values()), bars, header, tuple(rows))
+    return Laid(gap, tuple(widths.values()), bars, header, tuple(rows))
 
 
-def _total(widths: Iterable[int], feature: int) -> int:
+def _total(widths: Iterable[int], gap: int) -> int:
     values = list(widths)
-    return sum(values) + feature * (len(values) - 1)
+    return sum(values) + gap * (len(values) - 1)

@@ -14,7 +14,6 @@ from bridge_memory.releases import (
 from bridge_memory.report.units import format_bytes, format_count
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.layout import layout
-from bridge_memory.spec.parts import ENGINE_OPTIONS
 
 #: GPUs of one host on most training clusters (HGX boards), by which host memory is added up.
 RANKS_OF_NODE = 8
@@ -121,17 +120,13 @@ def _gradients(run: RunSpec) -> str:
     if run.data_parallel.of_megatron:
         fp32 = run.data_parallel.grad_reduce_in_fp32 or run.params_dtype == "fp32"
         return f"gradients {'fp32' if fp32 else run.params_dtype}"
-    return f"gradients {(_of_deepspeed(run) and run.deepspeed.grad_accum_dtype) or _trained_dtype(run)}"
-
-
-def _of_deepspeed(run: RunSpec) -> bool:
-    return ENGINE_OPTIONS.get(run.data_parallel.engine) == "deepspeed"
+    return f"gradients {(run.data_parallel.of_deepspeed and run.deepspeed.grad_accum_dtype) or _trained_dtype(run)}"
 
 
 def _optimizer_states(run: RunSpec) -> str:
     """Their dtype, or that of each."""
     o, z = run.optimizer, run.deepspeed
-    if _of_deepspeed(run):
+    if run.data_parallel.of_deepspeed:
         main = "bf16" if z.bf16_master_weights_and_grads else "fp32"
         moments = "bf16" if z.bf16_optimizer_states else "fp32"
         return main if main == moments else f"{main} (main parameters), {moments} (moments)"
@@ -229,7 +224,7 @@ def _releases(run: RunSpec) -> str:
         return f"{package} {release_words(release or default)}{'' if release else ' (assumed)'}"
 
     layers = i.transformer_impl if i.own_layers else ""
-    engine = "DeepSpeed" if _of_deepspeed(run) else ""
+    engine = "DeepSpeed" if run.data_parallel.of_deepspeed else ""
     return _join(
         f"transformers {release_words(run.transformers.transformers_version)}" if i.torch_layers and not layers else "",
         "" if i.torch_layers else named("megatron-core", i.megatron_core, DEFAULT_MEGATRON_CORE),

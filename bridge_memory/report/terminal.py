@@ -56,7 +56,7 @@ def print_rich(blocks: Iterable[Block], stream: TextIO, width: int) -> None:
 def _table(grid: Grid, laid: Laid) -> Table:
     # The box draws one space between columns; padding adds the rest of the gap.
     table = Table(
-        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, laid.feature - NARROW_GAP, 0, 0),
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, laid.gap - NARROW_GAP, 0, 0),
         header_style=_HEADER,
     )
     for title, width in zip(laid.header, laid.widths, strict=True):

@@ -287,6 +287,11 @@ class DataParallelSpec(Checked):
         return self.engine in MEGATRON_ENGINES
 
     @property
+    def of_deepspeed(self) -> bool:
+        """Whether the engine is one of DeepSpeed's."""
+        return ENGINE_OPTIONS.get(self.engine) == "deepspeed"
+
+    @property
     def engine_title(self) -> str:
         """The engine's name in reports."""
         return ENGINES[self.engine]
@@ -521,7 +526,7 @@ class ImplementationSpec(Checked):
     #: torch's cuBLAS workspace in bytes; None: torch's default for the architecture.
     cublas_workspace_bytes: int | None = count(None)
 
-    #: Sees every rule of ``releases`` that is asked; only ``decisive`` sets one, in a class of its own.
+    #: Sees every rule of ``releases`` that is asked; only ``decisive`` sets one, in a subclass.
     watch: ClassVar[Watch | None] = None
 
     def __post_init__(self) -> None:

@@ -28,7 +28,6 @@ from bridge_memory.spec.layout import layout
 from bridge_memory.spec.model import ModelSpec, MoESpec
 from bridge_memory.spec.parts import (
     ALL_LINEAR,
-    ENGINE_OPTIONS,
     MEGATRON_TARGETS,
     BatchSpec,
     DataParallelSpec,
@@ -188,7 +187,7 @@ class RunSpec:
         ``tuners/tuners_utils.py: cast_adapter_dtype, _move_adapter_to_device_of_base_layer``). DeepSpeed casts the
         whole model (``runtime/engine.py: _configure_distributed_model``)."""
         hf = self.transformers
-        if not self.implementation.torch_layers or ENGINE_OPTIONS.get(self.data_parallel.engine) == "deepspeed":
+        if not self.implementation.torch_layers or self.data_parallel.of_deepspeed:
             return self.params_dtype
         return "fp32" if hf.autocast_adapter_dtype or hf.quantized else self.params_dtype
 

@@ -15,14 +15,14 @@ from typing import Any
 
 from bridge_memory.web.api import BUSY, plain_refusal
 
-#: Concurrent connections that are answered, and that are told that there are too many.
-MOST_CONNECTIONS, MOST_TOLD = 64, 32
+#: Concurrent connections that are answered, and that are refused at a time.
+MOST_CONNECTIONS, MOST_REFUSED = 64, 32
 #: Seconds for a whole request without its file; and for an answer.
 SECONDS = 20.0
 #: Seconds after which a request that is not complete may have to make room, and until it has.
 PATIENCE, ROOM = 1.0, 0.5
-#: Seconds in which a connection is told so.
-_TOLD = 1.0
+#: Seconds for the refusal of a connection.
+_REFUSING = 1.0
 _BODY = json.dumps(plain_refusal(BUSY)).encode()
 _ANSWER = (
     f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(_BODY)}\r\n"
@@ -78,7 +78,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._answered = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        self._told = threading.BoundedSemaphore(MOST_TOLD)
+        self._refused = threading.BoundedSemaphore(MOST_REFUSED)
         self._lock = threading.Lock()
         #: Connections whose request is not complete, and since when.
         self._asking: dict[socket.socket, float] = {}
@@ -109,29 +109,29 @@ class Connections:
         with self._lock:
             self._asking.pop(connection, None)
 
-    def tell(self, connection: socket.socket) -> None:
+    def refuse(self, connection: socket.socket) -> None:
         """Answer 503 in a thread and close."""
-        if not self._told.acquire(timeout=_TOLD):
+        if not self._refused.acquire(timeout=_REFUSING):
             connection.close()
             return
 
-        def tell() -> None:
+        def refuse() -> None:
             try:
                 with connection, suppress(OSError):
                     sender = Sender(connection)
-                    sender.give(_TOLD)
+                    sender.give(_REFUSING)
                     head = b""
                     while b"\r\n\r\n" not in head[-4096:] and len(head) < 1 << 16 and (part := _some(sender)):
                         head += part
-                    connection.settimeout(_TOLD)
+                    connection.settimeout(_REFUSING)
                     connection.sendall(_ANSWER)
                     connection.shutdown(socket.SHUT_WR)
                     while _some(sender):  # or the end of the connection overtakes the answer
                         pass
             finally:
-                self._told.release()
+                self._refused.release()
 
-        threading.Thread(target=tell, daemon=True).start()
+        threading.Thread(target=refuse, daemon=True).start()
 
 
 def _some(sender: Sender) -> bytes:

@@ -80,7 +80,7 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self.connections.enter():
-            self.connections.tell(request)
+            self.connections.refuse(request)
             return
         try:
             super().process_request(request, client_address)

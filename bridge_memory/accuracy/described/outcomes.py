@@ -14,7 +14,6 @@ from bridge_memory.estimation import Estimate, StageEstimate, estimate, stage_pa
 from bridge_memory.reserved import replayed, why_not
 from bridge_memory.residual import relative
 from bridge_memory.spec import RunSpec, SpecError
-from bridge_memory.spec.parts import ENGINE_OPTIONS
 from bridge_memory.spec.ranks import stage_of_rank
 
 #: Grade -> how far off a figure may be: of static memory, of a peak, of reserved memory. C is rough and has no target.
@@ -141,7 +140,7 @@ def _outcome(head: Outcome, figure: Figure, reading: Reading, answer: Estimate) 
 def _freed_by_the_step(stage: StageEstimate, run: RunSpec) -> int:
     """Bytes of gradients that DeepSpeed's step frees (``runtime/zero/stage_1_and_2.py: step``); those of other engines
     stay until their trainer clears them."""
-    if ENGINE_OPTIONS.get(run.data_parallel.engine) != "deepspeed":
+    if not run.data_parallel.of_deepspeed:
         return 0
     return stage_parts(run, stage.stage).freed_between_steps
 

@@ -102,11 +102,6 @@ def _experts_in_bf16(draft: Draft, match: Match) -> None:
     draft.experts_in_bf16 = True
 
 
-def _dense(draft: Draft, match: Match) -> None:
-    """Beside fp8: dense linears and no others."""
-    draft.experts_in_bf16 = True
-
-
 PRECISION: tuple[Phrase, ...] = (
     phrase(rf"(?P<dtype>{_DTYPE}){_MIXED}", lambda d, m: _fp8(d, m) if _DTYPES[m["dtype"]] == "fp8" else _dtype(d, m)),
     phrase(rf"(?P<dtype>{_DTYPE}) (?:main )?(?:grads?|gradients?|gradient buffers?|reductions?|reduce)", _gradients),
@@ -130,7 +125,7 @@ PRECISION: tuple[Phrase, ...] = (
     phrase(r"first (?P<first>\d{1,4})(?: layers?)?(?: in)? bf16", _ends),
     phrase(r"last (?P<last>\d{1,4})(?: layers?)?(?: in)? bf16", _ends),
     phrase(r"(?:routed )?experts (?:in |stay |kept in )*bf16|bf16 (?:routed )?experts", _experts_in_bf16),
-    phrase(r"dense(?: te)?(?: linears?| layers?)?(?: only)?", _dense), phrase(r"te linears?|linears?"),
+    phrase(r"dense(?: te)?(?: linears?| layers?)?(?: only)?", _experts_in_bf16), phrase(r"te linears?|linears?"),
     phrase(r"(?:dense(?: linears?)? ?(?:and|\+|&) ?)?(?:routed )?experts(?: in)? fp8|fp8(?: routed)? experts|"
            r"dense ?(?:and|\+|&) ?(?:routed )?experts|all linears", lambda d, m: d.fact("fp8", True)),
     phrase(r"amax history(?: len(?:gth)?)? ?\d{1,5}|max|most_recent|most recent|(?:margin|interval) \d+"),

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.components import GIB
-from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
     from bridge_memory.accuracy.corpus import RecordLine
@@ -25,11 +24,6 @@ def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
     from bridge_memory.accuracy.described.outcomes import MOST_UNREAD, outcomes, share_unread, totals
     from bridge_memory.report.printing import print_blocks
 
-    for name in ("by", "worst", "folds"):
-        if getattr(args, name) is not None:
-            raise SpecError(f"--{name} is for records with Megatron's arguments, and these are described; drop it")
-    if isinstance(args.json, str):
-        raise SpecError("--json FILE is for records with Megatron's arguments; use --output FILE")
     found = outcomes(rows)
     if args.json:
         document = {

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_memory.components import GIB
 from bridge_memory.residual import SIGN_PERCENT, percent
-from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
     from bridge_memory.accuracy.corpus import RecordLine
@@ -24,11 +23,6 @@ def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
     from bridge_memory.accuracy.torch.records import outcomes, totals
     from bridge_memory.report.printing import print_blocks
 
-    for name in ("by", "worst", "folds"):
-        if getattr(args, name) is not None:
-            raise SpecError(f"--{name} is for records of Megatron's memory, and these are of other engines; drop it")
-    if isinstance(args.json, str):
-        raise SpecError("--json FILE is for records of Megatron's memory; use --output FILE")
     found = outcomes(rows)
     if args.json:
         document = {

@@ -68,7 +68,7 @@ def load() -> None:
     if "megatron.core" in sys.modules or PACKAGE in sys.modules:
         raise RehearsalUnavailable(
             "megatron-core or Transformer Engine is already imported in this process; "
-            "run the rehearsal with transformer_impl transformer_engine in a process of its own"
+            "run the rehearsal with transformer_impl transformer_engine in a separate process"
         )
     if (release_in(version()) or NEWEST) < _NO_SHORT_ATTENTION:
         ENUMS["NVTE_Fused_Attn_Backend"] = _enum(

@@ -13,13 +13,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from bridge_memory.rehearsal.world import RehearsalUnavailable
+from bridge_memory.rehearsal.world import require_no_process_group
 from bridge_memory.spec import RunSpec
-from bridge_memory.spec.parts import ENGINE_OPTIONS
-
-
-def of_deepspeed(run: RunSpec) -> bool:
-    return ENGINE_OPTIONS.get(run.data_parallel.engine) == "deepspeed"
 
 
 @contextmanager
@@ -29,12 +24,9 @@ def world(run: RunSpec, rank: int = 0, *, device: str = "cpu") -> Iterator[None]
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if dist.is_initialized():
-        raise RehearsalUnavailable(
-            "torch.distributed is already initialised in this process; run rehearse in a process of its own"
-        )
+    require_no_process_group()
     size = run.parallel.world_size
-    if of_deepspeed(run):
+    if run.data_parallel.of_deepspeed:
         os.environ.update(LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE=str(size))
         if device == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
@@ -50,7 +42,7 @@ def world(run: RunSpec, rank: int = 0, *, device: str = "cpu") -> Iterator[None]
 
 def job_of(run: RunSpec, model: Any, *, device: str = "cpu") -> _Torch | _DeepSpeed:
     """``model`` under the engine of ``run``. Call inside ``world``."""
-    return _DeepSpeed(run, model) if of_deepspeed(run) else _Torch(run, model, device)
+    return _DeepSpeed(run, model) if run.data_parallel.of_deepspeed else _Torch(run, model, device)
 
 
 def optimizer_of(run: RunSpec, model: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,7 @@ from unittest.mock import patch
 
 from bridge_memory.engines.engine import Phase
 from bridge_memory.engines.zero_1_and_2 import fullest_rank
-from bridge_memory.rehearsal.torch.jobs import job_of, of_deepspeed, world
+from bridge_memory.rehearsal.torch.jobs import job_of, world
 from bridge_memory.rehearsal.world import RehearsalUnavailable, first_line
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import ALL_LINEAR
@@ -33,7 +34,7 @@ def require(run: RunSpec) -> None:
     """Raise RehearsalUnavailable, in one line, where a package of the engine is missing, and SpecError where an option
     of the run needs a GPU."""
     engine = run.data_parallel.engine
-    needed = ["torch", "transformers", *(["deepspeed"] if of_deepspeed(run) else [])]
+    needed = ["torch", "transformers", *(["deepspeed"] if run.data_parallel.of_deepspeed else [])]
     needed += ["peft"] if run.peft.freezes else []
     for package in needed:
         if find_spec(package) is None:
@@ -84,10 +85,24 @@ def with_layers(config: Mapping[str, Any], number: int | None) -> dict[str, Any]
     return out
 
 
+def as_on_cpu(run: RunSpec) -> RunSpec:
+    """Without the workspaces of CUDA's libraries, which the CPU does not have."""
+    return run.with_(implementation=replace(run.implementation, cublas_workspace_bytes=0))
+
+
+def differences(run: RunSpec) -> list[str]:
+    """What differs in the rehearsal from the job of ``run``, a sentence each."""
+    found = ["without the workspaces of CUDA's libraries, which the CPU does not have"]
+    if run.model.has_experts:
+        found.append("routers send every expert as many tokens as any other")
+    return found
+
+
 class Rehearsed(NamedTuple):
-    """The peak of one rank in each phase, in bytes, and what torch's allocator reserves, where the engine's streams are
+    """The peak of ``rank`` in each phase, in bytes, and what torch's allocator reserves, where the engine's streams are
     known."""
 
+    rank: int
     phases: dict[Phase, int]
     reserved: Reserved | None = None
 
@@ -173,7 +188,7 @@ def _rehearsed(run: RunSpec, config: Mapping[str, Any], rank: int) -> Rehearsed:
         with _flat_to_host(tracker) if engine == "fsdp1" else _to_host():
             job.save()
         found[Phase.SAVING] = tracker.peak(1).bytes
-        return Rehearsed(found, reserved)
+        return Rehearsed(rank, found, reserved)
 
 
 @contextmanager
