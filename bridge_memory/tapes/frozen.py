@@ -177,12 +177,14 @@ def _replicated_adapter(r: Recorder, name: str, x: Tensor, rows: Any, in_feature
 def _linear_in(
     r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any, ranks: Any, *, experts: bool = False
 ) -> Tensor:
-    """[rows, in] -> [rows, r], gathered if ``ranks`` > 1 shard it."""
+    """[rows, in] -> [rows, r], gathered if ``ranks`` > 1 shard it. Backward makes a gradient of the input even where
+    that has none (``LinearWithGradAccumulationAndAsyncCommunication.backward``)."""
     ctx, tape, dim = r.ctx, r.tape, r.rank
     local = split_rank(dim, ranks, experts=experts)
+    dropped = 0 if x.has_gradient else rows * in_features * ctx.act
     low = tape.make(
         f"{name}.adapter.linear_in output", x, rows * local * ctx.act, saves=(x,), trains=True,
-        backward_workspace=r.weight_grad((local, in_features), te=False, trains=True),
+        backward_workspace=dropped + r.weight_grad((local, in_features), te=False, trains=True),
     )
     if ranks > 1:
         whole = rows * dim * ctx.act
