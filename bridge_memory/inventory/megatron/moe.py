@@ -186,7 +186,7 @@ def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | N
         tape.part = Part.MOE_EXPERTS
         expert_out = _experts(r, spec, dispatched[-1], dispatched_probs, n, width)
         tape.part = Part.MOE_ROUTER
-        y, combined = _combine(r, spec, expert_out, row_map, n, width, dispatched, overlapped)
+        y, combined, held = _combine(r, spec, expert_out, row_map, n, width, dispatched, overlapped)
     if spec.latent_size:
         y = r.plain_linear("mlp.fc2_latent_proj", y, n.entering, width, ctx.hidden_size)
     if later:
@@ -200,6 +200,7 @@ def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | N
             shared = r.norm("mlp.post_shared_expert_layernorm", shared, ctx.hidden_size, ctx.tokens_sp)
     if shared is not None:
         y = tape.make("routed + shared output", (y, shared), hidden, alias=True)
+    tape.keep_alive(held)  # a variable of ``MoELayer.forward``, whatever ``postprocess`` makes of it
     if gemma:
         # Variables of ``forward_with_separate_inputs``, which calls the norms.
         tape.keep_alive(*shared_output, combined, *dispatched[1:-1])
@@ -404,7 +405,7 @@ def _dispatch(
     if ctx.etp > 1:
         permuted = tape.make("tokens gathered over ETP", permuted, n.received * row)
         permuted_probs = tape.make("probabilities gathered over ETP", permuted_probs, n.received * prob_bytes)
-    if local_experts > 1:
+    if _sorts(r, local_experts):
         order = _sort_order(r, n)
         permuted = tape.make("tokens sorted by expert", permuted, n.received * row, saves=order, also=order)
         permuted_probs = tape.make("sorted probabilities", permuted_probs, n.received * prob_bytes)
@@ -445,10 +446,19 @@ def _node_of_experts(r: Recorder) -> None:
         r.tape.delay("experts' weight gradients")
 
 
+def _sorts(r: Recorder, local_experts: Any) -> bool:
+    """Whether rows that came rank by rank are copied expert by expert. Padded to capacity they are a transposed view
+    [ranks, experts, capacity, h], which is contiguous if only one rank sends (``MoEAlltoAllTokenDispatcher:
+    dispatch_postprocess, combine_preprocess``)."""
+    ctx = r.ctx
+    return local_experts > 1 and not (ctx.impl.moe_pad_expert_input_to_capacity and ctx.ep == 1 and ctx.etp == 1)
+
+
 def _sort_order(r: Recorder, n: _Tokens) -> tuple[Tensor, ...]:
-    """int32 [R] of the fused sort (TE ``permutation.py: _moe_chunk_sort``). Unfused, views are concatenated, which
-    saves nothing."""
-    if not r.ctx.impl.moe_permute_fusion:
+    """int32 [R] of the fused sort (TE ``permutation.py: _moe_chunk_sort``). Unfused, views are concatenated, and padded
+    to capacity transposed, which saves nothing."""
+    impl = r.ctx.impl
+    if not impl.moe_permute_fusion or impl.moe_pad_expert_input_to_capacity:
         return ()
     return (r.tape.tensor("sorted rows", 4 * n.received, grad=False),)
 
@@ -769,9 +779,9 @@ def _expert_parameters(
 def _combine(
     r: Recorder, spec: MoESpec, y: Tensor, row_map: Tensor, n: _Tokens, width: int, dispatched: list[Tensor],
     overlapped: Overlapped | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Unsort, exchange back and unpermute: [R, w] -> [N, w]; returns also the input of the last step. ``dispatched``:
-    the tokens of each step of ``_dispatch``. ``overlapped``: shared experts whose second half runs during the exchange,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Unsort, exchange back and unpermute: [R, w] -> [N, w]; returns also the input of the last step, and what
+    ``MoELayer.forward`` refers to until the layer ends. ``dispatched``: the tokens of each step of ``_dispatch``. ``overlapped``: shared experts whose second half runs during the exchange,
     and whose output is added."""
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     row = width * ctx.act
@@ -783,7 +793,7 @@ def _combine(
             y = _reduced(r, "reduce-scattered tokens", y, everyone * width, n.entering * width)
             tape.keep_alive(taken)  # an argument of ``token_combine``
         tape.keep_alive(*dispatched[:-1])
-        return y, taken
+        return y, taken, y
     if impl.moe_token_dispatcher_type == "flex":
         if impl.moe_flex_dispatcher_backend == "deepep":
             y = tape.make("unpermuted tokens", y, n.arriving_once * row, saves=(row_map,))
@@ -794,9 +804,9 @@ def _combine(
             overlapped.finish()
             combined = overlapped.add_to(combined)
         tape.keep_alive(*dispatched[:-1])
-        return combined, y
+        return combined, y, combined
     experts_out = y
-    if divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size") > 1:
+    if _sorts(r, divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size")):
         order = _sort_order(r, n)
         y = tape.make("outputs unsorted", y, n.received * row, saves=order, also=order)
     unsorted = y
@@ -817,8 +827,8 @@ def _combine(
     if overlapped is not None:
         unpermuted = overlapped.add_to(unpermuted)
         tape.keep_alive(y)  # an argument of ``combine_postprocess``
-    tape.keep_alive(*(() if COMBINED_IN_TWO_STEPS(impl) else (sent,)), *dispatched[:-1])
-    return unpermuted, y
+    tape.keep_alive(*dispatched[:-1])
+    return unpermuted, y, y if COMBINED_IN_TWO_STEPS(impl) else sent
 
 
 def _adds_rows(r: Recorder) -> bool:
