@@ -781,8 +781,8 @@ def _combine(
     overlapped: Overlapped | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Unsort, exchange back and unpermute: [R, w] -> [N, w]; returns also the input of the last step, and what
-    ``MoELayer.forward`` refers to until the layer ends. ``dispatched``: the tokens of each step of ``_dispatch``. ``overlapped``: shared experts whose second half runs during the exchange,
-    and whose output is added."""
+    ``MoELayer.forward`` refers to until the layer ends. ``dispatched``: the tokens of each step of ``_dispatch``.
+    ``overlapped``: shared experts whose second half runs during the exchange, and whose output is added."""
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     row = width * ctx.act
     if impl.moe_token_dispatcher_type == "allgather":
