@@ -627,6 +627,8 @@ class _Run:
         #: Outputs that discarding regions have recomputed, by region, and the region that is being recomputed.
         self._recomputed: dict[int, list[int]] = {}
         self._recomputing = -1
+        #: Those of them that nothing saved, by region.
+        self._unsaved: dict[int, list[int]] = {}
         #: By the point at which they are made, delayed weight gradients: the operation, and the gradients it holds.
         self._delayed: dict[int, list[tuple[_Step, list[_Grad]]]] = {}
 
@@ -637,7 +639,7 @@ class _Run:
         other.refs, other.scope, other.discarded = self.refs.copy(), self.scope.copy(), self.discarded.copy()
         other.order, other._offloaded = self.order, self._offloaded
         other._grads, other._grad_units, other._recomputed, other._recomputing = {}, 0, {}, -1
-        other._delayed = {}
+        other._delayed, other._unsaved = {}, {}
         other.moments, other.landmark = [], 0
         return other
 
@@ -864,11 +866,16 @@ class _Run:
 
     def _refill(self, part: _Part) -> None:
         """Recompute a discarded region when its consumer's gradient arrives."""
-        outs = {i for i in part.made_tensors if self.refs[i]}
+        # Of frozen linears nobody saved them; ``CheckpointWithoutOutput`` refers to what it recomputed until backward.
+        unsaved = [i for i in part.outputs if not self.refs[i]]
+        outs = {i for i in part.made_tensors if self.refs[i]}.union(unsaved)
         self._recomputing = id(part)
         recomputed = self._recomputed[self._recomputing] = []
         self._replay(part, outs)
         self._recomputing = -1
+        self._unsaved[id(part)] = unsaved
+        for i in unsaved:
+            self.refs[i] += 1
         for i in part.outputs:
             if i in self.discarded:
                 self.discarded.discard(i)
@@ -912,6 +919,8 @@ class _Run:
                 self.alive -= self.plan.units[i]
             else:
                 self._release(i)
+        for i in self._unsaved.pop(id(part), ()):
+            self._release(i)
         for i in part.inputs:
             self._release(i)
         return passed
