@@ -151,10 +151,11 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> T
     r.parameter(prefix + "A_log", (v_heads,), sharded=sharded)
     r.parameter(prefix + "conv1d.weight", (conv_dim, 1, spec.conv_kernel), sharded=sharded)
     r.parameter(prefix + "out_norm.weight", (spec.value_head_dim,))
-    if not ctx.te:
-        x = r.hold(r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
+    recompute_norm = not ctx.te and ctx.recomputes("layernorm")
+    with tape.discardable("input_layernorm", (x,), enabled=recompute_norm) as region:
+        normed = x if ctx.te else r.hold(r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
     act, rows = ctx.act, ctx.tokens
-    mixed = r.column_linear(prefix + "in_proj", x, ctx.hidden_size, in_width, fused_norm=ctx.te)
+    mixed = r.column_linear(prefix + "in_proj", normed, ctx.hidden_size, in_width, fused_norm=ctx.te)
     more: tuple[Tensor, ...] = ()
     if DELTA_NET_TOKENS_FIRST(ctx.impl):
         conv = tape.make("conv output", mixed, rows * conv_dim * act, saves=(mixed,))
@@ -196,6 +197,8 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> T
         gated = tape.make("gated norm output, sequence first", gated, gated.bytes)
     projected = r.row_linear(prefix + "out_proj", gated, v, ctx.hidden_size)
     tape.keep_alive(mixed, conv, query, key, value, gate, decay, *more, out)  # variables of GatedDeltaNet.forward
+    if recompute_norm:
+        tape.discard(region, normed)
     r.arrange(first, *(prefix + m for m in ("in_proj", "conv1d", "out_norm", "out_proj")))
     r.arrange(first, "input_layernorm", "self_attention")
     return projected
