@@ -69,6 +69,12 @@ def test_experts_without_an_adapter_of_their_own(targets: tuple[str, ...]) -> No
     check(adapted(run_of("fine experts", tp=2, ep=4), *targets))
 
 
+@pytest.mark.parametrize("recomputed", ["layernorm", "layernorm,mla_up_proj"])
+def test_recomputed_norms_that_nothing_saved(recomputed: str) -> None:
+    """They were once gone from backward, where the recomputation refers to them."""
+    check(adapted(run_of("mla", recompute=recomputed)))
+
+
 @pytest.mark.skipif((CORE or (0, 0)) < (0, 19), reason="LoRATopKRouter of the Bridge before calls its router otherwise")
 @pytest.mark.parametrize("dtype", [None, "fp32"])
 def test_the_routers_adapter(dtype: str | None) -> None:
@@ -158,10 +164,12 @@ def test_the_first_layer_keeps_nothing_before_its_first_adapter(target: str) -> 
     _chunk(Case("llama", 0, pp=2, tp=2, implementation=TE), target)
 
 
-def test_the_only_layer_of_the_first_chunk_counts_its_input_once() -> None:
-    """``GPTModel.forward`` refers to it until the end, which is that of the layer."""
-    case = Case("llama", 0, pp=2, tp=2, implementation=TE)
-    run = adapted(case.run())
+@pytest.mark.parametrize("targets", [(), ("linear_fc2",)], ids=["all", "fc2"])
+def test_the_only_layer_of_the_first_chunk_counts_its_input_once(targets: tuple[str, ...]) -> None:
+    """``GPTModel.forward`` refers to it until the end, which is that of the layer. fc2's adapter alone makes a gradient
+    of its input, which has none."""
+    case = Case("llama", 0, pp=2, implementation=TE)
+    run = adapted(case.run(), *targets)
     _run(run.with_(model=replace(run.model, layers=run.model.layers[:2])), case)
 
 
