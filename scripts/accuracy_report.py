@@ -24,7 +24,7 @@ from generated_files import parser_of, write_or_check  # noqa: E402
 
 from bridge_memory.accuracy.corpus import read_corpus  # noqa: E402
 from bridge_memory.accuracy.errors import METRICS, Errors, GroupAccuracy, accuracy, by_group, summary  # noqa: E402
-from bridge_memory.accuracy.evidence_table import of_megatron, of_torch  # noqa: E402
+from bridge_memory.accuracy.evidence_table import of_field_runs, of_megatron, of_torch  # noqa: E402
 from bridge_memory.accuracy.features import SCALES, TOY_HIDDEN_SIZE  # noqa: E402
 from bridge_memory.accuracy.predictions import Outcome, predict_all  # noqa: E402
 from bridge_memory.accuracy.records import Record, load_runs  # noqa: E402
@@ -37,6 +37,7 @@ from bridge_memory.spec import MambaSpec, MLASpec, MoESpec, RunSpec  # noqa: E40
 GENERATED = ROOT / "references" / "generated"
 CORPUS = ROOT / "tests" / "data" / "measurements" / "runs.jsonl"
 ENGINES = ROOT / "tests" / "data" / "engines" / "runs.jsonl"
+FIELD = ROOT / "tests" / "data" / "field" / "runs.jsonl"
 README_LINES = re.compile(r"(<!-- scripts/accuracy_report.py: [^\n]* -->\n)(.*?)(<!-- end -->)", re.S)
 GIB = 1 << 30
 
@@ -158,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     records = load_runs(args.runs)
     outcomes = predict_all(records)
+    engines, field = read_corpus(str(ENGINES)), read_corpus(str(FIELD))
     families = families_table(records, outcomes)
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
@@ -165,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         GENERATED / "accuracy.md": report(records, outcomes, families),
         GENERATED / "accuracy.svg": chart(outcomes),
         ROOT / "bridge_memory" / "evidence.json": evidence_table(
-            [*of_megatron(records, outcomes), *of_torch(read_corpus(str(ENGINES)))]
+            [*of_megatron(records, outcomes), *of_torch(engines), *of_field_runs(field)]
         ),
         readme: README_LINES.sub(lambda m: m[1] + headline(outcomes) + m[3], text),
     }

@@ -5,30 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bridge_memory.accuracy.corpus import RecordLine
+from bridge_memory.accuracy.described import outcomes as described
+from bridge_memory.accuracy.described.figures import Meaning
+from bridge_memory.accuracy.described.run import read_run
 from bridge_memory.accuracy.features import SCALES, scale_of
 from bridge_memory.accuracy.predictions import Outcome
 from bridge_memory.accuracy.records import Record
 from bridge_memory.accuracy.runs import run_of
 from bridge_memory.accuracy.torch import records as torch_records
 from bridge_memory.cards.names import gpu_of_name
-from bridge_memory.evidence import Kind, kind_of
-
-#: A run's kind, its absolute error as a share, and whether it is of real size.
-Measured = tuple[Kind, float, bool]
+from bridge_memory.evidence import Measured, kind_of
 
 
 def of_megatron(records: Sequence[Record], outcomes: Sequence[Outcome]) -> list[Measured]:
-    """Of the peaks of every run whose ranks are all compared; its error is the mean of theirs."""
+    """Of every run whose ranks are all compared: the rank with the highest peak."""
     by_record: dict[str, list[Outcome]] = {}
     for o in outcomes:
         by_record.setdefault(o.id, []).append(o)
     found = []
     for record in records:
         rows = by_record[record.id]
-        errors = [abs(e) for o in rows if (e := o.max_allocated_error) is not None]
-        if errors and all(o.status == "ok" for o in rows):
+        peaks = [o for o in rows if o.max_allocated_error is not None]
+        if peaks and all(o.status == "ok" for o in rows):
+            highest = max(peaks, key=lambda o: o.measured_max_allocated_bytes or 0)
             kind = kind_of(run_of(record), gpu_of_name(record.gpu))
-            found.append((kind, sum(errors) / len(errors), rows[0].scale == SCALES[0]))
+            found.append(Measured(kind, highest.max_allocated_error or 0.0, rows[0].scale == SCALES[0]))
     return found
 
 
@@ -42,5 +43,20 @@ def of_torch(rows: Sequence[RecordLine]) -> list[Measured]:
             continue
         run = torch_records.read(row.data).run
         real = scale_of(run, highest.measured_bytes) == SCALES[0]
-        found.append((kind_of(run, gpu_of_name(str(row.data.get("gpu")))), abs(highest.error), real))
+        kind = kind_of(run, gpu_of_name(str(row.data.get("gpu"))))
+        found.append(Measured(kind, highest.error, real, highest.meaning == torch_records.RESERVED))
+    return found
+
+
+def of_field_runs(rows: Sequence[RecordLine]) -> list[Measured]:
+    """Of the highest figure of every row that is compared like with like."""
+    found = []
+    for row in rows:
+        highest = described.like_with_like(described.outcomes_of(row))
+        if highest is None or highest.residual is None or highest.measured_bytes is None:
+            continue
+        run = read_run(row.data).run
+        real = scale_of(run, highest.measured_bytes) == SCALES[0]
+        kind = kind_of(run, gpu_of_name(str(row.data.get("gpu"))))
+        found.append(Measured(kind, highest.residual, real, highest.meaning is Meaning.RESERVED))
     return found
