@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ SCHEMA = "bridge-memory/evidence/4"
 PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "evidence.json")
 #: From so many errors on the 90th percentile is reported; of fewer the largest.
 ENOUGH = 10
-#: Runs that a 90 % band needs. Between the i-th and the j-th smallest of n errors (j - i) / (n + 1) of all such runs are
-#: expected, whatever their distribution; 19 is the least n whose smallest and largest hold 90 % between them.
+#: Runs that a 90 % band needs. Between the i-th and the j-th smallest of n errors (j - i) / (n + 1) of all such runs
+#: are expected, whatever their distribution; 19 is the least n whose smallest and largest hold 90 % between them.
 ENOUGH_FOR_BAND = 19
 _IMPLEMENTATIONS = {"transformer_engine": "TE", "local": "megatron-core's local layers"}
 
@@ -100,7 +101,7 @@ class Band:
     """Where measured peaks of real-size runs lie around a prediction: 90 % of them, shares of what was measured.
 
     ``low`` and ``high``: measured minus predicted (``residual.relative``). ``runs``: so many were scored; ``of``: what
-    they have in common with the run, in words.
+    they have in common with the run, in words ("any of Megatron DDP").
     """
 
     low: float
@@ -139,14 +140,31 @@ def _between(ordered: Sequence[float], place: float) -> float:
     return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (place - low)
 
 
+class Figure(str, Enum):
+    """What of a run was measured; reserved memory is compared with a replay."""
+
+    PEAK = "peak"
+    RESERVED = "reserved"
+    STATIC = "static"
+
+    def __str__(self) -> str:
+        return self.value
+
+
 class Measured(NamedTuple):
-    """A measured run: its signed error, whether it is of real size (``accuracy.features.SCALES``), and whether the
-    figure is reserved memory, which is compared with a replay."""
+    """A measured run that is compared like with like, by its highest figure: the signed error, and whether the run is
+    of real size (``accuracy.features.SCALES``)."""
 
     kind: Kind
     error: float
     real: bool
-    reserved: bool = False
+    figure: Figure = Figure.PEAK
+    run: RunSpec | None = None
+    #: Who measured it, the GPU in their words, the figure in bytes, and the signed error of static memory.
+    campaign: str = ""
+    gpu: str = ""
+    nbytes: int = 0
+    static: float | None = None
 
 
 class Row(NamedTuple):
@@ -198,10 +216,10 @@ def _band(kind: Kind, table: Mapping[Kind, Row]) -> Band | None:
     layers = kind._replace(gpu="", schedule="")
     engine = kind.engine or ENGINES[DataParallelSpec().engine]
     classes: tuple[tuple[str, Callable[[Kind], bool]], ...] = (
-        (str(kind), lambda k: k == kind),
-        (f"{layers}, any GPU and schedule", lambda k: k._replace(gpu="", schedule="") == layers),
-        (f"{engine}, any model and GPU", lambda k: k.engine == kind.engine),
-        ("all engines, models and GPUs", lambda k: True),
+        ("of its kind", lambda k: k == kind),
+        (f"any of {layers}", lambda k: k._replace(gpu="", schedule="") == layers),
+        (f"any of {engine}", lambda k: k.engine == kind.engine),
+        ("any engine", lambda k: True),
     )
     for of, holds in classes:
         found = band_of([error for other, row in table.items() if holds(other) for error in row.runs], of)
@@ -214,7 +232,9 @@ def evidence_table(measured: Sequence[Measured]) -> str:
     """The text of ``PATH``, of measured runs."""
     kinds: dict[Kind, dict[str, list[float]]] = {}
     for run in measured:
-        which = "small" if not run.real else "reserved" if run.reserved else "runs"
+        if run.figure is Figure.STATIC:
+            continue  # says nothing of a peak
+        which = "small" if not run.real else "reserved" if run.figure is Figure.RESERVED else "runs"
         kinds.setdefault(run.kind, {name: [] for name in Row._fields})[which].append(round(run.error, 5) + 0.0)
     rows = [json.dumps({"kind": kind, **{name: sorted(of) for name, of in errors.items() if of}}, separators=(",", ":"))
             for kind, errors in sorted(kinds.items())]  # fmt: skip

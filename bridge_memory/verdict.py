@@ -171,10 +171,10 @@ def margin_words(run: RunSpec, shown: Callable[[int], str]) -> tuple[str, ...]:
     nccl = f" + {shown(NCCL_BYTES)} NCCL" if run.parallel.world_size > 1 else ""
     more = "".join(f" + {shown(found.nbytes)} {found.name}" for found in driver_buffers(run))
     return (
+        "allocated: the 90% band of the peak; tight: fits as predicted, not at its upper end",
         f"margin, reserved: {FRAGMENTATION:.1%} of the peak for fragmentation (measured: 90th percentile of reserved "
         "over allocated, 80 ranks on B200)",
         f"margin, outside of torch: {shown(CONTEXT_BYTES)} CUDA context{nccl} (assumed){more}",
-        "beside the margin, allocated: the 90% band of the peak; tight: fits as predicted, not at its upper end",
     )
 
 

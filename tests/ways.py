@@ -224,7 +224,7 @@ class SaidBand(NamedTuple):
     most: int
 
 
-_BAND = re.compile(r"90% band (?:of the peak: )?([\d,]+) to ([\d,]+) bytes")
+_BAND = re.compile(r"90% band:? ([\d,]+) to ([\d,]+) bytes")
 
 
 def band_in_text(text: str) -> SaidBand | None:

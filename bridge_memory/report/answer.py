@@ -61,14 +61,12 @@ def answer_of(result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: 
 
 
 def _band_words(result: Estimate, band: PeakBand | None, unit: str) -> str:
-    """"90% band of the peak: 45.02 to 46.98 GiB, -2.8 to +1.3% (36 real-size runs: Megatron DDP, any GPU)"."""
+    """"90% band: 45.02 to 46.98 GiB, -2.8 to +1.3% (36 runs, any of Megatron DDP)"."""
     if band is None:
-        return "90% band of the peak: none, too few runs of its kind were measured"
+        return "90% band: none, too few runs of its kind were measured"
     modelled = ", of what is modelled" if result.unmodelled else ""
-    return (
-        f"90% band of the peak: {_span(band, unit)}, {percent(band.low)} to {percent(band.high)}%{modelled} "
-        f"({band.runs} real-size runs: {band.of})"
-    )
+    runs = f"{band.runs} runs{'' if band.of.startswith('of ') else ','} {band.of}"
+    return f"90% band: {_span(band, unit)}, {percent(band.low)} to {percent(band.high)}%{modelled} ({runs})"
 
 
 def _span(band: PeakBand, unit: str) -> str:

@@ -10,7 +10,7 @@ from bridge_memory.accuracy.described.outcomes import outcomes_of
 from bridge_memory.accuracy.evidence_table import of_field_runs, of_megatron, of_torch
 from bridge_memory.accuracy.predictions import Outcome
 from bridge_memory.accuracy.records import Record
-from bridge_memory.evidence import evidence_table
+from bridge_memory.evidence import Figure, evidence_table
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -41,9 +41,10 @@ def described(**changed: object) -> RecordLine:
 def test_field_runs_count_where_they_are_compared_like_with_like() -> None:
     """The peak, not static nor reserved memory; not rough rows, and none whose own words doubt what ran."""
     (found,) = of_field_runs([described()])
-    assert found.real and not found.reserved and found.kind.gpu == "Hopper"
+    assert found.real and found.figure is Figure.PEAK and found.kind.gpu == "Hopper"
     (row,) = [o for o in outcomes_of(described()) if o.measured_bytes == 60 << 30]
     assert found.error == row.residual
     assert not of_field_runs([described(grade="C")])
     assert not of_field_runs([described(model="Llama 3.1 8B?")])
-    assert not of_field_runs([described(measured_verbatim={"allocated": 40.0})])
+    (static,) = of_field_runs([described(measured_verbatim={"allocated": 40.0})])
+    assert static.figure is Figure.STATIC and '"runs"' not in evidence_table([static])

@@ -268,7 +268,7 @@ def test_one_unit_throughout(unit: str) -> None:
     text = " ".join(stream.getvalue().split())
     margin = rf"margin, outside of torch: [\d,.]+ {unit} CUDA context \+ [\d,.]+ {unit} NCCL"
     assert "GiB" not in text and re.search(margin, text)
-    assert re.search(rf"90% band of the peak: [\d,.]+ to [\d,.]+ {unit},", text)
+    assert re.search(rf"90% band: [\d,.]+ to [\d,.]+ {unit},", text)
 
 
 def test_a_shard_is_over_groups_of_several_ranks() -> None:

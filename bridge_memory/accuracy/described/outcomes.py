@@ -54,6 +54,11 @@ class Outcome(NamedTuple):
         return relative(self.measured_bytes, self.predicted_bytes)
 
     @property
+    def doubted(self) -> bool:
+        """Whether the source doubts its own words on what ran."""
+        return DOUBTED in self.assumptions
+
+    @property
     def within(self) -> bool | None:
         """Whether it meets its grade's target; None without one."""
         target = TARGETS.get(self.grade, {}).get(self.meaning) if self.meaning else None
@@ -163,10 +168,10 @@ def _stage(figure: Figure, reading: Reading, answer: Estimate) -> StageEstimate:
 
 
 def like_with_like(found: Sequence[Outcome]) -> Outcome | None:
-    """Of one row's figures the highest peak, else its reserved memory, that says how far a prediction is off: the grade
-    has a target, all is modelled, and nobody doubts what ran. None where there is none."""
-    scored = [o for o in found if o.status == "counted" and o.within is not None and DOUBTED not in o.assumptions]
-    for meanings in (_KINDS["peak"], _KINDS["reserved"]):
+    """Of one row's figures the highest peak, else reserved, else static memory, that says how far a prediction is off:
+    the grade has a target, all is modelled, and nobody doubts what ran. None where there is none."""
+    scored = [o for o in found if o.status == "counted" and o.within is not None and not o.doubted]
+    for meanings in (_KINDS["peak"], _KINDS["reserved"], _KINDS["static"]):
         some = [o for o in scored if o.meaning in meanings]
         if some:
             return max(some, key=lambda o: o.measured_bytes or 0)
