@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from bridge_memory.calibration import journal
-from bridge_memory.calibration.records import BUILT, FIRST_STEP, STEADY, ReportRecord, RunRecord, StageRecord
+from bridge_memory.calibration.records import FIRST_STEP, STEADY, ReportRecord, RunRecord, StageRecord
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.cards.names import gpu_called
 from bridge_memory.comparison.compare import MOST_OF_A_LOG, run_printed_in
@@ -36,6 +36,8 @@ _GIVE = "give the journal of MemoryReport, or a log of Megatron-LM or Megatron B
 #: and links are made, and no word as long as a token.
 _WORDS = re.compile(r"[A-Za-z0-9_+*|(), -]{0,200}")
 _TOKEN = re.compile(r"(?=[a-zA-Z_-]*\d)[\w-]{24,}|[\w-]{41,}")
+#: Strings that are long and safe: a published model's name, and the layout, which its parser read.
+_SAFE = ("run.model.name", "run.parallel.pipeline_model_parallel_layout")
 #: The name that a sentence on an unmodelled feature begins with.
 _FEATURE = re.compile(r"-{0,2}([A-Za-z][A-Za-z0-9_-]{1,40})")
 #: Package, as a journal names it -> in a row.
@@ -123,14 +125,20 @@ def _of_journal(
         )
 
 
+#: Moment of a report -> how many steps are done; None: all that matter to a peak.
+_AFTER_STEP = {FIRST_STEP: 1, STEADY: None}
+
+
 def _figures(reports: Sequence[ReportRecord]) -> list[MeasuredRank]:
     """The last figures of every stage's fullest rank; of reports before the first step none."""
-    latest: dict[int, tuple[StageRecord, int]] = {}
+    latest: dict[int, tuple[StageRecord, int | None]] = {}
     for report in reports:
-        # Peaks never fall.
-        steps = {BUILT: 0, FIRST_STEP: 1, STEADY: max(2, report.iteration)}.get(report.moment, 0)
+        # Peaks never fall. A steady report comes after two steps that were not skipped, when no later peak is higher.
+        if report.moment not in _AFTER_STEP:
+            continue
+        steps = _AFTER_STEP[report.moment]
         for stage in report.stages:
-            if steps and stage.worst_rank is not None and stage.max_allocated:
+            if stage.worst_rank is not None and stage.max_allocated:
                 latest[stage.stage] = stage, steps
     return [
         MeasuredRank(s.worst_rank or 0, steps, s.allocated, s.max_allocated, s.reserved, stage=number)
@@ -262,7 +270,7 @@ def _check(value: Any, where: str) -> None:
     elif isinstance(value, (list, tuple)):
         for member in value:
             _check(member, where)
-    elif isinstance(value, str) and where != "run.model.name" and (
+    elif isinstance(value, str) and where not in _SAFE and (
         not _WORDS.fullmatch(value) or _TOKEN.search(value)
     ):
         raise SpecError(f"{where} ({show(value)}) is no word of a configuration, so it is not recorded; correct it")

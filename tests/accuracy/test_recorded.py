@@ -78,7 +78,7 @@ def test_a_journal_becomes_a_row_that_accuracy_scores(tmp_path: Path, capsys: py
     assert outcome.status == "ok" and outcome.predicted_max_allocated_bytes == first.peak_bytes
     assert outcome.measured_max_allocated_bytes == first.peak_bytes + GIB
     assert outcome.allocated_error == 0
-    assert record.measured[0].after_step == 2 and record.gpu == "H100" and record.world_size == 4
+    assert record.measured[0].after_step == 0 and record.gpu == "H100" and record.world_size == 4
     assert main(["accuracy", str(rows), "--json"]) == 0
 
 
