@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.cards.rows import common_gpus
-from bridge_memory.evidence import evidence_of
+from bridge_memory.evidence import Band, evidence_of
 from bridge_memory.result import Estimate, StagePeak
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.gpus import find_gpu, lacks
@@ -36,8 +36,8 @@ FRAGMENTATION = 0.073
 class Verdict(str, Enum):
     """Whether a run fits a card.
 
-    Unknown where something that is not modelled decides it. Tight where it fits by less than predictions of measured
-    runs of its kind were off.
+    Unknown where something that is not modelled decides it. Tight where it fits as predicted, and not where measured
+    peaks of such runs may lie (``evidence.Evidence.above``).
 
     Example:
         >>> from bridge_memory import RunSpec, Verdict, estimate, fits
@@ -53,6 +53,29 @@ class Verdict(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class PeakBand:
+    """The band of a predicted peak, bytes; ``low`` to ``of``: the ``evidence.Band`` that it is made of."""
+
+    least_bytes: int
+    most_bytes: int
+    low: float
+    high: float
+    runs: int
+    of: str
+
+
+def peak_band(band: Band | None, peak_bytes: int) -> PeakBand | None:
+    """``band`` around a peak; None where there is none.
+
+    Example:
+        >>> from bridge_memory.evidence import Band
+        >>> peak_band(Band(-0.25, 0.2, 40, "all"), 100).most_bytes
+        125
+    """
+    return None if band is None else PeakBand(*band.around(peak_bytes), band.low, band.high, band.runs, band.of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +107,11 @@ class Fit:
     verdict: Verdict = Verdict.UNKNOWN
     #: How far predictions of measured runs like this one, on such GPUs, were off; in words.
     evidence: str = ""
+    #: The two parts of ``margin_bytes``: what the allocator reserves beyond the peak, and what lies outside of it.
+    reserved_bytes: int = 0
+    outside_bytes: int = 0
+    #: Where 90 % of measured peaks lie where this one is predicted; None where too few runs were measured.
+    band: PeakBand | None = None
 
 
 def outside_bytes(world_size: int, driver: int = 0) -> int:
@@ -92,9 +120,14 @@ def outside_bytes(world_size: int, driver: int = 0) -> int:
     return CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0) + driver
 
 
+def reserved_bytes(peak_bytes: int) -> int:
+    """What the allocator reserves beyond a peak."""
+    return int(peak_bytes * FRAGMENTATION)
+
+
 def margin_bytes(peak_bytes: int, world_size: int, driver: int = 0) -> int:
     """What a card must hold beyond a peak: memory outside the allocator, and fragmentation inside it."""
-    return outside_bytes(world_size, driver) + int(peak_bytes * FRAGMENTATION)
+    return outside_bytes(world_size, driver) + reserved_bytes(peak_bytes)
 
 
 class MemoryLimit(NamedTuple):
@@ -133,13 +166,15 @@ def largest_peak(gpu: Gpu, run: RunSpec) -> int:
     return peak
 
 
-def margin_words(run: RunSpec, shown: Callable[[int], str]) -> str:
-    """How the margin is made, for people; ``shown``: bytes as they read them."""
+def margin_words(run: RunSpec, shown: Callable[[int], str]) -> tuple[str, ...]:
+    """How the margin is made, for people, a line for each part; ``shown``: bytes as they read them."""
     nccl = f" + {shown(NCCL_BYTES)} NCCL" if run.parallel.world_size > 1 else ""
     more = "".join(f" + {shown(found.nbytes)} {found.name}" for found in driver_buffers(run))
     return (
-        f"margin = {shown(CONTEXT_BYTES)} CUDA context{nccl} (assumed){more} + {FRAGMENTATION:.1%} of the "
-        "peak for fragmentation (measured: 90th percentile of reserved over allocated, 80 ranks on B200)"
+        "allocated: the 90% band of the peak; tight: fits as predicted, not at its upper end",
+        f"margin, reserved: {FRAGMENTATION:.1%} of the peak for fragmentation (measured: 90th percentile of reserved "
+        "over allocated, 80 ranks on B200)",
+        f"margin, outside of torch: {shown(CONTEXT_BYTES)} CUDA context{nccl} (assumed){more}",
     )
 
 
@@ -187,12 +222,14 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
         within = bounds(worst.peak_bytes, result.not_modelled)
         verdict, evidence = Verdict.DOES_NOT_FIT, evidence_of(result.run, gpu)
         if not missing:
-            verdict = verdict_of(within, capacity, world_size, evidence.band or 0.0, driver)
+            verdict = verdict_of(within, capacity, world_size, evidence.above, driver)
         out.append(
             Fit(
                 gpu.name, result.run.implementation.gpu_arch if missing else arch, capacity, worst.stage,
                 worst.peak_bytes, margin, left,
                 verdict in (Verdict.FITS, Verdict.TIGHT), missing, verdict, str(evidence),
+                reserved_bytes(worst.peak_bytes), outside_bytes(world_size, driver),
+                peak_band(evidence.band, worst.peak_bytes),
             )
         )  # fmt: skip
     return out
@@ -216,8 +253,8 @@ def _worst_on(arch: str, result: Estimate) -> StagePeak | None:
 
 
 def verdict_of(peak: Bounds, capacity_bytes: int, world_size: int, band: float = 0.0, driver: int = 0) -> Verdict:
-    """Whether a card takes a peak that lies within ``peak``, with the margin. ``band``: the share of a peak by which
-    predictions of such runs are off."""
+    """Whether a card takes a peak that lies within ``peak``, with the margin. ``band``: the share of a prediction by
+    which a measured peak may be higher (``Evidence.above``)."""
     card = limit_of(capacity_bytes, world_size)
     if peak.most is not None and card.holds(peak.most, driver):
         return Verdict.FITS if card.holds(peak.most + int(peak.most * band), driver) else Verdict.TIGHT

@@ -16,27 +16,42 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from generated_files import parser_of, write_or_check  # noqa: E402
 
-from bridge_memory.accuracy.corpus import read_corpus  # noqa: E402
-from bridge_memory.accuracy.errors import METRICS, Errors, GroupAccuracy, accuracy, by_group, summary  # noqa: E402
-from bridge_memory.accuracy.evidence_table import of_megatron, of_torch  # noqa: E402
+from bridge_memory.accuracy.corpus import RecordLine, read_corpus  # noqa: E402
+from bridge_memory.accuracy.described import outcomes as described  # noqa: E402
+from bridge_memory.accuracy.described.figures import Meaning  # noqa: E402
+from bridge_memory.accuracy.described.run import read_run  # noqa: E402
+from bridge_memory.accuracy.errors import (  # noqa: E402
+    METRICS,
+    Errors,
+    GroupAccuracy,
+    accuracy,
+    by_group,
+    percentile,
+    summary,
+)
+from bridge_memory.accuracy.evidence_table import campaign_of, of_field_runs, of_megatron, of_torch  # noqa: E402
 from bridge_memory.accuracy.features import SCALES, TOY_HIDDEN_SIZE  # noqa: E402
 from bridge_memory.accuracy.predictions import Outcome, predict_all  # noqa: E402
 from bridge_memory.accuracy.records import Record, load_runs  # noqa: E402
 from bridge_memory.accuracy.runs import run_of  # noqa: E402
+from bridge_memory.accuracy.torch.records import TARGETS  # noqa: E402
 from bridge_memory.cli.megatron.scores import table  # noqa: E402
-from bridge_memory.evidence import evidence_table  # noqa: E402
+from bridge_memory.evidence import Figure, Measured, evidence_table  # noqa: E402
+from bridge_memory.readers import list_presets  # noqa: E402
 from bridge_memory.residual import percent  # noqa: E402
 from bridge_memory.spec import MambaSpec, MLASpec, MoESpec, RunSpec  # noqa: E402
 
 GENERATED = ROOT / "references" / "generated"
 CORPUS = ROOT / "tests" / "data" / "measurements" / "runs.jsonl"
 ENGINES = ROOT / "tests" / "data" / "engines" / "runs.jsonl"
+FIELD = ROOT / "tests" / "data" / "field" / "runs.jsonl"
 README_LINES = re.compile(r"(<!-- scripts/accuracy_report.py: [^\n]* -->\n)(.*?)(<!-- end -->)", re.S)
 GIB = 1 << 30
 
@@ -55,10 +70,24 @@ worst of the absolute value, then the signed mean, called bias (positive: the es
 configuration; its records differ in container, GPU or a detail, and there are 1 to 74 of them, so families are counted
 once each.
 
-## Families of GiB scale
+## Runs of real size
 
-All runs that peak at 4 GiB and above, except small test models: the runs that resemble what people plan for. Static is
-what stays allocated after a step; errors in per cent.
+Runs that peak at 4 GiB and above, except small test models: they resemble what people plan for. Each counts by its
+highest peak (else reserved, else static memory), where it is compared like with like: its configuration is known, all
+of it is modelled, and reserved memory stands beside a [replay](../engines.md#reserved-memory). Errors are
+measured - predicted, in % of measured.
+
+{real}
+Field runs that are predicted without what a fork or a kernel changes; the
+[figures](accuracy_of_field_runs.md), and what is not modelled, one by one:
+
+{unmodelled}
+Not compared, of rows that state what ran ([engines](accuracy_of_engines.md), [field](accuracy_of_field_runs.md)):
+{left}.
+
+## Families of Megatron
+
+The runs of `{corpus}` in the table above. Static is what stays allocated after a step; errors in per cent.
 
 {families}
 ![Predicted against measured](accuracy.svg)
@@ -101,7 +130,7 @@ Megatron-LM's own estimator (`theoretical_memory_usage.py`, 2026-08), absolute e
 {skipped}
 ## Largest misses
 
-The largest miss of each family of GiB scale:
+The largest miss of each of Megatron's families of real size:
 
 {misses}
 And of the small test models:
@@ -158,37 +187,181 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     records = load_runs(args.runs)
     outcomes = predict_all(records)
+    engines, field = read_corpus(str(ENGINES)), read_corpus(str(FIELD))
+    measured = [*of_megatron(records, outcomes), *of_torch(engines), *of_field_runs(field)]
+    open_runs = unmodelled_runs(field)
+    left = not_compared(outcomes, engines, field, measured, open_runs)
     families = families_table(records, outcomes)
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
     files = {
-        GENERATED / "accuracy.md": report(records, outcomes, families),
+        GENERATED / "accuracy.md": report(records, outcomes, families, measured, open_runs, left),
         GENERATED / "accuracy.svg": chart(outcomes),
-        ROOT / "bridge_memory" / "evidence.json": evidence_table(
-            [*of_megatron(records, outcomes), *of_torch(read_corpus(str(ENGINES)))]
-        ),
-        readme: README_LINES.sub(lambda m: m[1] + headline(outcomes) + m[3], text),
+        ROOT / "bridge_memory" / "evidence.json": evidence_table(measured),
+        readme: README_LINES.sub(lambda m: m[1] + headline(outcomes, measured, open_runs) + m[3], text),
     }
     return write_or_check("accuracy_report.py", files, check=args.check)
 
 
-def headline(outcomes: Sequence[Outcome]) -> str:
+def headline(outcomes: Sequence[Outcome], measured: Sequence[Measured], open_runs: Sequence[OpenRun]) -> str:
     """What README.md says: runs of real size first, small test models apart."""
-    runs = [o for o in outcomes if o.status != "not_a_run"]
-    large = accuracy("", [o for o in runs if o.scale == SCALES[0]])
-    small = accuracy("", [o for o in runs if o.scale == SCALES[-1]])
-    e, t = large.per_record["max_allocated"], small.per_record["max_allocated"]
+    peaks = [m for m in measured if m.real and m.figure is Figure.PEAK]
+    reserved = [abs(m.error) for m in measured if m.real and m.figure is Figure.RESERVED]
+    off, forks = [abs(m.error) for m in peaks], [abs(o.error) for o in open_runs]
+    small = accuracy("", [o for o in outcomes if o.status != "not_a_run" and o.scale == SCALES[-1]])
+    t = small.per_record["max_allocated"]
     said = (
-        f"{e.count} of {large.records} measured training runs of real size (peaks of 4 GiB and above) could be "
-        f"compared. Half were predicted within {e.median:.2%} of the peak that `torch.cuda` reported, nine in ten "
-        f"within {e.p90:.1%}, the worst within {e.worst:.1%}. Of {t.count} of {small.records} runs of small test "
-        f"models, which show that a tensor is counted and not how large yours is, nine in ten were within {t.p90:.1%}, "
-        f"the worst within {t.worst:.0%}. The runs also served to find which tensors exist, so this is no blind test."
+        f"{len(peaks)} measured runs of real size (peaks of {_span([m.nbytes / GIB for m in peaks])} GiB on "
+        f"{_gpus([m.run for m in peaks])}: {_generations(peaks)}) could be compared like with like. Half were "
+        f"predicted within {percentile(off, 0.5):.2%} of the peak that `torch.cuda` reported, nine in ten within "
+        f"{percentile(off, 0.9):.1%}, all within {max(off):.1%}; reserved memory of {len(reserved)} more, half within "
+        f"{percentile(reserved, 0.5):.1%}, all within {max(reserved):.0%}. {len(forks)} field runs on "
+        f"{_gpus([o.run for o in open_runs])} use a fork's code, which is not modelled: half within "
+        f"{percentile(forks, 0.5):.1%}, all within {max(forks):.0%}. Of {t.count} small test models, which show that a "
+        f"tensor is counted, nine in ten were within {t.p90:.1%}, all within {t.worst:.0%}. The runs also served to "
+        "find tensors: this is no blind test."
     )
     return textwrap.fill(said, 110) + "\n"
 
 
-def report(records: Sequence[Record], outcomes: Sequence[Outcome], families: str) -> str:
+# ---- runs of real size, of every corpus ----
+
+
+class OpenRun(NamedTuple):
+    """A field run that is predicted without a part, by its highest peak."""
+
+    campaign: str
+    model: str
+    gpu: str
+    run: RunSpec
+    error: float
+    nbytes: int
+
+
+def unmodelled_runs(field: Sequence[RecordLine]) -> list[OpenRun]:
+    found = []
+    for row in field:
+        rows = [o for o in described.outcomes_of(row) if o.status == "unmodelled" and o.within is not None]
+        peaks = [o for o in rows if o.meaning in (Meaning.PEAK, Meaning.RUN_MAXIMUM)]
+        highest = max(peaks, key=lambda o: o.measured_bytes or 0, default=None)
+        if highest is not None and highest.residual is not None:
+            found.append(
+                OpenRun(campaign_of(highest.id), str(row.data["model"]), str(row.data["gpu"]), read_run(row.data).run,
+                        highest.residual, highest.measured_bytes or 0)
+            )  # fmt: skip
+    return found
+
+
+def not_compared(
+    outcomes: Sequence[Outcome], engines: Sequence[RecordLine], field: Sequence[RecordLine],
+    measured: Sequence[Measured], open_runs: Sequence[OpenRun],
+) -> str:  # fmt: skip
+    """"1 of 34 Megatron runs, 41 of 69 engine rows, 21 of 46 field runs"."""
+    real = [m for m in measured if m.real]
+    large = {o.id for o in outcomes if o.scale == SCALES[0]}
+    compared = {o.id for o in outcomes if o.scale == SCALES[0] and o.status == "ok"}
+    fields, torch = of_field_runs(field), of_torch(engines)
+    doubts = [
+        f"`{o.id}`, {o.meaning} {percent(o.residual, 0)}%"
+        for row in field for o in described.outcomes_of(row) if o.doubted and o.residual is not None
+    ]  # fmt: skip
+    stated = sum(str(row.data.get("grade")) in TARGETS for row in engines)
+    assert len(real) == len(compared) + len([m for m in (*fields, *torch) if m.real])
+    return (
+        f"{len(large - compared)} of {len(large)} Megatron runs, {stated - len(torch)} of {stated} engine rows, "
+        f"{len(field) - len(fields) - len(open_runs)} of {len(field)} field runs, among them of a source that doubts "
+        f"its own words on what ran: {'; '.join(doubts) or 'none'}"
+    )
+
+
+ERROR_HEADS = ("median", "p90", "worst", "bias")
+HEADS = ("measured by", "GPU", "GPUs", "models", "figure", "runs", "GiB", *ERROR_HEADS, "static: worst")
+
+
+def real_table(measured: Sequence[Measured]) -> str:
+    """A row for each campaign and kind of figure, the most runs first, and one over all peaks."""
+    groups: dict[tuple[str, Figure], list[Measured]] = defaultdict(list)
+    for m in measured:
+        if m.real:
+            groups[m.campaign, m.figure].append(m)
+    lines = [_row(HEADS), "|---|---|---:|---|---|" + "---:|" * (len(HEADS) - 5) + "\n"]
+    for (campaign, figure), rows in sorted(groups.items(), key=lambda g: (-len(g[1]), g[0])):
+        static = [abs(m.static) for m in rows if m.static is not None]
+        lines.append(_row((
+            campaign, _generations(rows), _numbers([m.run for m in rows]), _models([m.run for m in rows]),
+            str(figure), str(len(rows)), _span([m.nbytes / GIB for m in rows]), *_shares([m.error for m in rows]),
+            f"{100 * max(static):.2f}" if static and figure is not Figure.STATIC else "-",
+        )))  # fmt: skip
+    for figure in Figure:
+        rows = [m for m in measured if m.real and m.figure is figure]
+        lines.append(_row((
+            "**all**", "", _numbers([m.run for m in rows]), "", str(figure), str(len(rows)),
+            _span([m.nbytes / GIB for m in rows]), *_shares([m.error for m in rows]), "",
+        )))  # fmt: skip
+    return "".join(lines)
+
+
+def open_table(found: Sequence[OpenRun]) -> str:
+    groups: dict[tuple[str, str, str], list[OpenRun]] = defaultdict(list)
+    for one in found:
+        groups[one.campaign, one.model, one.gpu].append(one)
+    heads = ("measured by", "model", "GPU", "GPUs", "runs", "GiB", *ERROR_HEADS)
+    lines = [_row(heads), "|---|---|---|" + "---:|" * (len(heads) - 3) + "\n"]
+    for (campaign, model, gpu), rows in sorted(groups.items(), key=lambda g: (-len(g[1]), g[0])):
+        lines.append(_row((
+            campaign, model, gpu, _numbers([o.run for o in rows]), str(len(rows)),
+            _span([o.nbytes / GIB for o in rows]), *_shares([o.error for o in rows]),
+        )))  # fmt: skip
+    return "".join(lines)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def _shares(errors: Sequence[float]) -> list[str]:
+    """Median, 90th percentile and worst of the absolute errors, and the mean with its sign, in per cent."""
+    sizes = [abs(e) for e in errors]
+    shown = (percentile(sizes, 0.5), percentile(sizes, 0.9), max(sizes))
+    return [*(f"{100 * e:.2f}" for e in shown), percent(sum(errors) / len(errors), 2)]
+
+
+def _span(values: Sequence[float]) -> str:
+    """"4 to 148"."""
+    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _numbers(runs: Sequence[RunSpec | None]) -> str:
+    return _span([run.parallel.world_size for run in runs if run is not None])
+
+
+def _gpus(runs: Sequence[RunSpec | None]) -> str:
+    return f"{_numbers(runs)} GPUs"
+
+
+def _generations(rows: Sequence[Measured]) -> str:
+    return ", ".join(sorted({m.kind.gpu.partition(" of ")[0] for m in rows}))
+
+
+#: Models that a cell names.
+MOST_MODELS = 3
+
+
+def _models(runs: Sequence[RunSpec | None]) -> str:
+    """By name where it has one, else by its sizes."""
+    named = dict.fromkeys(
+        run.model.name.rpartition("/")[2] if run.model.name in list_presets() else model_words(run)
+        for run in runs if run
+    )
+    more = len(named) - MOST_MODELS
+    return "; ".join(list(named)[:MOST_MODELS]) + (f"; {more} more" if more > 0 else "")
+
+
+def report(
+    records: Sequence[Record], outcomes: Sequence[Outcome], families: str, measured: Sequence[Measured],
+    open_runs: Sequence[OpenRun], left: str,
+) -> str:  # fmt: skip
     runs = [o for o in outcomes if o.status != "not_a_run"]
     large, small, toys = ([o for o in runs if o.scale == scale] for scale in SCALES)
     skipped: dict[str, dict[str, None]] = defaultdict(dict)
@@ -199,6 +372,9 @@ def report(records: Sequence[Record], outcomes: Sequence[Outcome], families: str
         runs=accuracy("", runs).records,
         corpus=CORPUS.relative_to(ROOT),
         families=families,
+        real=real_table(measured),
+        unmodelled=open_table(open_runs),
+        left=left,
         small=accuracy("", small).records,
         small_table=table(by_group(small, "family")),
         toys=accuracy("", toys).records,

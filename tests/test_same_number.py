@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from drawn_runs import ENGINES, GPU, a_command, a_run, run_of
-from ways import WAYS, Stages, differences, of_csv, of_json
+from ways import WAYS, Stages, band_in_json, band_in_text, bands, differences, expected_band, of_csv, of_json
 
 from bridge_memory import Estimate, RunSpec, SpecError, estimate, list_presets, search
 from bridge_memory import theoretical_memory_utils as drop_in
@@ -50,6 +50,8 @@ def check(answer: Estimate) -> None:
     judged = fits(answer, ["H100"])
     wrong = {name: found for name, way in WAYS.items() if (found := differences(way(answer, judged), answer))}
     assert not wrong, answer.run
+    if judged[0].peak_bytes == answer.peak_stage.peak_bytes:  # of the card's own generation
+        assert set(bands(answer, judged).values()) == {expected_band(answer, "H100")}, answer.run
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -107,6 +109,7 @@ def check_command(words: Sequence[str], answer: Estimate, folder: Path) -> None:
         bounds = answer.peak_bounds
         peak = (worst.peak_bytes, bounds.least, bounds.most)
         assert any(f"{n:,}" in text for n in peak if n is not None), (more, words)
+        assert band_in_text(text) == expected_band(answer, GPU), (more, words)
     name = str(folder / "step.pickle")
     printed("estimate", *words, "--gpu", GPU, "--format", "snapshot", "--output", name, "--force")
     alive = highest = 0
@@ -143,6 +146,8 @@ def check_page(question: dict[str, Any], answer: Estimate) -> None:
     found = Api().estimate({**question, "gpu": GPU})
     assert not differences(of_json(found["estimate"]["stages"]), answer)
     assert found["estimate"]["peak"]["bytes"] == answer.peak_stage.peak_bytes
+    said = {band_in_json(found["estimate"]["verdict"]["band"]), band_in_json(found["fit"]["band"])}
+    assert said == {expected_band(answer, GPU)}
     drawn = found["drawn"]
     assert drawn["timeline"]["peak"]["bytes"] == drawn["treemap"]["bytes"] == answer.stages[drawn["stage"]].peak_bytes
 
@@ -160,6 +165,7 @@ def check_mcp(words: Sequence[str], answer: Estimate, monkeypatch: pytest.Monkey
     found = asyncio.run(server.estimate(run=run, gpu=GPU))
     assert not differences(of_json(found["stages"]), answer)
     assert sum(c["bytes"] for c in found["largest_components"]) == answer.peak_stage.peak_bytes
+    assert band_in_json(found["verdict"]["band"]) == expected_band(answer, GPU)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -6,12 +6,15 @@ import csv
 import io
 import json
 import pickle
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bridge_memory import Estimate, explain, peaks
 from bridge_memory.components import Role
+from bridge_memory.evidence import evidence_of
+from bridge_memory.report.answer import answer_of, brief
 from bridge_memory.report.document import Grid
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.page.data import treemap_data
@@ -21,6 +24,7 @@ from bridge_memory.report.snapshot import snapshot
 from bridge_memory.report.table import components_csv, estimate_blocks
 from bridge_memory.report.trace import perfetto
 from bridge_memory.result import StageEstimate
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.verdict import Fit
 
 
@@ -213,6 +217,47 @@ WAYS: dict[str, Callable[[Estimate, Sequence[Fit]], Stages]] = {
 }  # fmt: skip
 
 
+class SaidBand(NamedTuple):
+    """The band of the peak as a way says it, bytes."""
+
+    least: int
+    most: int
+
+
+_BAND = re.compile(r"90% band:? ([\d,]+) to ([\d,]+) bytes")
+
+
+def band_in_text(text: str) -> SaidBand | None:
+    """Of text in bytes, perhaps wrapped."""
+    found = _BAND.search(" ".join(text.split()))
+    return None if found is None else SaidBand(*(int(n.replace(",", "")) for n in found.groups()))
+
+
+def band_in_json(band: Mapping[str, Any] | None) -> SaidBand | None:
+    return None if band is None else SaidBand(band["least_bytes"], band["most_bytes"])
+
+
+def expected_band(answer: Estimate, gpu: str) -> SaidBand | None:
+    """Of what the measured runs of the kind say around the peak on ``gpu``, which is of the estimate's generation."""
+    known = evidence_of(answer.run, find_gpu(gpu)).band
+    peak = answer.peak_stage.peak_bytes
+    return None if known is None else SaidBand(round(peak / (1 - known.low)), round(peak / (1 - known.high)))
+
+
+def bands(answer: Estimate, fits: Sequence[Fit]) -> dict[str, SaidBand | None]:
+    """The band by every way that shows an answer."""
+    document = estimate_to_json(answer, fits)
+    page, _ = json.JSONDecoder().raw_decode((text := estimate_page(answer, fits))[text.index('{"schema"'):])
+    said = answer_of(answer, fits, unit="bytes")
+    titles = {"text": estimate_blocks, "first screen": short_blocks}
+    shown = {name: band_in_text("\n".join(make(answer, fits, unit="bytes")[0].lines)) for name, make in titles.items()}
+    return {
+        **shown, "brief": band_in_text(brief(answer, fits, said, "bytes")),
+        "json": band_in_json(document["verdict"]["band"]), "json's GPU": band_in_json(document["fits"][0]["band"]),
+        "html": band_in_json(page["verdict"]["band"]), "html's GPU": band_in_json(page["gpus"][0]["band"]),
+    }  # fmt: skip
+
+
 def differences(found: Stages, answer: Estimate) -> list[str]:
     """Where a way says something else than the estimate."""
     out = []
@@ -224,4 +269,7 @@ def differences(found: Stages, answer: Estimate) -> list[str]:
     return out
 
 
-__all__ = ["WAYS", "Stage", "Stages", "differences", "of_csv", "of_estimate", "of_json"]
+__all__ = [
+    "WAYS", "Stage", "Stages", "band_in_json", "band_in_text", "bands", "differences", "expected_band", "of_csv",
+    "of_estimate", "of_json",
+]  # fmt: skip

@@ -72,7 +72,7 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
         assumptions.append(f"seq_length {length} (--seq-length)")
     if "global_batch_size" not in given["batch"]:
         assumptions.append("enough microbatches to fill the pipeline (--global-batch-size)")
-    given["implementation"].update(_releases(args))
+    given["implementation"].update(releases_given(args))
     _megatron_spellings(args, given, model)
     assumptions += drop_idle(given, model)
     check_silent(given, model)
@@ -152,7 +152,7 @@ def _run_from_megatron(
             said = str(read_arguments(text).values.get("make_vocab_size_divisible_by", ""))
             args.make_vocab_size_divisible_by = int(said) if said.isdecimal() else MEGATRON_PADDING
         model = _model(args)
-    run = run_from_megatron_args(text, world_size=world_size, model=model, **_releases(args))
+    run = run_from_megatron_args(text, world_size=world_size, model=model, **releases_given(args))
     if gpu_arch:
         run = replace(run, implementation=replace(run.implementation, gpu_arch=gpu_arch))
     return run
@@ -243,7 +243,7 @@ def _complete(given: dict[str, dict[str, Any]], assumptions: list[str]) -> None:
         impl["nvte_deterministic"] = True
 
 
-def _releases(args: argparse.Namespace) -> dict[str, Any]:
+def releases_given(args: argparse.Namespace) -> dict[str, Any]:
     """Field -> release, for the packages whose release was given. Raises SpecError."""
     fields = [flag.removeprefix("--").replace("-", "_") for flag in PACKAGES]
     return {name: read_release(text, name) for name in fields if (text := getattr(args, name)) is not None}
@@ -274,5 +274,5 @@ def _run_from_container(args: argparse.Namespace, gpu_arch: str | None) -> RunSp
     found: dict[str, Any] = {"gpu_arch": gpu_arch} if gpu_arch else {}
     return run_from_config_container(
         config, world_size=getattr(args, "parallel.world_size", None),
-        name=args.bridge_recipe or bounded(args.container, 120), **_releases(args), **found,
+        name=args.bridge_recipe or bounded(args.container, 120), **releases_given(args), **found,
     )

@@ -14,6 +14,8 @@ from bridge_memory.residual import relative
 from bridge_memory.spec import show
 
 Json = Mapping[str, object]
+#: Moments of a report, in order.
+BUILT, FIRST_STEP, STEADY = "model built", "after step 1", "steady"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +173,8 @@ class RunRecord:
     assumptions: Sequence[str] = ()
     not_modelled: Sequence[str] = ()
     predicted: Sequence[PredictedStage] = ()
+    #: What ran (``readers.run_spec``).
+    run: Json = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
         record: dict[str, object] = {"event": "run", "time": self.time, "versions": dict(self.versions)}
@@ -184,6 +188,8 @@ class RunRecord:
                 "not_modelled": list(self.not_modelled),
                 "predicted": list(self.predicted),
             }
+        if self.run:
+            record["run"] = dict(self.run)
         return record
 
     @classmethod
@@ -198,6 +204,7 @@ class RunRecord:
             assumptions=tuple(map(_words, _listed(record.get("assumptions")))),
             not_modelled=tuple(map(_words, _listed(record.get("not_modelled")))),
             predicted=tuple(map(_predicted, _mappings(record.get("predicted")))),
+            run=_mapping(record.get("run")),
         )
 
 

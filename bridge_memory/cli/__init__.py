@@ -31,6 +31,7 @@ COMMANDS = {
     "models": ("bridge_memory.cli.models", "the embedded models and their parameters"),
     "accuracy": ("bridge_memory.cli.accuracy", "predicted memory or speed compared with measured runs"),
     "compare": ("bridge_memory.cli.compare", "a run's logs or memory snapshots compared with its estimate"),
+    "record": ("bridge_memory.cli.record", "a run's journal or log as a row of measured runs, nothing personal in it"),
     "rehearse": ("bridge_memory.cli.rehearse", "the real megatron-core, run for one rank with or without a GPU"),
     "gpus": ("bridge_memory.cli.gpus", "the known GPUs and their usable memory"),
     "serve": ("bridge_memory.cli.serve", "a web page for all of this, served on this machine"),
@@ -39,7 +40,7 @@ COMMANDS = {
 }
 
 #: Commands that take the flags of a run (``run_flags.add_run_arguments``).
-_WITH_A_RUN = ("estimate", "search", "whatif", "balance", "compare", "rehearse")
+_WITH_A_RUN = ("estimate", "search", "whatif", "balance", "compare", "record", "rehearse")
 #: Set it to see the traceback of what should not have happened.
 TRACEBACK_VARIABLE = "BRIDGE_MEMORY_TRACEBACK"
 EXIT_USAGE = 2
@@ -65,6 +66,7 @@ _TYPICAL = {
     "whatif": "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --gpu H100",
     "balance": "Qwen/Qwen3-32B --num-gpus 16 --tp 4 --pp 4 --gpu H100",
     "compare": "train.log Qwen/Qwen3-8B --num-gpus 8 --tp 2",
+    "record": "memory_report.jsonl -o rows.jsonl",
     "rehearse": "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --pp 2 --stage 0",
 }
 #: Lines of a usage that lists every flag; where it takes more, it lists none.

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError(f"--tolerance is {args.tolerance}; give a percentage of 0 or more")
     tolerance = None if args.tolerance is None else args.tolerance / 100.0
     found = compare(
-        args.measured, _given_run(args), stage=args.snapshot_stage, device=args.snapshot_device,
+        args.measured, given_run(args), stage=args.snapshot_stage, device=args.snapshot_device,
         pp_before_dp=args.use_tp_pp_dp_mapping,
     )  # fmt: skip
     if tolerance is not None and isinstance(found, SnapshotComparison) and found.estimate is None:
@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_BEYOND if beyond else 0
 
 
-def _given_run(args: argparse.Namespace) -> RunSpec | None:
+def given_run(args: argparse.Namespace) -> RunSpec | None:
+    """The run of the flags; None where they name none."""
     gpus = [] if args.gpu is None else [find_gpu(args.gpu)]
     sources = ("model", "custom_config", "megatron_args", "container", "bridge_recipe", *FILES)
     if all(getattr(args, source) is None for source in sources):

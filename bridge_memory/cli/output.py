@@ -36,9 +36,11 @@ _OF_BLOCKS = ("csv", "md", "html")
 
 def add_output_arguments(
     parser: argparse.ArgumentParser, what: str, *, beside: bool = False, formats: Sequence[str] = USUAL,
-    own: Sequence[str] = (),
+    own: Sequence[str] = (), rows: bool = False,
 ) -> Any:  # fmt: skip
     """Declare the four flags in a group of their own, which is returned; ``what``: the JSON, for the help.
+
+    ``rows``: --output (-o) is a file of rows, which the command writes itself, after it has shown them.
 
     ``formats``: what it writes; ``own``: those of Markdown, CSV and HTML that it writes itself. ``beside``: --json may
     name a file, for the JSON beside what is printed; the command writes it.
@@ -52,8 +54,12 @@ def add_output_arguments(
                            help="the same as --format json; with FILE the JSON goes there, beside the text")
     else:
         group.add_argument("--json", action="store_true", help="the same as --format json")
-    group.add_argument("--output", metavar="FILE",
-                       help=f"write to FILE, a new one; its suffix ({_suffixes(formats)}) is the format")
+    parser.set_defaults(own_output=rows)
+    if rows:
+        group.add_argument("-o", "--output", metavar="ROWS.jsonl", help="write the rows to a new file, once confirmed")
+    else:
+        group.add_argument("--output", metavar="FILE",
+                           help=f"write to FILE, a new one; its suffix ({_suffixes(formats)}) is the format")
     group.add_argument("--force", action="store_true", help="let --output replace a file")
     return group
 
@@ -67,13 +73,17 @@ def written(args: argparse.Namespace) -> Iterator[None]:
     elsewhere = isinstance(args.json, str)
     if args.force and args.output is None and not elsewhere:
         raise SpecError("--force does nothing without --output; name the file or drop --force")
-    args.format = args.format or ("json" if args.json is True else None) or _format_of(args.output, args.formats)
+    asked = args.format or ("json" if args.json is True else None)
+    args.format = asked or ("text" if args.own_output else _format_of(args.output, args.formats))
     if not isinstance(args.json, str):
         args.json = args.format == "json"
     if args.output is not None:
         check_target(args.output, force=args.force)
     elif args.format == "snapshot":
         raise SpecError("--format snapshot is no text; name a file, --output FILE.pickle")
+    if args.own_output:
+        yield
+        return
     text = io.StringIO()
     with contextlib.redirect_stdout(text) if args.output is not None else contextlib.nullcontext():
         if args.format in _OF_BLOCKS and args.format not in args.own_formats:

@@ -153,18 +153,25 @@ def _log(
             "allocated: ...', our JSON lines or a snapshot"
         )
     if run is None:
-        printed = arguments_in(lines)
-        if printed is None:
+        run = run_printed_in(lines)
+        if run is None:
             raise SpecError(
                 f"{path} does not say what ran (no block of Megatron-LM arguments); name the MODEL and its flags, or "
                 "give --megatron-args"
             )
-        from bridge_memory.readers.config_container import run_from_config_container
-        from bridge_memory.readers.megatron_args import container
-
-        run = run_from_config_container(container(printed))
     result = estimate(run)
     return predicted_of(result), measured, result
+
+
+def run_printed_in(lines: Sequence[str]) -> RunSpec | None:
+    """The run of the arguments that Megatron-LM printed at its start; None where a log has none. Raises SpecError."""
+    printed = arguments_in(lines)
+    if printed is None:
+        return None
+    from bridge_memory.readers.config_container import run_from_config_container
+    from bridge_memory.readers.megatron_args import container
+
+    return run_from_config_container(container(printed))
 
 
 def _journal(path: str, lines: list[str]) -> tuple[list[Predicted], list[MeasuredRank]]:

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bridge_memory.calibration import config_digest
+from bridge_memory.calibration.records import BUILT, FIRST_STEP, STEADY
 from bridge_memory.components import STATIC_ROLES, Component, Lifetime, Role
 from bridge_memory.estimation import Estimate, StageEstimate, estimate
 from bridge_memory.spec import RunSpec
-
-#: Moments of a report, in order.
-BUILT, FIRST_STEP, STEADY = "model built", "after step 1", "steady"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +97,8 @@ def likely_component(stage: StagePrediction, residual: int, static_residual: int
         return f"in {where}; no component has that size"
     nearest = min(candidates, key=lambda c: abs(c.bytes - size))
     return f"in {where}; closest in size: {nearest.name} ({nearest.bytes / 2**30:.2f} GiB)"
+
+
+__all__ = [
+    "BUILT", "FIRST_STEP", "STEADY", "Prediction", "StagePrediction", "likely_component", "predict", "prediction_of",
+]  # fmt: skip

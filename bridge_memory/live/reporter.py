@@ -23,10 +23,12 @@ from bridge_memory.live.place import Place, place
 from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predict
 from bridge_memory.live.table import THRESHOLD, notes, runs_with, stage_records, text_table, verdict
 from bridge_memory.readers.config_container import run_from_config_container
+from bridge_memory.readers.run_spec import run_to_json
 from bridge_memory.report.history import History
 from bridge_memory.report.units import ranges
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.errors import finite
+from bridge_memory.spec.unmodelled import as_feature
 from bridge_memory.theoretical_memory_utils import remarks, theoretical_memory_line
 
 _serial = itertools.count()
@@ -248,7 +250,7 @@ class Reporter:
             return record
         return replace(
             record, model=prediction.model, config_digest=prediction.digest, assumptions=prediction.assumptions,
-            not_modelled=prediction.not_modelled, predicted=_predicted(prediction),
+            not_modelled=prediction.not_modelled, predicted=_predicted(prediction), run=_run(prediction),
         )  # fmt: skip
 
     def _print_line(self, config: Any, num_microbatches: int | None) -> bool:
@@ -311,6 +313,21 @@ def draw(path: str | os.PathLike[str], history: History, *, refresh: int = 0) ->
     under = history.under() + (f"; reloads every {refresh} s" if refresh else "; training is over")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, blocks_page(history.title, history.blocks(), under=under, refresh=refresh))
+
+
+def _run(prediction: Prediction) -> dict[str, Any]:
+    """What ran, as ``bridge-memory record`` reads it; features outside of torch's figures are no part of them."""
+    try:
+        run = prediction.run
+        if run is None:
+            return {}
+        inside, own = ([s for s in features if not as_feature(s).outside]
+                       for features in (run.not_modelled, run.model.not_modelled))  # fmt: skip
+        return run_to_json(run.with_(not_modelled=tuple(inside), model=replace(run.model, not_modelled=tuple(own))))
+    except Exception as error:
+        pass_on(error)
+        warn_once("the run in the journal", error)
+        return {}
 
 
 def _predicted(prediction: Prediction) -> list[PredictedStage]:

@@ -10,8 +10,9 @@ from bridge_memory.evidence import evidence_of
 from bridge_memory.report.decided import of_releases
 from bridge_memory.report.summary import configuration, host_place
 from bridge_memory.report.units import coarser, format_bytes, format_ticks, ticks
+from bridge_memory.residual import percent
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate
-from bridge_memory.verdict import Fit, Verdict, answer, verdict_of
+from bridge_memory.verdict import Fit, PeakBand, Verdict, answer, peak_band, verdict_of
 from bridge_memory.workspaces.driver import driver_bytes
 
 #: Unmodelled features that one line names; the rest are counted.
@@ -22,17 +23,23 @@ _WITH_BYTES = 3
 
 class Answer(NamedTuple):
     """``verdict``: that of ``verdict.answer``, None without a GPU; ``words``: the line that people read; ``evidence``:
-    how accurate predictions of similar measured runs were."""
+    how accurate predictions of similar measured runs were; ``band``: where 90 % of measured peaks lie where this one is
+    predicted, None where too few were measured, and ``band_words``, a sentence of it."""
 
     verdict: str | None
     words: str
     evidence: str
+    band: PeakBand | None
+    band_words: str
 
 
 def answer_of(result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: str = "") -> Answer:
     """``unit``: a name of ``units.UNITS``; ``fix``: a change that makes the run fit, in words, appended to the line."""
     verdict = answer(fits)
-    evidence = fits[0].evidence if len(fits) == 1 else str(evidence_of(result.run))
+    known = evidence_of(result.run)
+    evidence, band = str(known), peak_band(known.band, result.peak_stage.peak_bytes)
+    if len(fits) == 1:
+        evidence, band = fits[0].evidence, fits[0].band
     if not fits:
         words = peak_words(result, unit)
     elif len(fits) == 1:
@@ -50,15 +57,31 @@ def answer_of(result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: 
         f"not modelled: {feature_names(result)}" if result.unmodelled and not _names_features(fits) else "",
         fix,
     )
-    return Answer(verdict, "; ".join(filter(None, parts)), evidence)
+    return Answer(verdict, "; ".join(filter(None, parts)), evidence, band, _band_words(result, band, unit))
+
+
+def _band_words(result: Estimate, band: PeakBand | None, unit: str) -> str:
+    """"90% band: 45.02 to 46.98 GiB, -2.8 to +1.3% (36 runs, any of Megatron DDP)"."""
+    if band is None:
+        return "90% band: none, too few runs of its kind were measured"
+    modelled = ", of what is modelled" if result.unmodelled else ""
+    runs = f"{band.runs} runs{'' if band.of.startswith('of ') else ','} {band.of}"
+    return f"90% band: {_span(band, unit)}, {percent(band.low)} to {percent(band.high)}%{modelled} ({runs})"
+
+
+def _span(band: PeakBand, unit: str) -> str:
+    """"45.02 to 46.98 GiB"."""
+    least, most = (format_ticks(ticks(nbytes, unit), unit) for nbytes in (band.least_bytes, band.most_bytes))
+    return f"{least} to {most} {unit}"
 
 
 def brief(result: Estimate, fits: Sequence[Fit], answer: Answer, unit: str = "GiB") -> str:
     """The answer with the peak, the precision and the releases that it is for, as one line."""
     about = dict(configuration(result))
     peak = [] if len(fits) == 1 else [peak_words(result, unit)]  # of one GPU the words give it
+    band = [] if answer.band is None else [f"90% band {_span(answer.band, unit)}"]
     releases = of_releases(decisive(result), unit)
-    return "; ".join((answer.words, *peak, about["precision"], about["releases"], *releases))
+    return "; ".join((answer.words, *peak, *band, about["precision"], about["releases"], *releases))
 
 
 _BEST_FIRST = (Verdict.FITS, Verdict.TIGHT, Verdict.UNKNOWN, Verdict.DOES_NOT_FIT)

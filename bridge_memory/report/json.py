@@ -69,6 +69,8 @@ def _verdict(result: Estimate, fits: Sequence[Fit], fix: str) -> dict[str, Any]:
         "peak_at_most_bytes": result.peak_bounds.most,
         "words": found.words,
         "evidence": found.evidence,
+        "band": None if found.band is None else asdict(found.band),
+        "band_words": found.band_words,
         "fits": of(Verdict.FITS),
         "tight": of(Verdict.TIGHT),
         "does_not_fit": of(Verdict.DOES_NOT_FIT),

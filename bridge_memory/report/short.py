@@ -21,7 +21,7 @@ from bridge_memory.spec import DataParallelSpec, SpecError
 from bridge_memory.verdict import Fit
 
 #: Components that are listed.
-LARGEST = 4
+LARGEST = 3
 #: Rows of stages; of more groups those with the highest peaks are shown.
 MOST_ROWS = 4
 #: Characters of a bar.

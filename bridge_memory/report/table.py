@@ -108,9 +108,9 @@ def estimate_blocks(
 
 
 def head(result: Estimate, answer: Answer, unit: str) -> Words:
-    """Title, answer and accuracy, one line each."""
+    """Title, answer, accuracy and the band of the peak, one line each."""
     title = f"Estimate of {result.run.model.name}: peak {bounded_peak(result, unit)}"
-    return Words(title, (answer.words, answer.evidence), _TONES.get(answer.verdict or "", ""))
+    return Words(title, (answer.words, answer.evidence, answer.band_words), _TONES.get(answer.verdict or "", ""))
 
 
 _TONES = {"fits": "good", "does not fit": "bad", "tight": "open", "unknown": "open", "fits on some": "open"}
@@ -374,7 +374,7 @@ def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
     )
     at = {fit.peak_stage for fit in fits}
     title = f"GPUs, by the highest peak{f' (stage {at.pop()})' if len(at) == 1 else ''}, {unit}"
-    notes = [margin_words(result.run, partial(format_bytes, unit=unit))]
+    notes = [*margin_words(result.run, partial(format_bytes, unit=unit))]
     if len({fit.peak_bytes for fit in fits}) > 1:
         notes.append("peak: with the attention kernels, workspaces and fp8 layouts of each GPU's own generation")
     if result.unmodelled:

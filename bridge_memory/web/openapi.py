@@ -79,13 +79,14 @@ _SCHEMAS: dict[str, Any] = {
         {
             "gpu": _TEXT, "gpu_arch": _TEXT, "capacity_bytes": _WHOLE, "peak_stage": _WHOLE, "peak_bytes": _WHOLE,
             "margin_bytes": _WHOLE, "headroom_bytes": _WHOLE, "fits": _YES, "lacks": _TEXT, "evidence": _TEXT,
+            "reserved_bytes": _WHOLE, "outside_bytes": _WHOLE, "band": {"type": ["object", "null"]},
             "verdict": {"enum": ["fits", "does not fit", "unknown", "tight"]},
         }, more=True,
     ),
     "Answer": _object(
         {
             "estimate": _ref("Estimate"), "fit": _ref("Fit"), "experts": _YES,
-            "answer": _TEXT, "evidence": _TEXT, "margin": _TEXT,
+            "answer": _TEXT, "evidence": _TEXT, "band": _TEXT, "margin": _many(_TEXT),
             "effective": {"type": "object", "description": "option -> its value in this run, given or by default"},
             "step": _or_null(
                 _object({"seconds": _REAL, "tokens_per_second_per_gpu": _REAL, "not_timed": _many(_TEXT)})

@@ -40,6 +40,10 @@ def of_every_kind(capsys: pytest.CaptureFixture[str], command: str, tmp_path: Pa
             printed(capsys, command, str(log), *model), printed(capsys, command, str(log), *model, "--tolerance=9999"),
             printed(capsys, command, str(snapshot)), printed(capsys, command, str(snapshot), *model),
         ]
+    if command == "record":
+        log = tmp_path / "train.log"
+        log.write_text(LOG + "\n")
+        return [printed(capsys, command, str(log), *model, "--gpu", "H100")]
     if command == "validate":
         good, bad = tmp_path / "good.json", tmp_path / "bad.json"
         good.write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')

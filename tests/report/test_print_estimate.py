@@ -266,7 +266,9 @@ def test_one_unit_throughout(unit: str) -> None:
     stream = io.StringIO()
     print_estimate(result("four stages"), fits(result("four stages")), unit=unit.lower(), stream=stream)
     text = " ".join(stream.getvalue().split())
-    assert "GiB" not in text and re.search(rf"margin = [\d,.]+ {unit} CUDA context \+ [\d,.]+ {unit} NCCL", text)
+    margin = rf"margin, outside of torch: [\d,.]+ {unit} CUDA context \+ [\d,.]+ {unit} NCCL"
+    assert "GiB" not in text and re.search(margin, text)
+    assert re.search(rf"90% band: [\d,.]+ to [\d,.]+ {unit},", text)
 
 
 def test_a_shard_is_over_groups_of_several_ranks() -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from bridge_memory.accuracy.corpus import RecordLine
 from bridge_memory.accuracy.described.figures import Figure, Meaning, figures_of
 from bridge_memory.accuracy.described.run import Reading, read_run
+from bridge_memory.accuracy.described.texts import DOUBTED
 from bridge_memory.accuracy.predictions import peak_after, static_after
 from bridge_memory.components import GIB
 from bridge_memory.estimation import Estimate, StageEstimate, estimate, stage_parts
@@ -50,6 +51,11 @@ class Outcome(NamedTuple):
     def residual(self) -> float | None:
         """Measured minus predicted, over measured."""
         return relative(self.measured_bytes, self.predicted_bytes)
+
+    @property
+    def doubted(self) -> bool:
+        """Whether the source doubts its own words on what ran."""
+        return DOUBTED in self.assumptions
 
     @property
     def within(self) -> bool | None:
@@ -158,6 +164,17 @@ def _stage(figure: Figure, reading: Reading, answer: Estimate) -> StageEstimate:
         return max(answer.stages, key=lambda stage: stage.peak_bytes)
     rank = parallel.world_size - 1 if figure.rank < 0 else figure.rank
     return answer.stages[stage_of_rank(parallel, rank)]
+
+
+def like_with_like(found: Sequence[Outcome]) -> Outcome | None:
+    """Of one row's figures the highest peak, else reserved, else static memory, that says how far a prediction is off:
+    the grade has a target, all is modelled, and nobody doubts what ran. None where there is none."""
+    scored = [o for o in found if o.status == "counted" and o.within is not None and not o.doubted]
+    for meanings in (_KINDS["peak"], _KINDS["reserved"], _KINDS["static"]):
+        some = [o for o in scored if o.meaning in meanings]
+        if some:
+            return max(some, key=lambda o: o.measured_bytes or 0)
+    return None
 
 
 _KINDS = {

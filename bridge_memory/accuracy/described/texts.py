@@ -16,10 +16,10 @@ from bridge_memory.spec.unmodelled import UNKNOWN_SIZE, Effect
 Match = re.Match[str]
 #: An amount of memory that a text mentions beside what it says.
 _AMOUNT = phrase(r"~?\d+(?:\.\d+)? ?(?:gib|gb|mib|mb)(?: (?:a|per) (?:rank|gpu))?(?: at (?:tp|pp|cp|ep|dp) ?\d+)?")
-#: That a text is a doubt of whoever wrote it down.
+#: That a text is a doubt of whoever wrote it down, and the assumption that it makes.
+DOUBTED = "the source, or whoever transcribed it, doubts a word of the row"
 DOUBT = phrase(
-    r"\?|maybe|probably|perhaps|likely|presumably|unclear|not (?:stated|printed|said)",
-    lambda d, m: d.assume("the source, or whoever transcribed it, doubts a word of the row"),
+    r"\?|maybe|probably|perhaps|likely|presumably|unclear|not (?:stated|printed|said)", lambda d, m: d.assume(DOUBTED)
 )
 
 # --------------------------------------------------------------------------------------------------

@@ -60,7 +60,10 @@ def page_data(
             "stage": result.peak_stage.stage, "bytes": result.peak_stage.peak_bytes,
             "words": peak_words(result, unit),
         },
-        "verdict": {"answer": answer.verdict, "words": answer.words, "evidence": answer.evidence},
+        "verdict": {
+            "answer": answer.verdict, "words": answer.words, "evidence": answer.evidence,
+            "band": None if answer.band is None else asdict(answer.band), "band_words": answer.band_words,
+        },
         "flags": flags,
         "configuration": [list(pair) for pair in configuration(result)],
         "decisive": list(sentences(decisive(result), unit)),

@@ -146,7 +146,9 @@ def _estimate_html(data: dict[str, Any], measured: Measured | None) -> str:
     script = _script(*_CHARTS, "report.js", "theme.js")
     verdict, title = data["verdict"], data["title"]
     kind = (verdict["answer"] or "none").replace(" ", "-")
-    evidence = f'<p class="evidence">{escape(_capital(verdict["evidence"]))}</p>'
+    evidence = "".join(
+        f'<p class="evidence">{escape(_capital(verdict[name]))}</p>' for name in ("evidence", "band_words")
+    )
     body = Template(asset("report.html")).substitute(
         title=escape(title), peak=escape(data["peak"]["words"]), theme=_THEME, kind=escape(kind),
         words=escape(_capital(verdict["words"])), evidence=evidence, stages=_stage_table(data),

@@ -27,7 +27,7 @@ export function verdict(answer, page) {
     h("p", { class: "answer" }, sentence(answer.answer.replace(/^[A-Z ]+ [\w-]+: /, ""))), // the heading names verdict and GPU
     changed(answer, page),
     !fit.fits && !fit.lacks && h("p", { class: "hint" }, `This is one layout of many (${layoutWords(answer.effective)}): another may fit the same GPUs.`),
-    answer.evidence && h("p", { class: "hint evidence" }, sentence(answer.evidence)),
+    ...[answer.evidence, answer.band].map((words) => h("p", { class: "hint evidence" }, sentence(words))),
     decides(estimate),
     worst && bar(worst, scaleOf([worst], fit), fit, `The GPU with the highest peak: ${partsOf(worst)}, of ${gib(fit.capacity_bytes)} GiB`),
     h("dl", { class: "facts" },
@@ -265,7 +265,7 @@ export function notes(answer) {
   if (open && answer.fit.verdict === "unknown") open.open = true;
   fill($("notes"), h("h2", {}, "Assumptions and unmodelled features"), open, list("Assumed", estimate.assumptions),
     list("Not in the time model", answer.step?.not_timed ?? []),
-    h("p", { class: "hint" }, answer.margin));
+    ...answer.margin.map((line) => h("p", { class: "hint" }, line)));
 }
 
 // What the number is for, and what decides it: words of the same source as the text's.
