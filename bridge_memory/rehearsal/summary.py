@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from bridge_memory.components import Component, Lifetime, Part, Role, State
-from bridge_memory.estimation import estimate, explain, stage_costs
+from bridge_memory.estimation import beside_carried_over, estimate, explain, stage_costs
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.rehearsal.results import Rehearsal
 from bridge_memory.residual import REHEARSED, REHEARSED_PERCENT, percent, relative, residual
@@ -93,9 +93,10 @@ def rows(rehearsal: Rehearsal) -> list[ComparedQuantity]:
             ComparedQuantity(Quantity.FORWARD, ours.forward_peak, passes.forward_bytes, chunk),
             ComparedQuantity(Quantity.BACKWARD, ours.backward_peak, passes.backward_bytes, chunk),
         ]
+    carried = sum(i.carried_over for i in inventories)
     found = [
-        ChunkCost(passes.saved_bytes, passes.forward_bytes, passes.backward_bytes)
-        for passes in (chunk.passes for chunk in rehearsal.chunks)
+        beside_carried_over(ChunkCost(p.saved_bytes, p.forward_bytes, p.backward_bytes), carried - ours.carried_over)
+        for p, ours in zip((chunk.passes for chunk in rehearsal.chunks), inventories, strict=True)
     ]
     peaks = [
         dynamic_peak(
@@ -122,8 +123,8 @@ def rows(rehearsal: Rehearsal) -> list[ComparedQuantity]:
 
 #: What the difference of the last rows does not test.
 SHARED = (
-    "both columns take the schedule (which microbatches are alive when) and {buffers} from the estimate: the "
-    "rehearsal does not test these",
+    "both columns take the schedule (which microbatches are alive when, what other chunks carry over) and {buffers} "
+    "from the estimate: the rehearsal does not test these",
     "written by hand for both columns from the same sources: temporaries inside the kernel of attention's backward, "
     "and "
     "the shapes of the outputs of Transformer Engine's kernels",
