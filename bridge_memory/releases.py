@@ -319,6 +319,9 @@ FC1_OUTPUT_HELD = since(
     before="frees the output of experts' fc1 early",
     after="holds the output of experts' fc1 until fc2 is done",
 )
+#: A recomputed linear in NVFP4 makes its weight's column-wise copy, which the pass without gradients had not made
+#: (TE ``module/base.py: get_weight_workspace``).
+NVFP4_RECOMPUTED = since(te=(2, 12))
 #: DDP's buffers hold parameters in NVFP4 (``distributed/param_and_grad_buffer.py``, ``fp4_utils.py:
 #: modify_nvfp4_rowwise_storage``).
 NVFP4_PARAMETERS_IN_BUFFERS = since(core=(0, 17))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from bridge_memory.releases import (
     DELAYED_FP8_EXCLUDES_RECOMPUTED_PARTS,
     MTP_DEPTHS_RECOMPUTED,
+    NVFP4_RECOMPUTED,
     SHARED_EXPERTS_RECOMPUTED,
     UNIFORM_GROUPS_MAY_END_SHORT,
     core_of,
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 def check_recompute(run: RunSpec, limits: Limits) -> None:
     """TC, and ``transformer/transformer_block.py: TransformerBlock._checkpointed_forward``."""
     r = run.recompute
+    again = r.granularity == "full" or not {"mlp", "moe", "shared_experts"}.isdisjoint(r.modules)
+    if again and run.precision.fp4 and not run.precision.fp4_param and not NVFP4_RECOMPUTED(run.implementation):
+        raise SpecError(
+            f"recompute_granularity ({r.granularity}) of linears in fp4 needs transformer_engine "
+            f"{NVFP4_RECOMPUTED.number} or later; before, backward finds no column-wise weight"
+        )
     if r.granularity == "full":
         if r.method is None:
             raise SpecError("recompute_granularity (full) needs recompute_method; set it to uniform or block")
