@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from bridge_memory.accuracy.described.figures import Meaning, figures_of
 from bridge_memory.accuracy.described.outcomes import Outcome, outcomes, outcomes_of, share_unread, totals
 from bridge_memory.accuracy.described.run import read_run
 from bridge_memory.cli import main
+from bridge_memory.estimation import explain
 from bridge_memory.readers.presets.common_names import preset_called
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import MambaSpec, RunSpec, SpecError
 
 RUNS = Path(__file__).parents[1] / "data" / "field" / "runs.jsonl"
 ROWS = {row.data["id"]: row.data for row in read_corpus(RUNS)}
@@ -306,12 +308,42 @@ def test_code_of_a_fork_is_listed_and_bends_nothing() -> None:
     for word in ("moe_experts_impl", "fp32_ssm_state"):
         del stock["config"]["args"][word]
     mine, theirs = read_run(data).run, read_run(stock).run
-    assert mine.with_(not_modelled=(), assumptions=()) == theirs.with_(not_modelled=(), assumptions=())
+    layers = [layer for layer in mine.model.layers if isinstance(layer.mixer, MambaSpec)]
+    assert len(layers) == 23
+    assert all(layer.mixer.recompute_scan for layer in layers)
+    as_stock = replace(mine.model, layers=theirs.model.layers)
+    assert mine.with_(model=as_stock, not_modelled=(), assumptions=()) == theirs.with_(
+        not_modelled=(), assumptions=()
+    )
     assert [word.split()[0] for word in mine.not_modelled if word not in theirs.not_modelled] == [
         "moe_experts_impl", "fp32_ssm_state",
     ]  # fmt: skip
     assert mine.implementation.cross_entropy_fusion_impl == "linear"
     assert any(word.startswith("chunked linear cross entropy") for word in mine.not_modelled)
+
+
+@pytest.mark.parametrize(
+    ("words", "again"),
+    [
+        ("checkpointed scan patch (X_FP32_SSM_STATE=checkpoint): scan recomputed", True), ("checkpoint", True),
+        ("fp32, scan recomputed", True), ("fp32", False), ("off (stock)", False), ("true", False),
+    ],
+)  # fmt: skip
+def test_a_recomputed_scan_keeps_no_output_before_its_gate(words: str, again: bool) -> None:
+    """23 Mamba layers, d_inner 4096 in bf16, 8192 tokens: 64 MiB each."""
+    data = copy.deepcopy(ROWS["geodesic/nano30b-pretrain/E-011"])
+    data["config"]["args"]["fp32_ssm_state"] = "off"
+    stock = explain(read_run(data).run, 0).peak_bytes
+    data["config"]["args"]["fp32_ssm_state"] = words
+    assert stock - explain(read_run(data).run, 0).peak_bytes == 23 * 64 * MIB * again
+
+
+def test_recipes_of_nemotron_3_fuse_the_weighted_squared_relu() -> None:
+    """Bridge's, by default: 23 MoE layers then keep no activation before its weight. 8192 tokens to 6 experts of 1856."""
+    data = copy.deepcopy(ROWS["geodesic/nano30b-pretrain/E-011"])
+    fused = explain(read_run(data).run, 0).peak_bytes
+    data["config"]["args"]["use_fused_weighted_squared_relu"] = False
+    assert explain(read_run(data).run, 0).peak_bytes - fused == 23 * 8192 * 6 * 1856 * 2
 
 
 # --------------------------------------------------------------------------------------------------

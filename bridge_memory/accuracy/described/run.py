@@ -26,7 +26,7 @@ from bridge_memory.releases import (
     Running,
     release_words,
 )
-from bridge_memory.spec import ModelSpec, RunSpec, SpecError, show
+from bridge_memory.spec import MambaSpec, ModelSpec, MoESpec, RunSpec, SpecError, show
 from bridge_memory.spec.parts import ENGINE_OPTIONS, MEGATRON_ENGINES
 from bridge_memory.spec.run import GROUPS
 from bridge_memory.spec.unmodelled import Effect
@@ -231,6 +231,11 @@ def _changed(model: ModelSpec, draft: Draft) -> ModelSpec:
     if model.position_embedding_type == "learned_absolute" and seq > model.max_position_embeddings:
         changes["max_position_embeddings"] = seq
         draft.assume(f"the table of learned positions is as long as the sequence ({seq})")
+    if draft.facts.get("scan recomputed"):
+        changes["layers"] = tuple(
+            replace(layer, mixer=replace(layer.mixer, recompute_scan=True)) if isinstance(layer.mixer, MambaSpec)
+            else layer for layer in model.layers
+        )  # fmt: skip
     hidden = draft.facts.get("hidden size of the row", model.hidden_size)
     if hidden != model.hidden_size:
         raise SpecError(f"hidden_size ({hidden}) is not that of {model.name} ({model.hidden_size}); correct one")
@@ -395,6 +400,9 @@ def _with_defaults(draft: Draft, model: ModelSpec) -> dict[str, Any]:
     if draft.facts["trainer"] in ("Megatron Bridge", "NeMo"):
         # Recipes of Llama and Qwen take Transformer Engine's loss, those of hybrids megatron-core's.
         usual["implementation.cross_entropy_fusion_impl"] = "native" if model.hybrid else "te"
+        if any(isinstance(layer.ffn, MoESpec) and layer.ffn.activation == "squared_relu" for layer in model.layers):
+            # Every recipe of Nemotron 3 (``recipes/nemotronh``, 0.3 and 0.6).
+            usual["implementation.use_fused_weighted_squared_relu"] = True
         if draft.stated.get("data_parallel.use_distributed_optimizer") is False:
             usual["data_parallel.overlap_param_gather"] = False
         if not model.has_experts:

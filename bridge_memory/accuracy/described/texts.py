@@ -273,8 +273,8 @@ EXPERTS: tuple[Phrase, ...] = (
     phrase(
         r"torch[_ ]grouped(?:[_ ]mm)?|torch\._grouped_mm(?: experts)?|(?:repo-specific|fork|custom|own) experts",
         lambda d, m: d.leave_out(
-            "moe_experts_impl (a fork's experts over torch._grouped_mm): counted as Transformer Engine's grouped MLP",
-            Effect.EITHER, "what routed experts save and make, in every MoE layer")),
+            "moe_experts_impl (a fork's experts over torch._grouped_mm): counted as Transformer Engine's grouped MLP, "
+            "with the workspaces of its GEMM", Effect.EITHER, "what routed experts save and make, in every MoE layer")),
     phrase("repo-specific|fork|custom|experts|impl"),
 )  # fmt: skip
 
@@ -379,17 +379,23 @@ OFFLOADED: tuple[Phrase, ...] = (
 EXTRAS = (*EXTRAS, *OFFLOADED[:2])
 
 
-def _state_of_scan(draft: Draft, match: Match) -> None:
+def _fp32_states(draft: Draft, match: Match) -> None:
     draft.leave_out(
-        "fp32_ssm_state (a fork's checkpointed scan with fp32 states): the stock scan is counted", Effect.DOWN,
-        "what the scan saves, in every Mamba layer; its states in fp32 are of one layer at a time",
+        "fp32_ssm_state (a fork's): a scan's states between chunks are counted in the activations' dtype", Effect.UP,
+        "2 bytes for each element of one Mamba layer's chunk states, while its scan runs",
     )
+
+
+def _checkpointed_scan(draft: Draft, match: Match) -> None:
+    _fp32_states(draft, match)
+    draft.fact("scan recomputed", True)
 
 
 SSM_STATE: tuple[Phrase, ...] = (
     phrase(r"off|false|none|stock"),
-    phrase("checkpoint(?:ed)?(?: scan)?(?: patch)?|true|on|fp32|patch", _state_of_scan),
-    phrase(r"(?:[a-z]+_)?fp32_ssm_state|scan(?: recomputed)?|recomputed|patch"),
+    phrase("true|on|fp32|patch", _fp32_states),
+    phrase("checkpoint(?:ed|ing)?(?: scan)?(?: patch)?|scan recomputed|recomputed scan", _checkpointed_scan),
+    phrase(r"(?:[a-z]+_)?fp32_ssm_state|scan|recomputed|patch"),
 )  # fmt: skip
 
 LORA: tuple[Phrase, ...] = (
