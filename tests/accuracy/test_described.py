@@ -254,6 +254,8 @@ def test_dispatcher(words: str, dispatcher: str, backend: str | None) -> None:
         ("Megatron Bridge NeMo 26.02", (0, 16), (2, 12), (2, 10)),
         ("Megatron-LM (core 0.16-ish), Transformer Engine 2.10", (0, 16), (2, 10), None),
         ("Megatron Bridge 0.2.0", (0, 15), (2, 9), (2, 9)),
+        ("Megatron Bridge perf scripts, 2025-12 (llmb)", (0, 15), (2, 9), (2, 9)),
+        ("Megatron Bridge 2025-12-24, core 0.16", (0, 16), None, None), ("Megatron-LM 2025-12", None, None, None),
     ],
 )  # fmt: skip
 def test_releases(words: str, core: object, te: object, torch: object) -> None:
@@ -300,6 +302,23 @@ def test_a_model_of_sizes() -> None:
     llama = read(model="Llama-like 32L x 4096, ffn 11008, 8 kv heads, Llama2 vocab 32000, untied").model
     assert llama.layers[0].mixer.num_query_groups == 8  # type: ignore[union-attr]
     assert not llama.share_embeddings_and_output_weights
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "scripts", "graph"),
+    [
+        ("Llama-3.1-8B", "GB300", True, "full_iteration"), ("Llama 3 8B", "B200", True, "full_iteration"),
+        ("Llama-3.1-8B", "H100", True, "none"), ("Llama-3.1-8B", "GB300", False, "none"),
+        ("Qwen3-8B", "B200", True, "none"),
+    ],
+)  # fmt: skip
+def test_performance_scripts_capture_iterations_of_small_llamas(
+    model: str, gpu: str, scripts: bool, graph: str
+) -> None:
+    framework = "Megatron Bridge perf scripts" if scripts else "Megatron Bridge"
+    assert read(framework=framework, model=model, gpu=gpu).implementation.cuda_graph_impl == graph
+    stated = read({"cuda_graph": "none"}, framework=framework, model=model, gpu=gpu).implementation
+    assert (stated.cuda_graph_impl, stated.create_attention_mask) == ("none", False)
 
 
 def test_code_of_a_fork_is_listed_and_bends_nothing() -> None:

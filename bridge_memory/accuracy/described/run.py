@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 from bridge_memory.accuracy.described.draft import Draft, UnknownWord, unread_words
 from bridge_memory.accuracy.described.setting import (
+    CONTAINER_OF_MONTH,
     NEMO,
     PERFORMANCE_SCRIPTS,
     TRAINERS,
+    WORKLOADS,
     read_framework,
     read_gpu,
     read_model,
@@ -70,7 +72,7 @@ def read_run(row: Mapping[str, Any]) -> Reading:
     _optimizer(draft)
     _recomputation(draft, model)
     _implementation(draft, model, generation)
-    fields = _with_defaults(draft, model)
+    fields = _with_defaults(draft, model, generation)
     groups: dict[str, dict[str, Any]] = {}
     for name, value in fields.items():
         group, _, member = name.partition(".")
@@ -126,7 +128,12 @@ def _from_id(row: Mapping[str, Any], draft: Draft) -> None:
 
 
 def _releases(draft: Draft) -> None:
-    """Those that the framework's words state, else those of its container."""
+    """Those that the framework's words state, else those of its container, else of that of its month."""
+    stated = {"core", "te", "torch", "container"} & draft.facts.keys()
+    month = CONTAINER_OF_MONTH.get(draft.facts.get("month", ""))
+    if month and not stated and draft.facts["trainer"] in ("Megatron Bridge", "NeMo"):
+        draft.fact("container", month)
+        draft.assume(f"releases are not stated: those of the NeMo container of the row's month, {month}")
     pins = NEMO.get(draft.facts.get("container", ""))
     for name, field, pinned in (
         ("core", "megatron_core", pins and pins.core), ("te", "transformer_engine", pins and pins.te),
@@ -393,9 +400,13 @@ def _implementation(draft: Draft, model: ModelSpec, generation: str) -> None:
         draft.assumptions.extend(assumed)
 
 
-def _with_defaults(draft: Draft, model: ModelSpec) -> dict[str, Any]:
+def _with_defaults(draft: Draft, model: ModelSpec, generation: str) -> dict[str, Any]:
     """What the row states over what its trainer does by default; the second is listed."""
-    usual = TRAINERS[draft.facts["trainer"]] | (PERFORMANCE_SCRIPTS if draft.facts.get("performance scripts") else {})
+    usual = dict(TRAINERS[draft.facts["trainer"]])
+    if draft.facts.get("performance scripts"):
+        usual |= PERFORMANCE_SCRIPTS
+        if "implementation.cuda_graph_impl" not in draft.stated:
+            usual |= WORKLOADS.get((model.name, generation), {})
     engine = draft.stated.get("data_parallel.engine", usual.get("data_parallel.engine", "megatron_ddp"))
     if draft.facts["trainer"] in ("Megatron Bridge", "NeMo"):
         # Recipes of Llama and Qwen take Transformer Engine's loss, those of hybrids megatron-core's.
