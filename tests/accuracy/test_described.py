@@ -248,14 +248,16 @@ def test_dispatcher(words: str, dispatcher: str, backend: str | None) -> None:
 @pytest.mark.parametrize(
     ("words", "core", "te", "torch"),
     [
-        ("Megatron-LM core_r0.15.0", (0, 15), None, None), ("Megatron-LM core_v0.13.0 + patches", (0, 13), None, None),
+        ("Megatron-LM core_r0.15.0", (0, 15), (2, 9), (2, 9)),
+        ("Megatron-LM core_v0.13.0 + patches", (0, 13), None, None),
         ("Megatron Bridge (fork; mcore 0.19 pin), NeMo 26.04: torch 2.11, TE 2.14.1", (0, 19), (2, 14), (2, 11)),
         ("Megatron Bridge, nemo:25.11 container", (0, 15), (2, 9), (2, 9)),
         ("Megatron Bridge NeMo 26.02", (0, 16), (2, 12), (2, 10)),
         ("Megatron-LM (core 0.16-ish), Transformer Engine 2.10", (0, 16), (2, 10), None),
         ("Megatron Bridge 0.2.0", (0, 15), (2, 9), (2, 9)),
         ("Megatron Bridge perf scripts, 2025-12 (llmb)", (0, 15), (2, 9), (2, 9)),
-        ("Megatron Bridge 2025-12-24, core 0.16", (0, 16), None, None), ("Megatron-LM 2025-12", None, None, None),
+        ("Megatron Bridge 2025-12-24, core 0.16", (0, 16), (2, 12), (2, 10)),
+        ("Megatron-LM core_r0.8.0, torch 2.4", (0, 8), (1, 8), (2, 4)), ("Megatron-LM 2025-12", None, None, None),
     ],
 )  # fmt: skip
 def test_releases(words: str, core: object, te: object, torch: object) -> None:
@@ -302,6 +304,56 @@ def test_a_model_of_sizes() -> None:
     llama = read(model="Llama-like 32L x 4096, ffn 11008, 8 kv heads, Llama2 vocab 32000, untied").model
     assert llama.layers[0].mixer.num_query_groups == 8  # type: ignore[union-attr]
     assert not llama.share_embeddings_and_output_weights
+
+
+@pytest.mark.parametrize(
+    ("notes", "tied"),
+    [
+        # 30 layers of 4 h^2 + 3 h f and the embedding of 50304 rows once or twice, at 6 + 12 / 8 bytes (MB of 2^20).
+        ("Theoretical 46038.57 MB.", False),
+        ("Theoretical memory footprints: weight and optimizer=44565.07 MB", True),
+        ("Theoretical 60000 MB", True), ("", True), ("Theoretical dreams", True), ("Theoretical 0 MB", True),
+    ],
+)  # fmt: skip
+def test_weights_are_tied_as_the_rows_log_counts_them(notes: str, tied: bool) -> None:
+    run = read_run(ROWS["fixstars/gpt-6.4b/8"] | {"notes": notes}).run
+    assert run.model.share_embeddings_and_output_weights is tied
+    said = any("billion parameters of its log" in words for words in run.assumptions)
+    assert said is ("46038" in notes or "44565" in notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "modules"),
+    [
+        ("MoE activation recompute", ("moe",)), ("moe activation checkpointing, layernorm", ("moe", "layernorm")),
+        ("moe activation", ("moe_act",)), ("moe_act recompute", ("moe_act",)), ("moe recompute", ("moe",)),
+    ],
+)  # fmt: skip
+def test_activation_recomputation_of_moe_is_of_its_layers(words: str, modules: tuple[str, ...]) -> None:
+    assert read({"recompute": words}, model="Qwen3-30B-A3B").recompute.modules == modules
+
+
+def test_doubts_are_shown_and_not_read() -> None:
+    doubted = row({"precision_aware": "maybe"}, notes="job 7; the batch may be 2. all else as committed")
+    run, sure = read_run(doubted).run, read()
+    assert run.with_(assumptions=()) == sure.with_(assumptions=())
+    assert "its notes say: the batch may be 2" in run.assumptions
+    assert any(words.startswith("precision_aware is in doubt") for words in run.assumptions)
+    assert not any("job 7" in words for words in run.assumptions)
+
+
+def test_a_miss_lists_what_its_row_leaves_open(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    far = row({"precision_aware": "maybe"}, id="x/far", measured_verbatim={"max_allocated_GB": 400.0})
+    near = row({}, id="x/near")
+    (peak,) = scored(near)
+    assert peak.predicted_bytes
+    near["measured_verbatim"]["max_allocated_GB"] = peak.predicted_bytes / GB
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(far)}\n{json.dumps(near)}\n")
+    assert main(["accuracy", str(tmp_path / "rows.jsonl"), "--summary"]) == 0
+    misses = capsys.readouterr().out.split("Outside of their targets")[1].split("In all")[0]
+    assert "x/far" in misses
+    assert "in doubt" in misses
+    assert "x/near" not in misses
 
 
 @pytest.mark.parametrize(
@@ -358,7 +410,7 @@ def test_a_recomputed_scan_keeps_no_output_before_its_gate(words: str, again: bo
 
 
 def test_recipes_of_nemotron_3_fuse_the_weighted_squared_relu() -> None:
-    """Bridge's, by default: 23 MoE layers then keep no activation before its weight. 8192 tokens to 6 experts of 1856."""
+    """Bridge's, by default: 23 MoE layers then keep no unweighted activation. 8192 tokens to 6 experts of 1856."""
     data = copy.deepcopy(ROWS["geodesic/nano30b-pretrain/E-011"])
     fused = explain(read_run(data).run, 0).peak_bytes
     data["config"]["args"]["use_fused_weighted_squared_relu"] = False

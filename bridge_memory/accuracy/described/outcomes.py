@@ -45,6 +45,8 @@ class Outcome(NamedTuple):
     predicted_bytes: int | None = None
     assumptions: tuple[str, ...] = ()
     unmodelled: tuple[str, ...] = ()
+    #: Of ``assumptions``, those of the row's own words: what they leave open.
+    left_open: tuple[str, ...] = ()
 
     @property
     def residual(self) -> float | None:
@@ -61,6 +63,7 @@ class Outcome(NamedTuple):
         return {
             **self._asdict(), "meaning": str(self.meaning) if self.meaning else None, "residual": self.residual,
             "within": self.within, "assumptions": list(self.assumptions), "unmodelled": list(self.unmodelled),
+            "left_open": list(self.left_open),
         }  # fmt: skip
 
 
@@ -118,6 +121,7 @@ def _outcome(head: Outcome, figure: Figure, reading: Reading, answer: Estimate) 
     here = head._replace(
         status="not compared", figure=figure.name, meaning=figure.meaning, rank=figure.rank, after_step=figure.after,
         measured_bytes=figure.nbytes, assumptions=tuple(answer.assumptions), unmodelled=listed,
+        left_open=tuple(run.assumptions),
     )  # fmt: skip
     if figure.meaning is None or figure.nbytes is None:
         return here._replace(reason=figure.not_compared)

@@ -40,6 +40,8 @@ NEMO = {
     "25.09": Pins((0, 14), (2, 7), (2, 8), (0, 1)), "25.11": Pins((0, 15), (2, 9), (2, 9), (0, 2)),
     "26.02": Pins((0, 16), (2, 12), (2, 10), (0, 3)), "26.04": Pins((0, 17), (2, 14), (2, 11), (0, 4)),
 }  # fmt: skip
+#: Release of megatron-core -> the container that ships it.
+CONTAINER_OF_CORE = {pins.core: month for month, pins in NEMO.items()}
 #: Month -> the newest container of then.
 CONTAINER_OF_MONTH = {
     "2025-09": "25.09", "2025-10": "25.09", "2025-11": "25.11", "2025-12": "25.11", "2026-01": "25.11",
@@ -69,6 +71,7 @@ _TITAN_DEFAULTS: dict[str, Any] = {
     "data_parallel.engine": "fsdp2", "implementation.transformer_impl": "torchtitan", "precision.params_dtype": "fp32",
     "fsdp.param_dtype": "bf16", "fsdp.reduce_dtype": "fp32", "fsdp.auto_wrap_policy": "torchtitan",
     "optimizer.optimizer": "adamw", "optimizer.torch_implementation": "fused", "transformers.attention_mask": "none",
+    "implementation.expandable_segments": True,  # ``run_train.sh``
 }  # fmt: skip
 _ZERO_DEFAULTS: dict[str, Any] = {
     "data_parallel.engine": "zero3", "implementation.transformer_impl": "transformers", "optimizer.optimizer": "adamw",
@@ -307,6 +310,7 @@ def _by_sizes(text: str, draft: Draft) -> ModelSpec:
     if not 1 <= layers <= 2048 or heads < 1 or hidden % heads:
         raise SpecError(f"the sizes of the model ({show(text)}) make no model; correct them")
     gpt = facts["kind"] == "gpt"
+    draft.fact("sizes leave tying open", "tied" not in facts)
     gated = facts.get("gated", not gpt)
     # Megatron's default (``arguments.py``): 4 h, with SwiGLU two thirds of it in steps of 64.
     ffn = facts.get("ffn") or (4 * hidden * 2 // 3 // 64 * 64 if gated else 4 * hidden)

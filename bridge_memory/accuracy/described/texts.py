@@ -231,6 +231,12 @@ def _module(draft: Draft, match: Match) -> None:
     draft.facts.setdefault("recomputed modules", []).append(_MODULES[match["module"]])
 
 
+def _of_experts(draft: Draft, match: Match) -> None:
+    """Activation recomputation is Megatron's word for recomputation; ``moe_act`` is that of the activation function."""
+    draft.facts.setdefault("recomputed modules", []).append("moe")
+    draft.assume("recomputed activations of MoE are counted as whole MoE layers (moe), not the function (moe_act)")
+
+
 _CHECKPOINTS = r"(?:act(?:ivation)?s?|gradient|layer)[ _-]?(?:checkpoint(?:ing|s)?|ckpt|recompute|recomputation)"
 RECOMPUTE: tuple[Phrase, ...] = (
     phrase(
@@ -240,6 +246,7 @@ RECOMPUTE: tuple[Phrase, ...] = (
            r"(?:[ ,:(=]+(?P<layers>\d{1,5})(?: ?(?:of|/) ?(?P<every>\d{1,5}))?(?: ?layers?)?)?", _full),
     phrase(r"selective(?: (?:ac|recompute|recomputation))?", _granularity("selective")),
     phrase(r"selective (?:ac )?(?P<option>op|[1-9]\d{0,2})(?: layers?)?", _selective_ac),
+    phrase(rf"moe {_CHECKPOINTS}", _of_experts),
     phrase(rf"(?P<module>{_MODULE})(?: (?:recompute|recomputation|recomputed))?", _module),
     phrase(rf"(?:deepspeed )?{_CHECKPOINTS}", _granularity("full")),
     phrase(rf"none|off|false|no(?: (?:recompute|recomputation|ac|{_CHECKPOINTS}))?|disabled|without(?: recomputation)?",
