@@ -136,7 +136,8 @@ def test_two_memories_of_one_text() -> None:
 
 def test_a_peak_after_one_step_is_without_moments_and_a_run_maximum_with_them() -> None:
     """E-001, rank 0 and the last rank of one stage: bf16 moments, twice 2 bytes a parameter, sharded."""
-    peak, longest = (o for o in scored(ROWS["geodesic/nano30b-pretrain/E-001"]) if o.predicted_bytes)
+    outcomes = scored(ROWS["geodesic/nano30b-pretrain/E-001"])
+    peak, longest = (o for o in outcomes if o.meaning in (Meaning.PEAK, Meaning.RUN_MAXIMUM))
     assert peak.predicted_bytes is not None and longest.predicted_bytes is not None
     # 29.0 of 31.6 B parameters are experts' over 16 ranks a group of EP 4; the others are over all 64.
     assert longest.predicted_bytes - peak.predicted_bytes == pytest.approx(4 * (29.0e9 / 64 + 2.6e9 / 64), rel=0.05)
@@ -148,6 +149,25 @@ def test_megatron_fsdp_has_no_dummy_weight_gradients_under_bridge_of_2025() -> N
     assert len(found) == 3
     for o in found:
         assert o.residual == pytest.approx(0, abs=0.005), o.id
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["geodesic/nano30b-pretrain/E-001", "geodesic/nano30b-pretrain/train-6354507", "fixstars/gpt-6.4b/8",
+     "geodesic/nano30b-midtrain/step0", "aisg/qwen3-4b/older-container"],
+)  # fmt: skip
+def test_reserved_memory_of_megatron_is_near_what_was_measured(name: str) -> None:
+    """As the allocator was set, after one step where that is when it was read."""
+    found = [o for o in scored(ROWS[name]) if o.meaning is Meaning.RESERVED]
+    assert found
+    assert all(o.residual is not None and abs(o.residual) < 0.03 for o in found)
+
+
+def test_the_allocators_setting_is_read_where_figures_are_described() -> None:
+    for words, on in (("MB=2^20; expandable_segments", True), ("expandable_segments:False", False), ("", False)):
+        assert read(measured_meaning=f"rank 0, GB=1e9; {words}").implementation.expandable_segments is on
+    sure = read({"alloc_conf": "expandable_segments:False"}, measured_meaning="expandable_segments")
+    assert not sure.implementation.expandable_segments
 
 
 def test_residuals_are_measured_minus_predicted() -> None:

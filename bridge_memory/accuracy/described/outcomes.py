@@ -132,7 +132,7 @@ def _outcome(head: Outcome, figure: Figure, reading: Reading, answer: Estimate) 
         why = why_not(run)
         if why is not None:
             return here._replace(reason=f"{why}; {_peak(stage, run, figure) / GIB:.2f} GiB are allocated of it")
-        again = replayed(run)
+        again = replayed(run, stage.stage, figure.after if figure.after == 1 else None)
         predicted = again.expandable if run.implementation.expandable_segments else again.segments
     elif figure.meaning is Meaning.STATIC:
         predicted = static_after(stage, run, figure.after) - _freed_by_the_step(stage, run)

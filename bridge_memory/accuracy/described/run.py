@@ -67,6 +67,7 @@ def read_run(row: Mapping[str, Any]) -> Reading:
     model = read_model([str(t) for t in (named, row.get("model")) if t], draft)
     _from_id(row, draft)
     _from_notes(row, draft)
+    _from_meaning(row, draft)
     draft.state("implementation.gpu_arch", generation)
     _releases(draft)
     model = _changed(model, draft)
@@ -162,6 +163,13 @@ def _from_notes(row: Mapping[str, Any], draft: Draft) -> None:
     for part in re.split(r"[;.](?:\s|$)", str(row.get("notes") or "")[:1000]):
         if _DOUBTS.search(part.lower()):
             draft.assume(f"its notes say: {' '.join(part.split())[:160]}")
+
+
+def _from_meaning(row: Mapping[str, Any], draft: Draft) -> None:
+    """How the allocator was set, where only what is said of the figures says it."""
+    said = re.search(r"expandable_segments(?:\s*[:=]\s*(\w+))?", str(row.get("measured_meaning") or "")[:1000].lower())
+    if said and "PYTORCH_CUDA_ALLOC_CONF" not in draft.env:
+        draft.env["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{(said[1] or 'true').capitalize()}"
 
 
 # --------------------------------------------------------------------------------------------------
