@@ -418,6 +418,7 @@ def test_code_of_a_fork_is_listed_and_bends_nothing() -> None:
     [
         ("checkpointed scan patch (X_FP32_SSM_STATE=checkpoint): scan recomputed", True), ("checkpoint", True),
         ("fp32, scan recomputed", True), ("fp32", False), ("off (stock)", False), ("true", False),
+        ("on (X_FP32_SSM_STATE=1)", False), ("X_FP32_SSM_STATE=0", False),
     ],
 )  # fmt: skip
 def test_a_recomputed_scan_keeps_no_output_before_its_gate(words: str, again: bool) -> None:

@@ -399,9 +399,9 @@ def _checkpointed_scan(draft: Draft, match: Match) -> None:
 
 
 SSM_STATE: tuple[Phrase, ...] = (
-    phrase(r"off|false|none|stock"),
-    phrase("true|on|fp32|patch", _fp32_states),
-    phrase("checkpoint(?:ed|ing)?(?: scan)?(?: patch)?|scan recomputed|recomputed scan", _checkpointed_scan),
+    phrase(r"off|false|none|stock|no|0"),
+    phrase("true|on|fp32|patch|yes|1", _fp32_states),
+    phrase("checkpoint(?:ed|ing)?(?: scan)?(?: patch)?|scan recomput(?:ed|ation)|recomputed scan", _checkpointed_scan),
     phrase(r"(?:[a-z]+_)?fp32_ssm_state|scan|recomputed|patch"),
 )  # fmt: skip
 
