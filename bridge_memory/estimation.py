@@ -34,7 +34,7 @@ from bridge_memory.spec.unmodelled import NoEffect
 from bridge_memory.tapes.chain import AtPeak, ChunkInventory, EngineBytes, Label, Links
 from bridge_memory.tapes.context import TRACE_CACHE, BlockContext, context_of
 from bridge_memory.tapes.symbolic import largest
-from bridge_memory.workspaces.batch import batch_bytes
+from bridge_memory.workspaces.batch import batch_bytes, input_buffers
 from bridge_memory.workspaces.dispatcher import held_by_nodes
 from bridge_memory.workspaces.persistent import ChunkFacts, chunk_facts, persistent_buffers
 from bridge_memory.workspaces.teacher import teacher_buffers
@@ -391,6 +391,7 @@ class StageContents:
             (
                 *persistent_buffers(run, [chunk.facts for chunk in chunks], ctx, carried_over),
                 *teacher_buffers(run, shapes),
+                *input_buffers(run, shapes),
                 *state.buffers(),
             )
         )

@@ -13,7 +13,8 @@ import bridge_memory
 from bridge_memory import BatchSpec, ParallelSpec, RunSpec
 from bridge_memory.cli import main
 from bridge_memory.estimation import estimate
-from bridge_memory.reserved import ALL_GATHER, COMPUTE, REDUCE_SCATTER, replayed, why_not
+from bridge_memory.reserved import replayed, why_not
+from bridge_memory.reserved.torch_engines import ALL_GATHER, COMPUTE, REDUCE_SCATTER
 from bridge_memory.spec import DataParallelSpec, ImplementationSpec, OptimizerSpec, PrecisionSpec
 from bridge_memory.spec.engine_options import FSDPOptions
 from bridge_memory.spec.transformers import TransformersSpec

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--brief", action="store_true", help="print only the verdict, in one line")
     output.add_argument("--reserved", action="store_true",
                         help="also reserved memory: some steps replayed in torch's allocator (engines "
-                             "fsdp2 and single)")
+                             "megatron_ddp, fsdp2 and single)")
     output.add_argument("--require-fit", action="store_true",
                         help=f"exit code {EXIT_DOES_NOT_FIT} unless it fits every --gpu (tight counts as fitting)")
     output.add_argument("--unit", default="GiB", metavar="UNIT",
@@ -106,7 +106,7 @@ def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], u
     if args.reserved:
         from bridge_memory.reserved import replayed
 
-        reserved = replayed(result.run)
+        reserved = replayed(result.run, args.stage)
     if args.verbose > 1 or (args.verbose and (args.json or args.stage is not None)):
         from bridge_memory.report.details import stage_details
 

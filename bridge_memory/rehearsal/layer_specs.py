@@ -138,6 +138,8 @@ def hybrid_pattern(run: RunSpec) -> str:
 
 
 def _letter(layer: LayerSpec) -> str:
+    if isinstance(layer.mixer, MambaSpec) and layer.mixer.recompute_scan:
+        raise NotBuildable("recompute_scan (True) is no option of megatron-core; leave it at False")
     if isinstance(layer.mixer, MambaSpec) and layer.ffn is None:
         return "M"
     if isinstance(layer.mixer, AttentionSpec) and layer.ffn is None:

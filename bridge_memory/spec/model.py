@@ -177,6 +177,8 @@ class MambaSpec:
     rmsnorm: bool = True
     conv_bias: bool = True
     proj_bias: bool = False
+    #: The scan runs again in backward and saves its input alone. No option of megatron-core: code of a run's own.
+    recompute_scan: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -660,6 +660,23 @@ class _Run:
             else:
                 self.alive -= self.plan.units[i]
 
+    # Discarded storages: without bytes, a second storage while it is recomputed, then with bytes again, which are the
+    # second's or (``copied``) its own, until the second is gone.
+
+    def _discard(self, i: int) -> None:
+        self.discarded.add(i)
+        self.alive -= self.plan.units[i]
+
+    def _come_again(self, i: int) -> None:
+        self.alive += self.plan.units[i]
+
+    def _refilled(self, i: int, *, copied: bool) -> None:
+        if copied:
+            self.alive += self.plan.units[i]
+
+    def _second_gone(self, i: int) -> None:
+        self.alive -= self.plan.units[i]
+
     def offloaded_tensors(self) -> set[int]:
         """Storages that only offloading operations save, if they have enough elements to be offloaded
         (``fine_grained_activation_offload.py: ChunkOffloadHandler.tensor_need_offloading_checker``)."""
@@ -674,7 +691,7 @@ class _Run:
         for i in storages:
             if self._recomputing >= 0 and i in self.discarded:
                 # A second storage: the discarded one is still referenced, without bytes.
-                self.alive += units[i]
+                self._come_again(i)
                 self._recomputed[self._recomputing].append(i)
             if not scope[i]:
                 scope[i] = 1
@@ -726,8 +743,7 @@ class _Run:
                 if save:
                     for i in step.part.outputs:
                         if self.refs[i] and i not in self.discarded:
-                            self.discarded.add(i)
-                            self.alive -= self.plan.units[i]
+                            self._discard(i)
                 continue
             elif kind is Flush:
                 continue
@@ -879,8 +895,7 @@ class _Run:
         for i in part.outputs:
             if i in self.discarded:
                 self.discarded.discard(i)
-                if part.refills:
-                    self.alive += self.plan.units[i]
+                self._refilled(i, copied=part.refills)
         if not part.refills:
             for i in recomputed:
                 self.refs[i] += 1
@@ -916,7 +931,7 @@ class _Run:
             self._release_grad(g)
         for i in self._recomputed.pop(id(part), ()):
             if part.refills:
-                self.alive -= self.plan.units[i]
+                self._second_gone(i)
             else:
                 self._release(i)
         for i in self._unsaved.pop(id(part), ()):

@@ -91,6 +91,8 @@ class _Walk(_Run):
         self.held: dict[int, int] = {}
         #: Storages that a checkpoint holds until the recomputation reaches them.
         self.until: dict[int, int] = {}
+        #: Second storages of discarded ones, by number in the plan.
+        self._seconds: dict[int, int] = {}
 
     # ---- storages ----
 
@@ -112,8 +114,24 @@ class _Walk(_Run):
 
     def _release(self, i: int) -> None:
         super()._release(i)
-        if not self.refs[i]:
+        if not self.refs[i] and i in self.numbers:
             self._storages.drop(self.numbers.pop(i))
+
+    def _discard(self, i: int) -> None:
+        super()._discard(i)
+        self._storages.drop(self.numbers.pop(i))
+
+    def _come_again(self, i: int) -> None:
+        super()._come_again(i)
+        self._seconds[i] = self._storages.make(self.plan.tensors[i].bytes)
+
+    def _refilled(self, i: int, *, copied: bool) -> None:
+        super()._refilled(i, copied=copied)
+        self.numbers[i] = self._storages.make(self.plan.tensors[i].bytes) if copied else self._seconds.pop(i)
+
+    def _second_gone(self, i: int) -> None:
+        super()._second_gone(i)
+        self._storages.drop(self._seconds.pop(i))
 
     def _enter_scope(self, storages: Iterable[int]) -> None:
         for i in dict.fromkeys(storages):
@@ -222,6 +240,14 @@ class Passes:
     def _given(self, x: int | None) -> dict[int, int]:
         first = self._plan.inputs[0] if self._plan.inputs else None
         return {first: x} if first is not None and x is not None else {}
+
+    def forward_alone(self, x: int | None) -> int:
+        """Run forward without saving; the output's storage, as ``forward`` gives it."""
+        walk = self._walk(self._given(x))
+        walk.forward(save=False)
+        out = self._storages.hold(walk.numbers[self._plan.output_storages[0]])
+        walk.leave()
+        return out
 
     def forward(self, x: int | None) -> tuple[int, Callable[[int | None], dict[int, int]]]:
         """Run forward; returns (storage of the output, backward pass).

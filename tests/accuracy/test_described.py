@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from bridge_memory.accuracy.described.figures import Meaning, figures_of
 from bridge_memory.accuracy.described.outcomes import Outcome, outcomes, outcomes_of, share_unread, totals
 from bridge_memory.accuracy.described.run import read_run
 from bridge_memory.cli import main
+from bridge_memory.estimation import explain
 from bridge_memory.readers.presets.common_names import preset_called
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import MambaSpec, RunSpec, SpecError
 
 RUNS = Path(__file__).parents[1] / "data" / "field" / "runs.jsonl"
 ROWS = {row.data["id"]: row.data for row in read_corpus(RUNS)}
@@ -134,7 +136,8 @@ def test_two_memories_of_one_text() -> None:
 
 def test_a_peak_after_one_step_is_without_moments_and_a_run_maximum_with_them() -> None:
     """E-001, rank 0 and the last rank of one stage: bf16 moments, twice 2 bytes a parameter, sharded."""
-    peak, longest = (o for o in scored(ROWS["geodesic/nano30b-pretrain/E-001"]) if o.predicted_bytes)
+    outcomes = scored(ROWS["geodesic/nano30b-pretrain/E-001"])
+    peak, longest = (o for o in outcomes if o.meaning in (Meaning.PEAK, Meaning.RUN_MAXIMUM))
     assert peak.predicted_bytes is not None and longest.predicted_bytes is not None
     # 29.0 of 31.6 B parameters are experts' over 16 ranks a group of EP 4; the others are over all 64.
     assert longest.predicted_bytes - peak.predicted_bytes == pytest.approx(4 * (29.0e9 / 64 + 2.6e9 / 64), rel=0.05)
@@ -146,6 +149,25 @@ def test_megatron_fsdp_has_no_dummy_weight_gradients_under_bridge_of_2025() -> N
     assert len(found) == 3
     for o in found:
         assert o.residual == pytest.approx(0, abs=0.005), o.id
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["geodesic/nano30b-pretrain/E-001", "geodesic/nano30b-pretrain/train-6354507", "fixstars/gpt-6.4b/8",
+     "geodesic/nano30b-midtrain/step0", "aisg/qwen3-4b/older-container"],
+)  # fmt: skip
+def test_reserved_memory_of_megatron_is_near_what_was_measured(name: str) -> None:
+    """As the allocator was set, after one step where that is when it was read."""
+    found = [o for o in scored(ROWS[name]) if o.meaning is Meaning.RESERVED]
+    assert found
+    assert all(o.residual is not None and abs(o.residual) < 0.03 for o in found)
+
+
+def test_the_allocators_setting_is_read_where_figures_are_described() -> None:
+    for words, on in (("MB=2^20; expandable_segments", True), ("expandable_segments:False", False), ("", False)):
+        assert read(measured_meaning=f"rank 0, GB=1e9; {words}").implementation.expandable_segments is on
+    sure = read({"alloc_conf": "expandable_segments:False"}, measured_meaning="expandable_segments")
+    assert not sure.implementation.expandable_segments
 
 
 def test_residuals_are_measured_minus_predicted() -> None:
@@ -246,12 +268,16 @@ def test_dispatcher(words: str, dispatcher: str, backend: str | None) -> None:
 @pytest.mark.parametrize(
     ("words", "core", "te", "torch"),
     [
-        ("Megatron-LM core_r0.15.0", (0, 15), None, None), ("Megatron-LM core_v0.13.0 + patches", (0, 13), None, None),
+        ("Megatron-LM core_r0.15.0", (0, 15), (2, 9), (2, 9)),
+        ("Megatron-LM core_v0.13.0 + patches", (0, 13), None, None),
         ("Megatron Bridge (fork; mcore 0.19 pin), NeMo 26.04: torch 2.11, TE 2.14.1", (0, 19), (2, 14), (2, 11)),
         ("Megatron Bridge, nemo:25.11 container", (0, 15), (2, 9), (2, 9)),
         ("Megatron Bridge NeMo 26.02", (0, 16), (2, 12), (2, 10)),
         ("Megatron-LM (core 0.16-ish), Transformer Engine 2.10", (0, 16), (2, 10), None),
         ("Megatron Bridge 0.2.0", (0, 15), (2, 9), (2, 9)),
+        ("Megatron Bridge perf scripts, 2025-12 (llmb)", (0, 15), (2, 9), (2, 9)),
+        ("Megatron Bridge 2025-12-24, core 0.16", (0, 16), (2, 12), (2, 10)),
+        ("Megatron-LM core_r0.8.0, torch 2.4", (0, 8), (1, 8), (2, 4)), ("Megatron-LM 2025-12", None, None, None),
     ],
 )  # fmt: skip
 def test_releases(words: str, core: object, te: object, torch: object) -> None:
@@ -300,18 +326,116 @@ def test_a_model_of_sizes() -> None:
     assert not llama.share_embeddings_and_output_weights
 
 
+@pytest.mark.parametrize(
+    ("notes", "tied"),
+    [
+        # 30 layers of 4 h^2 + 3 h f and the embedding of 50304 rows once or twice, at 6 + 12 / 8 bytes (MB of 2^20).
+        ("Theoretical 46038.57 MB.", False),
+        ("Theoretical memory footprints: weight and optimizer=44565.07 MB", True),
+        ("Theoretical 60000 MB", True), ("", True), ("Theoretical dreams", True), ("Theoretical 0 MB", True),
+    ],
+)  # fmt: skip
+def test_weights_are_tied_as_the_rows_log_counts_them(notes: str, tied: bool) -> None:
+    run = read_run(ROWS["fixstars/gpt-6.4b/8"] | {"notes": notes}).run
+    assert run.model.share_embeddings_and_output_weights is tied
+    said = any("billion parameters of its log" in words for words in run.assumptions)
+    assert said is ("46038" in notes or "44565" in notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "modules"),
+    [
+        ("MoE activation recompute", ("moe",)), ("moe activation checkpointing, layernorm", ("moe", "layernorm")),
+        ("moe activation", ("moe_act",)), ("moe_act recompute", ("moe_act",)), ("moe recompute", ("moe",)),
+    ],
+)  # fmt: skip
+def test_activation_recomputation_of_moe_is_of_its_layers(words: str, modules: tuple[str, ...]) -> None:
+    assert read({"recompute": words}, model="Qwen3-30B-A3B").recompute.modules == modules
+
+
+def test_doubts_are_shown_and_not_read() -> None:
+    doubted = row({"precision_aware": "maybe"}, notes="job 7; the batch may be 2. all else as committed")
+    run, sure = read_run(doubted).run, read()
+    assert run.with_(assumptions=()) == sure.with_(assumptions=())
+    assert "its notes say: the batch may be 2" in run.assumptions
+    assert any(words.startswith("precision_aware is in doubt") for words in run.assumptions)
+    assert not any("job 7" in words for words in run.assumptions)
+
+
+def test_a_miss_lists_what_its_row_leaves_open(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    far = row({"precision_aware": "maybe"}, id="x/far", measured_verbatim={"max_allocated_GB": 400.0})
+    near = row({}, id="x/near")
+    (peak,) = scored(near)
+    assert peak.predicted_bytes
+    near["measured_verbatim"]["max_allocated_GB"] = peak.predicted_bytes / GB
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(far)}\n{json.dumps(near)}\n")
+    assert main(["accuracy", str(tmp_path / "rows.jsonl"), "--summary"]) == 0
+    misses = capsys.readouterr().out.split("Outside of their targets")[1].split("In all")[0]
+    assert "x/far" in misses
+    assert "in doubt" in misses
+    assert "x/near" not in misses
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "scripts", "graph"),
+    [
+        ("Llama-3.1-8B", "GB300", True, "full_iteration"), ("Llama 3 8B", "B200", True, "full_iteration"),
+        ("Llama-3.1-8B", "H100", True, "none"), ("Llama-3.1-8B", "GB300", False, "none"),
+        ("Qwen3-8B", "B200", True, "none"),
+    ],
+)  # fmt: skip
+def test_performance_scripts_capture_iterations_of_small_llamas(
+    model: str, gpu: str, scripts: bool, graph: str
+) -> None:
+    framework = "Megatron Bridge perf scripts" if scripts else "Megatron Bridge"
+    assert read(framework=framework, model=model, gpu=gpu).implementation.cuda_graph_impl == graph
+    stated = read({"cuda_graph": "none"}, framework=framework, model=model, gpu=gpu).implementation
+    assert (stated.cuda_graph_impl, stated.create_attention_mask) == ("none", False)
+
+
 def test_code_of_a_fork_is_listed_and_bends_nothing() -> None:
     data = ROWS["geodesic/nano30b-midtrain/step2"]
     stock = copy.deepcopy(data)
     for word in ("moe_experts_impl", "fp32_ssm_state"):
         del stock["config"]["args"][word]
     mine, theirs = read_run(data).run, read_run(stock).run
-    assert mine.with_(not_modelled=(), assumptions=()) == theirs.with_(not_modelled=(), assumptions=())
+    layers = [layer for layer in mine.model.layers if isinstance(layer.mixer, MambaSpec)]
+    assert len(layers) == 23
+    assert all(layer.mixer.recompute_scan for layer in layers)
+    as_stock = replace(mine.model, layers=theirs.model.layers)
+    assert mine.with_(model=as_stock, not_modelled=(), assumptions=()) == theirs.with_(
+        not_modelled=(), assumptions=()
+    )
     assert [word.split()[0] for word in mine.not_modelled if word not in theirs.not_modelled] == [
         "moe_experts_impl", "fp32_ssm_state",
     ]  # fmt: skip
     assert mine.implementation.cross_entropy_fusion_impl == "linear"
     assert any(word.startswith("chunked linear cross entropy") for word in mine.not_modelled)
+
+
+@pytest.mark.parametrize(
+    ("words", "again"),
+    [
+        ("checkpointed scan patch (X_FP32_SSM_STATE=checkpoint): scan recomputed", True), ("checkpoint", True),
+        ("fp32, scan recomputed", True), ("fp32", False), ("off (stock)", False), ("true", False),
+        ("on (X_FP32_SSM_STATE=1)", False), ("X_FP32_SSM_STATE=0", False),
+    ],
+)  # fmt: skip
+def test_a_recomputed_scan_keeps_no_output_before_its_gate(words: str, again: bool) -> None:
+    """23 Mamba layers, d_inner 4096 in bf16, 8192 tokens: 64 MiB each."""
+    data = copy.deepcopy(ROWS["geodesic/nano30b-pretrain/E-011"])
+    data["config"]["args"]["fp32_ssm_state"] = "off"
+    stock = explain(read_run(data).run, 0).peak_bytes
+    data["config"]["args"]["fp32_ssm_state"] = words
+    assert stock - explain(read_run(data).run, 0).peak_bytes == 23 * 64 * MIB * again
+
+
+def test_recipes_of_nemotron_3_fuse_the_weighted_squared_relu() -> None:
+    """Bridge's, by default: 23 MoE layers then keep no unweighted activation. 8192 tokens to 6 experts of 1856."""
+    data = copy.deepcopy(ROWS["geodesic/nano30b-pretrain/E-011"])
+    fused = explain(read_run(data).run, 0).peak_bytes
+    data["config"]["args"]["use_fused_weighted_squared_relu"] = False
+    assert explain(read_run(data).run, 0).peak_bytes - fused == 23 * 8192 * 6 * 1856 * 2
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,19 @@ def test_mamba_keeps_the_scan_before_and_after_its_gate(batch: int) -> None:
     a row of the norm and eight of the grouped one. Measured runs with 2 and 4 sequences a microbatch agree."""
     count = 4 * 8192 + 2 * (2 * 16384 + 2 * 2048 + 256) + 6 * 16384 + 4 * (1 + 8)
     assert saved_per_token("nvidia/Nemotron-H-56B-Base-8K", MambaSpec, batch=batch) == count
+
+
+def test_a_recomputed_scan_is_without_its_output_before_the_gate() -> None:
+    """As above but for ``out_x``, 2 x 16384; backward makes it again, beside what the scan's backward needs."""
+    model = resolve_model("nvidia/Nemotron-H-56B-Base-8K")
+    mixer = next(layer.mixer for layer in model.layers if isinstance(layer.mixer, MambaSpec))
+    run = RunSpec(model=model, batch=BatchSpec(seq_length=2048, micro_batch_size=1))
+    stock, again = (
+        layer_block(LayerSpec(kind, None), context_of(run)).cost
+        for kind in (mixer, replace(mixer, recompute_scan=True))
+    )
+    assert stock.retained - again.retained == 2048 * 2 * 16384
+    assert again.retained + again.backward_peak >= stock.retained + stock.backward_peak
 
 
 def test_gated_delta_net_keeps_unit_vectors_and_not_the_convolution() -> None:

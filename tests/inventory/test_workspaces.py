@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bridge_memory.components import Component, Lifetime
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
+from bridge_memory.estimation import explain
 from bridge_memory.inventory.stack import chunk_units, stage_inventories
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.spec import RunSpec
@@ -92,6 +95,18 @@ def test_the_loaders_mask_is_most_of_a_batch() -> None:
     assert batch_bytes(run, shapes) == 4 * MIB + 112 * 1024
     bare = run_from_megatron_args(f"{GPT} --bf16 --no-create-attention-mask-in-dataloader", world_size=8)
     assert batch_bytes(bare, shapes) == 112 * 1024
+
+
+def test_a_graph_of_the_iteration_keeps_the_input_of_every_microbatch() -> None:
+    """32 sequences over 2 replicas in microbatches of 4: four of 4 MiB of mask and 112 KiB each, on both ends of the
+    pipeline (PP 4 of 8 GPUs) and for good; no microbatch brings another copy."""
+    said = "--bf16 --create-attention-mask-in-dataloader --pipeline-model-parallel-size 4 --attention-backend fused"
+    run = run_from_megatron_args(f"{GPT} {said}", world_size=8, gpu="H100")
+    graphed = run.with_(implementation=replace(run.implementation, cuda_graph_impl="full_iteration"))
+    for stage, copies in enumerate((4, 0, 0, 4)):
+        eager, static = explain(run, stage), explain(graphed, stage)
+        assert static.static_bytes - eager.static_bytes == copies * (4 * MIB + 112 * 1024)
+        assert all(c.bytes == 0 for c in static.components if c.name.startswith("batch"))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ BESIDE: tuple[dict[str, Any], ...] = (
      "use_transformer_engine_op_fuser": True, "megatron_core": (0, 19), "moe_expert_rank_capacity_factor": 1.5},
     {"offload_modules": ("core_attn",)},
     {"batch.packed_sequences": True},
-    {"cuda_graph_impl": "transformer_engine"},
+    {"cuda_graph_impl": "transformer_engine"}, {"cuda_graph_impl": "full_iteration", "create_attention_mask": True},
     {"implementation.megatron_core": (0, 13)},
     {"implementation.megatron_core": (0, 19), "transformer_engine": (2, 20), "torch": (2, 11)},
 )  # fmt: skip

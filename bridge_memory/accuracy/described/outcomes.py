@@ -46,6 +46,8 @@ class Outcome(NamedTuple):
     predicted_bytes: int | None = None
     assumptions: tuple[str, ...] = ()
     unmodelled: tuple[str, ...] = ()
+    #: Of ``assumptions``, those of the row's own words: what they leave open.
+    left_open: tuple[str, ...] = ()
 
     @property
     def residual(self) -> float | None:
@@ -67,6 +69,7 @@ class Outcome(NamedTuple):
         return {
             **self._asdict(), "meaning": str(self.meaning) if self.meaning else None, "residual": self.residual,
             "within": self.within, "assumptions": list(self.assumptions), "unmodelled": list(self.unmodelled),
+            "left_open": list(self.left_open),
         }  # fmt: skip
 
 
@@ -124,6 +127,7 @@ def _outcome(head: Outcome, figure: Figure, reading: Reading, answer: Estimate) 
     here = head._replace(
         status="not compared", figure=figure.name, meaning=figure.meaning, rank=figure.rank, after_step=figure.after,
         measured_bytes=figure.nbytes, assumptions=tuple(answer.assumptions), unmodelled=listed,
+        left_open=tuple(run.assumptions),
     )  # fmt: skip
     if figure.meaning is None or figure.nbytes is None:
         return here._replace(reason=figure.not_compared)
@@ -134,7 +138,7 @@ def _outcome(head: Outcome, figure: Figure, reading: Reading, answer: Estimate) 
         why = why_not(run)
         if why is not None:
             return here._replace(reason=f"{why}; {_peak(stage, run, figure) / GIB:.2f} GiB are allocated of it")
-        again = replayed(run)
+        again = replayed(run, stage.stage, figure.after if figure.after == 1 else None)
         predicted = again.expandable if run.implementation.expandable_segments else again.segments
     elif figure.meaning is Meaning.STATIC:
         predicted = static_after(stage, run, figure.after) - _freed_by_the_step(stage, run)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from bridge_memory.accuracy.described.draft import Draft, UnknownWord, unread_words
 from bridge_memory.accuracy.described.setting import (
+    CONTAINER_OF_CORE,
+    CONTAINER_OF_MONTH,
     NEMO,
     PERFORMANCE_SCRIPTS,
     TRAINERS,
+    WORKLOADS,
     read_framework,
     read_gpu,
     read_model,
 )
 from bridge_memory.accuracy.described.texts import PRECISION
 from bridge_memory.accuracy.described.words import KEYS, SIZES, read_words
+from bridge_memory.estimation import explain
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.releases import (
@@ -26,7 +31,7 @@ from bridge_memory.releases import (
     Running,
     release_words,
 )
-from bridge_memory.spec import ModelSpec, RunSpec, SpecError, show
+from bridge_memory.spec import MambaSpec, ModelSpec, MoESpec, RunSpec, SpecError, show
 from bridge_memory.spec.parts import ENGINE_OPTIONS, MEGATRON_ENGINES
 from bridge_memory.spec.run import GROUPS
 from bridge_memory.spec.unmodelled import Effect
@@ -61,6 +66,8 @@ def read_run(row: Mapping[str, Any]) -> Reading:
     read_words(draft, config.get("env") or {}, "config.env", KEYS)
     model = read_model([str(t) for t in (named, row.get("model")) if t], draft)
     _from_id(row, draft)
+    _from_notes(row, draft)
+    _from_meaning(row, draft)
     draft.state("implementation.gpu_arch", generation)
     _releases(draft)
     model = _changed(model, draft)
@@ -70,7 +77,7 @@ def read_run(row: Mapping[str, Any]) -> Reading:
     _optimizer(draft)
     _recomputation(draft, model)
     _implementation(draft, model, generation)
-    fields = _with_defaults(draft, model)
+    fields = _with_defaults(draft, model, generation)
     groups: dict[str, dict[str, Any]] = {}
     for name, value in fields.items():
         group, _, member = name.partition(".")
@@ -79,6 +86,8 @@ def read_run(row: Mapping[str, Any]) -> Reading:
     run = RunSpec(
         model=model, **built, assumptions=tuple(draft.assumptions), not_modelled=tuple(draft.unmodelled)
     )
+    if draft.facts.get("sizes leave tying open"):
+        run = _tied_as_logged(run, row)
     stage = draft.facts.get("stage")
     if stage is not None and not 0 <= stage < run.parallel.pp:
         raise SpecError(f"stage ({stage}) is not one of {run.parallel.pp} pipeline stages; correct it")
@@ -97,6 +106,32 @@ def _megatron_args(row: Mapping[str, Any], args: Mapping[str, Any]) -> RunSpec:
         transformer_engine=draft.stated.get("implementation.transformer_engine"),
         torch=draft.stated.get("implementation.torch"),
     )
+
+
+_THEORETICAL = re.compile(r"theoretical[^\d]{0,80}(\d{1,8}(?:\.\d+)?) ?mb\b")
+#: How near a logged count must be, relative: Megatron's leaves out positions and biases, and counts norms twice.
+_SAME_COUNT = 0.01
+
+
+def _tied_as_logged(run: RunSpec, row: Mapping[str, Any]) -> RunSpec:
+    """The run with weights of embedding and output tied or not, whichever has as many parameters as Megatron's own
+    "Theoretical memory footprints" of the row (``theoretical_memory_usage.py: compute_weight_and_optimizer_memory``, MB
+    of 2^20); as it is where there are none, or neither has."""
+    said = " ".join(str(row.get(name) or "")[:2000] for name in ("notes", "measured_meaning", "measured_verbatim"))
+    found = _THEORETICAL.search(said.lower())
+    if found is None or run.parallel.pp > 1 or not float(found[1]):
+        return run
+    width = 6 + 12 / run.parallel.data_parallel_size if run.data_parallel.use_distributed_optimizer else 18
+    logged = float(found[1]) * (1 << 20) / width
+    ways = {
+        tied: run.with_(model=replace(run.model, share_embeddings_and_output_weights=tied)) for tied in (True, False)
+    }
+    off = {tied: abs(explain(way, 0).parameters / logged - 1) for tied, way in ways.items()}
+    tied = off[True] < off[False]
+    if off[tied] > _SAME_COUNT:
+        return run
+    words = f"embedding and output weights are counted as {'tied' if tied else 'untied'}, which makes the "
+    return ways[tied].with_(assumptions=(*run.assumptions, f"{words}{logged / 1e9:.2f} billion parameters of its log"))
 
 
 def _world(row: Mapping[str, Any]) -> int | None:
@@ -120,14 +155,43 @@ def _from_id(row: Mapping[str, Any], draft: Draft) -> None:
         draft.assume("the precision is what the row's name says")
 
 
+_DOUBTS = re.compile(r"\b(?:may be|maybe|likely|unclear|contradicts?|decides|not (?:stated|said|in the \w+))\b")
+
+
+def _from_notes(row: Mapping[str, Any], draft: Draft) -> None:
+    """Notes of whoever transcribed the row, where they doubt it: shown, not read."""
+    for part in re.split(r"[;.](?:\s|$)", str(row.get("notes") or "")[:1000]):
+        if _DOUBTS.search(part.lower()):
+            draft.assume(f"its notes say: {' '.join(part.split())[:160]}")
+
+
+def _from_meaning(row: Mapping[str, Any], draft: Draft) -> None:
+    """How the allocator was set, where only what is said of the figures says it."""
+    said = re.search(r"expandable_segments(?:\s*[:=]\s*(\w+))?", str(row.get("measured_meaning") or "")[:1000].lower())
+    if said and "PYTORCH_CUDA_ALLOC_CONF" not in draft.env:
+        draft.env["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{(said[1] or 'true').capitalize()}"
+
+
 # --------------------------------------------------------------------------------------------------
 # Releases, engine, sizes
 # --------------------------------------------------------------------------------------------------
 
 
 def _releases(draft: Draft) -> None:
-    """Those that the framework's words state, else those of its container."""
+    """Those that the framework's words state, else those of its container, else of that of its month."""
+    stated = {"core", "te", "torch", "container"} & draft.facts.keys()
+    month = CONTAINER_OF_MONTH.get(draft.facts.get("month", ""))
+    if month and not stated and draft.facts["trainer"] in ("Megatron Bridge", "NeMo"):
+        draft.fact("container", month)
+        draft.assume(f"releases are not stated: those of the NeMo container of the row's month, {month}")
     pins = NEMO.get(draft.facts.get("container", ""))
+    beside = NEMO.get(CONTAINER_OF_CORE.get(draft.facts.get("core", (0, 0)), "")) if pins is None else None
+    if beside and "te" not in draft.facts:
+        draft.assume(
+            f"the release of Transformer Engine is not stated: counted as {release_words(beside.te)}, NVIDIA's own "
+            f"beside megatron-core {release_words(beside.core)}"
+        )
+        pins = beside
     for name, field, pinned in (
         ("core", "megatron_core", pins and pins.core), ("te", "transformer_engine", pins and pins.te),
         ("torch", "torch", pins and pins.torch),
@@ -231,6 +295,11 @@ def _changed(model: ModelSpec, draft: Draft) -> ModelSpec:
     if model.position_embedding_type == "learned_absolute" and seq > model.max_position_embeddings:
         changes["max_position_embeddings"] = seq
         draft.assume(f"the table of learned positions is as long as the sequence ({seq})")
+    if draft.facts.get("scan recomputed"):
+        changes["layers"] = tuple(
+            replace(layer, mixer=replace(layer.mixer, recompute_scan=True)) if isinstance(layer.mixer, MambaSpec)
+            else layer for layer in model.layers
+        )  # fmt: skip
     hidden = draft.facts.get("hidden size of the row", model.hidden_size)
     if hidden != model.hidden_size:
         raise SpecError(f"hidden_size ({hidden}) is not that of {model.name} ({model.hidden_size}); correct one")
@@ -300,6 +369,8 @@ def _optimizer(draft: Draft) -> None:
             raise SpecError(f"offloaded weights are not of engine {engine}; correct one")
     if facts.get("optimizer of torch") and not megatron:
         draft.state("optimizer.torch_implementation", facts["optimizer of torch"])
+    if engine in MEGATRON_ENGINES and not facts.get("optimizer stated"):
+        draft.assume("dtypes of the optimizer's states are not stated: counted as fp32")
     if "lora" in facts:
         if facts["lora"] is None:
             raise SpecError("the rank of LoRA is not stated; give it")
@@ -375,8 +446,9 @@ def _implementation(draft: Draft, model: ModelSpec, generation: str) -> None:
     if facts.get("liger"):
         draft.state("transformers.liger_kernel", ("rope", "rms_norm", "swiglu"))
         draft.leave_out("Liger's fused loss: all logits are counted", Effect.DOWN, "logits and their gradients")
-    if facts.get("routing") == "natural" and model.has_experts and not facts.get("forced balance"):
-        draft.assume("routing is natural: counted as balanced (moe_imbalance 1)")
+    if model.has_experts and not facts.get("forced balance"):
+        routing = "is natural" if facts.get("routing") == "natural" else "is not stated"
+        draft.assume(f"routing {routing}: counted as balanced (moe_imbalance 1)")
     running = Running(
         stated.get("implementation.megatron_core", DEFAULT_MEGATRON_CORE),
         stated.get("implementation.transformer_engine"), stated.get("implementation.torch"),
@@ -388,13 +460,20 @@ def _implementation(draft: Draft, model: ModelSpec, generation: str) -> None:
         draft.assumptions.extend(assumed)
 
 
-def _with_defaults(draft: Draft, model: ModelSpec) -> dict[str, Any]:
+def _with_defaults(draft: Draft, model: ModelSpec, generation: str) -> dict[str, Any]:
     """What the row states over what its trainer does by default; the second is listed."""
-    usual = TRAINERS[draft.facts["trainer"]] | (PERFORMANCE_SCRIPTS if draft.facts.get("performance scripts") else {})
+    usual = dict(TRAINERS[draft.facts["trainer"]])
+    if draft.facts.get("performance scripts"):
+        usual |= PERFORMANCE_SCRIPTS
+        if "implementation.cuda_graph_impl" not in draft.stated:
+            usual |= WORKLOADS.get((model.name, generation), {})
     engine = draft.stated.get("data_parallel.engine", usual.get("data_parallel.engine", "megatron_ddp"))
     if draft.facts["trainer"] in ("Megatron Bridge", "NeMo"):
         # Recipes of Llama and Qwen take Transformer Engine's loss, those of hybrids megatron-core's.
         usual["implementation.cross_entropy_fusion_impl"] = "native" if model.hybrid else "te"
+        if any(isinstance(layer.ffn, MoESpec) and layer.ffn.activation == "squared_relu" for layer in model.layers):
+            # Every recipe of Nemotron 3 (``recipes/nemotronh``, 0.3 and 0.6).
+            usual["implementation.use_fused_weighted_squared_relu"] = True
         if draft.stated.get("data_parallel.use_distributed_optimizer") is False:
             usual["data_parallel.overlap_param_gather"] = False
         if not model.has_experts:

@@ -40,6 +40,13 @@ NEMO = {
     "25.09": Pins((0, 14), (2, 7), (2, 8), (0, 1)), "25.11": Pins((0, 15), (2, 9), (2, 9), (0, 2)),
     "26.02": Pins((0, 16), (2, 12), (2, 10), (0, 3)), "26.04": Pins((0, 17), (2, 14), (2, 11), (0, 4)),
 }  # fmt: skip
+#: Release of megatron-core -> the container that ships it.
+CONTAINER_OF_CORE = {pins.core: month for month, pins in NEMO.items()}
+#: Month -> the newest container of then.
+CONTAINER_OF_MONTH = {
+    "2025-09": "25.09", "2025-10": "25.09", "2025-11": "25.11", "2025-12": "25.11", "2026-01": "25.11",
+    "2026-02": "26.02", "2026-03": "26.02",
+}  # fmt: skip
 #: Bridge's releases, by the container that ships them.
 _BRIDGE = {pins.bridge: month for month, pins in NEMO.items() if pins.bridge}
 
@@ -51,10 +58,20 @@ _BRIDGE_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 #: Every model of ``scripts/performance/configs`` reduces gradients in bf16.
 PERFORMANCE_SCRIPTS: dict[str, Any] = {"data_parallel.grad_reduce_in_fp32": False}
+#: (preset, generation) -> what the scripts add (``configs/llama/llama3_workload_base_configs.py``; the data set makes
+#: masks, ``utils/datasets.py`` and megatron-core's ``GPTDatasetConfig``, which a graph of the iteration copies too).
+_GRAPH_OF_THE_ITERATION = {
+    "implementation.cuda_graph_impl": "full_iteration", "implementation.create_attention_mask": True,
+}  # fmt: skip
+WORKLOADS: dict[tuple[str, str], dict[str, Any]] = {
+    ("meta-llama/Meta-Llama-3-8B", "blackwell"): _GRAPH_OF_THE_ITERATION,
+    ("meta-llama/Llama-3.1-8B", "blackwell"): _GRAPH_OF_THE_ITERATION,
+}  # fmt: skip
 _TITAN_DEFAULTS: dict[str, Any] = {
     "data_parallel.engine": "fsdp2", "implementation.transformer_impl": "torchtitan", "precision.params_dtype": "fp32",
     "fsdp.param_dtype": "bf16", "fsdp.reduce_dtype": "fp32", "fsdp.auto_wrap_policy": "torchtitan",
     "optimizer.optimizer": "adamw", "optimizer.torch_implementation": "fused", "transformers.attention_mask": "none",
+    "implementation.expandable_segments": True,  # ``run_train.sh``
 }  # fmt: skip
 _ZERO_DEFAULTS: dict[str, Any] = {
     "data_parallel.engine": "zero3", "implementation.transformer_impl": "transformers", "optimizer.optimizer": "adamw",
@@ -140,7 +157,8 @@ FRAMEWORK: tuple[Phrase, ...] = (
     phrase(r"(?:torchao|cuda|cudnn|nccl|triton|apex|transformers|flash[- ]attn) ?v?[\d.]+\w*|cu\d+"),
     phrase(r"perf(?:ormance)? scripts?|llmb", lambda d, m: d.fact("performance scripts", True)),
     phrase(r"fork|container|main|nightly|patch(?:es)?|readme[^;)]*|log of [^;)]*|preset [\w.-]+|\w+\.toml"),
-    phrase(r"\d{4}-\d\d(?:-\d\d)?|[0-9a-f]{7,40}|merge-\d+|v?\d+\.\d+(?:\.\d+)?"),
+    phrase(r"(?P<month>20\d\d-\d\d)(?:-\d\d)?", lambda d, m: d.facts.setdefault("month", m["month"]) and None),
+    phrase(r"[0-9a-f]{7,40}|merge-\d+|v?\d+\.\d+(?:\.\d+)?"),
     phrase("(?:compile|compiled)", transformers__torch_compile=True),
     phrase("ulysses(?: sp)?|alst|hybridep|deepep"), phrase("te (?:attention|experts)|attention|experts"),
     phrase("user notes|notes"), DOUBT, *(p for p in PRECISION if "maybe" not in p.pattern.pattern),
@@ -292,6 +310,7 @@ def _by_sizes(text: str, draft: Draft) -> ModelSpec:
     if not 1 <= layers <= 2048 or heads < 1 or hidden % heads:
         raise SpecError(f"the sizes of the model ({show(text)}) make no model; correct them")
     gpt = facts["kind"] == "gpt"
+    draft.fact("sizes leave tying open", "tied" not in facts)
     gated = facts.get("gated", not gpt)
     # Megatron's default (``arguments.py``): 4 h, with SwiGLU two thirds of it in steps of 64.
     ffn = facts.get("ffn") or (4 * hidden * 2 // 3 // 64 * 64 if gated else 4 * hidden)

@@ -231,6 +231,12 @@ def _module(draft: Draft, match: Match) -> None:
     draft.facts.setdefault("recomputed modules", []).append(_MODULES[match["module"]])
 
 
+def _of_experts(draft: Draft, match: Match) -> None:
+    """Activation recomputation is Megatron's word for recomputation; ``moe_act`` is that of the activation function."""
+    draft.facts.setdefault("recomputed modules", []).append("moe")
+    draft.assume("recomputed activations of MoE are counted as whole MoE layers (moe), not the function (moe_act)")
+
+
 _CHECKPOINTS = r"(?:act(?:ivation)?s?|gradient|layer)[ _-]?(?:checkpoint(?:ing|s)?|ckpt|recompute|recomputation)"
 RECOMPUTE: tuple[Phrase, ...] = (
     phrase(
@@ -240,6 +246,7 @@ RECOMPUTE: tuple[Phrase, ...] = (
            r"(?:[ ,:(=]+(?P<layers>\d{1,5})(?: ?(?:of|/) ?(?P<every>\d{1,5}))?(?: ?layers?)?)?", _full),
     phrase(r"selective(?: (?:ac|recompute|recomputation))?", _granularity("selective")),
     phrase(r"selective (?:ac )?(?P<option>op|[1-9]\d{0,2})(?: layers?)?", _selective_ac),
+    phrase(rf"moe {_CHECKPOINTS}", _of_experts),
     phrase(rf"(?P<module>{_MODULE})(?: (?:recompute|recomputation|recomputed))?", _module),
     phrase(rf"(?:deepspeed )?{_CHECKPOINTS}", _granularity("full")),
     phrase(rf"none|off|false|no(?: (?:recompute|recomputation|ac|{_CHECKPOINTS}))?|disabled|without(?: recomputation)?",
@@ -273,8 +280,8 @@ EXPERTS: tuple[Phrase, ...] = (
     phrase(
         r"torch[_ ]grouped(?:[_ ]mm)?|torch\._grouped_mm(?: experts)?|(?:repo-specific|fork|custom|own) experts",
         lambda d, m: d.leave_out(
-            "moe_experts_impl (a fork's experts over torch._grouped_mm): counted as Transformer Engine's grouped MLP",
-            Effect.EITHER, "what routed experts save and make, in every MoE layer")),
+            "moe_experts_impl (a fork's experts over torch._grouped_mm): counted as Transformer Engine's grouped MLP, "
+            "with the workspaces of its GEMM", Effect.EITHER, "what routed experts save and make, in every MoE layer")),
     phrase("repo-specific|fork|custom|experts|impl"),
 )  # fmt: skip
 
@@ -379,17 +386,23 @@ OFFLOADED: tuple[Phrase, ...] = (
 EXTRAS = (*EXTRAS, *OFFLOADED[:2])
 
 
-def _state_of_scan(draft: Draft, match: Match) -> None:
+def _fp32_states(draft: Draft, match: Match) -> None:
     draft.leave_out(
-        "fp32_ssm_state (a fork's checkpointed scan with fp32 states): the stock scan is counted", Effect.DOWN,
-        "what the scan saves, in every Mamba layer; its states in fp32 are of one layer at a time",
+        "fp32_ssm_state (a fork's): a scan's states between chunks are counted in the activations' dtype", Effect.UP,
+        "2 bytes for each element of one Mamba layer's chunk states, while its scan runs",
     )
 
 
+def _checkpointed_scan(draft: Draft, match: Match) -> None:
+    _fp32_states(draft, match)
+    draft.fact("scan recomputed", True)
+
+
 SSM_STATE: tuple[Phrase, ...] = (
-    phrase(r"off|false|none|stock"),
-    phrase("checkpoint(?:ed)?(?: scan)?(?: patch)?|true|on|fp32|patch", _state_of_scan),
-    phrase(r"(?:[a-z]+_)?fp32_ssm_state|scan(?: recomputed)?|recomputed|patch"),
+    phrase(r"off|false|none|stock|no|0"),
+    phrase("true|on|fp32|patch|yes|1", _fp32_states),
+    phrase("checkpoint(?:ed|ing)?(?: scan)?(?: patch)?|scan recomput(?:ed|ation)|recomputed scan", _checkpointed_scan),
+    phrase(r"(?:[a-z]+_)?fp32_ssm_state|scan|recomputed|patch"),
 )  # fmt: skip
 
 LORA: tuple[Phrase, ...] = (

@@ -65,6 +65,9 @@ def _flag(name: str, phrases: Sequence[Phrase]) -> Read:
     """A field that is a flag, or words about it."""
 
     def read(draft: Draft, value: object, where: str) -> None:
+        if isinstance(value, str) and texts.DOUBT.pattern.fullmatch(value.strip().lower()):
+            draft.assume(f"{where.rpartition('.')[2]} is in doubt ({value.strip()}): counted as not stated")
+            return
         first, _, rest = value.partition(",") if isinstance(value, str) else (value, "", "")
         if not isinstance(first, str) or first.strip().lower() in ("true", "false", "on", "off", "yes", "no"):
             draft.state(FIELDS[name][0], as_flag(first, where))
@@ -119,6 +122,11 @@ def _modules(draft: Draft, value: object, where: str) -> None:
         if name not in RECOMPUTE_MODULES:
             raise UnknownWord(where, name)
         draft.facts.setdefault("recomputed modules", []).append(name)
+
+
+def _optimizer(draft: Draft, value: object, where: str) -> None:
+    draft.fact("optimizer stated", True)
+    read_phrases(value, texts.OPTIMIZER, draft, where)
 
 
 def _offload(draft: Draft, value: object, where: str) -> None:
@@ -301,7 +309,7 @@ KEYS: dict[str, Read] = {
     "fp8": _fp8, "fp8_recipe": _fp8, "fp8_format": _fp8, "bf16": _dtype_flag("bf16"), "fp16": _dtype_flag("fp16"),
     **dict.fromkeys(("fp8_param", "fp8_param_gather", "fp8_params"), _as("fp8_param")),
     "accumulate_allreduce_grads_in_fp32": _as("grad_reduce_in_fp32"),
-    "optimizer": _text(texts.OPTIMIZER),
+    "optimizer": _optimizer,
     **dict.fromkeys(("precision_aware", "precision_aware_optimizer", "use_precision_aware_optimizer"),
                     _flag("use_precision_aware_optimizer", texts.OPTIMIZER)),
     **dict.fromkeys(("dist_opt", "distributed_optimizer", "use_distributed_optimizer"),

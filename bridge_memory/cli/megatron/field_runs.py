@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.components import GIB
@@ -66,6 +66,9 @@ def blocks(found: Sequence[Outcome], *, summary: bool = False) -> list[Drawn]:
         rows = totals(found, by, all_predicted=every)
         if rows:
             answer.append(_totals(title, rows))
+    misses = tuple(_misses(found))
+    if misses:
+        answer.append(Bullets("Outside of their targets, and what their rows leave open or no rule models", misses))
     answer.append(Bullets("In all", tuple(_counts(found))))
     for title, status in (("Not compared", "not compared"), ("Rows that are not read", "unread")):
         items = _by_reason([(o, o.reason) for o in found if o.status == status])
@@ -120,6 +123,15 @@ def _counts(found: Sequence[Outcome]) -> list[str]:
     for status in _STATUSES[:3]:
         words.append(f"{sum(o.status == status for o in found)} {names[status]}")
     return words
+
+
+def _misses(found: Sequence[Outcome]) -> Iterator[str]:
+    """A line a row: its figures that miss their targets, and the causes that its words allow."""
+    for name in dict.fromkeys(o.id for o in found if o.within is False):
+        rows = [o for o in found if o.id == name and o.within is False and o.residual is not None]
+        off = ", ".join(f"{o.meaning} {o.residual * 100:+.2f} %" for o in rows if o.residual is not None)
+        causes = dict.fromkeys(cause for o in rows for cause in (*o.unmodelled, *o.left_open))
+        yield f"{name}, {off}: {'; '.join(causes) or 'nothing is left open: a wrong rule'}"
 
 
 def _by_reason(pairs: Sequence[tuple[Outcome, str]]) -> tuple[str, ...]:

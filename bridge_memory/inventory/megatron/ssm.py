@@ -69,11 +69,12 @@ def record_mamba(
         act=ctx.act, ranks=ctx.cp,
     )
     ungated = tape.tensor("scan output before the gate", inner_bytes, grad=False)
-    y = tape.make(
-        "scan output", zxbcdt, inner_bytes, saves=(zxbcdt, ungated), also=(ungated,),
-        workspace=scratch.forward + largest(scratch.states - 2 * inner_bytes, scratch.products),
-        backward_workspace=scratch.backward + inner_bytes,
-    )
+    with tape.checkpoint("scan", (zxbcdt,), enabled=spec.recompute_scan):
+        y = tape.make(
+            "scan output", zxbcdt, inner_bytes, saves=(zxbcdt, ungated), also=(ungated,),
+            workspace=scratch.forward + largest(scratch.states - 2 * inner_bytes, scratch.products),
+            backward_workspace=scratch.backward + inner_bytes,
+        )
     if ctx.batch > 1:
         y = tape.make("scan output, sequence first", y, inner_bytes)
     if ctx.cp > 1:  # reordered, exchanged and concatenated (``MambaContextParallel.post_conv_ssm``)

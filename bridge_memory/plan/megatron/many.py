@@ -56,6 +56,7 @@ from bridge_memory.tapes.batched import (
 from bridge_memory.tapes.chain import Concurrent, EngineBytes
 from bridge_memory.tapes.context import TRACE_CACHE, BlockContext, context_of, settings_of, sizes_of, switches_of
 from bridge_memory.tapes.many import EXACT, RunGrid, Same, TooLarge
+from bridge_memory.workspaces.batch import reads_static_inputs
 from bridge_memory.workspaces.driver import driver_bytes, may_have_driver_buffers
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def stages_follow_pipeline(run: RunSpec) -> bool:
     engine gathers beside layers, by the number of microbatches, where two chunks run at once, and with a teacher."""
     impl = run.implementation
     return (
-        run.data_parallel.engine != "megatron_ddp" or impl.defer_embedding_wgrad_compute
+        run.data_parallel.engine != "megatron_ddp" or impl.defer_embedding_wgrad_compute or reads_static_inputs(run)
         or impl.overlap_moe_expert_parallel_comm or run.teacher is not None
     )
 

@@ -1,10 +1,4 @@
-"""What torch's caching allocator reserves for a run: every storage that the estimate counts is allocated and freed in
-order, on its stream, in a model of the allocator.
-
-Reserved memory is what ``torch.cuda.max_memory_reserved`` reports: the most that the allocator has requested from the
-device. It exceeds the most that is allocated for two reasons, which depend on the order. Streams do not share memory:
-FSDP2 gathers parameters on one stream and reduces gradients on another. And a block that is reused for something
-smaller leaves a remainder: optimizer states are allocated at the end of the first step, where activations were.
+"""FSDP2 and a single GPU under torch's own modules, storage by storage.
 
 FSDP2's own storages by stream (torch 2.13 ``distributed/fsdp/_fully_shard/``):
 

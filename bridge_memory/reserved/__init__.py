@@ -1,0 +1,28 @@
+"""What torch's caching allocator reserves for a run: every storage that the estimate counts is allocated and freed in
+order, on its stream, in a model of the allocator.
+
+Reserved memory is what ``torch.cuda.max_memory_reserved`` reports: the most that the allocator has requested from the
+device. It exceeds the most that is allocated for reasons that depend on the order: streams do not share memory, and a
+block that is reused for something smaller leaves a remainder. Optimizer states are allocated at the end of the first
+step, where activations were.
+"""
+
+from __future__ import annotations
+
+from bridge_memory.reserved import megatron, torch_engines
+from bridge_memory.spec import RunSpec
+from bridge_memory.workspaces.caching_allocator import Reserved
+
+
+def why_not(run: RunSpec) -> str | None:
+    """Why a run cannot be replayed, in one line; None if it can."""
+    return megatron.why_not(run) if run.data_parallel.engine == megatron.ENGINE else torch_engines.why_not(run)
+
+
+def replayed(run: RunSpec, stage: int | None = None, steps: int | None = None) -> Reserved:
+    """Replays the whole model, or a pipeline stage (the one with the highest peak), on the rank with the largest
+    shards. ``steps``: of Megatron's; by default as many as reserved memory needs to settle. Raises SpecError for what
+    the estimate refuses; ``why_not`` says what cannot be replayed."""
+    if run.data_parallel.engine == megatron.ENGINE:
+        return megatron.replayed(run, stage, steps or megatron.STEPS)
+    return torch_engines.replayed(run)

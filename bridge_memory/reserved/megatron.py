@@ -1,0 +1,240 @@
+"""A stage of megatron-core, storage by storage: model and buffers, microbatches in the order of the schedule, steps.
+
+DDP copies the parameters into its flat buffers and frees them (``param_and_grad_buffer.py: _ParamAndGradBuffer``), the
+optimizer's states come one a parameter, and those of Adam at the end of the first step. All is on one stream: NCCL's
+allocate nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from bridge_memory.components import Component, Lifetime, Role
+from bridge_memory.estimation import peaks, stage_parts
+from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, output_block
+from bridge_memory.inventory.layer_links import fully_recomputed, ignores_full_recompute
+from bridge_memory.inventory.stack import chunk_units, named_parameters
+from bridge_memory.inventory.tail import final_norm_name, has_own_output_weight, holds_final_norm
+from bridge_memory.schedule.events import num_warmup, schedule_table
+from bridge_memory.schedule.peak import few_microbatches
+from bridge_memory.spec import LayerSpec, RunSpec
+from bridge_memory.spec.layout import ChunkShape, layout
+from bridge_memory.tapes.allocation_trace import Passes, Storages, tape_of
+from bridge_memory.tapes.context import context_of
+from bridge_memory.workspaces.caching_allocator import CachingAllocator, Reserved, reserved_by
+
+ENGINE = "megatron_ddp"
+#: Training steps that are replayed; after the second, more memory is reserved only by chance.
+STEPS = 3
+COMPUTE = "compute"
+#: An optimizer's state for each parameter is in fp32, or half of it.
+_STATE_WIDTH = 4
+
+#: A backward pass: the storage of the output's gradient -> those of the inputs' gradients.
+Back = Callable[[int | None], dict[int, int]]
+
+
+def why_not(run: RunSpec) -> str | None:
+    impl = run.implementation
+    asked = {
+        "MTP": run.model.mtp_num_layers > 0 and run.model.mtp_layer is not None,
+        "the overlap of expert-parallel exchanges": impl.overlap_moe_expert_parallel_comm,
+        "delayed weight gradients": impl.delay_wgrad_compute or impl.defer_embedding_wgrad_compute,
+        "offloaded activations": bool(impl.cpu_offloading_num_layers or impl.offload_modules),
+        "CUDA graphs": impl.cuda_graph_impl != "none",
+        "a teacher": run.teacher is not None or impl.distillation != "none",
+        "adapters": run.peft.trains_adapters or run.peft.freezes,
+        "outputs that stages keep": run.parallel.pp > 1 and not impl.deallocate_pipeline_outputs,
+        "shards of saved inputs": run.recompute.distribute_saved_activations,
+        "embeddings of every layer": bool(run.model.per_layer_vocab_size),
+    }  # fmt: skip
+    missing = [name for name, given in asked.items() if given]
+    return f"reserved memory with {', '.join(missing)} is not replayed" if missing else None
+
+
+def replayed(run: RunSpec, stage: int | None = None, steps: int = STEPS) -> Reserved:
+    """``stage``: by default the one with the highest peak."""
+    assert why_not(run) is None, why_not(run)
+    if stage is None:
+        stage = max(peaks(run), key=lambda found: found.peak_bytes).stage
+    plain, expandable = CachingAllocator(), CachingAllocator(expandable_segments=True)
+    _Job(run, stage, (plain, expandable)).train(steps)
+    return reserved_by(plain, expandable)
+
+
+class _Job:
+    """A rank of one stage, storage by storage."""
+
+    def __init__(self, run: RunSpec, stage: int, allocators: Sequence[CachingAllocator]) -> None:
+        self.run, self.stage, self.allocators = run, stage, allocators
+        self.storages = Storages(self._report)
+        self.ctx = context_of(run)
+        self.shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
+        self.known: dict[object, Passes] = {}
+        self.chunks = [self._chunk(shape) for shape in self.shapes]
+        #: Elements of every parameter, by whether it is of routed experts.
+        self.numels: dict[bool, list[int]] = {False: [], True: []}
+        for shape in self.shapes:
+            for parameter in named_parameters(chunk_units(run.model, shape, self.ctx)):
+                self.numels[parameter.expert].append(parameter.numel)
+
+    def _report(self, number: int, nbytes: int | None) -> None:
+        for allocator in self.allocators:
+            if nbytes is None:
+                allocator.free(number)
+            else:
+                allocator.allocate(number, nbytes, COMPUTE)
+
+    # ---- the model ----
+
+    def _passes(self, key: object, block: Callable[..., object], *, again: bool = False) -> Passes:
+        if (key, again) not in self.known:
+            self.known[key, again] = Passes(tape_of(self.ctx, block), self.storages, recompute=again)
+        return self.known[key, again]
+
+    def _layer(self, kind: LayerSpec, *, again: bool = False) -> Passes:
+        return self._passes(kind, lambda c: layer_block(kind, c), again=again)
+
+    def _chunk(self, shape: ChunkShape) -> list[Passes | list[Passes]]:
+        """The blocks of a chunk in order; layers that are recomputed together are a list."""
+        model, ctx = self.run.model, self.ctx
+        out: list[Passes | list[Passes]] = []
+        if shape.embedding:
+            out.append(self._passes("embedding", lambda c: embedding_block(model, c)))
+        kinds = [kind for kind, count in shape.layers for _ in range(count)]
+        again, size = fully_recomputed(len(kinds), ctx, ignored=ignores_full_recompute(model, ctx))
+        for at in range(0, again, size):
+            group = kinds[at : min(at + size, again)]
+            out.append(self._layer(group[0], again=True) if len(group) == 1 else [self._layer(k) for k in group])
+        out += [self._layer(kind) for kind in kinds[again:]]
+        if holds_final_norm(model, shape, ctx):
+            out.append(self._passes("final norm", lambda c: final_norm_block(final_norm_name(model), c)))
+        if shape.output:
+            own = has_own_output_weight(model, shape)
+            out.append(self._passes(
+                "loss", lambda c: output_block(model.output_bias, own, c, softcapped=model.softcapped_logits)
+            ))
+        return out
+
+    def _forward(self, chunk: int, x: int | None) -> tuple[int | None, list[Back]]:
+        """Run a chunk; the caller keeps its reference to the input ``x`` and gets one to the output."""
+        back: list[Back] = []
+        inside = x
+        for block in self.chunks[chunk]:
+            out, its_back = self._group(block, inside) if isinstance(block, list) else block.forward(inside)
+            back.append(its_back)
+            if inside is not None and inside is not x:
+                self.storages.drop(inside)
+            inside = out
+        return inside, back
+
+    def _group(self, blocks: list[Passes], x: int | None) -> tuple[int, Back]:
+        """Layers recomputed together: only their input is kept. Backward runs all of them forward, saving, first."""
+        assert x is not None
+        self.storages.hold(x)
+        inside = self.storages.hold(x)
+        for block in blocks:
+            out = block.forward_alone(inside)
+            self.storages.drop(inside)
+            inside = out
+
+        def back(gradient: int | None) -> dict[int, int]:
+            found, at = [], self.storages.hold(x)
+            for block in blocks:
+                out, its_back = block.forward(at)
+                found.append(its_back)
+                self.storages.drop(at)
+                at = out
+            grads: dict[int, int] = {}
+            for its_back in reversed(found):
+                grads = its_back(gradient)
+                gradient = grads.get(0)
+            self.storages.drop(at)
+            self.storages.drop(x)
+            return grads
+
+        return inside, back
+
+    # ---- training ----
+
+    def train(self, steps: int) -> None:
+        parts = stage_parts(self.run, self.stage)
+        made = [c for c in parts.persistent if c.lifetime is Lifetime.MODEL]
+        built = {experts: self._built(made, experts=experts) for experts in (False, True)}
+        for experts, parameters in built.items():
+            for component in made:
+                if component.experts is experts and component.role in (Role.WEIGHTS, Role.GRADIENTS):
+                    self.storages.make(component.bytes)
+            self.storages.drop_all(parameters)
+        for component in made:
+            if component.role not in (Role.WEIGHTS, Role.GRADIENTS):
+                self._each(component)
+        for component in parts.persistent:
+            if component.lifetime is Lifetime.FIRST_PASS:
+                self.storages.make(component.bytes)
+        between: list[int] = []
+        for step in range(steps):
+            batch = self.storages.make(parts.batch)
+            self.storages.drop_all(between)
+            self._microbatches(parts.hidden_state)
+            self.storages.drop(batch)
+            if not step:
+                for component in parts.persistent:
+                    if component.lifetime not in (Lifetime.MODEL, Lifetime.FIRST_PASS):
+                        self._each(component)
+            self.storages.drop(self.storages.make(parts.in_step))
+            between = [self.storages.make(c.bytes) for c in parts.between_steps]
+
+    def _built(self, made: Sequence[Component], *, experts: bool) -> list[int]:
+        """The parameters as modules build them, before DDP's buffers."""
+        held = sum(c.bytes for c in made if c.role is Role.WEIGHTS and c.experts is experts)
+        width = held // max(1, sum(self.numels[experts]))
+        return [self.storages.make(numel * width) for numel in self.numels[experts]]
+
+    def _each(self, component: Component) -> None:
+        """A component parameter by parameter: a rank's shard of a flat buffer is of whole parameters but for two."""
+        left = component.bytes
+        if component.role is not Role.OPTIMIZER:
+            self.storages.make(left)
+            return
+        for numel in self.numels[component.experts]:
+            part = min(left, numel * _STATE_WIDTH)
+            if part:
+                self.storages.make(part)
+            left -= part
+        self.storages.make(left)
+
+    def _microbatches(self, hidden: int) -> None:
+        """The passes of a step. A chunk's input is held to the end of its backward, and the gradient of its output."""
+        waiting: dict[tuple[int, int], tuple[int | None, list[Back]]] = {}
+        for forward, microbatch, chunk in self._order():
+            shape = self.shapes[chunk]
+            if forward:
+                x = None if shape.embedding else self.storages.make(hidden)
+                out, back = self._forward(chunk, x)
+                if out is not None and out is not x:  # sent and freed, but where it is saved
+                    self.storages.drop(out)
+                waiting[microbatch, chunk] = x, back
+                continue
+            x, back = waiting.pop((microbatch, chunk))
+            gradient = None if shape.output else self.storages.make(hidden)
+            held = None if gradient is None else self.storages.hold(gradient)
+            while back:
+                gradient = back.pop()(gradient).get(0)
+            for number in (gradient, held, x):
+                if number is not None:
+                    self.storages.drop(number)
+
+    def _order(self) -> Iterator[tuple[bool, int, int]]:
+        """(forward, microbatch, chunk) of every pass of this rank, of as many microbatches as there are moments."""
+        p, v = self.run.parallel, len(self.shapes)
+        group = p.microbatch_group_size_per_vp_stage or p.pp
+        number = few_microbatches(p.pp, self.run.num_microbatches, v, group)
+        table = schedule_table(number, v, group)
+        first = num_warmup(p.pp, self.stage, number, v, group)
+        backward = [(microbatch, v - 1 - chunk) for microbatch, chunk in table]
+        for place in range(len(table) + first):
+            if place < len(table):
+                yield True, *table[place]
+            if place >= first:
+                yield False, *backward[place - first]
