@@ -41,6 +41,7 @@ def run_of(mode: str = "none", option: str = "op", **fields: Any) -> RunSpec:
         batch=fields.pop("batch", None) or BatchSpec(seq_length=128, micro_batch_size=2),
         precision=PrecisionSpec(params_dtype="bf16"),
         implementation=ImplementationSpec(transformer_impl="torchtitan"),
+        data_parallel=DataParallelSpec(engine="fsdp2"),
         transformers=TransformersSpec(attention_mask="none", **given, **fields),
     )
 
@@ -53,7 +54,10 @@ def run_of(mode: str = "none", option: str = "op", **fields: Any) -> RunSpec:
 def test_layers_and_checkpoints(mode: str, option: str, vocab_size: int) -> None:
     """What is kept exactly but for a table."""
     config = {"vocab_size": vocab_size}
-    run = run_of(mode, option, config=config)
+    # Gradients are added to those of an earlier microbatch.
+    batch = BatchSpec(seq_length=128, micro_batch_size=2, global_batch_size=4)
+    run = run_of(mode, option, config=config, batch=batch)
+    run = run.with_(data_parallel=DataParallelSpec(engine="single"))
     ((shape,),) = layout(run.model, run.parallel).shapes(run.model)
     ours, real = chunk_inventory(run.model, shape, context_of(run)), measure({**CONFIG, **config}, 2, 128, mode, option)
     # The rotary table is a buffer of the model there.
@@ -69,7 +73,6 @@ def test_a_compiled_layer(groups: int) -> None:
     """Beside a counter of the kernel's."""
     config = {**CONFIG, "num_key_value_heads": groups}
     run = run_of(torch_compile=True, config={"num_key_value_heads": groups}, batch=BatchSpec(seq_length=512))
-    run = run.with_(data_parallel=DataParallelSpec(engine="single"))
     kept = kept_by_layer(config, 1, 512)
     ours = layer_block(run.model.layers[0], context_of(run)).cost.retained
     assert abs(ours - sum(kept.values())) <= 24, kept

@@ -20,6 +20,7 @@ from bridge_memory.rehearsal.torch.jobs import world
 from bridge_memory.rehearsal.torch.reserved import Follower
 from bridge_memory.rehearsal.tracker import Tracker
 from bridge_memory.rehearsal.uncomputed import Uncomputed
+from bridge_memory.spec import DataParallelSpec
 from bridge_memory.workspaces.caching_allocator import Reserved
 
 #: What torchtitan's packages import beside the modules that are wanted.
@@ -179,7 +180,7 @@ def reserved(config: dict[str, Any], batch: int, seq: int, ranks: int, mode: str
     """What torch's allocator reserves in so many steps under FSDP2: fp32 shards, bf16, gradients reduced in fp32, fused
     AdamW; the embedding, every layer and the end of the model are units (``parallelize.py: apply_fsdp``)."""
     model = _built(config, seq, mode, "op", torch.float32)
-    run = SimpleNamespace(parallel=SimpleNamespace(world_size=ranks), data_parallel=SimpleNamespace(engine="fsdp2"))
+    run = SimpleNamespace(parallel=SimpleNamespace(world_size=ranks), data_parallel=DataParallelSpec(engine="fsdp2"))
     given = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
     with world(run), _fused_norms(), Uncomputed():  # type: ignore[arg-type]
         mesh = init_device_mesh("cpu", (ranks,))
