@@ -19,6 +19,8 @@ class Constants(NamedTuple):
     gemm_blackwell: float = 0.6
     #: What eight-bit products reach of that share of their own peak rate, casts included.
     gemm_fp8: float = 0.8
+    #: The same of four-bit products, Hadamard transforms included.
+    gemm_fp4: float = 0.5
     #: A product whose sums have n terms reaches n / (n + this) of it: a tile's beginning and end cost as much as these.
     gemm_half_inner: float = 200.0
     #: Fused attention reaches this of that share.
@@ -34,6 +36,8 @@ class Constants(NamedTuple):
     nvlink_latency: float = 2e-5
     #: Share of tensor parallelism's collectives that ``tp_comm_overlap`` does not hide.
     tensor_parallel_exposed: float = 0.4
+    #: Share of the exchanges with experts that ``overlap_moe_expert_parallel_comm`` does not hide.
+    expert_parallel_exposed: float = 0.4
     #: Share of the network's bandwidth, and seconds of one collective or message.
     network: float = 0.6
     network_latency: float = 5e-5
@@ -65,6 +69,7 @@ DEFAULT = Constants(
     gemm_hopper=0.822,
     gemm_blackwell=0.552,
     gemm_fp8=0.926,
+    gemm_fp4=0.5,
     gemm_half_inner=210,
     attention=0.606,
     memory=0.74,
@@ -73,6 +78,7 @@ DEFAULT = Constants(
     nvlink=0.392,
     nvlink_latency=2.23e-05,
     tensor_parallel_exposed=0.389,
+    expert_parallel_exposed=0.4,
     network=0.912,
     network_latency=4.23e-05,
 )

@@ -33,4 +33,7 @@ class Kernels(NamedTuple):
 def kernels_of(run: RunSpec) -> Kernels:
     """Those that the run's fields mean."""
     impl = run.implementation
-    return Kernels(fused_norm=impl.te, unfused_attention=impl.attention_kernel == "unfused")
+    return Kernels(
+        fused_norm=impl.te, unfused_attention=impl.attention_kernel == "unfused",
+        tensor_parallel_overlap=impl.tp_comm_overlap,
+    )

@@ -8,11 +8,14 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from bridge_memory.engines.megatron_ddp import BUCKET_MINIMUM, BUCKET_PER_RANK
-from bridge_memory.engines.optimizer_states import gradient_width
+from bridge_memory.engines.optimizer_states import gradient_width, optimizer_states
+from bridge_memory.engines.peft import adapter_units
 from bridge_memory.inventory.layer_links import ignores_full_recompute, recomputed_layers
 from bridge_memory.inventory.stack import chunk_units
-from bridge_memory.spec import LayerSpec, MLASpec, MoESpec, RunSpec
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, MoESpec, RunSpec
+from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
+from bridge_memory.spec.model import FeedForward, Mixer
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.kernels import Kernels, kernels_of
@@ -33,9 +36,6 @@ T = TypeVar("T")
 
 #: Attention backward runs five products where forward runs two (FlashAttention, section 3: it makes the scores anew).
 _ATTENTION_BACKWARD = 2.5
-#: Bytes of optimizer state and parameters that Adam's kernel reads and writes an element of its shard, fp32 states:
-#: gradient in; main parameter and two moments in and out; the parameter out.
-_ADAM_BYTES = 4 + 2 * 3 * 4 + 2
 #: Of a reduction or gather that overlaps, what stays to be seen: assumed, a bucket in twenty, the first or last one.
 LEAST_EXPOSED = 0.05
 #: Rows and columns of a result that one processor makes at a time: cuBLAS's most efficient tile, upright or lying.
@@ -104,11 +104,14 @@ class _Rates:
 
     def __init__(self, run: RunSpec, hardware: Hardware, c: Constants) -> None:
         self.c, self.hardware = c, hardware
-        eight = run.precision.quantizes and hardware.fp8_flops
         share = c.gemm(hardware.generation)
-        self.flops = hardware.flops * share
-        self.quantized = hardware.fp8_flops * share * c.gemm_fp8 if eight else self.flops
-        self.attention = hardware.flops * share * c.attention
+        self.flops = self.quantized = hardware.flops * share
+        if run.precision.fp4 is not None and hardware.fp4_flops:
+            self.quantized = hardware.fp4_flops * share * c.gemm_fp4
+        elif run.precision.quantizes and hardware.fp8_flops:
+            self.quantized = hardware.fp8_flops * share * c.gemm_fp8
+        in_fp8 = run.precision.fp8_dot_product_attention and hardware.fp8_flops
+        self.attention = (hardware.fp8_flops if in_fp8 else hardware.flops) * share * c.attention
         self.memory = hardware.memory * c.memory
         self.nvlink = hardware.nvlink * c.nvlink
         self.network = hardware.network * c.network
@@ -117,9 +120,10 @@ class _Rates:
         """Seconds of [rows, inner] by [inner, columns]."""
         return self._product(p, p.rows, p.columns, p.inner)
 
-    def gradients(self, p: Product) -> Any:
-        """Seconds of the products that give the gradients of its input and of its weight."""
-        return self._product(p, p.rows, p.inner, p.columns) + self._product(p, p.columns, p.inner, p.rows)
+    def gradients(self, p: Product, *, frozen: bool = False) -> Any:
+        """Seconds of the products that give the gradients of its input and, unless ``frozen``, of its weight."""
+        of_input = self._product(p, p.rows, p.inner, p.columns)
+        return of_input if frozen else of_input + self._product(p, p.columns, p.inner, p.rows)
 
     def _product(self, p: Product, rows: Any, columns: Any, inner: Any) -> Any:
         """A processor works on one tile of the result at a time, so that the last of several rounds may leave some idle
@@ -180,16 +184,22 @@ def step_time(
     return Step(run, hardware, constants, kernels).time()
 
 
+def optimizer_traffic(run: RunSpec) -> float:
+    """Bytes that the optimizer's kernels read and write an element of a shard: the gradient in, of the main gradients'
+    width; main parameter and states in and out; the parameter out."""
+    o = run.optimizer
+    gradient = DTYPE_BYTES[o.main_grads_dtype] if o.use_precision_aware_optimizer else 4
+    return gradient + 2 * sum(state.width for state in optimizer_states(run)) + DTYPE_BYTES[run.precision.params_dtype]
+
+
 def not_timed(run: RunSpec) -> tuple[str, ...]:
     """What of ``run`` moves its step time and is not in the model, by the names of its fields."""
     impl = run.implementation
     asked = {
         "engine": run.data_parallel.engine != "megatron_ddp", "transformer_impl": impl.torch_layers,
-        "peft": run.peft.freezes,
+        "peft.use_dora": run.peft.use_dora,
         "optimizer_cpu_offload": run.optimizer.optimizer_cpu_offload, "offload_modules": bool(impl.offload_modules),
         "cpu_offloading_num_layers": bool(impl.cpu_offloading_num_layers),
-        "cuda_graph_impl": impl.cuda_graph_impl != "none",
-        "overlap_moe_expert_parallel_comm": impl.overlap_moe_expert_parallel_comm,
     }  # fmt: skip
     return tuple(name for name, is_asked in asked.items() if is_asked)
 
@@ -260,7 +270,7 @@ class Step:
             sends = m * largest(0.0, p.vpp * hop - total)
         data_parallel = largest(*[self._data_parallel(shapes, of) for shapes, of in stages.items()])
         own = largest(*[self._own_elements(shapes) for shapes in stages])
-        optimizer = own * _ADAM_BYTES / passes.rates.memory
+        optimizer = own * optimizer_traffic(run) / passes.rates.memory
         return StepTime(Parts(*parts), recomputation, bubble, sends, data_parallel, optimizer)
 
     def seconds_of(self, stage: Sequence[ChunkShape]) -> float:
@@ -376,7 +386,8 @@ class Passes:
             dense: Any = 0
             experts: Any = 0
             for shape, chunks in Counter(stage).items():
-                for unit in chunk_units(self.run.model, shape, self.ctx):
+                units = chunk_units(self.run.model, shape, self.ctx)
+                for unit in adapter_units(self.run, units) if self.run.peft.freezes else units:
                     (of_dense,), (of_experts,) = unit.parameters.sums(((elements, 0),))
                     times = chunks * unit.times
                     dense, experts = dense + times * of_dense, experts + times * of_experts
@@ -385,30 +396,35 @@ class Passes:
 
     # ---- one chunk ----
 
-    def _half(self, work: Work) -> tuple[Parts, Parts]:
+    def _half(self, work: Work, modules: frozenset[str] = frozenset()) -> tuple[Parts, Parts]:
+        """``modules``: names of CUDA graphs any of which launches it."""
         found = self._halves.get(id(work))
         if found is None:
-            found = self._halves[id(work)] = work, (self._forward(work), self._backward(work))
+            host = self._host(modules) if work.products else 0.0
+            found = self._halves[id(work)] = work, (self._forward(work, host), self._backward(work, host))
         return found[1]
 
-    def _forward(self, w: Work) -> Parts:
+    def _forward(self, w: Work, host: float) -> Parts:
         r = self.rates
         attention = self._slower * w.attention / r.attention
         return Parts(
-            added(map(r.product, w.products)), attention, w.traffic / r.memory, *self._sends(w, attention, 1),
-            self._host() / 2 if w.products else 0.0,
+            added(map(r.product, w.products)), attention, w.traffic / r.memory, *self._sends(w, attention, 1), host / 2
         )
 
-    def _backward(self, w: Work) -> Parts:
-        r = self.rates
+    def _backward(self, w: Work, host: float) -> Parts:
+        r, frozen = self.rates, self.run.peft.freezes
         attention = self._slower * _ATTENTION_BACKWARD * w.attention / r.attention
-        traffic = 2 * w.traffic + self._accumulated(w)
-        return Parts(
-            added(map(r.gradients, w.products)), attention, traffic / r.memory, *self._sends(w, attention, 2),
-            self._host() if w.products else 0.0,
-        )
+        traffic = 2 * w.traffic + (0.0 if frozen else self._accumulated(w))
+        products = added(r.gradients(p, frozen=frozen) for p in w.products)
+        return Parts(products, attention, traffic / r.memory, *self._sends(w, attention, 2), host)
 
-    def _host(self) -> float:
+    def _host(self, modules: frozenset[str] = frozenset()) -> float:
+        """Host time of a half of a layer; a graph is launched as one, so that there is next to none."""
+        impl = self.run.implementation
+        if impl.cuda_graph_impl == "full_iteration":
+            return 0.0
+        if impl.cuda_graph_impl != "none" and (not impl.cuda_graph_modules or modules & {*impl.cuda_graph_modules}):
+            return 0.0
         return self.c.layer_blocking if self.kernels.blocking_launches else self.c.layer
 
     def _accumulated(self, w: Work) -> Any:
@@ -425,7 +441,10 @@ class Passes:
         tensor = self.rates.gathered(w.tensor_parallel * (p.tp - 1) / p.tp, w.tensor_collectives, p.tp)
         if self.kernels.tensor_parallel_overlap:
             tensor *= self.c.tensor_parallel_exposed
-        return tensor, self.rates.experts(w, p.ep, p.etp), self._context(w, attention, passed)
+        experts = self.rates.experts(w, p.ep, p.etp)
+        if self.run.implementation.overlap_moe_expert_parallel_comm:
+            experts *= self.c.expert_parallel_exposed
+        return tensor, experts, self._context(w, attention, passed)
 
     def _context(self, w: Work, attention: Any, passed: int) -> Any:
         """Context parallelism's communication that nothing hides (Transformer Engine's ``context_parallel.py``)."""
@@ -451,7 +470,8 @@ class Passes:
 
     def _of_layer(self, layer: LayerSpec, recomputed: Any) -> _Pass:
         mixer, ffn = self._once(layer, lambda: layer_work(layer, self.run, self.ctx, self.kernels))
-        (mixer_forward, mixer_backward), (ffn_forward, ffn_backward) = self._half(mixer), self._half(ffn)
+        mixer_forward, mixer_backward = self._half(mixer, _graphs_of(layer.mixer))
+        ffn_forward, ffn_backward = self._half(ffn, _graphs_of(layer.ffn))
         forward, backward = mixer_forward.plus(ffn_forward), mixer_backward.plus(ffn_backward)
         recomputation = self._recomputation(layer, mixer_forward, ffn_forward)
         recomputation = Parts(*[chosen(recomputed, a, b) for a, b in zip(forward, recomputation, strict=True)])
@@ -521,6 +541,15 @@ class Passes:
         if losses:
             add(_Pass(*self._half(self._once("output", lambda: output_work(model, ctx))), 0.0), losses)
         return _Pass(forward, backward, recomputation)
+
+
+def _graphs_of(half: Mixer | FeedForward | None) -> frozenset[str]:
+    """CUDA graphs that launch all of a half of a layer; that of ``moe_router`` leaves the experts to the host."""
+    if isinstance(half, MoESpec):
+        return frozenset({"moe"})
+    if isinstance(half, MLPSpec):
+        return frozenset({"mlp"})
+    return frozenset({"attn"}) if isinstance(half, AttentionSpec | MLASpec) else frozenset({"mamba"})
 
 
 def _up_projections(mixer: MLASpec, ctx: BlockContext) -> tuple[Product, ...]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.spec import (
     AttentionSpec,
+    ImplementationSpec,
     LayerSpec,
     MLASpec,
     MLPSpec,
@@ -106,7 +107,9 @@ def model_flops(run: RunSpec) -> float:
     """Floating-point operations of one step as frameworks count them (Megatron-LM's ``num_floating_point_operations``):
     forward and twice as much backward, whatever is recomputed, and causal attention by half. The batch is given, and
     MTP not counted."""
-    alone = replace(run, parallel=ParallelSpec(world_size=1), recompute=RecomputeSpec())
+    alone = replace(
+        run, parallel=ParallelSpec(world_size=1), recompute=RecomputeSpec(), implementation=ImplementationSpec()
+    )
     ctx, kernels = context_of(alone), Kernels()
     work = [half for layer in run.model.layers for half in layer_work(layer, alone, ctx, kernels)]
     forward = sum(sum(p.flops for p in w.products) + w.attention for w in [*work, output_work(run.model, ctx)])
