@@ -1,7 +1,7 @@
 """Fits the constants of the time model to measured layouts, and predicts groups that were left out of the fit.
 
-What is minimised: the squared spread of log(predicted / measured) inside of a group, a tenth of its squared bias, and
-a weak pull to ``STARTING_POINT``, so that what the data does not determine stays put. The search goes constant by
+What is minimised: the squared spread of log(predicted / measured) inside of a group and three tenths of its squared bias, of
+a single layout its squared bias, and a weak pull to ``STARTING_POINT``, so that what the data does not determine stays put. The search goes constant by
 constant and needs nothing but Python.
 """
 
@@ -18,7 +18,7 @@ from bridge_memory.speed.constants import FITTED_ON, STARTING_POINT, Constants
 from bridge_memory.speed.megatron.step_time import Step
 
 #: Shares of a peak rate, and the most that one can be.
-SHARES, MOST = ("network", "nvlink", "memory", "attention"), 0.95
+SHARES, MOST = ("network", "network_exchange", "efa_exchange", "nvlink", "nvlink_sharp", "memory", "attention"), 0.92
 #: Bound of a logarithmic error: a larger one (a faulty node, a misread run) counts as this.
 WORST = 0.5
 #: Sweeps over all constants after which the loss hardly moves.
@@ -42,8 +42,10 @@ class Fit:
             errors = [log(step.at(constants).seconds / (row.seconds or 1.0)) for row, step in members]
             middle = median(errors)
             spread = fmean(min(abs(e - middle), WORST) ** 2 for e in errors)
-            weight = sqrt(len(members)) if len(members) > 1 else 0.3
-            total += weight * (spread + 0.1 * min(middle * middle, 0.3))
+            if len(members) > 1:
+                total += sqrt(len(members)) * (spread + 0.3 * min(middle * middle, 0.3))
+            else:  # nothing but its bias
+                total += 0.3 * min(abs(middle), WORST) ** 2
         return total + 0.02 * sum(log(x / y) ** 2 for x, y in zip(constants, STARTING_POINT, strict=True))
 
     def best(self, rounds: int = ROUNDS, log: Callable[[str], None] = lambda text: None) -> Constants:

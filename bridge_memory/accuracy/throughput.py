@@ -203,6 +203,8 @@ def _run(row: Mapping[str, Any]) -> tuple[RunSpec, Kernels]:
         grad_reduce_in_fp32=_rebalanced(row) or not any(name in framework for name in ("AA-Scaling", "DeepSpeed")),
     )  # fmt: skip
     core, precision = _core(framework), _precision(row)
+    if isinstance(row.get("config"), str):
+        fields = _exported(str(row["config"]))
     if settings.core is not None:  # a recipe says how it differs from a RunSpec's defaults, and no more
         core, precision, data_parallel = settings.core, PrecisionSpec(), DataParallelSpec()
         implementation = ImplementationSpec(gpu_arch=implementation.gpu_arch)
@@ -216,7 +218,17 @@ def _run(row: Mapping[str, Any]) -> tuple[RunSpec, Kernels]:
     untimed = not_timed(run)
     if untimed:
         raise SpecError(f"{' and '.join(untimed)}: no time is modelled")
-    return run, kernels._replace(tensor_parallel_overlap=run.implementation.tp_comm_overlap)
+    overlap, efa = run.implementation.tp_comm_overlap, "EFA" in str(row.get("network"))
+    config = row.get("config")
+    grouped = isinstance(config, Mapping) and str(config.get("moe_experts_impl")).startswith("torch_grouped")
+    return run, kernels._replace(tensor_parallel_overlap=overlap, efa=efa, grouped_experts=grouped)
+
+
+def _exported(script: str) -> dict[str, Any]:
+    """What MLPerf's shell scripts export, where a run has a field for it."""
+    said = dict(re.findall(r"^export (\w+)=\"?(\w+)", script, re.MULTILINE))
+    names = {"TP_COMM_OVERLAP": "tp_comm_overlap", "FP8_PARAM_GATHER": "fp8_param"}
+    return {field: said[name].lower() in ("true", "1") for name, field in names.items() if name in said}
 
 
 #: Fields of how layers are dealt to stages.

@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score and print. Returns 0; 1 for described runs of which half cannot be read."""
-    from bridge_memory.accuracy.corpus import is_of_speed, read_corpus
+    """Score and print. Returns 0; 1 for a file of which half cannot be read."""
+    from bridge_memory.accuracy.corpus import exit_code, is_of_speed, read_corpus
     from bridge_memory.accuracy.described.outcomes import is_described
     from bridge_memory.accuracy.torch.records import is_of_torch
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
             print_blocks([_scatter(rows)])
         _print(ranked, folds, fits, unread, len(rows))
-    return 0
+    return exit_code(sum(unread.values()), len(read))
 
 
 def _said(text: str) -> None:

@@ -40,6 +40,8 @@ class Hardware(NamedTuple):
     host_memory: float
     #: Streaming multiprocessors (AMD: compute units), each of which works on one tile of a product at a time.
     processors: int
+    #: Blackwell Ultra: B300 and GB300, of compute capability 10.3.
+    ultra: bool = False
 
 
 def _hardware(gpu: Gpu, r: Rates) -> Hardware:
@@ -47,6 +49,7 @@ def _hardware(gpu: Gpu, r: Rates) -> Hardware:
     return Hardware(
         gpu.name, gpu.generation, r.bf16 * _TERA, r.fp8 * _TERA, r.fp4 * _TERA, r.fp32 * _TERA, r.memory * _GIGA, r.link * _GIGA,
         r.domain, r.network * _GIGA, r.host_link * _GIGA, r.host_memory * _GIGA, gpu.multiprocessors,
+        gpu.capability == (10, 3),
     )  # fmt: skip
 
 

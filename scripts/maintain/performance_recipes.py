@@ -33,8 +33,9 @@ from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.readers.presets.common_names import preset_called
 
 RECIPES = ROOT / "bridge_memory" / "accuracy" / "recipes.json"
-#: Tables that the packaged recipes are of, with the revision of pages, and tables whose own are not at hand.
-RELEASES, NEAR = ["26.06.01", "26.06", "067f987df"], ["26.04.01", "26.04", "26.02.01", "26.02"]
+#: Tables that the packaged recipes are of, with the revision of pages, and tables whose own are not at hand. Of tables
+#: of 2025 the reader takes dense models' alone, since the dispatchers were others.
+RELEASES, NEAR = ["26.06.01", "26.06", "067f987df"], ["26.04.01", "26.04", "26.02.01", "26.02", "25.11", "25.09"]
 NAME = re.compile(
     r"(?P<model>.+?)_(?P<task>pretrain|sft|peft)_(?P<gpus>\d+)gpu_(?P<gpu>[a-z]+\d+)_"
     r"(?P<precision>bf16|fp8cs|fp8mx|nvfp4)_config$"

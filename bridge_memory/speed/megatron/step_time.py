@@ -12,10 +12,9 @@ from bridge_memory.engines.optimizer_states import gradient_width, optimizer_sta
 from bridge_memory.engines.peft import adapter_units
 from bridge_memory.inventory.layer_links import ignores_full_recompute, recomputed_layers
 from bridge_memory.inventory.stack import chunk_units
-from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, MoESpec, RunSpec
+from bridge_memory.spec import LayerSpec, MLASpec, MoESpec, RunSpec
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
-from bridge_memory.spec.model import FeedForward, Mixer
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.kernels import Kernels, kernels_of
@@ -102,19 +101,29 @@ class StepTime(NamedTuple):
 class _Rates:
     """What this run reaches of the hardware."""
 
-    def __init__(self, run: RunSpec, hardware: Hardware, c: Constants) -> None:
+    def __init__(
+        self, run: RunSpec, ctx: BlockContext, hardware: Hardware, c: Constants, kernels: Kernels
+    ) -> None:
         self.c, self.hardware = c, hardware
-        share = c.gemm(hardware.generation)
+        precision, later = run.precision, hardware.generation == "blackwell"
+        share = c.gemm(hardware.generation, ultra=hardware.ultra)
         self.flops = self.quantized = hardware.flops * share
-        if run.precision.fp4 is not None and hardware.fp4_flops:
+        if precision.fp4 is not None and hardware.fp4_flops:
             self.quantized = hardware.fp4_flops * share * c.gemm_fp4
-        elif run.precision.quantizes and hardware.fp8_flops:
-            self.quantized = hardware.fp8_flops * share * c.gemm_fp8
-        in_fp8 = run.precision.fp8_dot_product_attention and hardware.fp8_flops
+        elif precision.quantizes and hardware.fp8_flops:
+            scaled = c.block_scaled if precision.fp8_recipe == "mxfp8" else 1.0
+            self.quantized = hardware.fp8_flops * share * (c.gemm_fp8_blackwell if later else c.gemm_fp8) * scaled
+        in_fp8 = ctx.fp8_attention and hardware.fp8_flops
         self.attention = (hardware.fp8_flops if in_fp8 else hardware.flops) * share * c.attention
+        self.scan = hardware.flops * c.scan
         self.memory = hardware.memory * c.memory
-        self.nvlink = hardware.nvlink * c.nvlink
+        self.nvlink = hardware.nvlink * (c.nvlink_sharp if later or hardware.generation == "hopper" else c.nvlink)
         self.network = hardware.network * c.network
+        self.network_exchange = hardware.network * (c.efa_exchange if kernels.efa else c.network_exchange)
+        self.exchange_latency = c.network_latency
+        if kernels.efa:
+            deepep = run.implementation.moe_token_dispatcher_type == "flex"
+            self.exchange_latency = c.efa_latency_deepep if deepep else c.efa_latency
 
     def product(self, p: Product) -> Any:
         """Seconds of [rows, inner] by [inner, columns]."""
@@ -172,8 +181,8 @@ class _Rates:
             inside = w.expert_parallel * nodes * (near - 1) / largest(1, ranks - 1)
         else:
             inside = w.expert_parallel * (near - 1) / largest(1, ranks - 1)
-        latency = chosen(near < ranks, c.network_latency, c.nvlink_latency)
-        seconds = largest(far / self.network, inside / self.nvlink) + w.expert_exchanges * latency
+        latency = chosen(near < ranks, self.exchange_latency, c.nvlink_latency)
+        seconds = largest(far / self.network_exchange, inside / self.nvlink) + w.expert_exchanges * latency
         return chosen(w.expert_parallel > 0, seconds, 0.0)
 
 
@@ -349,7 +358,7 @@ class Passes:
         kernels = kernels or kernels_of(run)
         self.run, self.ctx, self.c, self.kernels = run, ctx, c, kernels
         self.hardware = hardware
-        self.rates = _Rates(run, hardware, c)
+        self.rates = _Rates(run, ctx, hardware, c, kernels)
         self.ignored = ignores_full_recompute(run.model, self.ctx)
         #: FlashAttention 1 reaches about half of what its successor does (Dao 2023, figure 4).
         self._slower = 2.0 if kernels.first_flash_attention else 1.0
@@ -361,7 +370,7 @@ class Passes:
 
     def at(self, c: Constants) -> None:
         """Take other constants; the work is not counted again."""
-        self.c, self.rates = c, _Rates(self.run, self.hardware, c)
+        self.c, self.rates = c, _Rates(self.run, self.ctx, self.hardware, c, self.kernels)
         self._halves.clear()
         self._layers.clear()
         self._chunks.clear()
@@ -396,36 +405,37 @@ class Passes:
 
     # ---- one chunk ----
 
-    def _half(self, work: Work, modules: frozenset[str] = frozenset()) -> tuple[Parts, Parts]:
-        """``modules``: names of CUDA graphs any of which launches it."""
+    def _half(self, work: Work) -> tuple[Parts, Parts]:
         found = self._halves.get(id(work))
         if found is None:
-            host = self._host(modules) if work.products else 0.0
-            found = self._halves[id(work)] = work, (self._forward(work, host), self._backward(work, host))
+            found = self._halves[id(work)] = work, (self._forward(work), self._backward(work))
         return found[1]
 
-    def _forward(self, w: Work, host: float) -> Parts:
+    def _forward(self, w: Work) -> Parts:
         r = self.rates
         attention = self._slower * w.attention / r.attention
-        return Parts(
-            added(map(r.product, w.products)), attention, w.traffic / r.memory, *self._sends(w, attention, 1), host / 2
-        )
+        return self._launched(w, 1, Parts(
+            added(map(r.product, w.products)), attention + w.scan / r.scan, w.traffic / r.memory, *self._sends(w, attention, 1),
+        ))  # fmt: skip
 
-    def _backward(self, w: Work, host: float) -> Parts:
+    def _backward(self, w: Work) -> Parts:
         r, frozen = self.rates, self.run.peft.freezes
         attention = self._slower * _ATTENTION_BACKWARD * w.attention / r.attention
         traffic = 2 * w.traffic + (0.0 if frozen else self._accumulated(w))
         products = added(r.gradients(p, frozen=frozen) for p in w.products)
-        return Parts(products, attention, traffic / r.memory, *self._sends(w, attention, 2), host)
+        attended = attention + _ATTENTION_BACKWARD * w.scan / r.scan
+        return self._launched(w, 2, Parts(products, attended, traffic / r.memory, *self._sends(w, attention, 2)))
 
-    def _host(self, modules: frozenset[str] = frozenset()) -> float:
-        """Host time of a half of a layer; a graph is launched as one, so that there is next to none."""
-        impl = self.run.implementation
-        if impl.cuda_graph_impl == "full_iteration":
-            return 0.0
-        if impl.cuda_graph_impl != "none" and (not impl.cuda_graph_modules or modules & {*impl.cuda_graph_modules}):
-            return 0.0
-        return self.c.layer_blocking if self.kernels.blocking_launches else self.c.layer
+    def _launched(self, w: Work, passed: int, kernels: Parts) -> Parts:
+        """``kernels`` with the host's time that they do not hide: a fixed part, and what launching takes longer than
+        they run. ``passed``: 1 forward; backward launches twice as many."""
+        if not w.products:
+            return kernels
+        if self.kernels.blocking_launches:
+            return kernels._replace(host=passed * self.c.layer_blocking / 2)
+        launching = w.launches * self.c.launch + w.expert_launches * self.c.launch_expert
+        late = largest(0.0, passed * launching - kernels.total)
+        return kernels._replace(host=chosen(w.launches > 0, passed * self.c.layer / 2, 0.0) + late)
 
     def _accumulated(self, w: Work) -> Any:
         """Bytes that are read and written where a microbatch's gradients of matrices are added to those before it,
@@ -470,8 +480,7 @@ class Passes:
 
     def _of_layer(self, layer: LayerSpec, recomputed: Any) -> _Pass:
         mixer, ffn = self._once(layer, lambda: layer_work(layer, self.run, self.ctx, self.kernels))
-        mixer_forward, mixer_backward = self._half(mixer, _graphs_of(layer.mixer))
-        ffn_forward, ffn_backward = self._half(ffn, _graphs_of(layer.ffn))
+        (mixer_forward, mixer_backward), (ffn_forward, ffn_backward) = self._half(mixer), self._half(ffn)
         forward, backward = mixer_forward.plus(ffn_forward), mixer_backward.plus(ffn_backward)
         recomputation = self._recomputation(layer, mixer_forward, ffn_forward)
         recomputation = Parts(*[chosen(recomputed, a, b) for a, b in zip(forward, recomputation, strict=True)])
@@ -498,7 +507,9 @@ class Passes:
             products = chosen(ctx.switch("shared_experts"), added(map(rates.product, shared.products)), 0.0) + products
             traffic = chosen(ctx.switch("shared_experts"), shared.traffic / rates.memory, 0.0) + traffic
             names.append("shared_experts")
-        regions = {name: chosen(ctx.switch(name), self._host() / 2, 0.0) for name in names}
+        blocking = self.kernels.blocking_launches
+        entered = (self.c.layer_blocking if blocking else self.c.layer) / 2
+        regions = {name: chosen(ctx.switch(name), entered, 0.0) for name in names}
         # Two norms; every region is entered again by the host.
         host = added(regions.values()) + regions["layernorm"]
         inside = Parts(products, attention, traffic, host=host)
@@ -541,15 +552,6 @@ class Passes:
         if losses:
             add(_Pass(*self._half(self._once("output", lambda: output_work(model, ctx))), 0.0), losses)
         return _Pass(forward, backward, recomputation)
-
-
-def _graphs_of(half: Mixer | FeedForward | None) -> frozenset[str]:
-    """CUDA graphs that launch all of a half of a layer; that of ``moe_router`` leaves the experts to the host."""
-    if isinstance(half, MoESpec):
-        return frozenset({"moe"})
-    if isinstance(half, MLPSpec):
-        return frozenset({"mlp"})
-    return frozenset({"attn"}) if isinstance(half, AttentionSpec | MLASpec) else frozenset({"mamba"})
 
 
 def _up_projections(mixer: MLASpec, ctx: BlockContext) -> tuple[Product, ...]:
