@@ -51,5 +51,5 @@ def exit_code(unread: int, rows: int) -> int:
     """1 where half of a file's rows or more cannot be read, which stderr is told; else 0."""
     if not rows or unread < MOST_UNREAD * rows:
         return 0
-    print(f"bridge-memory accuracy: {unread} of {rows} rows cannot be read", file=sys.stderr)
+    print(f"bridge-memory accuracy: {unread / rows:.0%} of the rows cannot be read", file=sys.stderr)
     return 1

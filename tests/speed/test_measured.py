@@ -17,7 +17,8 @@ LLAMA = "meta-llama/Llama-3.1-8B"
 
 def run(**parallel: int) -> RunSpec:
     return RunSpec(
-        model=LLAMA, parallel=ParallelSpec(world_size=16, **parallel), batch=BatchSpec(global_batch_size=64)
+        model=LLAMA, parallel=ParallelSpec(world_size=16, **parallel),
+        batch=BatchSpec(micro_batch_size=4, global_batch_size=64),
     )
 
 
