@@ -17,7 +17,7 @@ from bridge_memory.spec import SpecError, show
 
 #: Recipes whose layout stands in Bridge's performance tables, by the releases (NeMo containers) that they are of.
 #: ``scripts/maintain/performance_recipes.py`` writes those of an installed Bridge; ``source`` says where each block is
-#: from. ``near``: releases whose own recipes are not at hand; of them a layout that is equal in all sizes stands for it.
+#: from. ``near``: releases whose own recipes are not at hand; a layout equal in all sizes stands for theirs.
 _RECIPES = Path(__file__).with_name("recipes.json")
 
 #: Names in ``config`` that are fields of a RunSpec under the same name, or under another.
@@ -40,12 +40,12 @@ _FIELDS = {
 #: Fields that a run has by itself where a row says null; of others null is Megatron's default.
 _NULL_IS_UNSTATED = ("moe_flex_dispatcher_backend", "recompute_modules", "mtp_num_layers")
 #: Names that move neither memory nor any time that is modelled.
-_NO_FIELD = frozenset(
-    "alloc_conf batch_p2p_comm batch_p2p_sync cuda_device_max_connections data dispatcher_transport fp32_ssm_state "
-    "grouped_gemm_host_sync host_bundle init manual_gc manual_gc_freeze mamba_chunk_size moe_experts_impl "
-    "moe_permute_fusion_into_hybridep moe_router_force_load_balancing nccl note overlap_p2p_comm pipeline_split "
-    "recompute_source timing_log_level".split()
-)
+_NO_FIELD = frozenset((
+    "alloc_conf", "batch_p2p_comm", "batch_p2p_sync", "cuda_device_max_connections", "data", "dispatcher_transport",
+    "fp32_ssm_state", "grouped_gemm_host_sync", "host_bundle", "init", "manual_gc", "manual_gc_freeze",
+    "mamba_chunk_size", "moe_experts_impl", "moe_permute_fusion_into_hybridep", "moe_router_force_load_balancing",
+    "nccl", "note", "overlap_p2p_comm", "pipeline_split", "recompute_source", "timing_log_level",
+))  # fmt: skip
 #: A layout in Megatron's own words; beside them rows describe layouts in prose.
 _LAYOUT = re.compile(r"[EtmL|()*\d]+$")
 
@@ -98,12 +98,12 @@ def recipe_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if not stated:
         return None
     release = stated[1]
-    wanted = _key(row)
+    wanted = same_layout(row)
     found: Mapping[str, Any] | None = None
     for block in _blocks():
         own = release in block["releases"]
         if own or release in block["near"]:
-            same = next((r for r in block["recipes"] if _key(r) == wanted), None)
+            same: dict[str, Any] | None = next((r for r in block["recipes"] if same_layout(r) == wanted), None)
             if same is not None and own:
                 return same
             found = found or same
@@ -115,14 +115,15 @@ def recipe_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 _SIZES = {"tp": 1, "pp": 1, "vp": 1, "cp": 1, "ep": 1, "mbs": None}
 
 
-def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+def same_layout(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a row and its recipe share: model, GPUs, task, precision and sizes, but for the batch's."""
     model = str(row.get("model"))
     if "/" not in model:
         model = preset_called(model.partition(" (")[0]) or ""
     precision = precision_called(str(row.get("precision")))
     sizes = (row.get(name) or default for name, default in _SIZES.items())
     card = gpu_called(str(row.get("gpu")))
-    return model, card and card.name, row.get("gpus"), row.get("task"), precision, *sizes
+    return (model, card and card.name, row.get("gpus"), row.get("task"), precision, *sizes)
 
 
 @cache
@@ -168,7 +169,8 @@ def _cross_entropy(value: object) -> dict[str, Any]:
 
 def _optimizer(value: object) -> dict[str, Any]:
     text = str(value)
-    found: dict[str, Any] = {"use_precision_aware_optimizer": "precision-aware" in text.replace("not precision-aware", "")}
+    aware = "precision-aware" in text.replace("not precision-aware", "")
+    found: dict[str, Any] = {"use_precision_aware_optimizer": aware}
     if "bf16 moments" in text:
         found.update({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"})
     if "bf16 main grads" in text:

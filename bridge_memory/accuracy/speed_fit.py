@@ -1,8 +1,8 @@
 """Fits the constants of the time model to measured layouts, and predicts groups that were left out of the fit.
 
-What is minimised: the squared spread of log(predicted / measured) inside of a group and three tenths of its squared bias, of
-a single layout its squared bias, and a weak pull to ``STARTING_POINT``, so that what the data does not determine stays put. The search goes constant by
-constant and needs nothing but Python.
+What is minimised: the squared spread of log(predicted / measured) inside of a group and three tenths of its squared
+bias, of a single layout its squared bias, and a weak pull to ``STARTING_POINT``, so that what the data does not
+determine stays put. The search goes constant by constant and needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from math import log, sqrt
 from statistics import fmean, median
 
-from bridge_memory.accuracy.ranking import FEWEST_LAYOUTS, GroupScore, score_groups
+from bridge_memory.accuracy.ranking import FEWEST_LAYOUTS, FamilyScore, GroupScore, score_families, score_groups
 from bridge_memory.accuracy.throughput import MeasuredRun
 from bridge_memory.spec import SpecError
 from bridge_memory.speed.constants import FITTED_ON, STARTING_POINT, Constants
@@ -74,7 +74,16 @@ def scores(
 ) -> list[GroupScore]:
     """Every group, or those named, ranked with these constants."""
     chosen = [row for row in rows if groups is None or row.group in groups]
-    return score_groups(chosen, lambda r: Step(r.run, r.hardware, constants, r.kernels).time().seconds)
+    return score_groups(chosen, _seconds_with(constants))
+
+
+def family_scores(rows: Sequence[MeasuredRun], constants: Constants) -> list[FamilyScore]:
+    """Seconds of every model on every GPU with these constants."""
+    return score_families(rows, _seconds_with(constants))
+
+
+def _seconds_with(constants: Constants) -> Callable[[MeasuredRun], float]:
+    return lambda r: Step(r.run, r.hardware, constants, r.kernels).time().seconds
 
 
 def left_out(

@@ -49,6 +49,8 @@ class MeasuredRun(NamedTuple):
     out_of_memory: bool
     #: Whether layers, pipeline and optimizer are Megatron's own (of Aleph Alpha and BigScience some of them are not).
     megatron: bool = True
+    #: The preset's name without its maker, or the source's word; one for all sizes of GPT of one source.
+    family: str = ""
 
 
 class Unread(NamedTuple):
@@ -108,7 +110,13 @@ def measured(row: Mapping[str, Any]) -> MeasuredRun | Unread:
         return Unread(number, group, "no step time, no tokens per second and, of a dense model, no FLOPS are stated")
     own = not any(name in str(row.get("framework")) for name in ("AA-Scaling", "DeepSpeed", "fork"))
     source, seconds = str(row.get("source")), None if out else seconds
-    return MeasuredRun(number, group, source, run, hardware, kernels, seconds, out, own)
+    return MeasuredRun(number, group, source, run, hardware, kernels, seconds, out, own, _family(row))
+
+
+def _family(row: Mapping[str, Any]) -> str:
+    name = str(row.get("model")).partition(" (")[0]
+    known = preset_called(name)
+    return known.partition("/")[2] if known else re.sub(r"(?i)^(gpt) [\d.]+b$", r"\1", name)
 
 
 def _seconds(row: Mapping[str, Any], run: RunSpec) -> float | None:
@@ -135,7 +143,7 @@ def _with_sizes(row: Mapping[str, Any]) -> Mapping[str, Any]:
     found = {**row, **{name: value for name, value in sizes.items() if name == "task" or not row.get(name)}}
     tokens = float(row.get("tokens_per_s_per_gpu") or 0) * row["gpus"] * float(row.get("step_time_s") or 0)
     if tokens and not 0.98 < tokens / (found["gbs"] * found["seq"]) < 1.02:
-        raise SpecError("its recipe at hand has another number of tokens a step than tokens_per_s_per_gpu x step_time_s")
+        raise SpecError("its recipe at hand has other tokens a step than tokens_per_s_per_gpu x step_time_s")
     return found
 
 
@@ -166,7 +174,7 @@ def _run(row: Mapping[str, Any]) -> tuple[RunSpec, Kernels]:
     if str(row.get("task")) not in ("pretrain", "sft", "lora"):  # fine-tuning runs the same step
         raise SpecError(f"task {row.get('task')}")
     settings = settings_of(row)
-    fields = {name: tuple(x) if isinstance(x, list) else x for name, x in settings.fields.items()}
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in settings.fields.items()}
     if row.get("task") == "lora" and fields.get("peft.scheme", "none") == "none":
         raise SpecError("task lora: its adapters are not stated")
     model = _model(row)

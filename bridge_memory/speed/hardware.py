@@ -21,8 +21,8 @@ class Hardware(NamedTuple):
     name: str
     #: ``generations.GENERATIONS`` or ``AMD_GENERATIONS``.
     generation: str
-    #: Floating-point operations a second of 16-bit matrix products, of 8-bit and 4-bit ones (0 where there are none), and
-    #: of fp32 ones without TF32.
+    #: Floating-point operations a second of 16-bit matrix products, of 8-bit and 4-bit ones (0 where there are none),
+    #: and of fp32 ones without TF32.
     flops: float
     fp8_flops: float
     fp4_flops: float
@@ -47,8 +47,8 @@ class Hardware(NamedTuple):
 def _hardware(gpu: Gpu, r: Rates) -> Hardware:
     assert gpu.generation is not None, gpu.name
     return Hardware(
-        gpu.name, gpu.generation, r.bf16 * _TERA, r.fp8 * _TERA, r.fp4 * _TERA, r.fp32 * _TERA, r.memory * _GIGA, r.link * _GIGA,
-        r.domain, r.network * _GIGA, r.host_link * _GIGA, r.host_memory * _GIGA, gpu.multiprocessors,
+        gpu.name, gpu.generation, r.bf16 * _TERA, r.fp8 * _TERA, r.fp4 * _TERA, r.fp32 * _TERA, r.memory * _GIGA,
+        r.link * _GIGA, r.domain, r.network * _GIGA, r.host_link * _GIGA, r.host_memory * _GIGA, gpu.multiprocessors,
         gpu.capability == (10, 3),
     )  # fmt: skip
 

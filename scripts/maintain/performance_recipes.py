@@ -20,19 +20,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bridge_recipes import ConfigNotAtHand, bridge_on_cpu, build
 
 from bridge_memory import RunSpec, SpecError
-from bridge_memory.accuracy.settings import _key
+from bridge_memory.accuracy.settings import same_layout
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.readers.presets.common_names import preset_called
 
-RECIPES = ROOT / "bridge_memory" / "accuracy" / "recipes.json"
+RECIPES = Path(__file__).resolve().parents[2] / "bridge_memory" / "accuracy" / "recipes.json"
 #: Tables that the packaged recipes are of, with the revision of pages, and tables whose own are not at hand. Of tables
 #: of 2025 the reader takes dense models' alone, since the dispatchers were others.
 RELEASES, NEAR = ["26.06.01", "26.06", "067f987df"], ["26.04.01", "26.04", "26.02.01", "26.02", "25.11", "25.09"]
@@ -107,9 +106,9 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.disable(logging.WARNING)
     rows = [json.loads(line) for line in args.runs.read_text().splitlines()]
-    measured = {_key(row) for row in rows}
+    measured = {same_layout(row) for row in rows}
     named = {row.get("recipe") for row in rows}
-    kept = [r for r in recipes() if r["name"] in named or _key(r) in measured]
+    kept = [r for r in recipes() if r["name"] in named or same_layout(r) in measured]
     from importlib.metadata import version
 
     source = f"megatron-bridge {version('megatron-bridge')}, perf_recipes"
@@ -124,7 +123,8 @@ def main() -> int:
 
 def _written(block: dict[str, Any]) -> str:
     """A block with one line a recipe."""
-    head = ", ".join(f"{json.dumps(name)}: {json.dumps(block[name])}" for name in ("source", "megatron_core", "releases", "near"))
+    names = "source", "megatron_core", "releases", "near"
+    head = ", ".join(f"{json.dumps(name)}: {json.dumps(block[name])}" for name in names)
     lines = ",\n".join(json.dumps(r) for r in block["recipes"])
     return f'{{{head}, "recipes": [\n{lines}\n]}}'
 

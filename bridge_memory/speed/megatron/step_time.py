@@ -206,7 +206,6 @@ def not_timed(run: RunSpec) -> tuple[str, ...]:
     impl = run.implementation
     asked = {
         "engine": run.data_parallel.engine != "megatron_ddp", "transformer_impl": impl.torch_layers,
-        "peft.use_dora": run.peft.use_dora,
         "optimizer_cpu_offload": run.optimizer.optimizer_cpu_offload, "offload_modules": bool(impl.offload_modules),
         "cpu_offloading_num_layers": bool(impl.cpu_offloading_num_layers),
     }  # fmt: skip
@@ -414,9 +413,8 @@ class Passes:
     def _forward(self, w: Work) -> Parts:
         r = self.rates
         attention = self._slower * w.attention / r.attention
-        return self._launched(w, 1, Parts(
-            added(map(r.product, w.products)), attention + w.scan / r.scan, w.traffic / r.memory, *self._sends(w, attention, 1),
-        ))  # fmt: skip
+        products, attended = added(map(r.product, w.products)), attention + w.scan / r.scan
+        return self._launched(w, 1, Parts(products, attended, w.traffic / r.memory, *self._sends(w, attention, 1)))
 
     def _backward(self, w: Work) -> Parts:
         r, frozen = self.rates, self.run.peft.freezes

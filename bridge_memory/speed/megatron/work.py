@@ -308,7 +308,7 @@ def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> flo
     elif isinstance(mixer, MambaSpec):
         inner = mixer.num_heads * mixer.head_dim / ctx.tp
         convolved = inner + 2 * largest(1, mixer.num_groups / ctx.tp) * mixer.state_dim
-        # The convolution in and out; its parts into the chunks' states and into the scan; the gated norm: two in, one out.
+        # The convolution in and out, its parts into the chunks' states and the scan; the gated norm: two in, one out.
         traffic += (2 + 2) * ctx.tokens * convolved * ctx.act + (1 + 3) * ctx.tokens * inner * ctx.act
         # A chunk's state in fp32: made, passed on from chunk to chunk, and read by the scan.
         traffic += 4 * ctx.tokens / mixer.chunk_size * inner * mixer.state_dim * 4
