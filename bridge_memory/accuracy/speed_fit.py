@@ -17,8 +17,12 @@ from bridge_memory.spec import SpecError
 from bridge_memory.speed.constants import FITTED_ON, STARTING_POINT, Constants
 from bridge_memory.speed.megatron.step_time import Step
 
-#: Shares of a peak rate, and the most that one can be.
-SHARES, MOST = ("network", "network_exchange", "efa_exchange", "nvlink", "nvlink_sharp", "memory", "attention"), 0.92
+#: Shares of a peak rate, and the most that one can be: products draw more power than a card sustains at its peak rate,
+#: and memory refreshes and turns round.
+SHARES, MOST = (
+    "network", "network_exchange", "efa_exchange", "nvlink", "nvlink_sharp", "memory", "attention",
+    "gemm_ampere", "gemm_hopper", "gemm_blackwell", "gemm_blackwell_ultra",
+), 0.85  # fmt: skip
 #: Bound of a logarithmic error: a larger one (a faulty node, a misread run) counts as this.
 WORST = 0.5
 #: Sweeps over all constants after which the loss hardly moves.

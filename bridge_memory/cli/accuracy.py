@@ -178,15 +178,15 @@ def families_table(families: Sequence[FamilyScore]) -> list[Block]:
     from bridge_memory.report.document import Bullets, Column, Grid
 
     columns = (
-        Column("model", words=True), Column("GPU", words=True), Column("runs"), Column("median |error|"),
-        Column("p90 |error|"), Column("bias"),
+        Column("model", words=True), Column("GPU", words=True), Column("runs"), Column("median"), Column("p90"),
+        Column("bias"),
     )  # fmt: skip
     cells = tuple(
         (f.family, f.gpu, str(f.runs), f"{f.median:.0%}", f"{f.p90:.0%}", f"{percent(f.bias, 0)}%") for f in families
     )
     within = sum(f.median <= _MEDIAN and f.p90 <= _P90 for f in families)
     words = f"{within} of {len(families)} within {_MEDIAN:.0%} (median) and {_P90:.0%} (90th percentile)"
-    return [Grid(f"Seconds of a step by model and GPU; bias: {SIGN}", columns, cells), Bullets("Seconds", (words,))]
+    return [Grid(f"Absolute errors of seconds, by model and GPU; bias: {SIGN}", columns, cells), Bullets("Seconds", (words,))]
 
 
 #: Targets of a model's seconds on a GPU.
