@@ -42,7 +42,7 @@ _TABLE = re.compile(r"(<!-- estimate (.*?) -->\n\|[^\n]*\n\|[-|: ]*\n)((?:\|[^\n
 
 
 def run(arguments: list[str]) -> str:
-    """Standard output of one command; a refusal (exit code 2) raises. 1 is an answer, such as rows that are not read."""
+    """Standard output of one command; a refusal (exit code 2) raises. 1 is an answer, such as unread rows."""
     out, err = io.StringIO(), io.StringIO()
     os.chdir(ROOT)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -186,7 +186,8 @@ def families_table(families: Sequence[FamilyScore]) -> list[Block]:
     )
     within = sum(f.median <= _MEDIAN and f.p90 <= _P90 for f in families)
     words = f"{within} of {len(families)} within {_MEDIAN:.0%} (median) and {_P90:.0%} (90th percentile)"
-    return [Grid(f"Absolute errors of seconds, by model and GPU; bias: {SIGN}", columns, cells), Bullets("Seconds", (words,))]
+    table = Grid(f"Absolute errors of seconds, by model and GPU; bias: {SIGN}", columns, cells)
+    return [table, Bullets("Seconds", (words,))]
 
 
 #: Targets of a model's seconds on a GPU.
