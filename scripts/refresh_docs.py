@@ -42,12 +42,12 @@ _TABLE = re.compile(r"(<!-- estimate (.*?) -->\n\|[^\n]*\n\|[-|: ]*\n)((?:\|[^\n
 
 
 def run(arguments: list[str]) -> str:
-    """Standard output of one command; a refusal raises."""
+    """Standard output of one command; a refusal (exit code 2) raises. 1 is an answer, such as unread rows."""
     out, err = io.StringIO(), io.StringIO()
     os.chdir(ROOT)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = bridge_memory(arguments)
-    if code:
+    if code > 1:
         raise SystemExit(f"bridge-memory {shlex.join(arguments)}: {err.getvalue().strip()}")
     return out.getvalue()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,8 +10,11 @@ from typing import Any, NamedTuple
 from bridge_memory.files import parse_json, read_text
 from bridge_memory.spec import SpecError
 
-#: Fields of records of speed that records of memory do not have.
+#: Fields of records of speed that records of memory do not have, and of those what these do not have.
 _OF_SPEED = frozenset({"layout_group", "tokens_per_s_per_gpu", "step_time_s", "mbs", "gbs"})
+_OF_MEMORY = frozenset({"measured", "measured_verbatim"})
+#: Share of a file's rows that may be unread; with as many the command's exit code is 1.
+MOST_UNREAD = 0.5
 
 
 class RecordLine(NamedTuple):
@@ -38,5 +42,14 @@ def read_corpus(path: str | Path) -> list[RecordLine]:
 
 
 def is_of_speed(rows: Sequence[RecordLine]) -> bool:
-    """Whether the first record is one of speed."""
-    return bool(rows) and "config" not in rows[0].data and len(_OF_SPEED & rows[0].data.keys()) > 1
+    """Whether most of the records are of speed."""
+    found = sum(len(_OF_SPEED & row.data.keys()) > 1 and not _OF_MEMORY & row.data.keys() for row in rows)
+    return bool(rows) and 2 * found >= len(rows)
+
+
+def exit_code(unread: int, rows: int) -> int:
+    """1 where half of a file's rows or more cannot be read, which stderr is told; else 0."""
+    if not rows or unread < MOST_UNREAD * rows:
+        return 0
+    print(f"bridge-memory accuracy: {unread / rows:.0%} of the rows cannot be read", file=sys.stderr)
+    return 1

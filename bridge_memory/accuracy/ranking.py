@@ -65,6 +65,33 @@ def score_groups(rows: Iterable[MeasuredRun], predict: Callable[[MeasuredRun], f
     return sorted(scores, key=lambda s: -s.layouts)
 
 
+class FamilyScore(NamedTuple):
+    """How far off the seconds of one model's runs on one GPU are."""
+
+    family: str
+    gpu: str
+    runs: int
+    #: Median and 90th percentile (by nearest rank) of the absolute errors, and median with its sign.
+    median: float
+    p90: float
+    bias: float
+
+
+def score_families(rows: Iterable[MeasuredRun], predict: Callable[[MeasuredRun], float]) -> list[FamilyScore]:
+    """Every model and GPU, by name; errors are (measured - predicted) / measured."""
+    errors: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if row.seconds is not None:
+            off = relative(row.seconds, predict(row)) or 0.0
+            errors.setdefault((row.family, row.hardware.name), []).append(off)
+    scores = []
+    for (family, gpu), of_all in sorted(errors.items(), key=lambda item: (item[0][0].lower(), item[0][1])):
+        size = sorted(abs(e) for e in of_all)
+        tail = size[ceil(0.9 * len(size)) - 1]
+        scores.append(FamilyScore(family, gpu, len(of_all), median(size), tail, median(of_all)))
+    return scores
+
+
 class Totals(NamedTuple):
     """Groups taken together."""
 

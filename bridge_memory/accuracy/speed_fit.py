@@ -1,8 +1,8 @@
 """Fits the constants of the time model to measured layouts, and predicts groups that were left out of the fit.
 
-What is minimised: the squared spread of log(predicted / measured) inside of a group, a tenth of its squared bias, and
-a weak pull to ``STARTING_POINT``, so that what the data does not determine stays put. The search goes constant by
-constant and needs nothing but Python.
+What is minimised: the squared spread of log(predicted / measured) inside of a group and three tenths of its squared
+bias, of a single layout its squared bias, and a weak pull to ``STARTING_POINT``, so that what the data does not
+determine stays put. The search goes constant by constant and needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from collections.abc import Callable, Collection, Sequence
 from math import log, sqrt
 from statistics import fmean, median
 
-from bridge_memory.accuracy.ranking import FEWEST_LAYOUTS, GroupScore, score_groups
+from bridge_memory.accuracy.ranking import FEWEST_LAYOUTS, FamilyScore, GroupScore, score_families, score_groups
 from bridge_memory.accuracy.throughput import MeasuredRun
 from bridge_memory.spec import SpecError
 from bridge_memory.speed.constants import FITTED_ON, STARTING_POINT, Constants
 from bridge_memory.speed.megatron.step_time import Step
 
-#: Shares of a peak rate, and the most that one can be.
-SHARES, MOST = ("network", "nvlink", "memory", "attention"), 0.95
+#: Shares of a peak rate, and the most that one can be: products draw more power than a card sustains at its peak rate,
+#: and memory refreshes and turns round.
+SHARES, MOST = (
+    "network", "network_exchange", "efa_exchange", "nvlink", "nvlink_sharp", "memory", "attention",
+    "gemm_ampere", "gemm_hopper", "gemm_blackwell", "gemm_blackwell_ultra",
+), 0.85  # fmt: skip
 #: Bound of a logarithmic error: a larger one (a faulty node, a misread run) counts as this.
 WORST = 0.5
 #: Sweeps over all constants after which the loss hardly moves.
@@ -42,8 +46,10 @@ class Fit:
             errors = [log(step.at(constants).seconds / (row.seconds or 1.0)) for row, step in members]
             middle = median(errors)
             spread = fmean(min(abs(e - middle), WORST) ** 2 for e in errors)
-            weight = sqrt(len(members)) if len(members) > 1 else 0.3
-            total += weight * (spread + 0.1 * min(middle * middle, 0.3))
+            if len(members) > 1:
+                total += sqrt(len(members)) * (spread + 0.3 * min(middle * middle, 0.3))
+            else:  # nothing but its bias
+                total += 0.3 * min(abs(middle), WORST) ** 2
         return total + 0.02 * sum(log(x / y) ** 2 for x, y in zip(constants, STARTING_POINT, strict=True))
 
     def best(self, rounds: int = ROUNDS, log: Callable[[str], None] = lambda text: None) -> Constants:
@@ -72,7 +78,16 @@ def scores(
 ) -> list[GroupScore]:
     """Every group, or those named, ranked with these constants."""
     chosen = [row for row in rows if groups is None or row.group in groups]
-    return score_groups(chosen, lambda r: Step(r.run, r.hardware, constants, r.kernels).time().seconds)
+    return score_groups(chosen, _seconds_with(constants))
+
+
+def family_scores(rows: Sequence[MeasuredRun], constants: Constants) -> list[FamilyScore]:
+    """Seconds of every model on every GPU with these constants."""
+    return score_families(rows, _seconds_with(constants))
+
+
+def _seconds_with(constants: Constants) -> Callable[[MeasuredRun], float]:
+    return lambda r: Step(r.run, r.hardware, constants, r.kernels).time().seconds
 
 
 def left_out(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 
 from bridge_memory.accuracy.corpus import read_corpus
 from bridge_memory.accuracy.runs import UNSTATED, with_unstated
+from bridge_memory.accuracy.settings import precision_called, recipe_of, settings_of
+from bridge_memory.cards.names import gpu_called
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.presets.common_names import preset_called
 from bridge_memory.spec import (
@@ -29,6 +32,7 @@ from bridge_memory.spec import (
 )
 from bridge_memory.speed.hardware import HARDWARE, Hardware
 from bridge_memory.speed.megatron.kernels import Kernels
+from bridge_memory.speed.megatron.step_time import not_timed
 from bridge_memory.speed.megatron.work import model_flops
 
 
@@ -45,6 +49,8 @@ class MeasuredRun(NamedTuple):
     out_of_memory: bool
     #: Whether layers, pipeline and optimizer are Megatron's own (of Aleph Alpha and BigScience some of them are not).
     megatron: bool = True
+    #: The preset's name without its maker, or the source's word; one for all sizes of GPT of one source.
+    family: str = ""
 
 
 class Unread(NamedTuple):
@@ -55,12 +61,14 @@ class Unread(NamedTuple):
     reason: str
 
 
+#: GPUs as sources write them, where ``gpu_called`` does not know the words.
 _GPUS = {
-    "A100 80GB": "A100-80GB", "a100_80gb": "A100-80GB", "A100 80GB SXM": "A100-80GB", "a100_40gb": "A100-40GB",
-    "A800 80GB": "A800", "H100": "H100", "h100_80gb": "H100", "H100 80GB": "H100", "H200": "H200", "B200": "B200",
-    "GB200": "GB200", "GB300": "GB300", "B300": "B300", "V100": "V100-32GB", "V100 32GB/16GB": "V100-32GB",
-    "MI300": "MI300X",
+    "a100_80gb": "A100-80GB", "A100 80GB SXM": "A100-80GB", "a100_40gb": "A100-40GB", "A800 80GB": "A800",
+    "h100_80gb": "H100", "V100": "V100-32GB", "V100 32GB/16GB": "V100-32GB", "MI300": "MI300X",
 }  # fmt: skip
+#: A node's network as sources write it: "16 x 400 Gbit/s a node of 8 GPUs", "25 GB/s a GPU".
+_NODE = re.compile(r"(\d+) x (\d+) Gbit/s a node of (\d+)")
+_A_GPU = re.compile(r"(\d+(?:\.\d+)?) GB/s a GPU")
 
 #: Bytes a second of the network of one of BigScience's nodes: four Omni-Path adapters of 100 Gbit/s, for eight A100
 #: (``bigscience/train/tr11-176B-ml/README.md``) or for four V100.
@@ -89,11 +97,8 @@ def measured(row: Mapping[str, Any]) -> MeasuredRun | Unread:
     """One row."""
     number, group = row.get("id", 0), row.get("layout_group") or ""
     try:
-        hardware = HARDWARE.get(_GPUS.get(str(row.get("gpu")), ""))
-        if hardware is None:
-            raise SpecError(f"no figures of the GPU {row.get('gpu')}")
-        if _of_bigscience(row):
-            hardware = hardware._replace(network=_JEAN_ZAY / (4 if hardware.generation == "volta" else 8))
+        row = _with_sizes(row)
+        hardware = _hardware(row)
         run, kernels = _run(row)
         seconds = _seconds(row, run)
     except SpecError as error:
@@ -103,9 +108,15 @@ def measured(row: Mapping[str, Any]) -> MeasuredRun | Unread:
     out = row.get("status") == "OOM"
     if seconds is None and not out:
         return Unread(number, group, "no step time, no tokens per second and, of a dense model, no FLOPS are stated")
-    own = not any(name in str(row.get("framework")) for name in ("AA-Scaling", "DeepSpeed"))
+    own = not any(name in str(row.get("framework")) for name in ("AA-Scaling", "DeepSpeed", "fork"))
     source, seconds = str(row.get("source")), None if out else seconds
-    return MeasuredRun(number, group, source, run, hardware, kernels, seconds, out, own)
+    return MeasuredRun(number, group, source, run, hardware, kernels, seconds, out, own, _family(row))
+
+
+def _family(row: Mapping[str, Any]) -> str:
+    name = str(row.get("model")).partition(" (")[0]
+    known = preset_called(name)
+    return known.partition("/")[2] if known else re.sub(r"(?i)^(gpt) [\d.]+b$", r"\1", name)
 
 
 def _seconds(row: Mapping[str, Any], run: RunSpec) -> float | None:
@@ -120,33 +131,77 @@ def _seconds(row: Mapping[str, Any], run: RunSpec) -> float | None:
     return None
 
 
+def _with_sizes(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row that names its recipe, with the sizes that it leaves to it. Raises SpecError if they are not those that its
+    own figures are of."""
+    if not row.get("recipe") or row.get("tp"):
+        return row
+    recipe = recipe_of(row)
+    if recipe is None:
+        raise SpecError("tp is not stated, and its recipe is none of those at hand")
+    sizes = {name: recipe[name] for name in ("task", "gpus", "tp", "pp", "vp", "cp", "ep", "mbs", "gbs", "seq")}
+    found = {**row, **{name: value for name, value in sizes.items() if name == "task" or not row.get(name)}}
+    tokens = float(row.get("tokens_per_s_per_gpu") or 0) * row["gpus"] * float(row.get("step_time_s") or 0)
+    if tokens and not 0.98 < tokens / (found["gbs"] * found["seq"]) < 1.02:
+        raise SpecError("its recipe at hand has other tokens a step than tokens_per_s_per_gpu x step_time_s")
+    return found
+
+
+def _hardware(row: Mapping[str, Any]) -> Hardware:
+    name = str(row.get("gpu"))
+    card = gpu_called(_GPUS.get(name, name))
+    hardware = HARDWARE.get(card.name) if card is not None else None
+    if hardware is None:
+        raise SpecError(f"no figures of the GPU {name}")
+    if _of_bigscience(row):
+        return hardware._replace(network=_JEAN_ZAY / (4 if hardware.generation == "volta" else 8))
+    network = str(row.get("network"))
+    node, a_gpu = _NODE.search(network), _A_GPU.search(network)
+    if node:
+        return hardware._replace(network=int(node[1]) * int(node[2]) / 8 * 1e9 / int(node[3]))
+    return hardware._replace(network=float(a_gpu[1]) * 1e9) if a_gpu else hardware
+
+
 def _run(row: Mapping[str, Any]) -> tuple[RunSpec, Kernels]:
+    framework = str(row.get("framework"))
+    if not any(name in framework for name in ("Megatron", "megatron", "AA-Scaling", "NeMo", "Primus")):
+        raise SpecError(f"{framework} is not Megatron")
+    if row.get("fsdp"):
+        raise SpecError("Megatron-FSDP or FSDP: no time is modelled for it")
     missing = [name for name in ("tp", "pp", "mbs", "gbs", "seq", "gpus") if not row.get(name)]
     if missing:
         raise SpecError(f"{' and '.join(missing)} not stated")
-    if row.get("fsdp"):
-        raise SpecError("Megatron-FSDP or FSDP: no time is modelled for it")
-    if str(row.get("task")) not in ("pretrain", "sft"):  # the same step; adapters leave most weights without gradients
+    if str(row.get("task")) not in ("pretrain", "sft", "lora"):  # fine-tuning runs the same step
         raise SpecError(f"task {row.get('task')}")
-    framework = str(row.get("framework"))
-    if not any(name in framework for name in ("Megatron", "megatron", "AA-Scaling", "NeMo")):
-        raise SpecError(f"{framework} is not Megatron")
+    settings = settings_of(row)
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in settings.fields.items()}
+    if row.get("task") == "lora" and fields.get("peft.scheme", "none") == "none":
+        raise SpecError("task lora: its adapters are not stated")
     model = _model(row)
+    bridge = framework.startswith("megatron-bridge")
+    if bridge and not settings.source:
+        if "A/B" in str(row.get("notes")):
+            raise SpecError("what it differs in from the other row of its A/B is not stated")
+        if model.has_experts:
+            raise SpecError("its dispatcher is not stated, and no recipe of its release with this layout is at hand")
+    depths = fields.pop("model.mtp_num_layers", fields.pop("mtp_num_layers", None))
+    model = _with_depths(model, row, depths, fields.pop("model.mtp_use_repeated_layer", False))
+    split = {name.partition(".")[2] or name: fields.pop(name) for name in list(fields) if name in _SPLITS}
     parallel = ParallelSpec(
         world_size=row["gpus"], tensor_model_parallel_size=row["tp"], pipeline_model_parallel_size=row["pp"],
         virtual_pipeline_model_parallel_size=row["vp"] if (row.get("vp") or 1) > 1 else None,
         context_parallel_size=row.get("cp") or 1, expert_model_parallel_size=row.get("ep") or 1,
-        expert_tensor_parallel_size=1 if model.has_experts else None,
+        expert_tensor_parallel_size=row.get("etp") or 1 if model.has_experts else None,
         sequence_parallel=_sequence_parallel(row, framework),
     )  # fmt: skip
     if row["pp"] > 1 and "AA-Scaling" in framework:
-        parallel = replace(parallel, **_dealt_by_scaling(model, row["pp"]))
-    elif row["pp"] > 1 and len(model.layers) % (row["pp"] * parallel.vpp):
+        split = _dealt_by_scaling(model, row["pp"])
+    elif not split and row["pp"] > 1 and len(model.layers) % (row["pp"] * parallel.vpp):
         dealt = _split if _rebalanced(row) or "DeepSpeed" not in framework else _dealt_by_deepspeed
-        parallel = replace(parallel, **dealt(len(model.layers), row["pp"] * parallel.vpp))
+        split = dealt(len(model.layers), row["pp"] * parallel.vpp)
+    parallel = replace(parallel, **split)
     batch = BatchSpec(seq_length=row["seq"], micro_batch_size=row["mbs"], global_batch_size=row["gbs"])
-    implementation, kernels = _implementation(row, framework)
-    implementation = replace(with_unstated(implementation), megatron_core=UNSTATED.megatron_core)
+    implementation, kernels = _implementation(row)
     today = framework.startswith(("megatron-bridge", "NeMo"))
     data_parallel = DataParallelSpec(
         overlap_grad_reduce=today, overlap_param_gather=today,
@@ -155,11 +210,74 @@ def _run(row: Mapping[str, Any]) -> tuple[RunSpec, Kernels]:
         # those of DeepSpeed's ZeRO in fp16 are. BLOOM's training, in bf16, adds them up in fp32.
         grad_reduce_in_fp32=_rebalanced(row) or not any(name in framework for name in ("AA-Scaling", "DeepSpeed")),
     )  # fmt: skip
+    core, precision = _core(framework), _precision(row)
+    if isinstance(row.get("config"), str):
+        fields = _exported(str(row["config"]))
+    if settings.core is not None:  # a recipe says how it differs from a RunSpec's defaults, and no more
+        core, precision, data_parallel = settings.core, PrecisionSpec(), DataParallelSpec()
+        implementation = ImplementationSpec(gpu_arch=implementation.gpu_arch)
     run = RunSpec(
-        model=model, parallel=parallel, batch=batch, precision=_precision(row), recompute=_recompute(row),
-        implementation=implementation, data_parallel=data_parallel,
+        model=model, parallel=parallel, batch=batch, precision=precision, recompute=_recompute(row),
+        implementation=replace(with_unstated(implementation), megatron_core=core), data_parallel=data_parallel,
     )  # fmt: skip
-    return run, kernels
+    run = _with_settings(run, row, fields)
+    if run.data_parallel.engine != "megatron_ddp":
+        raise SpecError("Megatron-FSDP or FSDP: no time is modelled for it")
+    untimed = not_timed(run)
+    if untimed:
+        raise SpecError(f"{' and '.join(untimed)}: no time is modelled")
+    overlap, efa = run.implementation.tp_comm_overlap, "EFA" in str(row.get("network"))
+    config = row.get("config")
+    grouped = isinstance(config, Mapping) and str(config.get("moe_experts_impl")).startswith("torch_grouped")
+    return run, kernels._replace(tensor_parallel_overlap=overlap, efa=efa, grouped_experts=grouped)
+
+
+def _exported(script: str) -> dict[str, Any]:
+    """What MLPerf's shell scripts export, where a run has a field for it."""
+    said = dict(re.findall(r"^export (\w+)=\"?(\w+)", script, re.MULTILINE))
+    names = {"TP_COMM_OVERLAP": "tp_comm_overlap", "FP8_PARAM_GATHER": "fp8_param"}
+    return {field: said[name].lower() in ("true", "1") for name, field in names.items() if name in said}
+
+
+#: Fields of how layers are dealt to stages.
+_SPLITS = tuple(
+    prefix + name for prefix in ("", "parallel.") for name in (
+        "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+    )
+)  # fmt: skip
+
+
+def _with_settings(run: RunSpec, row: Mapping[str, Any], fields: dict[str, Any]) -> RunSpec:
+    """The run with the fields of its ``config`` or recipe; what the row says itself of recomputation counts more than
+    its recipe."""
+    own = isinstance(row.get("config"), Mapping)
+    if row.get("recompute") and not own:
+        fields = {name: x for name, x in fields.items() if not name.startswith("recompute.")}
+    if fields.get("recompute.granularity") == "full" and not fields.get("recompute.method"):
+        fields |= {"recompute.method": "uniform", "recompute.num_layers": 1}
+    if own and "recompute.granularity" in fields:
+        run = run.with_fields(recompute=RecomputeSpec())
+    return run.with_fields(**fields) if fields else run
+
+
+def _with_depths(model: ModelSpec, row: Mapping[str, Any], depths: int | None, repeated: bool) -> ModelSpec:
+    """The model with as many MTP depths as its recipe or its row says."""
+    name = str(row.get("model"))
+    depths = 0 if "w/o MTP" in name else depths
+    if depths is None or depths == model.mtp_num_layers:
+        return model
+    if depths and model.mtp_layer is None:
+        raise SpecError(f"mtp_num_layers is {depths}, and what an MTP layer of {name} holds is not known")
+    return replace(
+        model, mtp_num_layers=depths, mtp_layer=model.mtp_layer if depths else None, mtp_use_repeated_layer=repeated
+    )
+
+
+def _core(framework: str) -> tuple[int, int] | None:
+    """The megatron-core that a row names, else the release of rows that name none."""
+    found = re.search(r"(?:mcore|core)[ _]r?(\d+)\.(\d+)", framework)
+    return (int(found[1]), int(found[2])) if found else UNSTATED.megatron_core
 
 
 def _of_bigscience(row: Mapping[str, Any]) -> bool:
@@ -245,8 +363,9 @@ def _split(layers: int, chunks: int) -> dict[str, Any]:
 
 
 def _model(row: Mapping[str, Any]) -> ModelSpec:
-    name = str(row.get("model"))
-    known = preset_called(name)
+    name = str(row.get("model")).replace("\N{MULTIPLICATION SIGN}", "x")
+    # "(w/ MTP)" is a setting (``_with_depths``); tokens that are dropped are an experts' capacity that is not stated.
+    known = preset_called(re.sub(r" \((?:w/o MTP|w/ MTP|dropless)\)$", "", name))
     if known is not None:
         return resolve_model(known)
     if name in _FIRST_LAYERS:
@@ -279,10 +398,14 @@ def _model(row: Mapping[str, Any]) -> ModelSpec:
 def _precision(row: Mapping[str, Any]) -> PrecisionSpec:
     text = str(row.get("precision")).lower()
     if "fp4" in text:
-        raise SpecError("NVFP4: no time is modelled for it")
+        return PrecisionSpec(fp4="e2m1")
     if "fp8" not in text:
         return PrecisionSpec()
-    recipe = "mxfp8" if "mx" in text else "tensorwise" if "cs" in text else "delayed"
+    if not str(row.get("framework")).startswith("megatron-bridge") and not any(x in text for x in ("mx", "cs")):
+        return PrecisionSpec(fp8="hybrid")
+    recipe = {"fp8mx": "mxfp8", "fp8cs": "tensorwise"}[precision_called(text)]
+    if recipe == "mxfp8" and str(row.get("gpu")).startswith("H"):
+        recipe = "blockwise"  # the page's other column: by blocks on Hopper, which has no MXFP8
     return PrecisionSpec(fp8="hybrid", fp8_recipe=recipe)
 
 
@@ -296,9 +419,9 @@ def _recompute(row: Mapping[str, Any]) -> RecomputeSpec:
     return RecomputeSpec()
 
 
-def _implementation(row: Mapping[str, Any], framework: str) -> tuple[ImplementationSpec, Kernels]:
+def _implementation(row: Mapping[str, Any]) -> tuple[ImplementationSpec, Kernels]:
     attention = row.get("attention")
-    arch = {"A": "ampere", "V": "volta", "H": "hopper"}.get(str(row.get("gpu"))[0].upper(), "blackwell")
+    arch = _hardware(row).generation
     if attention is not None:
         flash = attention.startswith("flash")
         kernels = Kernels(
@@ -315,4 +438,4 @@ def _implementation(row: Mapping[str, Any], framework: str) -> tuple[Implementat
         )
         return impl, kernels
     impl = ImplementationSpec(gpu_arch=arch, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
-    return impl, Kernels(tensor_parallel_overlap=framework.startswith(("megatron-bridge", "NeMo")))
+    return impl, Kernels()

@@ -226,7 +226,7 @@ _CARDS = (
         Rates(
             bf16=989.4, fp8=1978.9, fp32=67, memory=4000, link=450, domain=4, network=50, host_link=450, host_memory=512
         ),
-        sources=_sheet(_EIGHT, "NVIDIA GH200 data sheet (HBM3)", _TORCH, _GRACE_HOPPER),
+        aliases=("GH200 95GB",), sources=_sheet(_EIGHT, "NVIDIA GH200 data sheet (HBM3)", _TORCH, _GRACE_HOPPER),
     ),
     Gpu(
         "GH200-144GB", "NVIDIA GH200 144GB", NVIDIA, (9, 0), _gib(139.00), 132,

@@ -20,7 +20,7 @@ from bridge_memory.residual import SIGN, percent
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.accuracy.ranking import GroupScore
+    from bridge_memory.accuracy.ranking import FamilyScore, GroupScore
     from bridge_memory.accuracy.throughput import MeasuredRun
     from bridge_memory.report.document import Block, Chart
 
@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score and print. Returns 0; 1 for described runs of which half cannot be read."""
-    from bridge_memory.accuracy.corpus import is_of_speed, read_corpus
+    """Score and print. Returns 0; 1 for a file of which half cannot be read."""
+    from bridge_memory.accuracy.corpus import exit_code, is_of_speed, read_corpus
     from bridge_memory.accuracy.described.outcomes import is_described
     from bridge_memory.accuracy.torch.records import is_of_torch
 
@@ -54,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
     if rows_of_file is None or not is_of_speed(rows_of_file):
         return validate.run(args, rows_of_file)
     _not_for(args, ("by", "worst"), "records of memory", "of speed")
-    from bridge_memory.accuracy.speed_fit import left_out, scores
+    from bridge_memory.accuracy.speed_fit import family_scores, left_out, scores
     from bridge_memory.accuracy.throughput import MeasuredRun, Unread, measured
     from bridge_memory.speed.constants import DEFAULT
 
     read = [measured(row.data) for row in rows_of_file]
     rows = [r for r in read if isinstance(r, MeasuredRun)]
-    ranked = scores(rows, DEFAULT)
+    ranked, families = scores(rows, DEFAULT), family_scores(rows, DEFAULT)
     folds = None if args.folds is None else left_out(rows, args.folds, log=_said)
     fits = _out_of_memory(rows)
     unread: dict[str, int] = {}
@@ -68,14 +68,15 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(row, Unread):
             unread[row.reason] = unread.get(row.reason, 0) + 1
     if args.json:
-        print(json.dumps(_document(ranked, folds, fits, unread), indent=2))
+        document = {**_document(ranked, folds, fits, unread), "families": [f._asdict() for f in families]}
+        print(json.dumps(document, indent=2))
     else:
         if args.format == "html":
             from bridge_memory.report.printing import print_blocks
 
             print_blocks([_scatter(rows)])
-        _print(ranked, folds, fits, unread, len(rows))
-    return 0
+        _print(ranked, folds, families, fits, unread, len(rows))
+    return exit_code(sum(unread.values()), len(read))
 
 
 def _not_for(args: argparse.Namespace, names: Collection[str], whose: str, these: str) -> None:
@@ -179,6 +180,27 @@ def groups(scores: Sequence[GroupScore], fitted: Collection[str]) -> list[Block]
     return [table, *([Bullets("Not fitted", (str(unseen),))] if unseen else [])]
 
 
+def families_table(families: Sequence[FamilyScore]) -> list[Block]:
+    """Seconds by model and GPU, and how many are within the targets."""
+    from bridge_memory.report.document import Bullets, Column, Grid
+
+    columns = (
+        Column("model", words=True), Column("GPU", words=True), Column("runs"), Column("median"), Column("p90"),
+        Column("bias"),
+    )  # fmt: skip
+    cells = tuple(
+        (f.family, f.gpu, str(f.runs), f"{f.median:.0%}", f"{f.p90:.0%}", f"{percent(f.bias, 0)}%") for f in families
+    )
+    within = sum(f.median <= _MEDIAN and f.p90 <= _P90 for f in families)
+    words = f"{within} of {len(families)} within {_MEDIAN:.0%} (median) and {_P90:.0%} (90th percentile)"
+    table = Grid(f"Absolute errors of seconds, by model and GPU; bias: {SIGN}", columns, cells)
+    return [table, Bullets("Seconds", (words,))]
+
+
+#: Targets of a model's seconds on a GPU.
+_MEDIAN, _P90 = 0.15, 0.40
+
+
 def left_out_groups(folds: Sequence[GroupScore]) -> list[Block]:
     """Groups in a table, each under constants fitted without it."""
     from bridge_memory.accuracy.ranking import totals
@@ -193,8 +215,8 @@ def left_out_groups(folds: Sequence[GroupScore]) -> list[Block]:
 
 
 def _print(
-    scores: list[GroupScore], folds: list[GroupScore] | None, fits: dict[str, dict[str, int]],
-    unread: dict[str, int], rows: int,
+    scores: list[GroupScore], folds: list[GroupScore] | None, families: list[FamilyScore],
+    fits: dict[str, dict[str, int]], unread: dict[str, int], rows: int,
 ) -> None:
     from bridge_memory.report.document import Bullets
     from bridge_memory.report.printing import print_blocks
@@ -202,14 +224,15 @@ def _print(
 
     words = [f"{rows:,} rows are runs; {sum(unread.values()):,} are not read"]
     for whose, counts in fits.items():
-        if counts["measured"] and counts["predicted"]:
+        if counts["measured"]:
             both = counts["predicted and measured"]
+            precision = f"precision {both / counts['predicted']:.2f}, " if counts["predicted"] else ""
             words.append(
-                f"out of memory, {whose}, {counts['measured']:,} of {counts['rows']:,} rows: precision "
-                f"{both / counts['predicted']:.2f}, recall {both / counts['measured']:.2f}"
+                f"out of memory, {whose}, {counts['measured']:,} of {counts['rows']:,} rows: {precision}"
+                f"recall {both / counts['measured']:.2f}"
             )
     most = sorted(unread.items(), key=lambda item: -item[1])[:5]
-    blocks = [*groups(scores, FITTED_ON), *(left_out_groups(folds) if folds else [])]
+    blocks = [*groups(scores, FITTED_ON), *(left_out_groups(folds) if folds else []), *families_table(families)]
     blocks.append(Bullets("In all", tuple(words)))
     if most:
         blocks.append(Bullets("Most rows that are not read", tuple(f"{n:,}: {reason}" for reason, n in most)))

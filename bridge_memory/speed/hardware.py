@@ -21,10 +21,11 @@ class Hardware(NamedTuple):
     name: str
     #: ``generations.GENERATIONS`` or ``AMD_GENERATIONS``.
     generation: str
-    #: Floating-point operations a second of 16-bit matrix products, of 8-bit ones (0 where there are none), and of fp32
-    #: ones without TF32.
+    #: Floating-point operations a second of 16-bit matrix products, of 8-bit and 4-bit ones (0 where there are none),
+    #: and of fp32 ones without TF32.
     flops: float
     fp8_flops: float
+    fp4_flops: float
     fp32_flops: float
     #: Bytes a second from its own memory.
     memory: float
@@ -39,13 +40,16 @@ class Hardware(NamedTuple):
     host_memory: float
     #: Streaming multiprocessors (AMD: compute units), each of which works on one tile of a product at a time.
     processors: int
+    #: Blackwell Ultra: B300 and GB300, of compute capability 10.3.
+    ultra: bool = False
 
 
 def _hardware(gpu: Gpu, r: Rates) -> Hardware:
     assert gpu.generation is not None, gpu.name
     return Hardware(
-        gpu.name, gpu.generation, r.bf16 * _TERA, r.fp8 * _TERA, r.fp32 * _TERA, r.memory * _GIGA, r.link * _GIGA,
-        r.domain, r.network * _GIGA, r.host_link * _GIGA, r.host_memory * _GIGA, gpu.multiprocessors,
+        gpu.name, gpu.generation, r.bf16 * _TERA, r.fp8 * _TERA, r.fp4 * _TERA, r.fp32 * _TERA, r.memory * _GIGA,
+        r.link * _GIGA, r.domain, r.network * _GIGA, r.host_link * _GIGA, r.host_memory * _GIGA, gpu.multiprocessors,
+        gpu.capability == (10, 3),
     )  # fmt: skip
 
 

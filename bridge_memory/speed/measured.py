@@ -12,8 +12,14 @@ from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import Step, StepTime
 
 #: Shares of a rate, which a faster machine raises, and seconds, which it lowers.
-_COMPUTING = ("gemm_ampere", "gemm_hopper", "gemm_blackwell", "memory"), ("layer",)
-_SENDING = ("nvlink", "network"), ("nvlink_latency", "network_latency")
+_COMPUTING = (
+    ("gemm_ampere", "gemm_hopper", "gemm_blackwell", "gemm_blackwell_ultra", "scan", "memory"),
+    ("layer", "layer_blocking", "launch", "launch_expert"),
+)
+_SENDING = (
+    ("nvlink", "nvlink_sharp", "network", "network_exchange", "efa_exchange"),
+    ("nvlink_latency", "network_latency", "efa_latency", "efa_latency_deepep"),
+)
 #: A measured step so many times longer or shorter than predicted is a mistake and no measurement.
 MOST = 10.0
 #: Shares of sending in the measured steps that differ by less cannot separate computing from sending.

@@ -186,7 +186,10 @@ def test_fp8_is_offered_but_is_no_first_fix() -> None:
     """It changes what is computed: it is among the changes, and in a set only where nothing else reaches the target."""
     tried = WhatIf(RUN, H100)
     fp8 = [e for e in tried.singles if e.changes[0].kind == "fp8"]
-    assert fp8 and all(e.slowdown is not None and e.slowdown < 1 for e in fp8)
+    # Its products are faster, and the host launches a cast for each: the experts' are too many to hide.
+    products = step_time(RUN, H100).passes.products  # type: ignore[union-attr]
+    assert fp8 and all(e.slowdown is not None for e in fp8)
+    assert all(step_time(e.run, H100).passes.products < 0.8 * products for e in fp8)  # type: ignore[union-attr]
     found = tried.cheapest(tried.before - 1)
     assert found is not None and all(change.kind != "fp8" for change in found.changes)
     assert not any(c.kind == "fp8" for c in changes(RUN.with_fields(gpu_arch="ampere")))
@@ -206,13 +209,12 @@ def test_words_are_megatrons() -> None:
 
 
 def test_no_time_is_said_where_the_model_has_none() -> None:
-    """What offloading, Megatron-FSDP or frozen weights do to a step is not in the time model."""
+    """What offloading does to a step is not in the time model; what frozen weights do is."""
     for effect in WhatIf(RUN, H100).singles:
         offloads = effect.run.optimizer.optimizer_cpu_offload or bool(effect.run.implementation.offload_modules)
         assert (effect.slowdown is None) == offloads, effect.words
     frozen = RUN.with_(peft=PeftSpec(scheme="lora", dim=16))
-    assert not_timed(frozen) == ("peft",)
-    assert all(effect.slowdown is None for effect in WhatIf(frozen, H100).singles)
+    assert not_timed(frozen) == () and step_time(frozen, H100).seconds < step_time(RUN, H100).seconds
 
 
 def outside(engine: str, **fields: object) -> RunSpec:

@@ -17,7 +17,8 @@ LLAMA = "meta-llama/Llama-3.1-8B"
 
 def run(**parallel: int) -> RunSpec:
     return RunSpec(
-        model=LLAMA, parallel=ParallelSpec(world_size=16, **parallel), batch=BatchSpec(global_batch_size=64)
+        model=LLAMA, parallel=ParallelSpec(world_size=16, **parallel),
+        batch=BatchSpec(micro_batch_size=4, global_batch_size=64),
     )
 
 
@@ -37,13 +38,13 @@ def test_one_step_moves_all_rates_together(factor: float) -> None:
 def test_steps_with_and_without_communication_move_their_rates_apart() -> None:
     """A machine that computes as thought, and whose links are half as fast as thought."""
     slow = DEFAULT._replace(
-        nvlink=DEFAULT.nvlink / 2, network=DEFAULT.network / 2, nvlink_latency=2 * DEFAULT.nvlink_latency,
+        nvlink_sharp=DEFAULT.nvlink_sharp / 2, network=DEFAULT.network / 2, nvlink_latency=2 * DEFAULT.nvlink_latency,
         network_latency=2 * DEFAULT.network_latency,
     )  # fmt: skip
     truth = [MeasuredStep(str(i), r, step_time(r, H100, slow).seconds) for i, r in enumerate((QUIET, LOUD))]
     found = calibrated(truth, H100).constants
     assert found.gemm_hopper == pytest.approx(DEFAULT.gemm_hopper, rel=0.05)
-    assert found.nvlink == pytest.approx(slow.nvlink, rel=0.1)
+    assert found.nvlink_sharp == pytest.approx(slow.nvlink_sharp, rel=0.1)
     other = run(tensor_model_parallel_size=4, context_parallel_size=2)
     there = step_time(other, H100, slow).seconds
     assert step_time(other, H100, found).seconds == pytest.approx(there, rel=0.03)

@@ -23,7 +23,7 @@ MODEL, N = "meta-llama/Llama-3.2-1B", 1_235_814_400
 LAYER = 2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192
 EMBEDDING = 128256 * 2048
 H100 = hardware_of("H100")
-NVLINK, LATENCY = H100.nvlink * DEFAULT.nvlink, DEFAULT.nvlink_latency
+NVLINK, LATENCY = H100.nvlink * DEFAULT.nvlink_sharp, DEFAULT.nvlink_latency
 MEMORY = H100.memory * DEFAULT.memory
 
 

@@ -22,8 +22,6 @@ TARGETS: dict[str, dict[Meaning, float]] = {
     "A": {Meaning.STATIC: 0.005, Meaning.PEAK: 0.02, Meaning.RUN_MAXIMUM: 0.02, Meaning.RESERVED: 0.05},
     "B": {Meaning.STATIC: 0.02, Meaning.PEAK: 0.05, Meaning.RUN_MAXIMUM: 0.05, Meaning.RESERVED: 0.05},
 }
-#: A file of which a larger share cannot be read is not a corpus of these.
-MOST_UNREAD = 0.5
 
 
 class Outcome(NamedTuple):

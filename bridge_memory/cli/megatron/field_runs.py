@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,8 @@ _STATUSES = ("counted", "unmodelled", "not compared", "unread")
 
 def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
     """Score and print. Returns 0, or 1 if half of the rows cannot be read."""
-    from bridge_memory.accuracy.described.outcomes import MOST_UNREAD, outcomes, share_unread, totals
+    from bridge_memory.accuracy.corpus import exit_code
+    from bridge_memory.accuracy.described.outcomes import outcomes, share_unread, totals
     from bridge_memory.report.printing import print_blocks
 
     found = outcomes(rows)
@@ -37,11 +37,7 @@ def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
         print(json.dumps(document, indent=1))
     else:
         print_blocks(blocks(found, summary=args.summary))
-    unread = share_unread(found)
-    if unread >= MOST_UNREAD:
-        print(f"bridge-memory accuracy: {unread:.0%} of the rows cannot be read", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code(round(share_unread(found) * len(rows)), len(rows))
 
 
 def blocks(found: Sequence[Outcome], *, summary: bool = False) -> list[Drawn]:

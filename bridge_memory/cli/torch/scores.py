@@ -19,7 +19,8 @@ SCHEMA = "bridge-memory/accuracy-torch/3"
 
 
 def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
-    """Score and print. Returns 0."""
+    """Score and print. Returns 0, or 1 if half of the rows cannot be read."""
+    from bridge_memory.accuracy.corpus import exit_code
     from bridge_memory.accuracy.torch.records import outcomes, totals
     from bridge_memory.report.printing import print_blocks
 
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
         print(json.dumps(document, indent=1))
     else:
         print_blocks(blocks(found, len(rows)))
-    return 0
+    return exit_code(sum(o.status == "unread" for o in found), len({o.id for o in found}))
 
 
 def _scatter(found: Sequence[Outcome]) -> Chart:

@@ -12,6 +12,7 @@ _OTHERS = {
     "moonlight16b": "moonshotai/Moonlight-16B-A3B", "nemotron3nano": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "nemotronnano330ba3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "kimik2": "moonshotai/Kimi-K2-Instruct", "gpt2small": "openai-community/gpt2",
+    "nemotron3super": "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "qwen3235b": "Qwen/Qwen3-235B-A22B",
     "nemotronsuper49b": "nvidia/Llama-3_3-Nemotron-Super-49B-v1", "phi4mini": "microsoft/Phi-4-mini-instruct",
 }  # fmt: skip
 #: What makers put before and after a model's name.

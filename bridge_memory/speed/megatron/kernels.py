@@ -26,6 +26,10 @@ class Kernels(NamedTuple):
     separate_sends: bool = False
     #: The host waits for every kernel that it launches (``CUDA_LAUNCH_BLOCKING=1``).
     blocking_launches: bool = False
+    #: All experts' products of a linear are one kernel (``torch._grouped_mm``).
+    grouped_experts: bool = False
+    #: Between nodes is Amazon's EFA, over which libraries send without the network adapter's help for GPUs (no IBGDA).
+    efa: bool = False
     #: Tensor parallelism's gathers and reductions run beside the products that need them (``tp_comm_overlap``).
     tensor_parallel_overlap: bool = False
 
@@ -33,4 +37,7 @@ class Kernels(NamedTuple):
 def kernels_of(run: RunSpec) -> Kernels:
     """Those that the run's fields mean."""
     impl = run.implementation
-    return Kernels(fused_norm=impl.te, unfused_attention=impl.attention_kernel == "unfused")
+    return Kernels(
+        fused_norm=impl.te, unfused_attention=impl.attention_kernel == "unfused",
+        tensor_parallel_overlap=impl.tp_comm_overlap,
+    )

@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from bridge_memory.engines.megatron_ddp import BUCKET_MINIMUM, BUCKET_PER_RANK
-from bridge_memory.engines.optimizer_states import gradient_width
+from bridge_memory.engines.optimizer_states import gradient_width, optimizer_states
+from bridge_memory.engines.peft import adapter_units
 from bridge_memory.inventory.layer_links import ignores_full_recompute, recomputed_layers
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec import LayerSpec, MLASpec, MoESpec, RunSpec
+from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
@@ -33,9 +35,6 @@ T = TypeVar("T")
 
 #: Attention backward runs five products where forward runs two (FlashAttention, section 3: it makes the scores anew).
 _ATTENTION_BACKWARD = 2.5
-#: Bytes of optimizer state and parameters that Adam's kernel reads and writes an element of its shard, fp32 states:
-#: gradient in; main parameter and two moments in and out; the parameter out.
-_ADAM_BYTES = 4 + 2 * 3 * 4 + 2
 #: Of a reduction or gather that overlaps, what stays to be seen: assumed, a bucket in twenty, the first or last one.
 LEAST_EXPOSED = 0.05
 #: Rows and columns of a result that one processor makes at a time: cuBLAS's most efficient tile, upright or lying.
@@ -102,24 +101,38 @@ class StepTime(NamedTuple):
 class _Rates:
     """What this run reaches of the hardware."""
 
-    def __init__(self, run: RunSpec, hardware: Hardware, c: Constants) -> None:
+    def __init__(
+        self, run: RunSpec, ctx: BlockContext, hardware: Hardware, c: Constants, kernels: Kernels
+    ) -> None:
         self.c, self.hardware = c, hardware
-        eight = run.precision.quantizes and hardware.fp8_flops
-        share = c.gemm(hardware.generation)
-        self.flops = hardware.flops * share
-        self.quantized = hardware.fp8_flops * share * c.gemm_fp8 if eight else self.flops
-        self.attention = hardware.flops * share * c.attention
+        precision, later = run.precision, hardware.generation == "blackwell"
+        share = c.gemm(hardware.generation, ultra=hardware.ultra)
+        self.flops = self.quantized = hardware.flops * share
+        if precision.fp4 is not None and hardware.fp4_flops:
+            self.quantized = hardware.fp4_flops * share * c.gemm_fp4
+        elif precision.quantizes and hardware.fp8_flops:
+            scaled = c.block_scaled if precision.fp8_recipe == "mxfp8" else 1.0
+            self.quantized = hardware.fp8_flops * share * (c.gemm_fp8_blackwell if later else c.gemm_fp8) * scaled
+        in_fp8 = ctx.fp8_attention and hardware.fp8_flops
+        self.attention = (hardware.fp8_flops if in_fp8 else hardware.flops) * share * c.attention
+        self.scan = hardware.flops * c.scan
         self.memory = hardware.memory * c.memory
-        self.nvlink = hardware.nvlink * c.nvlink
+        self.nvlink = hardware.nvlink * (c.nvlink_sharp if later or hardware.generation == "hopper" else c.nvlink)
         self.network = hardware.network * c.network
+        self.network_exchange = hardware.network * (c.efa_exchange if kernels.efa else c.network_exchange)
+        self.exchange_latency = c.network_latency
+        if kernels.efa:
+            deepep = run.implementation.moe_token_dispatcher_type == "flex"
+            self.exchange_latency = c.efa_latency_deepep if deepep else c.efa_latency
 
     def product(self, p: Product) -> Any:
         """Seconds of [rows, inner] by [inner, columns]."""
         return self._product(p, p.rows, p.columns, p.inner)
 
-    def gradients(self, p: Product) -> Any:
-        """Seconds of the products that give the gradients of its input and of its weight."""
-        return self._product(p, p.rows, p.inner, p.columns) + self._product(p, p.columns, p.inner, p.rows)
+    def gradients(self, p: Product, *, frozen: bool = False) -> Any:
+        """Seconds of the products that give the gradients of its input and, unless ``frozen``, of its weight."""
+        of_input = self._product(p, p.rows, p.inner, p.columns)
+        return of_input if frozen else of_input + self._product(p, p.columns, p.inner, p.rows)
 
     def _product(self, p: Product, rows: Any, columns: Any, inner: Any) -> Any:
         """A processor works on one tile of the result at a time, so that the last of several rounds may leave some idle
@@ -168,8 +181,8 @@ class _Rates:
             inside = w.expert_parallel * nodes * (near - 1) / largest(1, ranks - 1)
         else:
             inside = w.expert_parallel * (near - 1) / largest(1, ranks - 1)
-        latency = chosen(near < ranks, c.network_latency, c.nvlink_latency)
-        seconds = largest(far / self.network, inside / self.nvlink) + w.expert_exchanges * latency
+        latency = chosen(near < ranks, self.exchange_latency, c.nvlink_latency)
+        seconds = largest(far / self.network_exchange, inside / self.nvlink) + w.expert_exchanges * latency
         return chosen(w.expert_parallel > 0, seconds, 0.0)
 
 
@@ -180,16 +193,21 @@ def step_time(
     return Step(run, hardware, constants, kernels).time()
 
 
+def optimizer_traffic(run: RunSpec) -> float:
+    """Bytes that the optimizer's kernels read and write an element of a shard: the gradient in, of the main gradients'
+    width; main parameter and states in and out; the parameter out."""
+    o = run.optimizer
+    gradient = DTYPE_BYTES[o.main_grads_dtype] if o.use_precision_aware_optimizer else 4
+    return gradient + 2 * sum(state.width for state in optimizer_states(run)) + DTYPE_BYTES[run.precision.params_dtype]
+
+
 def not_timed(run: RunSpec) -> tuple[str, ...]:
     """What of ``run`` moves its step time and is not in the model, by the names of its fields."""
     impl = run.implementation
     asked = {
         "engine": run.data_parallel.engine != "megatron_ddp", "transformer_impl": impl.torch_layers,
-        "peft": run.peft.freezes,
         "optimizer_cpu_offload": run.optimizer.optimizer_cpu_offload, "offload_modules": bool(impl.offload_modules),
         "cpu_offloading_num_layers": bool(impl.cpu_offloading_num_layers),
-        "cuda_graph_impl": impl.cuda_graph_impl != "none",
-        "overlap_moe_expert_parallel_comm": impl.overlap_moe_expert_parallel_comm,
     }  # fmt: skip
     return tuple(name for name, is_asked in asked.items() if is_asked)
 
@@ -260,7 +278,7 @@ class Step:
             sends = m * largest(0.0, p.vpp * hop - total)
         data_parallel = largest(*[self._data_parallel(shapes, of) for shapes, of in stages.items()])
         own = largest(*[self._own_elements(shapes) for shapes in stages])
-        optimizer = own * _ADAM_BYTES / passes.rates.memory
+        optimizer = own * optimizer_traffic(run) / passes.rates.memory
         return StepTime(Parts(*parts), recomputation, bubble, sends, data_parallel, optimizer)
 
     def seconds_of(self, stage: Sequence[ChunkShape]) -> float:
@@ -339,7 +357,7 @@ class Passes:
         kernels = kernels or kernels_of(run)
         self.run, self.ctx, self.c, self.kernels = run, ctx, c, kernels
         self.hardware = hardware
-        self.rates = _Rates(run, hardware, c)
+        self.rates = _Rates(run, ctx, hardware, c, kernels)
         self.ignored = ignores_full_recompute(run.model, self.ctx)
         #: FlashAttention 1 reaches about half of what its successor does (Dao 2023, figure 4).
         self._slower = 2.0 if kernels.first_flash_attention else 1.0
@@ -351,7 +369,7 @@ class Passes:
 
     def at(self, c: Constants) -> None:
         """Take other constants; the work is not counted again."""
-        self.c, self.rates = c, _Rates(self.run, self.hardware, c)
+        self.c, self.rates = c, _Rates(self.run, self.ctx, self.hardware, c, self.kernels)
         self._halves.clear()
         self._layers.clear()
         self._chunks.clear()
@@ -376,7 +394,8 @@ class Passes:
             dense: Any = 0
             experts: Any = 0
             for shape, chunks in Counter(stage).items():
-                for unit in chunk_units(self.run.model, shape, self.ctx):
+                units = chunk_units(self.run.model, shape, self.ctx)
+                for unit in adapter_units(self.run, units) if self.run.peft.freezes else units:
                     (of_dense,), (of_experts,) = unit.parameters.sums(((elements, 0),))
                     times = chunks * unit.times
                     dense, experts = dense + times * of_dense, experts + times * of_experts
@@ -394,22 +413,27 @@ class Passes:
     def _forward(self, w: Work) -> Parts:
         r = self.rates
         attention = self._slower * w.attention / r.attention
-        return Parts(
-            added(map(r.product, w.products)), attention, w.traffic / r.memory, *self._sends(w, attention, 1),
-            self._host() / 2 if w.products else 0.0,
-        )
+        products, attended = added(map(r.product, w.products)), attention + w.scan / r.scan
+        return self._launched(w, 1, Parts(products, attended, w.traffic / r.memory, *self._sends(w, attention, 1)))
 
     def _backward(self, w: Work) -> Parts:
-        r = self.rates
+        r, frozen = self.rates, self.run.peft.freezes
         attention = self._slower * _ATTENTION_BACKWARD * w.attention / r.attention
-        traffic = 2 * w.traffic + self._accumulated(w)
-        return Parts(
-            added(map(r.gradients, w.products)), attention, traffic / r.memory, *self._sends(w, attention, 2),
-            self._host() if w.products else 0.0,
-        )
+        traffic = 2 * w.traffic + (0.0 if frozen else self._accumulated(w))
+        products = added(r.gradients(p, frozen=frozen) for p in w.products)
+        attended = attention + _ATTENTION_BACKWARD * w.scan / r.scan
+        return self._launched(w, 2, Parts(products, attended, traffic / r.memory, *self._sends(w, attention, 2)))
 
-    def _host(self) -> float:
-        return self.c.layer_blocking if self.kernels.blocking_launches else self.c.layer
+    def _launched(self, w: Work, passed: int, kernels: Parts) -> Parts:
+        """``kernels`` with the host's time that they do not hide: a fixed part, and what launching takes longer than
+        they run. ``passed``: 1 forward; backward launches twice as many."""
+        if not w.products:
+            return kernels
+        if self.kernels.blocking_launches:
+            return kernels._replace(host=passed * self.c.layer_blocking / 2)
+        launching = w.launches * self.c.launch + w.expert_launches * self.c.launch_expert
+        late = largest(0.0, passed * launching - kernels.total)
+        return kernels._replace(host=chosen(w.launches > 0, passed * self.c.layer / 2, 0.0) + late)
 
     def _accumulated(self, w: Work) -> Any:
         """Bytes that are read and written where a microbatch's gradients of matrices are added to those before it,
@@ -425,7 +449,10 @@ class Passes:
         tensor = self.rates.gathered(w.tensor_parallel * (p.tp - 1) / p.tp, w.tensor_collectives, p.tp)
         if self.kernels.tensor_parallel_overlap:
             tensor *= self.c.tensor_parallel_exposed
-        return tensor, self.rates.experts(w, p.ep, p.etp), self._context(w, attention, passed)
+        experts = self.rates.experts(w, p.ep, p.etp)
+        if self.run.implementation.overlap_moe_expert_parallel_comm:
+            experts *= self.c.expert_parallel_exposed
+        return tensor, experts, self._context(w, attention, passed)
 
     def _context(self, w: Work, attention: Any, passed: int) -> Any:
         """Context parallelism's communication that nothing hides (Transformer Engine's ``context_parallel.py``)."""
@@ -478,7 +505,9 @@ class Passes:
             products = chosen(ctx.switch("shared_experts"), added(map(rates.product, shared.products)), 0.0) + products
             traffic = chosen(ctx.switch("shared_experts"), shared.traffic / rates.memory, 0.0) + traffic
             names.append("shared_experts")
-        regions = {name: chosen(ctx.switch(name), self._host() / 2, 0.0) for name in names}
+        blocking = self.kernels.blocking_launches
+        entered = (self.c.layer_blocking if blocking else self.c.layer) / 2
+        regions = {name: chosen(ctx.switch(name), entered, 0.0) for name in names}
         # Two norms; every region is entered again by the host.
         host = added(regions.values()) + regions["layernorm"]
         inside = Parts(products, attention, traffic, host=host)

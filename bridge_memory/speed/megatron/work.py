@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.spec import (
     AttentionSpec,
+    GatedDeltaNetSpec,
+    ImplementationSpec,
     LayerSpec,
+    MambaSpec,
     MLASpec,
     MLPSpec,
     ModelSpec,
@@ -21,7 +24,7 @@ from bridge_memory.spec import (
     RecomputeSpec,
     RunSpec,
 )
-from bridge_memory.spec.model import FeedForward
+from bridge_memory.spec.model import FeedForward, Mixer
 from bridge_memory.speed.megatron.kernels import Kernels
 from bridge_memory.tapes.context import BlockContext, context_of
 from bridge_memory.tapes.parameters import Use
@@ -45,6 +48,8 @@ class Product(NamedTuple):
     times: int = 1
     #: Whether fp8 recipes run it in eight bits.
     quantized: bool = True
+    #: Whether its weight is an expert's.
+    expert: bool = False
 
     @property
     def flops(self) -> float:
@@ -72,6 +77,11 @@ class Work(NamedTuple):
     #: Bytes of keys and values that context parallelism passes round, and of queries and what attention makes of them.
     context_parallel: float = 0.0
     context_queries: float = 0.0
+    #: Floating-point operations of a state-space scan.
+    scan: float = 0.0
+    #: Kernels that the host launches one by one, and experts' products that a loop in C++ does; 0: a CUDA graph does.
+    launches: float = 0.0
+    expert_launches: float = 0.0
 
 
 class LayerWork(NamedTuple):
@@ -85,9 +95,46 @@ def layer_work(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kerne
     """One decoder layer."""
     norm = 0.0 if kernels.fused_norm else _UNFUSED_NORM * ctx.tokens_sp * ctx.hidden_size
     mixer, feed_forward = _mixer_work(layer, run, ctx, kernels), _feed_forward_work(layer, ctx)
+    if kernels.grouped_experts:  # in bf16, whatever linears compute in
+        products = tuple(p._replace(quantized=p.quantized and not p.expert) for p in feed_forward.products)
+        feed_forward = feed_forward._replace(products=products)
     return LayerWork(*[
-        half._replace(traffic=half.traffic + norm) if half.products else half for half in (mixer, feed_forward)
+        _with_launches(half._replace(traffic=half.traffic + norm), of, ctx, kernels) if half.products else half
+        for half, of in ((mixer, layer.mixer), (feed_forward, layer.ffn))
     ])
+
+
+#: Kernels forward beside the products: of a mixer or MLP norm, casts, split, rotation or activation, attention, bias
+#: and dropout; of a router top-k, its probabilities, the balancing loss, counts and sorts, in half a dozen where fused
+#: (``moe_router_fusion``); of experts permutation there and back, their activation and what the dispatcher launches.
+_BESIDE, _ROUTER, _ROUTER_FUSED, _EXPERTS = 10, 40, 15, 20
+
+
+def _with_launches(half: Work, of: Mixer | FeedForward | None, ctx: BlockContext, kernels: Kernels) -> Work:
+    """With the kernels that the host launches forward. Products of experts are launched one by one (Transformer
+    Engine's ``multi_stream_cublas_gemm``) unless one kernel has them all, and each in eight or four bits has a cast of
+    its input."""
+    impl = ctx.impl
+    graphs = {*impl.cuda_graph_modules} if impl.cuda_graph_impl != "none" else set()
+    name = "moe" if isinstance(of, MoESpec) else "mlp" if isinstance(of, MLPSpec) else "attn"
+    if isinstance(of, MambaSpec | GatedDeltaNetSpec):
+        name = "mamba"
+    if impl.cuda_graph_impl != "none" and (not graphs or name in graphs):
+        return half
+    launches: Any = 0
+    of_experts: Any = 0
+    for p in half.products:
+        each = 2 if p.quantized and ctx.fp8 else 1
+        if not p.expert:
+            launches = launches + each * p.times
+        elif kernels.grouped_experts or impl.use_transformer_engine_op_fuser:
+            launches = launches + each
+        else:
+            of_experts = of_experts + each * p.times
+    if not isinstance(of, MoESpec):
+        return half._replace(launches=launches + _BESIDE)
+    router = 0 if "moe_router" in graphs else _ROUTER_FUSED if impl.moe_router_fusion else _ROUTER
+    return half._replace(launches=launches + router + _EXPERTS, expert_launches=of_experts)
 
 
 def output_work(model: ModelSpec, ctx: BlockContext) -> Work:
@@ -106,7 +153,9 @@ def model_flops(run: RunSpec) -> float:
     """Floating-point operations of one step as frameworks count them (Megatron-LM's ``num_floating_point_operations``):
     forward and twice as much backward, whatever is recomputed, and causal attention by half. The batch is given, and
     MTP not counted."""
-    alone = replace(run, parallel=ParallelSpec(world_size=1), recompute=RecomputeSpec())
+    alone = replace(
+        run, parallel=ParallelSpec(world_size=1), recompute=RecomputeSpec(), implementation=ImplementationSpec()
+    )
     ctx, kernels = context_of(alone), Kernels()
     work = [half for layer in run.model.layers for half in layer_work(layer, alone, ctx, kernels)]
     forward = sum(sum(p.flops for p in w.products) + w.attention for w in [*work, output_work(run.model, ctx)])
@@ -125,12 +174,23 @@ def _mixer_work(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kern
     if layer.mixer is None:
         return Work()
     attention, kv, queries = _attention(layer, run, ctx, kernels)
-    tensor = chosen(ctx.tp > 1, 2.0 * ctx.tokens * ctx.hidden_size * ctx.act, 0.0)
+    tensor = _gathered_and_reduced(ctx)
     half = LayerSpec(layer.mixer, None, layer.post_layernorms)
     return Work(
         tuple(_products(half, None, ctx)), attention, _mixer_traffic(layer, ctx, kernels), tensor, _two(tensor),
-        context_parallel=kv, context_queries=queries,
+        context_parallel=kv, context_queries=queries, scan=_scan(layer.mixer, ctx),
     )  # fmt: skip
+
+
+def _scan(mixer: Mixer, ctx: BlockContext) -> Any:
+    """Of Mamba-2 in chunks of c tokens: scores of queries and keys in a chunk, these times the values, the chunk's
+    state, and the state before it times the queries (Dao and Gu 2024, section 6)."""
+    if not isinstance(mixer, MambaSpec):
+        return 0.0
+    c, heads, groups = mixer.chunk_size, mixer.num_heads / ctx.tp, largest(1, mixer.num_groups / ctx.tp)
+    wide = heads * mixer.head_dim
+    # Context parallelism gathers the sequence and divides the heads.
+    return 2.0 * ctx.tokens * (c * groups * mixer.state_dim + c * wide + 2 * wide * mixer.state_dim)
 
 
 def _feed_forward_work(layer: LayerSpec, ctx: BlockContext) -> Work:
@@ -149,13 +209,22 @@ def _feed_forward_work(layer: LayerSpec, ctx: BlockContext) -> Work:
             exchanged = 2.0 * routed * (ctx.ep - 1) / ctx.ep
             tensor = chosen(ctx.etp > 1, 2.0 * routed * ctx.etp, 0.0)
     else:
-        # An all-reduce forward, or a gather and a reduce-scatter of as much in all.
-        tensor = chosen(ctx.tp > 1, 2.0 * ctx.tokens * ctx.hidden_size * ctx.act, 0.0)
+        tensor = _gathered_and_reduced(ctx)
     half = LayerSpec(None, ffn, layer.post_layernorms)
     return Work(
         tuple(_products(half, ffn, ctx)), 0.0, _feed_forward_traffic(ffn, ctx), tensor, _two(tensor), exchanged,
         _two(exchanged), _copies(ffn, ctx), gathers,
     )  # fmt: skip
+
+
+def _gathered_and_reduced(ctx: BlockContext) -> Any:
+    """Bytes of an all-reduce forward, or of a gather and a reduce-scatter of as much in all. What a quantized linear
+    gathers under sequence parallelism is quantized before (Transformer Engine's ``distributed.py:
+    gather_along_first_dim``): a byte an element, or half of one and a scale for every sixteen."""
+    width: Any = ctx.act
+    if ctx.fp8:
+        width = chosen(ctx.tokens_sp < ctx.tokens, 0.5 + 1 / 16 if ctx.fp8_recipe == "nvfp4" else 1, ctx.act)
+    return chosen(ctx.tp > 1, ctx.tokens * ctx.hidden_size * (width + ctx.act), 0.0)
 
 
 def shared_experts_work(ffn: MoESpec, ctx: BlockContext) -> Work:
@@ -189,7 +258,7 @@ def _products(half: LayerSpec, ffn: FeedForward | None, ctx: BlockContext) -> It
             if p.expert:
                 assert isinstance(ffn, MoESpec)
                 rows = ctx.tokens * ffn.topk * ctx.etp / ctx.tp * ctx.ep / ffn.num_experts
-                yield Product(rows, columns, inner, times)
+                yield Product(rows, columns, inner, times, expert=True)
             else:
                 rows = chosen(p.sharded, ctx.tokens, ctx.tokens_sp)
                 yield Product(rows, columns, inner, times, p.is_gemm)
@@ -236,6 +305,13 @@ def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> flo
     elif isinstance(mixer, MLASpec):
         wide = mixer.num_attention_heads * (mixer.qk_head_dim + mixer.qk_pos_emb_head_dim + mixer.v_head_dim)
         traffic += 3 * 2 * ctx.tokens * wide / ctx.tp * ctx.act
+    elif isinstance(mixer, MambaSpec):
+        inner = mixer.num_heads * mixer.head_dim / ctx.tp
+        convolved = inner + 2 * largest(1, mixer.num_groups / ctx.tp) * mixer.state_dim
+        # The convolution in and out, its parts into the chunks' states and the scan; the gated norm: two in, one out.
+        traffic += (2 + 2) * ctx.tokens * convolved * ctx.act + (1 + 3) * ctx.tokens * inner * ctx.act
+        # A chunk's state in fp32: made, passed on from chunk to chunk, and read by the scan.
+        traffic += 4 * ctx.tokens / mixer.chunk_size * inner * mixer.state_dim * 4
     else:
         traffic += 12 * stream
     return traffic + _merged(layer, ctx)
@@ -265,6 +341,10 @@ def _feed_forward_traffic(ffn: FeedForward, ctx: BlockContext) -> float:
     moves: int = chosen(ctx.ep > 1, 4, 2)  # permute and put back, once more by local expert after an exchange
     traffic += moves * 2 * routed * ctx.etp * (ffn.latent_size or ctx.hidden_size) * ctx.act
     traffic += 4 * ctx.tokens_sp * ffn.num_experts * 4  # the router's scores in fp32
+    if ffn.add_bias and not ctx.impl.use_transformer_engine_op_fuser:
+        # Bias times probability in fp32, the sum, its concatenation and cast (``experts.py: _apply_bias``), 28 bytes an
+        # element forward and 36 backward: as much as 21 forward and twice that backward.
+        traffic += 21 * routed * ctx.etp * (ffn.latent_size or ctx.hidden_size)
     return traffic + _shared_experts_traffic(ffn, ctx)
 
 
