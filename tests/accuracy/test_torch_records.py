@@ -112,7 +112,7 @@ def test_its_json_is_valid_by_its_schema(capsys: pytest.CaptureFixture[str]) -> 
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((Path(bridge_memory.__file__).parent / "report" / "accuracy_torch.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
-    assert main(["accuracy", str(RUNS), "--json"]) == 0
+    assert main(["accuracy", str(RUNS), "--json"]) == 1  # more than half cannot be read
     document = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(schema).validate(document)
     scored = {o["id"] for o in document["figures"]} | {o["id"] for o in document["unread"]}
