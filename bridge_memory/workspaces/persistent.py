@@ -44,12 +44,12 @@ def persistent_buffers(
     for kind, nbytes in stage_scratch([chunk.scratch for chunk in chunks], ctx).items():
         yield buffer(kind.value, nbytes)
     if run.model.rotary_dim:
-        tables = rotary_table(run) * (sum([chunk.latent for chunk in chunks]) or len(chunks))
+        tables = rotary_tables(run, chunks)
         if tables:
             yield buffer("rotary embedding tables", tables, Part.ROTARY)
     experts = [layers for chunk in chunks for layers in chunk.experts]
     yield from library_workspaces(ctx, [chunk.uses for chunk in chunks], experts_here=bool(experts))
-    if experts:
+    if experts and ctx.torch_layers is None:
         yield from held_by_dispatchers(experts, ctx, carried_over)
     received = sum([not chunk.embedding for chunk in chunks])
     if received:
@@ -60,13 +60,22 @@ def persistent_buffers(
         )
 
 
-def rotary_table(run: RunSpec) -> int:
+def rotary_tables(run: RunSpec, chunks: Sequence[ChunkFacts]) -> int:
     """Bytes of the cached angles, fp32 [s / c, 1, 1, d_rope]: one table per model chunk, or with MLA one per layer.
 
     Source: megatron-core ``models/common/embeddings/rotary_pos_embedding.py: RotaryEmbedding.forward`` (an
-    ``lru_cache``); ``multi_latent_attention.py`` builds a rotary embedding in every layer.
+    ``lru_cache``); ``multi_latent_attention.py`` builds a rotary embedding in every layer. torchtitan and torchtune
+    register one buffer, as many bytes a position; torchtune's has all positions up to the model's maximum.
+    transformers makes tables in every forward (``inventory.torch.blocks.embedding_block``).
     """
-    return 4 * run.model.rotary_dim * run.batch.seq_length // run.parallel.cp
+    impl = run.implementation
+    if impl.torch_layers and not impl.own_layers:
+        return 0
+    if impl.own_layers:
+        positions = run.model.max_position_embeddings if impl.torchtune else run.batch.seq_length
+        return 4 * run.model.rotary_dim * positions
+    table = 4 * run.model.rotary_dim * run.batch.seq_length // run.parallel.cp
+    return table * (sum([chunk.latent for chunk in chunks]) or len(chunks))
 
 
 def _latent_layers(run: RunSpec, shape: ChunkShape) -> int:

@@ -96,6 +96,33 @@ def test_every_phase_is_within_a_hundredth(argv: tuple[str, ...]) -> None:
         assert row["predicted"] == pytest.approx(row["found"], rel=0.01), row
 
 
+#: So small that a table of the angles of 2,048 positions, or the routing of their tokens, is a large part of it.
+SMALL = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
+
+
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=("llama", "qwen3_moe"))
+def test_no_buffer_of_megatron_core_is_counted_for_layers_of_transformers(changes: dict[str, Any]) -> None:
+    """Neither its cached rotary table, 512 KiB here, nor what its MoE dispatchers hold, 192 KiB."""
+    config = json.dumps({**SMALL, **changes})
+    argv = ("--custom-config", config, "--engine", "single", "--num-gpus", "1", "--seq-length", "2048")
+    for row in answered(*argv)["rows"]:
+        assert abs(row["difference"]) < 128 << 10, row
+
+
+@pytest.mark.parametrize("trainer", ["torchtune", "torchtitan"])
+def test_layers_of_other_trainers_are_not_rehearsed_as_transformers(
+    trainer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("--custom-config", json.dumps(SMALL), "--engine", "single", "--transformer-impl", trainer)
+    assert main(["rehearse", *argv]) == 2
+    assert f"--transformer-impl ({trainer}) is not what rehearse" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("overlap", [(), ("--overlap-comm",)], ids=("", "overlap"))
 @pytest.mark.parametrize("contiguous", [(), ("--no-contiguous-gradients",)], ids=("", "not_contiguous"))
 @pytest.mark.parametrize(

@@ -55,9 +55,9 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
             x = layer_norm(t, f"{family.prefix}{family.embedding}_layernorm", x, tokens, h)
         if family.scaled_embeddings:
             x = t.scale("input embeddings, scaled", x)
-        # torchtune's table is a buffer for all positions up to the model's maximum.
-        length = model.max_position_embeddings if family.rotary == "torchtune" else r.ctx.seq
-        tables = [(name, length * rotary // table_share(t)) for name in (_table_names(t) if rotary else ())]
+        # torchtitan's and torchtune's table is a buffer (workspaces/persistent.py: rotary_tables).
+        made = rotary if family.rotary not in ("complex", "torchtune") else 0
+        tables = [(name, r.ctx.seq * made // table_share(t)) for name in (_table_names(t) if made else ())]
         if alibi and t.hf.spec.gradient_checkpointing:
             tables.append(("slopes of the positions", tokens * alibi))
         for name, elements in tables:
@@ -92,8 +92,6 @@ def _with_positions(t: Torch, x: Array, positions: int) -> Array:
 
 
 def _table_names(t: Torch) -> tuple[str, ...]:
-    if t.hf.family.rotary == "torchtune":
-        return ("rotary table",)
     if t.hf.family.rotary == "polar":
         return ("rotary table: cos",)  # complex64, one number for a pair
     names = ("rotary table: cos", "rotary table: sin")

@@ -42,7 +42,7 @@ def require(run: RunSpec) -> None:
                 f"rehearse --engine {engine} runs the real {package}, which is not installed; install it: "
                 f"pip install {package}"
             )
-    if not run.implementation.torch_layers:
+    if not run.implementation.torch_layers or run.implementation.own_layers:
         raise SpecError(
             f"transformer_impl ({run.implementation.transformer_impl}) is not what rehearse --engine {engine} runs; "
             "set it to transformers"
