@@ -41,7 +41,6 @@ def run_of(mode: str = "none", option: str = "op", **fields: Any) -> RunSpec:
         batch=fields.pop("batch", None) or BatchSpec(seq_length=128, micro_batch_size=2, global_batch_size=4),
         precision=PrecisionSpec(params_dtype="bf16"), data_parallel=DataParallelSpec(engine="single"),
         implementation=ImplementationSpec(transformer_impl="torchtitan"),
-        data_parallel=DataParallelSpec(engine="fsdp2"),
         transformers=TransformersSpec(attention_mask="none", **given, **fields),
     )
 
@@ -53,10 +52,7 @@ def run_of(mode: str = "none", option: str = "op", **fields: Any) -> RunSpec:
 ])  # fmt: skip
 def test_layers_and_checkpoints(mode: str, option: str, vocab_size: int) -> None:
     config = {"vocab_size": vocab_size}
-    # Gradients are added to those of an earlier microbatch.
-    batch = BatchSpec(seq_length=128, micro_batch_size=2, global_batch_size=4)
-    run = run_of(mode, option, config=config, batch=batch)
-    run = run.with_(data_parallel=DataParallelSpec(engine="single"))
+    run = run_of(mode, option, config=config)
     ((shape,),) = layout(run.model, run.parallel).shapes(run.model)
     ours, real = chunk_inventory(run.model, shape, context_of(run)), measure({**CONFIG, **config}, 2, 128, mode, option)
     assert 0 <= ours.retained - real.retained <= 3072
