@@ -179,7 +179,8 @@ def reserved(config: dict[str, Any], batch: int, seq: int, ranks: int, mode: str
     """What torch's allocator reserves in so many steps under FSDP2: fp32 shards, bf16, gradients reduced in fp32, fused
     AdamW; the embedding, every layer and the end of the model are units (``parallelize.py: apply_fsdp``)."""
     model = _built(config, seq, mode, "op", torch.float32)
-    run = SimpleNamespace(parallel=SimpleNamespace(world_size=ranks), data_parallel=SimpleNamespace(engine="fsdp2", of_deepspeed=False))
+    engine = SimpleNamespace(engine="fsdp2", of_deepspeed=False)
+    run = SimpleNamespace(parallel=SimpleNamespace(world_size=ranks), data_parallel=engine)
     given = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
     with world(run), _fused_norms(), Uncomputed():  # type: ignore[arg-type]
         mesh = init_device_mesh("cpu", (ranks,))
