@@ -222,7 +222,10 @@ def _band(kind: Kind, table: Mapping[Kind, Row]) -> Band | None:
         ("any engine", lambda k: True),
     )
     for of, holds in classes:
-        found = band_of([error for other, row in table.items() if holds(other) for error in row.runs], of)
+        rows = [(other.gpu, row.runs) for other, row in table.items() if row.runs and holds(other)]
+        if kind.gpu not in {gpu for gpu, _ in rows}:
+            of = f"{of}, none on {kind.gpu}"
+        found = band_of([error for _, runs in rows for error in runs], of)
         if found is not None:
             return found
     return None

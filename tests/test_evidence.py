@@ -147,6 +147,8 @@ def test_too_few_runs_fall_back_to_a_wider_class_which_is_named(monkeypatch: pyt
         ({KIND: of(10), other_gpu: of(9), other_model: of(9)}, "any of TE, dense"),
         ({other_gpu: of(9), other_model: of(10), other_engine: of(9)}, "any of Megatron DDP"),
         ({other_model: of(10), other_engine: of(9)}, "any engine"),
+        ({other_gpu: of(19)}, "any of TE, dense, none on Hopper"),
+        ({KIND._replace(gpu="Ampere", engine="PyTorch FSDP2"): of(19)}, "any engine, none on Hopper"),
     ):
         table(monkeypatch, rows)
         band = evidence_of(run).band
@@ -156,6 +158,14 @@ def test_too_few_runs_fall_back_to_a_wider_class_which_is_named(monkeypatch: pyt
     told = answer_of(estimate(run), [])
     assert told.band is None
     assert told.band_words == "90% band: none, too few runs of its kind were measured"
+
+
+def test_a_band_of_other_generations_alone_says_so() -> None:
+    """No run of any kind was measured on Turing; the sentence before the band says "not measured"."""
+    run = RunSpec(model="meta-llama/Llama-3.2-1B")
+    for gpu, none_on in (("H100", ""), ("T4", "none on Turing")):
+        told = answer_of(estimate(run), fits(estimate(run), [gpu]))
+        assert ("none on" in (told.band_words or "")) is bool(none_on) and none_on in (told.band_words or "")
 
 
 def test_a_guessed_model_has_no_band() -> None:

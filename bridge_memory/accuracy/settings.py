@@ -3,7 +3,6 @@ release. Either becomes fields of a RunSpec; a word that is none of them is name
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bridge_memory.cards.names import gpu_called
-from bridge_memory.files import read_text
+from bridge_memory.files import parse_json, read_text
 from bridge_memory.readers.presets.common_names import preset_called
 from bridge_memory.spec import SpecError, show
 
@@ -128,7 +127,7 @@ def same_layout(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @cache
 def _blocks() -> list[dict[str, Any]]:
-    blocks: list[dict[str, Any]] = json.loads(read_text(_RECIPES, "reinstall the package"))
+    blocks: list[dict[str, Any]] = parse_json(read_text(_RECIPES, "reinstall the package"))
     for block in blocks:
         for recipe in block["recipes"]:
             recipe |= {name: block[name] for name in ("source", "megatron_core")}

@@ -32,6 +32,8 @@ def as_typed(message: str, argv: Sequence[str]) -> str:
     ours = "--megatron-args" not in typed
     for name, spellings, switch, choices in _fields():
         used = [s for s in spellings if s in typed]
+        if name == "stage" and not used and "--stage" in typed:  # of the pipeline; --zero-stage is the field's flag
+            used = ["--stage"]
         if used or (ours and name not in MODEL_FLAGS):
             flag = used[0] if used else spellings[0]
             message = _named(message, name, flag, choices)

@@ -69,7 +69,8 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
         (name, name in given["data_parallel"], given["data_parallel"].get("engine") == "megatron_fsdp",
          "--engine megatron_fsdp")
         for name in ("data_parallel_sharding_strategy", "suggested_communication_unit_size", "grad_comm_dtype",
-                     "fsdp_double_buffer")
+                     "fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail",
+                     "megatron_fsdp_max_pool_double_buffer")
     ]
     needs += [
         (name, name in optimizer, optimizer.get("use_precision_aware_optimizer", False),
@@ -80,7 +81,11 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
         (f"peft.{name}", name in given["peft"], given["peft"].get("scheme") == "lora", "--peft lora")
         for name in ("dim", "target_modules")
     ]
-    needs += _of_engines(given)
+    needs += [
+        (name, bool(precision.get(name)), "fp8" in precision or "fp4" in precision, "--fp8 or --fp4")
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    ]
+    needs += _of_dispatchers(impl) + _of_adapters(given) + _of_engines(given)
     local = impl.get("transformer_impl") == "local"
     needs += [
         ("fp8", "fp8" in precision, not local, "--transformer-impl transformer_engine"),
@@ -104,6 +109,32 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
             f"moe_imbalance ({imbalance:g}) is more than expert_model_parallel_size ({ranks}), that of one rank with "
             "every token; lower it"
         )
+
+
+def _of_dispatchers(impl: dict[str, Any]) -> list[tuple[str, bool, bool, str]]:
+    """(field, given, whether the dispatcher that reads it runs, the flags that are missing)."""
+    flex = impl.get("moe_token_dispatcher_type") == "flex"
+    backend = impl.get("moe_flex_dispatcher_backend", "deepep")
+    with_flex = "--moe-token-dispatcher-type flex"
+    return [
+        ("moe_flex_dispatcher_backend", "moe_flex_dispatcher_backend" in impl, flex, with_flex),
+        ("moe_flex_dispatcher_num_sms", "moe_flex_dispatcher_num_sms" in impl, flex and backend == "deepep",
+         f"{with_flex} --moe-flex-dispatcher-backend deepep"),
+        ("moe_hybridep_ranks_per_nvlink_domain", "moe_hybridep_ranks_per_nvlink_domain" in impl,
+         flex and backend == "hybridep", f"{with_flex} --moe-flex-dispatcher-backend hybridep"),
+        ("moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cuda" in impl,
+         impl.get("moe_paged_stash", False), "--moe-paged-stash"),
+    ]  # fmt: skip
+
+
+def _of_adapters(given: dict[str, dict[str, Any]]) -> list[tuple[str, bool, bool, str]]:
+    """Options of LoRA and of quantized weights in ``transformers``: as ``_of_dispatchers``."""
+    spec, adapts = given["transformers"], given["peft"].get("scheme") == "lora"
+    return [
+        ("lora_dropout", bool(spec.get("lora_dropout")), adapts, "--peft lora"),
+        ("autocast_adapter_dtype", "autocast_adapter_dtype" in spec, adapts, "--peft lora"),
+        ("bnb_4bit_compute_dtype", "bnb_4bit_compute_dtype" in spec, spec.get("load_in_4bit", False), "--load-in-4bit"),
+    ]
 
 
 def _of_engines(given: dict[str, dict[str, Any]]) -> list[tuple[str, bool, bool, str]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from bridge_memory.releases import (
     CUBLAS_WORKSPACES_FREED,
     EXPERTS_FUSED_BY_OPS,
     LAYER_WISE_LAYOUT,
+    OLDEST_NAMED,
     core_of,
     known_releases,
     nearest_known,
@@ -15,6 +17,7 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec.adapters import idle_targets
 from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT_FSDP_OPTIONS
+from bridge_memory.spec.errors import show
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import GatedDeltaNetSpec, ModelSpec
@@ -52,9 +55,33 @@ def _idle_recomputation(run: RunSpec, plan: Layout) -> Iterator[str]:
             )
 
 
+#: Fields of ImplementationSpec that are about more than megatron-core's layers, or are spoken of elsewhere.
+_OF_ANY_LAYERS = frozenset(
+    ("transformer_impl", "gpu_arch", "torch", "expandable_segments", "cublas_workspace_bytes", "create_attention_mask",
+     "calculate_per_token_loss", "use_legacy_models", "cuda_graph_impl", "cpu_offloading_num_layers",
+     "min_offloaded_tensor_size", "moe_apply_probs_on_input", "moe_imbalance")
+)  # fmt: skip
+_OF_MEGATRON_LAYERS = tuple(f.name for f in fields(ImplementationSpec) if f.name not in _OF_ANY_LAYERS)
+_DEFAULT_IMPLEMENTATION = ImplementationSpec()
+
+
+def _of_megatron_layers(impl: ImplementationSpec) -> Iterator[str]:
+    """Options of megatron-core's layers in a run of others."""
+    for name in _OF_MEGATRON_LAYERS:
+        value = getattr(impl, name)
+        if value != getattr(_DEFAULT_IMPLEMENTATION, name):
+            words = release_words(value) if name in OLDEST_NAMED else value if isinstance(value, str) else show(value)
+            yield NoEffect(
+                f"{name} ({words}) does nothing with transformer_impl {impl.transformer_impl}: it is for layers of "
+                "megatron-core"
+            )
+
+
 def _without_effect(run: RunSpec) -> Iterator[str]:
     """Options that change no byte of this run."""
     optimizer, data_parallel, impl = run.optimizer, run.data_parallel, run.implementation
+    if impl.torch_layers:
+        yield from _of_megatron_layers(impl)
     if data_parallel.overlap_param_gather and not data_parallel.fsdp:
         # distributed/param_and_grad_buffer.py: parameters are gathered where they are kept.
         yield "overlap_param_gather allocates nothing that outlives its operation"

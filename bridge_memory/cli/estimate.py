@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     unit = check_unit(args.unit)
     if args.require_fit and not args.gpu:
         raise SpecError("--require-fit needs a GPU to fit; add --gpu NAME (`bridge-memory gpus` lists them)")
-    if args.brief and (args.verbose or args.format != "text"):
-        raise SpecError("--brief prints one line; drop --verbose and other formats")
+    if args.brief and (args.verbose or args.format != "text" or args.stage is not None):
+        raise SpecError("--brief prints one line for all stages; drop --verbose, --stage and other formats")
     if args.reserved and (args.brief or args.format not in ("text", "md", "json")):
         raise SpecError("--reserved is shown as text, md and json; drop it, or --brief and other formats")
-    gpus = [find_gpu(name.strip()) for names in args.gpu for name in names.split(",")]
+    gpus = list(dict.fromkeys(find_gpu(name.strip()) for names in args.gpu for name in names.split(",")))
     _check_release(args.megatron_core)
     spec = run_on_gpus(args, gpus)
     result = estimate(spec)

@@ -203,7 +203,7 @@ def _models() -> list[dict[str, Any]]:
 def _estimate(one: Asked, stage: object) -> dict[str, Any]:
     run, gpu, _ = one
     if stage is not None and (type(stage) is not int or stage < 0):
-        raise SpecError(f"stage ({show(stage)}) is no stage; give a number of 0 or more")
+        raise SpecError(f"{show(stage)} is no stage of the pipeline; give a number of 0 or more")
     result = estimate(run)
     fitting = fits(result, [gpu])
     document = estimate_to_json(result, fitting)

@@ -105,6 +105,14 @@ def test_an_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -
     assert "--gpu" in capsys.readouterr().err
 
 
+def test_a_gpu_named_twice_is_one_and_the_line_is_of_all_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    once, twice = (run(capsys, *SMALL, "--gpu", gpu, "--brief")[1] for gpu in ("H100", "H100,h100"))
+    assert once == twice
+    assert main([*SMALL, "--gpu", "H100", "--brief", "--stage", "0"]) == 2
+    assert "--stage" in capsys.readouterr().err
+
+
+
 def test_the_fix_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     """The flags that it names make it fit."""
     out = run(capsys, *LARGE, "--gpu", "H200", "--brief")[1]

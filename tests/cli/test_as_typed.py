@@ -64,6 +64,11 @@ def test_switches_words_and_megatrons_arguments(refusal: str, argv: str, said: s
     assert as_typed(refusal, argv.split()) == said
 
 
+def test_a_stage_of_the_pipeline_is_not_deepspeeds() -> None:
+    assert as_typed("stage (9) is not one of the pipeline's", ["--stage", "9"]).startswith("--stage (9)")
+    assert as_typed("stage (9) is not a stage of ZeRO", ["--zero-stage", "9"]).startswith("--zero-stage (9)")
+
+
 def test_no_fields_name_is_another_ones_flag() -> None:
     """A flag that stands in a message is not taken for a field in it."""
     every = " and ".join(spelling for flag in FLAGS for spelling in flag.names.split())

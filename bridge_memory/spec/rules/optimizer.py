@@ -17,7 +17,8 @@ def check_data_parallel(run: RunSpec) -> None:
     d = run.data_parallel
     if not d.fsdp:
         for name in ("data_parallel_sharding_strategy", "suggested_communication_unit_size", "grad_comm_dtype",
-                     "fsdp_double_buffer"):  # fmt: skip
+                     "fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail",
+                     "megatron_fsdp_max_pool_double_buffer"):  # fmt: skip
             if getattr(d, name) not in (None, False):
                 raise SpecError(
                     f"{name} ({getattr(d, name)}) is for engine megatron_fsdp, not {d.engine}; drop it, or set engine "
