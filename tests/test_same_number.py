@@ -42,7 +42,7 @@ from bridge_memory.verdict import fits
 from bridge_memory.web.api import Api, Refused
 
 #: Drawn of every engine or source.
-DRAWN = 3
+DRAWN = 2
 
 
 def check(answer: Estimate) -> None:
@@ -65,7 +65,7 @@ def test_every_way_of_one_estimate(engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_way_of_many_estimates(engine: str) -> None:
     draw = Random(f"many estimates {engine}")
-    for _ in range(4 * DRAWN):
+    for _ in range(6 * DRAWN):
         check(estimate(a_run(engine, draw)))
 
 
@@ -331,7 +331,7 @@ def test_every_source_says_the_same(source: str, tmp_path: Path) -> None:
 def test_the_drop_in_has_the_stages_of_the_estimate() -> None:
     """Its components are those of static roles; activations are what else is alive at the peak."""
     draw = Random("drop-in")
-    for _ in range(4 * DRAWN):
+    for _ in range(6 * DRAWN):
         config = container(draw)
         answer = estimate(run_from_config_container(config))
         found = drop_in.estimate_training_memory_by_stage(config)
