@@ -490,6 +490,23 @@ def test_a_size_of_zero_is_refused_by_its_name(name: str) -> None:
         run_from_megatron_args({**MEGATRON, name: "0"}, world_size=8)
 
 
+SIZES = "--num-layers 2 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1"
+
+
+@pytest.mark.parametrize("name", ["--hidden-size", "--tensor-model-parallel-size", "--rotary-percent"])
+def test_an_option_without_its_number_is_refused(name: str) -> None:
+    """Not taken for 1, whether the text ends there or another option follows."""
+    hidden = "" if name == "--hidden-size" else "--hidden-size 64 "
+    for text in (f"{SIZES} {hidden}{name}", f"{name} {hidden}{SIZES}"):
+        with pytest.raises(SpecError, match=f"^{name} has no value"):
+            run_from_megatron_args(text, world_size=8)
+
+
+def test_two_activations_are_refused() -> None:
+    with pytest.raises(SpecError, match="--squared-relu does not go with --swiglu"):
+        run_from_megatron_args(f"{SIZES} --hidden-size 64 --swiglu --squared-relu", world_size=8)
+
+
 ARRAY = "ARGS=(--num-layers 2 --hidden-size %s --num-attention-heads 4)\n"
 
 

@@ -235,6 +235,7 @@ def _is_on(value: Value) -> bool:
 
 
 def _whole(name: str, value: Value) -> int:
+    _has_value(name, value)
     try:
         number = float(value if isinstance(value, int | float) else str(value))
         if number == int(number):
@@ -244,7 +245,14 @@ def _whole(name: str, value: Value) -> int:
     raise SpecError(f"{_option(name)} is {show(value)}, not a whole number; give one")
 
 
+def _has_value(name: str, value: Value) -> None:
+    """An option without a value is True, which Python takes for 1."""
+    if value is True:
+        raise SpecError(f"{_option(name)} has no value; give a number after it")
+
+
 def _number(name: str, value: Value) -> float:
+    _has_value(name, value)
     try:
         number = float(value if isinstance(value, int | float) else str(value))
     except (ValueError, OverflowError):

@@ -85,6 +85,8 @@ def container_of(a: Arguments, running: Running, world_size: int | None) -> Mega
 def _architecture(a: Arguments) -> dict[str, Any]:
     hidden, swiglu = a.required("hidden_size"), a["swiglu"]
     a.required("num_attention_heads")
+    if swiglu and a["squared_relu"]:  # core_transformer_config_from_args
+        raise SpecError("--squared-relu does not go with --swiglu; drop one of them")
     gated = swiglu or a["quick_geglu"]
     # validate_args: 4h; for SwiGLU two thirds of that, rounded down to a multiple of 64.
     ffn = a["ffn_hidden_size"] or (int(4 * hidden * 2 / 3) // 64 * 64 if swiglu else 4 * hidden)
