@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,11 +44,3 @@ def is_of_speed(rows: Sequence[RecordLine]) -> bool:
     """Whether most of the records are of speed."""
     found = sum(len(_OF_SPEED & row.data.keys()) > 1 and not _OF_MEMORY & row.data.keys() for row in rows)
     return bool(rows) and 2 * found >= len(rows)
-
-
-def exit_code(unread: int, rows: int) -> int:
-    """1 where half of a file's rows or more cannot be read, which stderr is told; else 0."""
-    if not rows or unread < MOST_UNREAD * rows:
-        return 0
-    print(f"bridge-memory accuracy: {unread / rows:.0%} of the rows cannot be read", file=sys.stderr)
-    return 1

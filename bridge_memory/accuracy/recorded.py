@@ -155,14 +155,7 @@ def _of_log(
         raise SpecError(f"{path} holds no memory figures of a rank; {_GIVE}")
     if gpu is None:
         raise SpecError(f"{path} is a log, which does not name its GPU; add --gpu NAME")
-    printed = run_printed_in(lines)
-    if given is None and printed is None:
-        raise SpecError(
-            f"{path} does not say what ran (no block of Megatron-LM arguments); name the MODEL and its flags, or give "
-            "--megatron-args"
-        )
-    run = given or (_with(printed, releases) if printed is not None else None)
-    assert run is not None
+    run = _with(run_printed_in(path, lines), releases) if given is None else given
     why = ("lines of the log that are not figures of memory", "arguments as typed, with their paths and names")
     return _row(run, gpu, measured, _releases({}, run), "log", pp_before_dp, why)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_memory.cli.megatron import field_runs
 from bridge_memory.cli.megatron import scores as validate
-from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.output import add_output_arguments, exit_code_of_unread
 from bridge_memory.cli.torch import scores as torch_scores
 from bridge_memory.residual import SIGN, percent
 from bridge_memory.spec import SpecError
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Score and print. Returns 0; 1 for a file of which half cannot be read."""
-    from bridge_memory.accuracy.corpus import exit_code, is_of_speed, read_corpus
+    from bridge_memory.accuracy.corpus import is_of_speed, read_corpus
     from bridge_memory.accuracy.described.outcomes import is_described
     from bridge_memory.accuracy.torch.records import is_of_torch
 
@@ -68,15 +68,14 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(row, Unread):
             unread[row.reason] = unread.get(row.reason, 0) + 1
     if args.json:
-        document = {**_document(ranked, folds, fits, unread), "families": [f._asdict() for f in families]}
-        print(json.dumps(document, indent=2))
+        print(json.dumps(_document(ranked, folds, families, fits, unread), indent=2))
     else:
         if args.format == "html":
             from bridge_memory.report.printing import print_blocks
 
             print_blocks([_scatter(rows)])
         _print(ranked, folds, families, fits, unread, len(rows))
-    return exit_code(sum(unread.values()), len(read))
+    return exit_code_of_unread(sum(unread.values()) / max(1, len(read)))
 
 
 def _not_for(args: argparse.Namespace, names: Collection[str], whose: str, these: str) -> None:
@@ -142,7 +141,8 @@ def _scatter(rows: Sequence[MeasuredRun]) -> Chart:
 
 
 def _document(
-    scores: list[GroupScore], folds: list[GroupScore] | None, fits: dict[str, dict[str, int]], unread: dict[str, int]
+    scores: list[GroupScore], folds: list[GroupScore] | None, families: list[FamilyScore],
+    fits: dict[str, dict[str, int]], unread: dict[str, int],
 ) -> dict[str, Any]:
     from bridge_memory.accuracy.ranking import totals
     from bridge_memory.speed.constants import FITTED_ON
@@ -155,6 +155,7 @@ def _document(
     return {
         "schema": SCHEMA,
         "groups": [{**s._asdict(), "fitted": s.group in FITTED_ON} for s in scores],
+        "families": [f._asdict() for f in families],
         "not_fitted": unseen._asdict() if unseen else None,
         "left_out": again, "out_of_memory": {name.replace(" ", "_"): n for name, n in both.items()},
         "out_of_memory_by_implementation": {"megatron": own, "others": others}, "unread": unread,

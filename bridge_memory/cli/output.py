@@ -64,6 +64,16 @@ def add_output_arguments(
     return group
 
 
+def exit_code_of_unread(share: float) -> int:
+    """1 where half of a file's rows or more cannot be read, which stderr is told; else 0."""
+    from bridge_memory.accuracy.corpus import MOST_UNREAD
+
+    if share < MOST_UNREAD:
+        return 0
+    print(f"bridge-memory accuracy: {share:.0%} of the rows cannot be read", file=sys.stderr)
+    return 1
+
+
 @contextlib.contextmanager
 def written(args: argparse.Namespace) -> Iterator[None]:
     """Take what is printed inside to where ``args`` want it; sets ``args.format``, and ``args.json`` unless that is a

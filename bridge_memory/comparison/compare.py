@@ -153,21 +153,19 @@ def _log(
             "allocated: ...', our JSON lines or a snapshot"
         )
     if run is None:
-        run = run_printed_in(lines)
-        if run is None:
-            raise SpecError(
-                f"{path} does not say what ran (no block of Megatron-LM arguments); name the MODEL and its flags, or "
-                "give --megatron-args"
-            )
+        run = run_printed_in(path, lines)
     result = estimate(run)
     return predicted_of(result), measured, result
 
 
-def run_printed_in(lines: Sequence[str]) -> RunSpec | None:
-    """The run of the arguments that Megatron-LM printed at its start; None where a log has none. Raises SpecError."""
+def run_printed_in(path: str, lines: Sequence[str]) -> RunSpec:
+    """The run of the arguments that Megatron-LM printed at its start. Raises SpecError, also where a log has none."""
     printed = arguments_in(lines)
     if printed is None:
-        return None
+        raise SpecError(
+            f"{path} does not say what ran (no block of Megatron-LM arguments); name the MODEL and its flags, or "
+            "give --megatron-args"
+        )
     from bridge_memory.readers.config_container import run_from_config_container
     from bridge_memory.readers.megatron_args import container
 

@@ -36,10 +36,11 @@ class Answer(NamedTuple):
 def answer_of(result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: str = "") -> Answer:
     """``unit``: a name of ``units.UNITS``; ``fix``: a change that makes the run fit, in words, appended to the line."""
     verdict = answer(fits)
-    known = evidence_of(result.run)
-    evidence, band = str(known), peak_band(known.band, result.peak_stage.peak_bytes)
     if len(fits) == 1:
         evidence, band = fits[0].evidence, fits[0].band
+    else:
+        known = evidence_of(result.run)
+        evidence, band = str(known), peak_band(known.band, result.peak_stage.peak_bytes)
     if not fits:
         words = peak_words(result, unit)
     elif len(fits) == 1:

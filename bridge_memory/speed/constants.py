@@ -108,7 +108,7 @@ FITTED_ON: tuple[str, ...] = (
     "mlperf|llama31_405b|GB200", "simumax|llama3-70b|12|4096|tokens-per-s (gbs differs between layouts)",
     *(f"mb|26.06 NeMo Container|{group}" for group in _TABLE),
 )  # fmt: skip
-#: As the fit left them; ``memory`` and ``attention`` near the bound that shares of a rate have there, 0.92.
+#: As the fit left them; ``memory`` at the bound that shares of a rate have there, 0.85.
 DEFAULT = Constants(
     gemm_ampere=0.757,
     gemm_hopper=0.707,

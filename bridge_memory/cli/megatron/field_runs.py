@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.cli.output import exit_code_of_unread
 from bridge_memory.components import GIB
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ _STATUSES = ("counted", "unmodelled", "not compared", "unread")
 
 def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
     """Score and print. Returns 0, or 1 if half of the rows cannot be read."""
-    from bridge_memory.accuracy.corpus import exit_code
     from bridge_memory.accuracy.described.outcomes import outcomes, share_unread, totals
     from bridge_memory.report.printing import print_blocks
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
         print(json.dumps(document, indent=1))
     else:
         print_blocks(blocks(found, summary=args.summary))
-    return exit_code(round(share_unread(found) * len(rows)), len(rows))
+    return exit_code_of_unread(share_unread(found))
 
 
 def blocks(found: Sequence[Outcome], *, summary: bool = False) -> list[Drawn]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.cli.output import exit_code_of_unread
 from bridge_memory.components import GIB
 from bridge_memory.residual import SIGN_PERCENT, percent
 
@@ -20,7 +21,6 @@ SCHEMA = "bridge-memory/accuracy-torch/3"
 
 def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
     """Score and print. Returns 0, or 1 if half of the rows cannot be read."""
-    from bridge_memory.accuracy.corpus import exit_code
     from bridge_memory.accuracy.torch.records import outcomes, totals
     from bridge_memory.report.printing import print_blocks
 
@@ -35,7 +35,8 @@ def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
         print(json.dumps(document, indent=1))
     else:
         print_blocks(blocks(found, len(rows)))
-    return exit_code(sum(o.status == "unread" for o in found), len({o.id for o in found}))
+    unread = sum(o.status == "unread" for o in found)
+    return exit_code_of_unread(unread / max(1, len({o.id for o in found})))
 
 
 def _scatter(found: Sequence[Outcome]) -> Chart:
