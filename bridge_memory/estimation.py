@@ -44,7 +44,6 @@ __all__ = [
     "StageEstimate",
     "StageParts",
     "StagePeak",
-    "beside_carried_over",
     "clear_caches",
     "estimate",
     "explain",
@@ -507,19 +506,12 @@ def by_lifetime(buffers: Iterable[Component]) -> tuple[list[Component], list[Com
 
 def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
     """The chunks of a stage for the schedule."""
-    carried = sum([i.carried_over for i in inventories])
-    distinct = {id(i): i for i in inventories}
-    costs = {
-        key: beside_carried_over(ChunkCost(i.retained, i.forward_peak, i.backward_peak), carried - i.carried_over)
-        for key, i in distinct.items()
-    }
-    return [costs[id(i)] for i in inventories]
-
-
-def beside_carried_over(chunk: ChunkCost, others: int) -> ChunkCost:
-    """The chunk with the bytes that ``others`` carry over from backward to their next forward, whether or not those
-    have run forward since: an upper bound with virtual stages."""
-    return chunk._replace(forward_peak=chunk.forward_peak + others, backward_peak=chunk.backward_peak + others)
+    # The only chunk of a stage counts what it carries over itself.
+    several = len(inventories) > 1
+    return [
+        ChunkCost(i.retained, i.forward_peak, i.backward_peak, None, i.carried_over if several else 0)
+        for i in inventories
+    ]
 
 
 def _explained(stages: _Stages, rank: int) -> StageEstimate:

@@ -46,12 +46,11 @@ class Step(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One virtual stage: its links, the bytes that one microbatch saves in it, and the bytes that other virtual stages
-    carry over from earlier backward passes. ``sent``: of ``saved``, the output that stays after it was sent."""
+    """One virtual stage: its links, and the bytes that one microbatch saves in it. ``sent``: of these, the output that
+    stays after it was sent."""
 
     steps: tuple[Step, ...]
     saved: int
-    carried_over: int
     sent: int
 
 
@@ -64,6 +63,8 @@ class Pass(NamedTuple):
     chunk: int
     #: Number of hidden states that the schedule holds during the pass.
     hidden: int
+    #: Bytes that virtual stages that do not run carry over from their last backward pass.
+    carried_over: int
     #: Number of microbatches of each chunk whose saved tensors are alive, the running ones included.
     alive: tuple[int, ...]
     forward_microbatch: int = -1
@@ -128,9 +129,10 @@ class Timeline:
             if one.phase == "overlapped":
                 both = saved[one.chunk] + saved[one.forward_chunk]
                 counted = alive - min(saved[one.chunk], saved[one.forward_chunk])
-                yield point(number, 0, counted, held, alive - both + one.peak - counted + self.always)
+                beside = one.carried_over + self.always
+                yield point(number, 0, counted, held, alive - both + one.peak - counted + beside)
                 continue
-            others, more = alive - chunk.saved, chunk.carried_over + self.always
+            others, more = alive - chunk.saved, one.carried_over + self.always
             backward = one.phase == "backward"
             if backward:
                 yield point(number, -1, alive, held, more)
@@ -209,10 +211,8 @@ def _followed(run: RunSpec, v: int, total: int) -> int:
 
 
 def _chunks(parts: StageParts) -> Iterator[Chunk]:
-    carried_over = sum(inventory.carried_over for inventory in parts.inventories)
     for layers, inventory in zip(parts.layers, parts.inventories, strict=True):
-        beside = carried_over - inventory.carried_over
-        yield Chunk(tuple(_steps(inventory, layers)), inventory.retained, beside, inventory.kept)
+        yield Chunk(tuple(_steps(inventory, layers)), inventory.retained, inventory.kept)
 
 
 _OF_LAYERS = (Label.LAYER, Label.RECOMPUTED, Label.OFFLOADED)
@@ -240,11 +240,12 @@ def _passes(run: RunSpec, stage: int, followed: int, costs: tuple[ChunkCost, ...
     extra = run.implementation.overlap_moe_expert_parallel_comm
     keeps = not run.implementation.deallocate_pipeline_outputs
     moments = walk(p.pp, stage, followed, v, group, extra, keeps_outputs=keeps)
-    for phase, chunk, alive, hidden, forward_chunk in moments:
+    for phase, chunk, alive, hidden, forward_chunk, carrying in moments:
+        beside = sum([cost.carried_over for cost, carries in zip(costs, carrying, strict=True) if carries])
         if phase == "forward":
-            yield Pass(phase, next(forward), chunk, hidden, alive)
+            yield Pass(phase, next(forward), chunk, hidden, beside, alive)
         elif phase == "backward":
-            yield Pass(phase, next(backward), chunk, hidden, alive)
+            yield Pass(phase, next(backward), chunk, hidden, beside, alive)
         else:
             peak = overlapped(costs[forward_chunk], costs[chunk])
-            yield Pass(phase, next(backward), chunk, hidden, alive, next(forward), forward_chunk, peak)
+            yield Pass(phase, next(backward), chunk, hidden, beside, alive, next(forward), forward_chunk, peak)

@@ -452,6 +452,25 @@ def test_sent_outputs_that_stay_are_in_the_step_over_time() -> None:
 
 
 
+def test_virtual_stages_that_do_not_run_carry_over() -> None:
+    """Qwen3-30B-A3B with recomputed MoE layers over four stages: only virtual stages that ran backward last keep the
+    inputs of their layers and these inputs' gradients, each of 8,192 tokens of 2,048 bf16 numbers."""
+    run = RunSpec(model="Qwen/Qwen3-30B-A3B").with_fields(
+        world_size=16, pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=3, seq_length=8192,
+        expert_model_parallel_size=4, global_batch_size=32, recompute_granularity="selective",
+        recompute_modules=("moe",),
+    )  # fmt: skip
+    check(estimate(run))
+    each = 4 * 2 * (8192 * 2048 * 2)  # of a virtual stage of four layers
+    carried = [{one.carried_over for one in step_timeline(run, stage).passes} for stage in range(4)]
+    assert carried == [{0, each, 2 * each}] * 4
+    rows = search(run, gpu="H200", vary=["ep", "vpp", "recompute"]).rows
+    several = [row for row in rows if row.run.parallel.vpp > 1 and "moe" in row.run.recompute.modules]
+    assert len(several) > 1
+    for row in several:
+        assert row.peak == estimate(row.run).peak_stage.peak_bytes
+
+
 def test_what_the_generator_found_is_refused_or_estimated() -> None:
     """A layout of virtual stages, which Megatron-DeepSpeed has not; a base in 4 bits without adapters, whose weights
     are then all there is of it."""

@@ -303,6 +303,34 @@ def test_a_middle_rank_of_1f1b_holds_the_gradients_of_the_pass_before():
     assert [dynamic_peak(4, r, 8, backward, hidden_bytes=1).hidden_bytes for r in range(4)] == [0, 1, 1, 1]
 
 
+def test_a_chunk_carries_over_from_its_backward_pass_to_its_next_forward_pass() -> None:
+    """As the passes of the schedule say one by one; before the first they are as after the last of the step before."""
+    chance = random.Random(11)
+    for _ in range(100):
+        pp, v = chance.choice((2, 3, 4, 8)), chance.randint(1, 5)
+        group = pp + chance.choice((0, 0, 1, pp))
+        m = chance.randint(1, 4) * group if v > 1 else chance.randint(1, 9)
+        rank = chance.randrange(pp)
+        last = ["backward"] * v
+        moments = walk(pp, rank, m, v, group)
+        for event, moment in zip(schedule_events(pp, rank, m, v, group), moments, strict=True):
+            expected = tuple(c != event.chunk and last[c] == "backward" for c in range(v))
+            assert (moment.phase, moment.chunk, moment.carrying) == (event.phase, event.chunk, expected)
+            last[event.chunk] = event.phase
+
+
+def test_what_idle_chunks_carry_over_adds_to_the_peak() -> None:
+    """Two virtual stages on the last of two ranks, two microbatches: forward 0, 0, then forward 1 and backward 1 in
+    turn, then backward 0, 0. Chunk 1 carries over while chunk 0 runs backward, chunk 0 while nothing else runs."""
+    chunks = [ChunkCost(10, 10, 11, carried_over=5), ChunkCost(10, 10, 11, carried_over=7)]
+    peak = dynamic_peak(2, 1, 2, chunks)
+    # Both microbatches of chunk 0 are alive, and one of chunk 1, while that runs backward; or they are alone, beside 7.
+    assert (peak.bytes, peak.alive) == (31, (2, 1))
+    chunks[1] = chunks[1]._replace(carried_over=12)
+    peak = dynamic_peak(2, 1, 2, chunks)
+    assert (peak.bytes, peak.phase, peak.chunk, peak.alive) == (33, "backward", 0, (2, 0))
+
+
 # --------------------------------------------------------------------------------------------------
 # Closed form == event by event
 # --------------------------------------------------------------------------------------------------
@@ -323,10 +351,11 @@ def schedules_with_costs(draw):
     else:
         m = whole * draw(st.integers(1, 8)) + draw(st.sampled_from([0, *range(pp, whole)]))
     sizes = st.integers(0, 1000)
-    kinds = []
+    kinds, carries = [], draw(st.booleans())
     for _ in range(draw(st.integers(1, v))):
         saved = draw(sizes)
-        kinds.append(ChunkCost(saved, saved + draw(sizes), saved + draw(sizes)))
+        carried = draw(sizes) if carries and draw(st.booleans()) else 0
+        kinds.append(ChunkCost(saved, saved + draw(sizes), saved + draw(sizes), carried_over=carried))
     chunks = [kinds[c] if c < len(kinds) else draw(st.sampled_from(kinds)) for c in range(v)]
     chunks = draw(st.sampled_from([chunks, chunks[::-1]]))
     return (
@@ -350,18 +379,21 @@ def test_the_closed_form_is_the_walk_over_every_event(case):
     # The moment it names is one of the schedule, and its parts add up.
     options = (more[name] for name in ("overlap_moe_expert_parallel_comm", "overlap_p2p_comm", "keeps_outputs"))
     moments = walk(pp, rank, m, len(chunks), group, *options)
-    named = {(n.phase, n.chunk, n.forward_chunk, n.alive) for n in moments}
+    carried = {}  # what other chunks carry over at such a moment
+    for n in moments:
+        beside = sum(c.carried_over for c, carries in zip(chunks, n.carrying, strict=True) if carries)
+        carried.setdefault((n.phase, n.chunk, n.forward_chunk, n.alive), set()).add(beside)
     counted = list(closed.alive)
     passing = closed.bytes - closed.hidden_bytes - sum(n * c.saved for n, c in zip(counted, chunks, strict=True))
     running = chunks[closed.chunk]
     if closed.phase == "overlapped":
         beside = chunks[closed.forward_chunk]
         counted[min(closed.chunk, closed.forward_chunk, key=lambda c: chunks[c].saved)] += 1
-        assert passing == running.backward_peak - running.saved + beside.forward_peak - beside.saved
+        passing -= running.backward_peak - running.saved + beside.forward_peak - beside.saved
     else:
         peak = running.backward_peak if closed.phase == "backward" else running.forward_peak
-        assert passing == peak - running.saved
-    assert (closed.phase, closed.chunk, closed.forward_chunk, tuple(counted)) in named
+        passing -= peak - running.saved
+    assert passing in carried[closed.phase, closed.chunk, closed.forward_chunk, tuple(counted)]
 
 
 def test_more_groups_of_microbatches_repeat_the_same_moments() -> None:
@@ -373,8 +405,10 @@ def test_more_groups_of_microbatches_repeat_the_same_moments() -> None:
         rest = chance.choice((0, 0, *range(pp, group)))
         rank, extra, overlap = chance.randrange(pp), chance.random() < 0.3, chance.random() < 0.7
         keeps = chance.random() < 0.3
+        carries = chance.random() < 0.5
         m = chance.randint(5, 12) * group + rest
         few = few_microbatches(pp, m, v, group, extra)
-        assert few <= 5 * group + rest + (0 if extra else -group)
-        ours, theirs = (set(peak_moments(pp, rank, n, v, group, extra, overlap, keeps)) for n in (few, m))
+        assert few <= (4 + extra) * group + rest
+        options = (v, group, extra, overlap, keeps, None, carries)
+        ours, theirs = (set(peak_moments(pp, rank, n, *options)) for n in (few, m))
         assert ours == theirs, (pp, rank, m, v, group, extra, overlap)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from bridge_memory.components import Component, Lifetime, Part, Role, State
-from bridge_memory.estimation import beside_carried_over, estimate, explain, stage_costs
+from bridge_memory.estimation import estimate, explain, stage_costs
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.rehearsal.results import Rehearsal
 from bridge_memory.residual import REHEARSED, REHEARSED_PERCENT, percent, relative, residual
@@ -93,10 +93,10 @@ def rows(rehearsal: Rehearsal) -> list[ComparedQuantity]:
             ComparedQuantity(Quantity.FORWARD, ours.forward_peak, passes.forward_bytes, chunk),
             ComparedQuantity(Quantity.BACKWARD, ours.backward_peak, passes.backward_bytes, chunk),
         ]
-    carried = sum(i.carried_over for i in inventories)
+    costs = stage_costs(inventories)
     found = [
-        beside_carried_over(ChunkCost(p.saved_bytes, p.forward_bytes, p.backward_bytes), carried - ours.carried_over)
-        for p, ours in zip((chunk.passes for chunk in rehearsal.chunks), inventories, strict=True)
+        ChunkCost(p.saved_bytes, p.forward_bytes, p.backward_bytes, None, ours.carried_over)
+        for p, ours in zip((chunk.passes for chunk in rehearsal.chunks), costs, strict=True)
     ]
     peaks = [
         dynamic_peak(
@@ -104,7 +104,7 @@ def rows(rehearsal: Rehearsal) -> list[ComparedQuantity]:
             group_size=run.parallel.microbatch_group_size_per_vp_stage, hidden_bytes=ctx.hidden_bytes,
             keeps_outputs=not run.implementation.deallocate_pipeline_outputs,
         ).bytes
-        for costs in (stage_costs(inventories), found)
+        for costs in (costs, found)
     ]  # fmt: skip
     out.append(ComparedQuantity(Quantity.SCHEDULE, peaks[0], peaks[1]))
     if rehearsal.optimizer_bytes is not None:

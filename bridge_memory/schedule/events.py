@@ -72,6 +72,9 @@ class ChunkCost(NamedTuple):
     backward_peak: int
     #: Used if chunks are overlapped. None: assume that the peak of either pass can coincide with that of the other.
     overlap: OverlapCost | None = None
+    #: Alive from its backward pass until its next forward pass, of any microbatch; while it runs itself the peaks count
+    #: it. Recomputed MoE layers leave this many (``token_dispatcher.py``: the graph of ``self.probs``).
+    carried_over: int = 0
 
 
 class Moment(NamedTuple):
@@ -80,7 +83,8 @@ class Moment(NamedTuple):
     ``phase``: "forward", "backward" or, under ``overlap_moe_expert_parallel_comm``, "overlapped": ``chunk`` runs
     backward while ``forward_chunk`` runs forward, layer by layer. ``alive[c]``: number of microbatches of chunk c whose
     saved tensors are alive, the running ones included. ``hidden``: number of hidden states that the schedule holds in
-    addition.
+    addition. ``carrying[c]``: 1 if chunk c does not run and its last pass, in this step or the one before, was
+    backward.
     """
 
     phase: str
@@ -88,14 +92,15 @@ class Moment(NamedTuple):
     alive: tuple[int, ...]
     hidden: int = 0
     forward_chunk: int = -1
+    carrying: tuple[int, ...] = ()
 
 
 class PeakMoment(NamedTuple):
     """The peak of a rank: ``bytes`` in total, of which the schedule holds ``hidden_bytes``.
 
     The remainder of ``bytes``, after ``hidden_bytes`` and ``alive`` times what the chunks save, is temporary memory of
-    the running pass. In phase "overlapped", while one chunk's saved tensors replace the other's layer by layer,
-    ``alive`` counts only the chunk that saves more.
+    the running pass, and what other chunks carry over. In phase "overlapped", while one chunk's saved tensors replace
+    the other's layer by layer, ``alive`` counts only the chunk that saves more.
     """
 
     phase: str
@@ -162,6 +167,7 @@ def walk(
     warmup = num_warmup(pp, rank, num_microbatches, v, group, extra)
     steady_passes = total - warmup
     alive = [0] * v
+    carries = [1] * v
     inputs = 0  # received, waiting for their forward pass
     grads = 0  # received, waiting for their backward pass
     held_input_grad = 0  # sent, held by a variable
@@ -176,6 +182,9 @@ def walk(
     slots = group - pp + 1 if overlap_p2p_comm else 1
     input_buffer: list[tuple[int, int] | None] = [None] * (slots if first else 1)
     grad_buffer: list[tuple[int, int] | None] = [None] * (slots if last else 1)
+
+    def carrying(*running: int) -> tuple[int, ...]:
+        return tuple([0 if c in running else n for c, n in enumerate(carries)])
 
     def receives_input(x: int) -> bool:
         """Whether an input is received after forward pass x (``recv_tensor_from_previous_stage``)."""
@@ -201,7 +210,8 @@ def walk(
         alive[chunk] += 1
         if interleaved and not (first and chunk == 0):
             inputs -= 1
-        yield Moment("forward", chunk, tuple(alive), inputs)
+        yield Moment("forward", chunk, tuple(alive), inputs, carrying=carrying(chunk))
+        carries[chunk] = 0
         if interleaved and receives_input(x):
             inputs += 1
             if overlap_p2p_comm and x == warmup - 1:
@@ -222,7 +232,8 @@ def walk(
                 inputs -= 1
             if not extra:
                 hidden = inputs + grads + held_input_grad + held_in_forward + kept
-                yield Moment("forward", forward_chunk, tuple(alive), hidden)
+                yield Moment("forward", forward_chunk, tuple(alive), hidden, carrying=carrying(forward_chunk))
+                carries[forward_chunk] = 0
             if interleaved:
                 fresh_output = int(not keeps_outputs and not (last and forward_chunk == v - 1))
                 if overlap_p2p_comm and receives_input(x):
@@ -232,10 +243,12 @@ def walk(
         # 1F1B: receiving the new output gradient frees the last one; the chunk counts the new one.
         hidden = inputs + grads + held_input_grad + fresh_output + kept
         if extra and steady:
-            yield Moment("overlapped", chunk, tuple(alive), hidden, forward_chunk)
+            yield Moment("overlapped", chunk, tuple(alive), hidden, forward_chunk, carrying(chunk, forward_chunk))
+            carries[forward_chunk] = 0
         else:
-            yield Moment("backward", chunk, tuple(alive), hidden)
+            yield Moment("backward", chunk, tuple(alive), hidden, carrying=carrying(chunk))
         alive[chunk] -= 1
+        carries[chunk] = 1
         held_input_grad = 0 if first and chunk == 0 else 1
         done = (order[k][0], chunk)
         for pair, n in named.items():
@@ -282,12 +295,12 @@ def overlapped(f: ChunkCost, b: ChunkCost, most: OfTwo = max, least: OfTwo = min
 
 def highest(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes: int) -> PeakMoment:
     """The moment with the most bytes, the first of equals."""
-    saved, forward, backward, _ = zip(*chunks, strict=True)
+    saved, forward, backward, _, carried = zip(*chunks, strict=True)
     largest = max(saved)
     most, peak = -1, None
     for moment in moments:
-        phase, chunk, alive, hidden, forward_chunk = moment
-        n = hidden * hidden_bytes
+        phase, chunk, alive, hidden, forward_chunk, carrying = moment
+        n = hidden * hidden_bytes + sum(map(mul, carrying, carried))
         if phase == "backward":
             n += backward[chunk] - saved[chunk]
         elif phase == "forward":

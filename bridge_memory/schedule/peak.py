@@ -15,7 +15,7 @@ from bridge_memory.schedule.events import ChunkCost, Moment, PeakMoment, highest
 
 Cost = TypeVar("Cost")
 #: The fields of a ``Moment`` as a plain tuple.
-_Fields = tuple[str, int, tuple[int, ...], int, int]
+_Fields = tuple[str, int, tuple[int, ...], int, int, tuple[int, ...]]
 
 #: Up to so many chunks ``kinds_of`` counts each separately.
 FEW_CHUNKS = 4
@@ -42,9 +42,11 @@ def dynamic_peak(
     chunks count the outputs that they send (no ``deallocate_pipeline_outputs``). ``phase``: "forward" or "backward":
     consider only these passes, and overlapped ones.
     """
-    v, group = len(chunks), group_size or pp
+    v, group, carries = len(chunks), group_size or pp, any([chunk.carried_over for chunk in chunks])
     m = few_microbatches(pp, num_microbatches, v, group, overlap_moe_expert_parallel_comm)
-    moments = peak_moments(pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm, keeps_outputs)
+    moments = peak_moments(
+        pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm, keeps_outputs, carries=carries
+    )
     if phase is not None:
         moments = tuple(moment for moment in moments if moment.phase in (phase, "overlapped"))
     return highest(moments, chunks, hidden_bytes)
@@ -64,10 +66,10 @@ def peak_bytes(
 ) -> int:
     """Only ``dynamic_peak(...).bytes``, faster: virtual stages with equal costs are counted together."""
     kinds, which = kinds_of(chunks)
-    v, group = len(chunks), group_size or pp
+    v, group, carries = len(chunks), group_size or pp, any([chunk.carried_over for chunk in kinds])
     m = few_microbatches(pp, num_microbatches, v, group, overlap_moe_expert_parallel_comm)
     moments = peak_moments(
-        pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm, keeps_outputs, which
+        pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm, keeps_outputs, which, carries
     )
     return highest(moments, kinds, hidden_bytes).bytes
 
@@ -92,54 +94,56 @@ def few_microbatches(pp: int, m: int, v: int, group: int, extra: bool = False) -
     """
     if v == 1 or pp == 1:
         return min(m, pp + 2)
-    few = 5 if extra else 4
+    few = 4 + extra
     return few * group + m % group if m >= (few + 1) * group else m
 
 
 @lru_cache(maxsize=8192)
 def peak_moments(
     pp: int, rank: int, m: int, v: int, group: int, extra: bool = False, overlap_p2p_comm: bool = True,
-    keeps_outputs: bool = False, which: tuple[int, ...] | None = None,
+    keeps_outputs: bool = False, which: tuple[int, ...] | None = None, carries: bool = False,
 ) -> tuple[Moment, ...]:  # fmt: skip
     """The moments of a schedule of which one is the peak, whatever chunks cost.
 
     ``which``: the kind of each chunk, from 0 on; chunks of one kind have equal costs. Moments then count ``alive`` by
-    kind, and their chunks are numbers of kinds.
+    kind, and their chunks are numbers of kinds. ``carries``: what chunks carry over counts; else no moment says which
+    of them do.
     """
     if pp == 1 or v == 1:
         moments: Sequence[_Fields] = _moments_of_1f1b(pp, rank, m, v, extra, keeps_outputs)
     else:
-        moments = _Interleaved(pp, rank, m, v, group, extra, overlap_p2p_comm, keeps_outputs, which).moments()
+        interleaved = _Interleaved(pp, rank, m, v, group, extra, overlap_p2p_comm, keeps_outputs, which, carries)
+        moments = interleaved.moments()
     return _undominated(moments)
 
 
 def _undominated(moments: Sequence[_Fields]) -> tuple[Moment, ...]:
     """Moments without those that another with the same phase and chunks dominates in every count."""
-    #: Phase and chunks -> what is alive -> (the most hidden states with it, position of that moment).
+    #: Phase and chunks -> what is alive and carries over -> (the most hidden states with it, position of that moment).
     kinds: dict[tuple[str, int, int], dict[tuple[int, ...], tuple[int, int]]] = {}
-    for i, (phase, chunk, alive, hidden, forward_chunk) in enumerate(moments):
+    for i, (phase, chunk, alive, hidden, forward_chunk, carrying) in enumerate(moments):
         same = kinds.get((phase, chunk, forward_chunk))
         if same is None:
             same = kinds[phase, chunk, forward_chunk] = {}
-        known = same.get(alive)
+        counts = alive + carrying
+        known = same.get(counts)
         if known is None or known[0] < hidden:
-            same[alive] = hidden, i
+            same[counts] = hidden, i
     out = []
     for same in kinds.values():
         if len(same) == 1:
             out += [Moment(*moments[i]) for _, i in same.values()]
             continue
-        ordered = sorted([(-sum(alive), -hidden, i) for alive, (hidden, i) in same.items()])
-        kept: list[Moment] = []
-        more: list[Moment] = []  # of these, the moments with more alive than the current one
+        ordered = sorted([(-sum(counts), -hidden, i, counts) for counts, (hidden, i) in same.items()])
+        kept: list[tuple[int, tuple[int, ...]]] = []
+        more: list[tuple[int, tuple[int, ...]]] = []  # of these, the moments with more alive than the current one
         before = 0
-        for number, _, i in ordered:
-            n = Moment(*moments[i])
+        for number, less, i, counts in ordered:
             if number != before:
                 more, before = kept[:], number
-            if not any([k.hidden >= n.hidden and all(map(ge, k.alive, n.alive)) for k in more]):
-                kept.append(n)
-        out += kept
+            if not any([most <= less and all(map(ge, those, counts)) for most, those in more]):
+                kept.append((less, counts))
+                out.append(Moment(*moments[i]))
     return tuple(out)
 
 
@@ -177,9 +181,9 @@ class _Interleaved:
 
     def __init__(
         self, pp: int, rank: int, m: int, v: int, group: int, extra: bool, overlap_p2p: bool, keeps_outputs: bool,
-        which: tuple[int, ...] | None = None,
+        which: tuple[int, ...] | None = None, carries: bool = False,
     ) -> None:
-        self.keeps_outputs = keeps_outputs
+        self.keeps_outputs, self.carries = keeps_outputs, carries
         self.pp, self.v, self.group, self.m = pp, v, group, m
         self.extra, self.overlap_p2p = extra, overlap_p2p
         self.first, self.last = rank == 0, rank == pp - 1
@@ -241,6 +245,21 @@ class _Interleaved:
             out[kind] += n
             remainder -= n
         out[self.most] = remainder
+        return tuple(out)
+
+    def carrying(self, forwards: int, backwards: int, *running: int) -> tuple[int, ...]:
+        """After so many passes, how many chunks that do not run ran backward last, by kind; empty unless chunks
+        carry over."""
+        if not self.carries:
+            return ()
+        out = [0] * self.kinds
+        for chunk, kind in enumerate(self.which):
+            if chunk in running:
+                continue
+            n, back = self.done(forwards, chunk), self.v - 1 - chunk
+            done = self.done(backwards, back)
+            # Backward pass k comes after forward pass warmup + k, and before the next one.
+            out[kind] += not n or (done > 0 and self._at(done - 1, back) + self.warmup >= self._at(n - 1, chunk))
         return tuple(out)
 
     def waiting(self, received: int, used: int) -> int:
@@ -326,6 +345,8 @@ class _Interleaved:
         """Steady passes at which everything is as one whole round earlier: no pass since has changed what variables
         keep, and both rounds are whole and after the first passes, which differ."""
         span, first = self.group * self.v, self.pp - 2
+        if self.carries:
+            first += span  # by then every chunk has run backward
         beyond = min(self.whole, self.total - 1) - self.warmup
         ends = sorted({beyond, *[i for i in (*self.kept_inputs, *self.kept_grads) if first < i < beyond]})
         # What variables keep changes in the two passes after one of these.
@@ -334,7 +355,7 @@ class _Interleaved:
     def _turns(self) -> list[int]:
         """Chunks, in pass order, at whose turn the change per pass differs: where another kind begins, in forward or in
         backward, and where a leading rank begins or ends to receive early for its first and last chunk."""
-        if self.kinds == self.v:
+        if self.kinds == self.v or self.carries:
             return list(range(self.v))
         w, ends = self.which, (0, 1, self.v - 1) if self.first or self.last else ()
         return [c for c in range(self.v) if c in ends or w[c - 1] != w[c] or w[-c] != w[-1 - c]]
@@ -354,8 +375,8 @@ class _Interleaved:
 
         for x in sorted(ends | {self.warmup - 1}):
             if max(0, self.warmup - span - 1) <= x < self.warmup:
-                hidden = self.inputs(x, after=False)
-                out.append(("forward", which[self.chunk(x)], self.alive(x + 1, 0), hidden, -1))
+                hidden, c = self.inputs(x, after=False), self.chunk(x)
+                out.append(("forward", which[c], self.alive(x + 1, 0), hidden, -1, self.carrying(x, 0, c)))
         # After the last forward pass nothing more is received.
         within = {k for k in ends | {x - self.warmup for x in ends} if not any([k in few for few in alike])}
         for k in sorted(within | kept | {0, steady - 2, steady - 1}):
@@ -364,21 +385,23 @@ class _Interleaved:
         for k in sorted(ends | kept | {steady, steady + 1}):
             if steady <= k < self.total:
                 hidden = self.grads(k, during_forward=False) + self.held_input_grad(k) + self.kept(k)
-                out.append(("backward", which[-1 - self.chunk(k)], self.alive(self.total, k), hidden, -1))
+                c = self.v - 1 - self.chunk(k)
+                carrying = self.carrying(self.total, k, c)
+                out.append(("backward", which[c], self.alive(self.total, k), hidden, -1, carrying))
         return out
 
     def _steady(self, k: int, out: list[_Fields]) -> None:
         x = self.warmup + k
-        forward_chunk = self.chunk(x)
-        kind, forward_kind = self.which[-1 - self.chunk(k)], self.which[forward_chunk]
+        forward_chunk, chunk = self.chunk(x), self.v - 1 - self.chunk(k)
+        kind, forward_kind = self.which[chunk], self.which[forward_chunk]
         alive = self.alive(x + 1, k)
         held = self.held_input_grad(k) + self.kept(k)
         if not self.extra:
             hidden = self.inputs(x, after=False) + self.grads(k, during_forward=True) + held
-            out.append(("forward", forward_kind, alive, hidden, -1))
+            out.append(("forward", forward_kind, alive, hidden, -1, self.carrying(x, k, forward_chunk)))
         hidden = self.inputs(x, after=self.overlap_p2p) + self.grads(k, during_forward=False) + held
         hidden += not (self.keeps_outputs or (self.last and forward_chunk == self.v - 1))
         if self.extra:
-            out.append(("overlapped", kind, alive, hidden, forward_kind))
+            out.append(("overlapped", kind, alive, hidden, forward_kind, self.carrying(x, k, chunk, forward_chunk)))
         else:
-            out.append(("backward", kind, alive, hidden, -1))
+            out.append(("backward", kind, alive, hidden, -1, self.carrying(x + 1, k, chunk)))

@@ -55,6 +55,17 @@ _RUNS: dict[str, tuple[str, dict[str, object]]] = {
             ),
         },
     ),
+    "recomputed experts": (
+        "Qwen/Qwen3-30B-A3B",
+        {
+            "parallel": ParallelSpec(
+                world_size=32, pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=3,
+                expert_model_parallel_size=8,
+            ),
+            "batch": BatchSpec(seq_length=8192, global_batch_size=128),
+            "recompute": RecomputeSpec(granularity="full", method="uniform", num_layers=1),
+        },
+    ),
     "virtual stages": (
         "meta-llama/Meta-Llama-3-70B",
         {

@@ -33,7 +33,7 @@ from bridge_memory.plan.megatron.space import (
     split_choices,
 )
 from bridge_memory.schedule.peak import few_microbatches
-from bridge_memory.schedule.rows import peak_of_many, peak_rows
+from bridge_memory.schedule.rows import columns_of, peak_of_many, peak_rows
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
 from bridge_memory.spec.layout import StageShape, layout
 from bridge_memory.spec.limits import limits_of
@@ -400,8 +400,9 @@ class _Stage(NamedTuple):
     batch: Any
     #: Which of ``costs`` each chunk has.
     which: tuple[int, ...]
-    #: What a chunk saves and its peaks, one after the other.
+    #: What a chunk saves and its peaks, one after the other; if ``carries``, what it carries over as well.
     costs: tuple[Any, ...]
+    carries: bool
     hidden: Any
 
 
@@ -505,10 +506,15 @@ class Memory:
         distinct = list(dict.fromkeys(map(id, held.inventories)))
         which = tuple(distinct.index(id(inventory)) for inventory in held.inventories)
         costs: list[Any] = []
+        carries = any([cost.carried_over for cost in held.costs])
         for i in range(len(distinct)):
             cost = held.costs[which.index(i)]
             costs += [cost.saved, cost.forward_peak, cost.backward_peak]
-        return _Stage(held.static_bytes, held.between_bytes, held.batch, which, tuple(costs), holds.ctx.hidden_bytes)
+            if carries:
+                costs.append(cost.carried_over)
+        return _Stage(
+            held.static_bytes, held.between_bytes, held.batch, which, tuple(costs), carries, holds.ctx.hidden_bytes
+        )
 
     def _state(self, pipeline: Pipeline, shapes: StageShape) -> _State:
         """Model state over the whole grid (along its last axes one entry, where it is the same for all)."""
@@ -659,11 +665,11 @@ class Memory:
         used[cells] = True
         pp, v = pipeline.pp, len(shapes)
         group = parallel.microbatch_group_size_per_vp_stage or pp
-        todo: dict[tuple[int, ...], list[tuple[Subgrid, _Stage]]] = {}
+        todo: dict[tuple[tuple[int, ...], bool], list[tuple[Subgrid, _Stage]]] = {}
         for part, stage in self._holds.each(lambda holds: self._stage(holds, shapes), used):
-            todo.setdefault(stage.which, []).append((part, stage))
-        for which, pieces in todo.items():
-            columns = 3 * (max(which) + 1) + 1
+            todo.setdefault((stage.which, stage.carries), []).append((part, stage))
+        for (which, carries), pieces in todo.items():
+            columns = columns_of(carries) * (max(which) + 1) + 1
             table = np.zeros((columns + 3, *self.grid.shape))
             here = np.zeros(self.grid.shape, bool)
             for part, stage in pieces:
@@ -679,7 +685,8 @@ class Memory:
             keeps = not self.sheet.base.implementation.deallocate_pipeline_outputs
             for m in distinct(number).tolist():
                 few = number == m
-                rows = peak_rows(pp, tuple(ranks), few_microbatches(pp, m, v, group), group, which, keeps)
+                alike = few_microbatches(pp, m, v, group)
+                rows = peak_rows(pp, tuple(ranks), alike, group, which, keeps, carries)
                 moments[few] = (rows @ values[:columns, few]).max(axis=0)
             static, between, batch = values[columns:].astype(np.int64)
             some = tuple(each[mine] for each in cells)

@@ -160,20 +160,20 @@ export function expand(timeline) {
   add(-1, -1, 0, 0, 0, 0, timeline.carried_over);
   x += 1;
   passes.forEach((one, number) => {
-    const [phase, , chunkNumber, hidden] = one;
+    const [phase, , chunkNumber, hidden, carried] = one;
     const begin = x, chunk = chunks[chunkNumber], held = hidden * timeline.hidden_state;
     if (phase === 0) alive[chunkNumber] += 1;
-    if (phase === 2) alive[one[5]] += 1;
+    if (phase === 2) alive[one[6]] += 1;
     const now = alive.slice();
     const kept = now.reduce((sum, n, i) => sum + n * chunks[i].saved, 0);
     if (phase === 2) {
-      const both = chunk.saved + chunks[one[5]].saved, less = Math.min(chunk.saved, chunks[one[5]].saved);
-      add(number, 0, 3 * Math.max(1, chunk.steps.length), kept - less, held, kept - both + one[6] - (kept - less) + timeline.always, 0, now);
+      const both = chunk.saved + chunks[one[6]].saved, less = Math.min(chunk.saved, chunks[one[6]].saved);
+      add(number, 0, 3 * Math.max(1, chunk.steps.length), kept - less, held, kept - both + one[7] - (kept - less) + carried + timeline.always, 0, now);
       alive[chunkNumber] -= 1;
       spans.push({ begin, end: x, pass: number });
       return;
     }
-    const others = kept - chunk.saved, beside = chunk.beside + timeline.always, back = phase === 1;
+    const others = kept - chunk.saved, beside = carried + timeline.always, back = phase === 1;
     if (back) add(number, -1, 0, kept, held, beside, 0, now);
     for (let n = 0; n < chunk.steps.length; n++) {
       const i = back ? chunk.steps.length - 1 - n : n, step = chunk.steps[i];
@@ -194,7 +194,7 @@ export function expand(timeline) {
     const one = passes[point.pass], phase = PHASES[one[0]];
     const where = (chunk) => (chunks.length > 1 ? `, ${chunks[chunk].name}` : "");
     if (one[0] === 2) {
-      return [`forward of microbatch ${one[4]}${where(one[5])}, overlapped with backward of ${one[1]}${where(one[2])}`, "layer by layer"];
+      return [`forward of microbatch ${one[5]}${where(one[6])}, overlapped with backward of ${one[1]}${where(one[2])}`, "layer by layer"];
     }
     const pass = `${phase} of microbatch ${one[1]}${where(one[2])}`;
     if (point.step < 0) return [pass, one[0] ? "before its first layer" : "after its last layer"];

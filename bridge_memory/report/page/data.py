@@ -102,9 +102,9 @@ def _component(c: Component) -> dict[str, Any]:
 def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
     """One stage over one training step. ``charts.js: expand`` makes of it the points of ``timeline.Timeline.points``.
 
-    A pass is [phase, microbatch, chunk, hidden states held], an overlapped one [2, microbatch, chunk, hidden states,
-    forward microbatch, forward chunk, bytes of both]; a step of a chunk is [name, kind, keeps, forward, backward,
-    forward operation, backward operation, gradients made before], with names as indices into ``words``.
+    A pass is [phase, microbatch, chunk, hidden states held, bytes carried over by others], of an overlapped one
+    [..., forward microbatch, forward chunk, bytes of both] follow; a step of a chunk is [name, kind, keeps, forward,
+    backward, forward operation, backward operation, gradients made before], with names as indices into ``words``.
     """
     timeline = timeline_of(result, stage)
     words: dict[str, int] = {}
@@ -121,7 +121,7 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
         ]  # fmt: skip
         name = f"virtual stage {number}" if len(timeline.chunks) > 1 else "the stage"
         chunks.append(
-            {"name": name, "saved": chunk.saved, "beside": chunk.carried_over, "sent": chunk.sent, "steps": steps}
+            {"name": name, "saved": chunk.saved, "sent": chunk.sent, "steps": steps}
         )
     peak = timeline.peak()
     return {
@@ -146,7 +146,7 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
 
 def _passes(timeline: Timeline) -> Iterator[list[int]]:
     for one in timeline.passes:
-        row = [PHASES.index(one.phase), one.microbatch, one.chunk, one.hidden]
+        row = [PHASES.index(one.phase), one.microbatch, one.chunk, one.hidden, one.carried_over]
         if one.phase == "overlapped":
             row += [one.forward_microbatch, one.forward_chunk, one.peak]
         yield row
