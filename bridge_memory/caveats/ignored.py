@@ -82,6 +82,8 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
     optimizer, data_parallel, impl = run.optimizer, run.data_parallel, run.implementation
     if impl.torch_layers:
         yield from _of_megatron_layers(impl)
+    else:
+        yield from _idle_offloading(run)
     if data_parallel.overlap_param_gather and not data_parallel.fsdp:
         # distributed/param_and_grad_buffer.py: parameters are gathered where they are kept.
         yield "overlap_param_gather allocates nothing that outlives its operation"
@@ -141,6 +143,22 @@ def idle_modules(model: ModelSpec, te: bool) -> dict[str, str]:
         "layernorm": (experts or limits.mla or not te, "experts, multi-latent attention or transformer_impl local"),
     }
     return {name: want for name, (found, want) in wants.items() if not found}
+
+
+def _idle_offloading(run: RunSpec) -> Iterator[str]:
+    """Source: ``transformer_layer.py: TransformerLayer._set_offload_modules``, ``moe/experts.py``."""
+    limits, te = limits_of(run.model), run.implementation.te
+    experts = bool(limits.moes)
+    wants = {
+        "expert_fc1": (experts, "a model with experts"),
+        "moe_act": (experts, "a model with experts"),
+        "attn_norm": (limits.mla or not te, "multi-latent attention or transformer_impl local"),
+        "mlp_norm": (experts or not te, "experts or transformer_impl local"),
+    }
+    for name in run.implementation.offload_modules:
+        found, want = wants.get(name, (True, ""))
+        if not found:
+            yield NoEffect(f"offload_modules ({name}) does nothing without {want}")
 
 
 def _assumed(run: RunSpec) -> Iterator[str]:

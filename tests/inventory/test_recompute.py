@@ -10,6 +10,7 @@ from bridge_memory.estimation import StageEstimate, estimate
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
+from bridge_memory.spec.parts import OFFLOAD_MODULES
 from bridge_memory.tapes.context import context_of
 
 MIB = 1 << 20
@@ -117,3 +118,25 @@ def test_offloading_counts_elements_in_their_own_dtype() -> None:
     assert sent(min_offloaded_tensor_size=wide + 1) == 0
     alone = RunSpec(model=model, implementation=ImplementationSpec(min_offloaded_tensor_size=5))
     assert [line for line in estimate(alone).assumptions if "min_offloaded_tensor_size (5) does nothing" in line]
+
+
+@pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V2-Lite"])
+def test_a_module_whose_offloading_moves_nothing_is_named(name: str, implementation: str) -> None:
+    """Every module of fine-grained offloading takes bytes from the GPU, or the estimate says that it does nothing."""
+    base = RunSpec(model=name).with_fields(transformer_impl=implementation)
+    peak = estimate(base).peak_stage.peak_bytes
+    for module in OFFLOAD_MODULES:
+        modules = ("core_attn", module) if module == "attn_proj" else (module,)
+        found = estimate(base.with_fields(offload_modules=modules))
+        idle = [line for line in found.assumptions if f"offload_modules ({module}) does nothing" in line]
+        assert bool(idle) == (found.peak_stage.peak_bytes == peak), module
+
+
+def test_norms_before_local_mlps_are_offloaded() -> None:
+    """transformer_layer.py: _forward_pre_mlp_layernorm. Llama-3.2-1B, 16 layers, the last of which is not offloaded:
+    the input of its norm is 4,096 tokens of 2,048 bf16 numbers."""
+    base = RunSpec(model="meta-llama/Llama-3.2-1B").with_fields(transformer_impl="local", seq_length=4096)
+    offloaded = base.with_fields(offload_modules=("mlp_norm",))
+    kept, sent = (estimate(run).peak_stage.peak_bytes for run in (base, offloaded))
+    assert kept - sent == 15 * 4096 * 2048 * 2

@@ -23,7 +23,7 @@ def record_mlp(r: Recorder, spec: MLPSpec, x: Tensor) -> Tensor:
     if ctx.te:
         normed, region = x, None
     else:
-        with tape.discardable("pre_mlp_layernorm", (x,), enabled=recompute_norm) as region:
+        with r.offload("mlp_norm"), tape.discardable("pre_mlp_layernorm", (x,), enabled=recompute_norm) as region:
             normed = r.hold(r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
     with tape.checkpoint("mlp", (normed,), enabled=ctx.recomputes("mlp")):
         y = dense_mlp(r, "mlp", normed, ctx.hidden_size, f, spec, fused_norm=ctx.te)
