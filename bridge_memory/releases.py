@@ -432,6 +432,8 @@ MTP_LOGITS_FREED = since(
 )
 #: MTP supports packed sequences (``multi_token_prediction.py: MultiTokenPredictionLayer.forward``).
 MTP_TAKES_PACKED_SEQUENCES = since(core=(0, 16))
+#: So do gated delta nets (``ssm/gated_delta_net.py: GatedDeltaNet.forward``).
+DELTA_NETS_TAKE_PACKED_SEQUENCES = since(core=(0, 18))
 #: A model with MTP has its final norm on the stage of its last decoder layer (``transformer_block.py:
 #: has_final_layernorm_in_this_stage``).
 FINAL_NORM_AFTER_LAST_LAYER = since(core=(0, 16))

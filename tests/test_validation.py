@@ -117,6 +117,8 @@ REFUSED = [
      r"apply_rope_fusion \(True\) with multi-latent attention and micro_batch_size \(2\) needs megatron-core 0.14"),
     (resolve_model("deepseek-ai/DeepSeek-V3"), {"packed_sequences": True, "megatron_core": (0, 15)},
      r"packed_sequences \(True\) with mtp_num_layers \(1\) needs megatron-core 0.16 or later, not 0.15"),
+    (resolve_model("Qwen/Qwen3-Next-80B-A3B-Instruct"), {"packed_sequences": True, "megatron_core": (0, 17)},
+     r"packed_sequences \(True\) with gated delta nets needs megatron-core 0.18 or later, not 0.17"),
     ("mamba", {**PP2, "num_layers_in_last_pipeline_stage": 8, "megatron_core": (0, 15)}, "ignored for hybrid"),
     # The model over ranks; sizes that no number of GPUs makes right are blamed before the number of GPUs
     ("dense", {"world_size": 8, "tensor_model_parallel_size": 3}, r"^num_attention_heads .*_size \(3\); use 4 or 2"),

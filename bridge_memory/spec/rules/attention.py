@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bridge_memory.releases import (
     ATTENTION_TOKENS_FIRST,
+    DELTA_NETS_TAKE_PACKED_SEQUENCES,
     GATES_WITH_REPLICATED_GROUPS,
     LOCAL_WINDOWS,
     MTP_TAKES_PACKED_SEQUENCES,
@@ -18,7 +19,7 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.limits import Limits, divisors
-from bridge_memory.spec.model import AttentionSpec, CompressedAttentionSpec, MLASpec
+from bridge_memory.spec.model import AttentionSpec, CompressedAttentionSpec, GatedDeltaNetSpec, MLASpec
 from bridge_memory.spec.parts import ImplementationSpec, ParallelSpec
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ def check_attention_release(run: RunSpec, limits: Limits) -> None:
         )
     turned = not ATTENTION_TOKENS_FIRST(i) and not run.batch.packed_sequences
     for m in limits.mixers:
+        if isinstance(m, GatedDeltaNetSpec) and run.batch.packed_sequences and not DELTA_NETS_TAKE_PACKED_SEQUENCES(i):
+            raise SpecError(
+                f"packed_sequences (True) with gated delta nets needs {DELTA_NETS_TAKE_PACKED_SEQUENCES} or later, not "
+                f"{release_words(core_of(i))}; drop it"
+            )
         if isinstance(m, AttentionSpec) and m.window_size is not None and not i.te and not LOCAL_WINDOWS(i):
             raise SpecError(
                 f"transformer_impl (local) takes the sliding windows of this model from {LOCAL_WINDOWS} on, not "
