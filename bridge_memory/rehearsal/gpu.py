@@ -32,7 +32,8 @@ from bridge_memory.rehearsal.refusals import refuse_what_is_ignored
 from bridge_memory.rehearsal.world import RehearsalUnavailable, fake_world
 from bridge_memory.releases import GRAPH_OF_THE_ITERATION, release_in
 from bridge_memory.residual import SIGN, percent, relative
-from bridge_memory.spec import MoESpec, RunSpec, SpecError
+from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 
 #: Further options that this loop does not run: they concern the steps of a real optimizer, or a real batch.
@@ -216,8 +217,7 @@ def _helped(run: RunSpec) -> Iterator[None]:
             stack.enter_context(permissive_core_attention())
             stack.enter_context(recomputation_without_te())
         stack.enter_context(objects_of_peers())
-        moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
-        if moe is not None:
+        for moe in limits_of(run.model).moes[:1]:
             stack.enter_context(balanced_routing(moe.topk, moe.num_experts))
         yield
 

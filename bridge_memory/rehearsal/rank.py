@@ -14,7 +14,7 @@ from bridge_memory.rehearsal import patches, te_kernels
 from bridge_memory.rehearsal.patches.modules import has_te
 from bridge_memory.rehearsal.refusals import refuse_what_is_ignored
 from bridge_memory.rehearsal.world import NotBuildable, RehearsalUnavailable, fake_world, quiet, refusals_named
-from bridge_memory.spec import AttentionSpec, GatedDeltaNetSpec, MoESpec, RunSpec
+from bridge_memory.spec import AttentionSpec, GatedDeltaNetSpec, RunSpec
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.ranks import rank_of_stage
 
@@ -51,14 +51,15 @@ def on_rank(run: RunSpec, rank: int, supported: tuple[str, ...] = ()) -> Iterato
     for option in ("moe_router_fusion", "moe_permute_fusion"):
         if getattr(run.implementation, option) and run.model.has_experts and not has_te():
             raise RehearsalUnavailable(f"{option} (True) takes its kernels from Transformer Engine; add that here")
-    mixers = limits_of(run.model).mixers
-    if run.batch.packed_sequences and run.parallel.cp > 1 and any(isinstance(m, GatedDeltaNetSpec) for m in mixers):
+    limits = limits_of(run.model)
+    delta_nets = any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers)
+    if run.batch.packed_sequences and run.parallel.cp > 1 and delta_nets:
         raise RehearsalUnavailable(
             f"packed_sequences (True) with context_parallel_size ({run.parallel.cp}) is not rehearsed in gated delta "
             "nets, which reorder tokens by the lengths of the sequences; drop one of them"
         )
     _check_loss(run)
-    moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
+    moe = limits.moes[0] if limits.moes else None
     with (
         quiet(), _existing_objects_frozen(), _environment_of(run), _determinism(run), fake_world(run.parallel, rank),
         patches.running(*((moe.topk, moe.num_experts) if moe else ()), multiple=_multiple(run)),

@@ -326,6 +326,18 @@ def test_shared_experts_that_overlap_the_exchange(tp: int, ep: int, gate: bool) 
     assert abs(found.backward_error) <= 0.002, explained
 
 
+@pytest.mark.skipif(HERE < (0, 19), reason="hybrids have MTP from megatron-core 0.19 on")
+def test_experts_that_only_mtp_has_are_balanced() -> None:
+    """One Mamba layer, and an MTP depth with experts of which 22 take each token: routed to one, the exchange's rows
+    would be 22 times too few, which megatron-core refuses."""
+    model = resolve_model("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16")
+    model = replace(model, layers=model.layers[:1], mtp_num_layers=1)
+    batch = BatchSpec(seq_length=512)
+    run = RunSpec(model=model, parallel=parallel(8, expert_model_parallel_size=8), implementation=LOCAL, batch=batch)
+    (found,), expected = rehearse(run, 0).chunks, estimate(run).stages[0]
+    assert 0 < found.passes.saved_bytes < expected.peak_bytes
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_what_a_router_keeps(bias: bool) -> None:
     """Beside experts so small that a table of the router, [2048, 512], counts: 2 bytes or 4 for each place."""
