@@ -157,11 +157,15 @@ def since(
     return Rule(core, te, torch, before, after)
 
 
+#: A release of each package but megatron-core, for messages.
+_LIKE = {"torch": "2.11", "transformer_engine": "2.20"}
+
+
 def parse_release(text: str, field: str = "megatron_core") -> Release:
     """"0.16", "v0.16.1" or "0.15.0rc8" -> (0, 16). Raises ValueError with one line that names ``field``."""
     match = _RELEASE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{field} ({text[:40]!r}) is not a release such as 0.16")
+        raise ValueError(f"{field} ({text[:40]!r}) is not a release such as {_LIKE.get(field, '0.16')}")
     return int(match[1]), int(match[2])
 
 

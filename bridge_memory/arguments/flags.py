@@ -402,7 +402,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (field, value) in VALUES.items():
         shown = spelling(field).replace("--", "--no-" if value is False else "--")
         groups[field.partition(".")[0]].add_argument(
-            name, dest=field, default=_UNSET, action="store_const", const=value,
+            name, dest=field, default=_UNSET, action=_OneValue, nargs=0, const=value,
             help=f"the same as {shown}" + f" {value}" * (value is not False),
         )
     (chunk, (chunk_name, chunk_help)), (offload, (offload_name, offload_help)) = SWITCHES.items()
@@ -410,6 +410,16 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     groups["implementation"].add_argument(
         offload, dest=offload_name, action="store_const", const=True, help=offload_help
     )
+
+
+class _OneValue(argparse.Action):
+    """Stores ``const``, unless another value was given before."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        given = getattr(namespace, self.dest, self.const)
+        if given != self.const:
+            raise argparse.ArgumentError(self, f"{given} was given before it; drop one of them")
+        setattr(namespace, self.dest, self.const)
 
 
 def spelling(field: str) -> str:

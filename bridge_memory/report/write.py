@@ -13,6 +13,8 @@ def check_target(path: str, *, force: bool = False, flag: str = "--output") -> N
     """Raise SpecError, naming ``flag``, if ``path`` cannot be written; called before any work is done."""
     if not path:
         raise SpecError(f"{flag} is empty; name a file")
+    if path == "-":
+        raise SpecError(f"{flag} - is no file; drop {flag} to print instead")
     try:
         folder = os.path.dirname(os.path.realpath(path))
         found = os.stat(path)

@@ -4,6 +4,7 @@ spellings are taken."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from bridge_memory.arguments.flags import FLAGS, add_run_arguments
 from bridge_memory.arguments.run import run_from_arguments
 from bridge_memory.cli import accuracy as accuracy_command
 from bridge_memory.cli import estimate as estimate_command
+from bridge_memory.cli import main
 from bridge_memory.cli import search as search_command
 from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.spec import SpecError
@@ -371,3 +373,19 @@ def test_a_hybrid_says_that_full_recomputation_does_nothing(release: str, nothin
 def test_bf16_main_gradients_halve_the_gradient_buffers() -> None:
     fp32, bf16 = (estimated(f"{AWARE} --main-grads-dtype {dtype}") for dtype in ("fp32", "bf16"))
     assert 2 * bf16.stages[0].gradients_bytes == fp32.stages[0].gradients_bytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--bf16 --fp16", "--fp16: bf16 was given before it; drop one of them"),
+        ("--bias-activation-fusion --no-bias-gelu-fusion", "--no-bias-gelu-fusion: True was given before it"),
+        ("--output -", "--output - is no file; drop --output to print instead"),
+        ("--torch 2", "--torch ('2') is not a release such as 2.11"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(["estimate", "Qwen/Qwen3-8B", *flags.split()]) == 2
+    assert words in capsys.readouterr().err
+    assert main(["estimate", "Qwen/Qwen3-8B", "--brief", "--fp16", "--fp16"]) == 0
