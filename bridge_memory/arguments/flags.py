@@ -413,11 +413,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _OneValue(argparse.Action):
-    """Stores ``const``, unless another value was given before."""
+    """Stores ``const``, unless the value of another such switch was given before."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         given = getattr(namespace, self.dest, self.const)
-        if given != self.const:
+        if given != self.const and (self.dest, given) in VALUES.values():
             raise argparse.ArgumentError(self, f"{given} was given before it; drop one of them")
         setattr(namespace, self.dest, self.const)
 

@@ -379,7 +379,6 @@ def test_bf16_main_gradients_halve_the_gradient_buffers() -> None:
     ("flags", "words"),
     [
         ("--bf16 --fp16", "--fp16: bf16 was given before it; drop one of them"),
-        ("--bias-activation-fusion --no-bias-gelu-fusion", "--no-bias-gelu-fusion: True was given before it"),
         ("--output -", "--output - is no file; drop --output to print instead"),
         ("--torch 2", "--torch ('2') is not a release such as 2.11"),
     ],
