@@ -32,6 +32,8 @@ class Use(Flag):
     """What runs on a communicator; decides which algorithms can be chosen."""
 
     ALL_REDUCE = auto()
+    #: All-reduces of a few bytes, and small objects.
+    SCALARS = auto()
     #: All-gather and reduce-scatter.
     SHARDED = auto()
     BROADCAST = auto()
@@ -44,7 +46,7 @@ class Use(Flag):
 
 
 NOTHING = Use(0)
-COLLECTIVES = Use.ALL_REDUCE | Use.SHARDED | Use.BROADCAST
+COLLECTIVES = Use.ALL_REDUCE | Use.SCALARS | Use.SHARDED | Use.BROADCAST
 
 
 class Rules(NamedTuple):
@@ -163,10 +165,11 @@ class Channels(NamedTuple):
 def channels(machine: Machine, spread: Spread, release: Release = DEFAULT_RELEASE) -> tuple[Channels, Channels]:
     """(fewest, most) channels.
 
-    From public logs: 8 A100, 8 H100, H100 over nodes, GB200 in one domain, NVLS of B200, a single rank. Assumed: Ampere
-    and Blackwell over nodes as Hopper, at least 2 where a node has one rank of several, GPUs without NVSwitch, PCIe.
-    Channels a peer: two a link on the way to it, and at most 2 once a peer is remote (``graph/paths.cc:
-    ncclTopoGetNchannels, ncclTopoComputeP2pChannels``).
+    From public logs: 8 A100, 8 H100, H100 over nodes, GB200 in one domain, NVLS of B200, a single rank. Assumed: GPUs
+    without NVSwitch, PCIe. Over the network: two a network adapter, of which each local rank has one; four from Hopper
+    on while that is below 16 (``graph/connect.cc: ncclTopoPostset``); the search may find twice as many. Channels a
+    peer: two a link on the way to it, and at most 2 once a peer is remote (``graph/paths.cc: ncclTopoGetNchannels,
+    ncclTopoComputeP2pChannels``).
     """
     limit = rules(release).most_channels
     if spread.ranks == 1:
@@ -176,9 +179,13 @@ def channels(machine: Machine, spread: Spread, release: Release = DEFAULT_RELEAS
     if not machine.nvlink:
         return Channels(2, 0, 2, 1), Channels(4, 0, 4, 2)
     if spread.domains > 1:
-        few = Channels(16, 16 if nvls else 0, 16, 1)
-        most = Channels(32 if blackwell else 16, (32 if blackwell else 16) if nvls else 0, 32 if blackwell else 16, 2)
-        return (few if spread.local > 1 else Channels(2, 0, 2, 1)), most
+        few = 2 * spread.local
+        few = min(limit, 32, 2 * few if hopper and few < 16 else few)
+        most = min(limit, 32, max(few, min(16, 2 * few)))
+        return (
+            Channels(few, 16 if nvls else 0, _power_of_two(few), 1),
+            Channels(most, (32 if blackwell else 16) if nvls else 0, _power_of_two(most), 2),
+        )
     if not machine.switched:
         mesh = _power_of_two(2 * machine.links // max(1, min(machine.domain, DOMAIN) - 1))
         return Channels(12, 0, 16, min(16, mesh)), Channels(24, 0, 32, min(32, mesh))
@@ -356,18 +363,19 @@ def communicator_bytes(
 
 def _algorithms(use: Use, ring: Range, tree: Range, nvls: int, at_init: bool) -> Range:
     """Bytes of the algorithms that ``use`` can have (``graph/tuning.cc: ncclTopoTuneModel``): rings for each, trees for
-    all-reduce, NVLS for all but broadcast. Least: one of them serves all."""
+    all-reduce, NVLS for all but broadcast and a few bytes, for which its latency is too long. Least: one of them serves
+    all."""
     if at_init:
         return Range(ring.least, ring.most + tree.most + nvls)
     if not use & COLLECTIVES:
         return Range(0, 0)
     many = ring.most
     least = ring.least
-    if Use.ALL_REDUCE in use:
+    if use & (Use.ALL_REDUCE | Use.SCALARS):
         many += tree.most
     if use & (Use.ALL_REDUCE | Use.SHARDED):
         many += nvls
-        least = min(least, nvls) if nvls and Use.BROADCAST not in use else least
+        least = min(least, nvls) if nvls and not use & (Use.BROADCAST | Use.SCALARS) else least
     return Range(least, many)
 
 
@@ -391,4 +399,3 @@ def suspended(amounts: tuple[Amount, ...], machine: Machine, spread: Spread, rel
 def modules() -> Amount:
     """NCCL's kernels, once a process."""
     return Amount("NCCL's kernels", 100 * MIB, 200 * MIB, Provenance.ASSUMED, "100 to 200 MiB; no source states it")
-
