@@ -59,7 +59,7 @@ class Group(NamedTuple):
         local, ranks = 1, 1
         for dim in sorted(self.dims, key=lambda one: one.stride):
             ranks *= dim.size
-            local *= max(1, min(dim.size, domain // dim.stride))
+            local *= min(dim.size, -(-domain // dim.stride))
         return Spread(ranks, -(-ranks // local))
 
 

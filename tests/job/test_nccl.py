@@ -111,7 +111,9 @@ class Open(NamedTuple):
 
 #: What stays open: no formula may be bent to these.
 UNEXPLAINED = [
-    Open("verl: bytes that suspending returns, 8 H100, TP 2 PP 2 DP 2", 7e9, "ring, tree and send-receive: 1.5 GB less"),
+    Open(
+        "verl: bytes that suspending returns, 8 H100, TP 2 PP 2 DP 2", 7e9, "ring, tree and send-receive: 1.5 GB less"
+    ),
     Open("SGLang: a communicator", 576 * MIB, "no sum of channels"),
     Open("vLLM: a communicator", 958 * MIB, "no sum of channels"),
     Open("64 B200, TP 8 PP 4 EP 16: beside torch", 29 * 2**30, "about 20 GiB are not NCCL's by these formulas"),
