@@ -24,7 +24,7 @@ from bridge_memory.engines.optimizer_states import optimizer_states
 from bridge_memory.estimation import stage_parts
 from bridge_memory.job.amount import Amount, exactly, total
 from bridge_memory.job.building import built, stage_parameters
-from bridge_memory.spec import DTYPE_BYTES, MambaSpec, RunSpec
+from bridge_memory.spec import DTYPE_BYTES, LayerSpec, MambaSpec, RunSpec
 from bridge_memory.spec.model import GatedDeltaNetSpec, MLPSpec, MoESpec
 from bridge_memory.tapes.parameters import Parameter
 
@@ -71,10 +71,10 @@ class Tensors(NamedTuple):
         """Bytes of the new fp32 tensor that stands for it in a state dict; 0 if it is itself in the state dict."""
         return 0 if self.dtype in ("fp32", "int16") else 4 * self.elements
 
-    def cast(self, dtype: str, *, unscaled: bool) -> int:
-        """Bytes of the copy that ``torch.optim.Optimizer.load_state_dict`` makes of it in the parameter's ``dtype``."""
-        own = "fp32" if unscaled and self.unscaled else self.dtype
-        return 0 if own == dtype else _width(dtype) * self.elements
+    def cast(self, dtype: str) -> int:
+        """Bytes of the copy that ``torch.optim.Optimizer.load_state_dict`` makes of it, unscaled, in the parameter's
+        ``dtype``."""
+        return 0 if dtype == "fp32" and self.dtype != "int16" else _width(dtype) * self.elements
 
 
 def _width(dtype: str) -> int:
@@ -87,10 +87,23 @@ class HeldBy(NamedTuple):
     experts: bool
     states: tuple[Tensors, ...]
     parameters: str
+    #: FusedAdam has the main parameters too, and a state dict gets its states from ``get_unscaled_state``
+    #: (``distrib_optimizer.py: _get_main_param_and_optimizer_states``); else they are in the state dict as they are.
+    fused: bool
 
     @property
     def nbytes(self) -> int:
         return sum(s.nbytes for s in self.states)
+
+    @property
+    def unscaled_in_dict(self) -> int:
+        """Bytes of new fp32 tensors in a state dict."""
+        return sum(s.unscaled for s in self.states) if self.fused else 0
+
+    @property
+    def own_in_dict(self) -> int:
+        """Bytes of states that are in a state dict themselves."""
+        return sum(s.nbytes for s in self.states if not (self.fused and s.unscaled))
 
 
 def optimizers(run: RunSpec, stage: int) -> list[HeldBy]:
@@ -110,7 +123,8 @@ def optimizers(run: RunSpec, stage: int) -> list[HeldBy]:
         own = [c for c in lines if experts is None or c.experts is experts]
         states = tuple(Tensors(s, _elements(own, s, widths), dtype) for s, dtype in dtypes.items())
         if any(s.elements for s in states):
-            found.append(HeldBy(bool(experts), states, run.precision.params_dtype if o.fused_main_parameters else "fp32"))
+            updated = run.precision.params_dtype if o.fused_main_parameters else "fp32"
+            found.append(HeldBy(bool(experts), states, updated, o.fused_main_parameters))
     return found
 
 
@@ -159,18 +173,16 @@ def _resuming(run: RunSpec, stage: int, sharding: Sharding) -> Iterator[tuple[Am
     held = optimizers(run, stage)
     distributed = run.data_parallel.use_distributed_optimizer
     in_place = not distributed or sharding is Sharding.DP_RESHARDABLE
-    merged = 0 if distributed else sum(4 * 3 * p.numel for p in _halves(run, stage))
+    merged = 0 if distributed else sum(4 * 3 * p.numel for p in _in_parts(run, stage))
     for at, one in enumerate(held):
         others = [h for h in held if h is not one]
-        unscaled = sum(s.unscaled for h in held for s in h.states) * (in_place and distributed)
+        unscaled = sum(h.unscaled_in_dict for h in held) if in_place else 0
         # Of optimizers before this one what is in the state dict is alive beside the new states.
-        kept = sum(
-            s.nbytes for h in held[:at] for s in h.states if not s.unscaled and in_place
-        ) + sum(h.nbytes for h in others)
-        own = sum(s.nbytes for s in one.states)
+        kept = sum(h.own_in_dict for h in held[:at] if in_place) + sum(h.nbytes for h in others)
         again = sum(s.unscaled for s in one.states)
-        cast = sum(s.cast(one.parameters, unscaled=True) for s in one.states)
-        in_dict = sum(s.nbytes for s in one.states if not s.unscaled)
+        cast = sum(s.cast(one.parameters) for s in one.states)
+        # In the one of the checkpoint, or in FusedAdam's own, which has fp32 copies of the rest.
+        in_dict = one.own_in_dict if in_place else sum(s.nbytes for s in one.states if not s.unscaled)
         common = (
             exactly("states of optimizers", kept, Provenance.FORMULA, _ADAM),
             exactly("fp32 states in the state dict", unscaled, Provenance.FORMULA, _UNSCALED),
@@ -178,34 +190,71 @@ def _resuming(run: RunSpec, stage: int, sharding: Sharding) -> Iterator[tuple[Am
             exactly("fp32 copies of states", again, Provenance.FORMULA, _UNSCALED),
         )
         for parts in (
-            (("states", own), ("states in the dtype of parameters", cast)),
-            (("states", own), ("states that the state dict refers to", in_dict)),
+            (("states", one.nbytes), ("states in the dtype of parameters", cast)),
+            (("states", one.nbytes), ("states that the state dict refers to", in_dict)),
         ):
             more = (exactly(name, n, Provenance.FORMULA, _ADAM) for name, n in parts)
             yield tuple(a for a in (*common, *more) if a.most)
 
 
-#: Parameters that are saved in parts (``mlp.py: apply_swiglu_sharded_factory``; ``ssm/utils.py: _split_tensor_factory``).
-_GATED = re.compile(r"(^|\.)linear_fc1\.(weight|bias)\d*$|experts\.weight1$")
+#: Parameters that are saved in parts (``mlp.py: apply_swiglu_sharded_factory``, ``experts.py: TEGroupedMLP``,
+#: ``ssm/utils.py: _split_tensor_factory``), and those of experts in one tensor, which are saved transposed.
+_GATED = re.compile(r"(^|\.)linear_fc1\.(weight|bias)\d*$")
 _MIXER = re.compile(r"(^|\.)(in_proj\.weight|conv1d\.(weight|bias))$")
+_TRANSPOSED = re.compile(r"(^|\.)experts\.weight[12]$")
 
 
-def _halves(run: RunSpec, stage: int) -> Iterator[Parameter]:
-    """The parameters that a checkpoint has in parts, which loading puts together in new tensors."""
-    layers = (*run.model.layers, *((run.model.mtp_layer,) if run.model.mtp_layer else ()))
-    gated = any(isinstance(layer.ffn, MLPSpec | MoESpec) and layer.ffn.gated for layer in layers)
-    mixers = any(isinstance(layer.mixer, MambaSpec | GatedDeltaNetSpec) for layer in layers)
+def _in_parts(run: RunSpec, stage: int) -> Iterator[Parameter]:
+    """The parameters that loading puts together in new tensors."""
+    gated = any(isinstance(x.ffn, (MLPSpec, MoESpec)) and x.ffn.gated for x in _layers(run))
+    mixers = any(isinstance(x.mixer, (MambaSpec, GatedDeltaNetSpec)) for x in _layers(run))
     for chunk in stage_parameters(run, stage):
         for p in chunk:
-            if (gated and _GATED.search(p.name)) or (mixers and _MIXER.search(p.name)):
+            if (gated and _GATED.search(p.name)) or (mixers and _MIXER.search(p.name)) or _TRANSPOSED.search(p.name):
                 yield p
 
 
+def _layers(run: RunSpec) -> Iterator[LayerSpec]:
+    yield from run.model.layers
+    if run.model.mtp_layer is not None:
+        yield run.model.mtp_layer
+
+
 def _loaded_weights(run: RunSpec, stage: int) -> tuple[Amount, ...]:
+    """What a checkpoint's weights need beside the model, in which they are otherwise filled."""
     width = DTYPE_BYTES[run.precision.params_dtype]
-    merged = sum(width * p.numel for p in _halves(run, stage))
-    return (exactly("weights saved in parts, put together", merged, Provenance.FORMULA, _MERGED),) if merged else ()
+    of = list(_in_parts(run, stage))
+    merged = sum(width * p.numel for p in of)
+    transposed = sum(width * p.numel for p in of if _TRANSPOSED.search(p.name))
+    found = [
+        exactly("weights saved in parts, put together", merged, Provenance.FORMULA, _MERGED),
+        exactly("weights of experts, transposed", transposed, Provenance.FORMULA, "experts.py: GroupedMLP"),
+    ]
+    if run.precision.quantized_param and run.implementation.te:
+        # Since streaming (0.17 or later) one tensor at a time; before, all of them before the first is filled.
+        quantized = [p.numel for chunk in stage_parameters(run, stage) for p in chunk if p.is_gemm]
+        found.append(Amount(
+            "dequantized weights", width * max(quantized, default=0), width * sum(quantized), Provenance.FORMULA,
+            "dist_checkpointing/serialization.py: load, stream_ckpt_dequant",
+        ))  # fmt: skip
+    return tuple(a for a in found if a.most)
 
 
 def _imported(run: RunSpec, stage: int) -> tuple[Amount, ...]:
-    return ()
+    """Tensor by tensor from host memory. The first tensor-parallel rank holds the shards of all ranks and its own."""
+    width = DTYPE_BYTES[run.precision.params_dtype]
+    p = run.parallel
+    most = 0
+    for chunk in stage_parameters(run, stage):
+        for parameter in chunk:
+            ranks = (p.etp if parameter.expert else p.tp) if parameter.sharded else 1
+            if (p.etp if parameter.expert else p.tp) > 1:
+                most = max(most, width * parameter.numel * (ranks + (ranks > 1)))
+    if not most:
+        return ()
+    return (
+        exactly(
+            "one tensor's shards for all tensor-parallel ranks", most, Provenance.FORMULA,
+            "Bridge param_mapping.py: MegatronParamMapping.scatter_to_tp_ranks",
+        ),
+    )
