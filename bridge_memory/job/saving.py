@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bridge_memory.components import Provenance
+from bridge_memory.components import Provenance, Role
 from bridge_memory.engines.megatron_ddp import bucket_elements, experts_apart
 from bridge_memory.engines.optimizer_states import gradient_width
 from bridge_memory.estimation import stage_parts
 from bridge_memory.job.amount import Amount, exactly
 from bridge_memory.job.building import built, stage_parameters
-from bridge_memory.job.loading import Sharding, optimizers, why_not_resumed
-from bridge_memory.components import Role
+from bridge_memory.job.loading import HeldBy, Sharding, optimizers, why_not_resumed
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 
 _UNSCALED = "distrib_optimizer.py: get_parameter_state_dp_reshardable"
@@ -41,24 +40,47 @@ def saving(
 
 
 def _states(run: RunSpec, stage: int, sharding: Sharding) -> list[Amount]:
+    """What is made of optimizer states: first fp32 copies of all that one optimizer holds in fewer bits, for a state
+    dict without them, then what is saved."""
+    held = optimizers(run, stage)
+    copies = max((sum(s.unscaled for s in one.states) for one in held), default=0)
+    first = exactly("fp32 copies of states", copies, Provenance.FORMULA, "TE fused_adam.py: FusedAdam.state_dict")
     if not run.data_parallel.use_distributed_optimizer:
-        return []
-    if sharding is Sharding.DP_RESHARDABLE:
-        unscaled = sum(held.unscaled_in_dict for held in optimizers(run, stage))
-        return [exactly("fp32 states in the state dict", unscaled, Provenance.FORMULA, _UNSCALED)]
-    # One state of one bucket is gathered at a time; a stage's buffers are whole buckets unless reductions overlap.
-    gathered = 0
-    for experts in (False, True):
-        elements = sum(
-            c.bytes for c in stage_parts(run, stage).persistent if c.role is Role.GRADIENTS and c.experts is experts
-        ) // gradient_width(run)
-        world = run.parallel.shard_worlds[experts and experts_apart(run)]
-        bucket = bucket_elements(run)
-        largest = max((p.numel for chunk in stage_parameters(run, stage) for p in chunk if p.expert is experts), default=0)
-        # A bucket is closed by the parameter with which it is full.
-        most = elements if bucket is None else min(elements, bucket + largest)
-        gathered = max(gathered, 4 * most + 4 * most // world)
-    return [Amount("gathered states", 0, gathered, Provenance.FORMULA, _GATHERED)]
+        then = exactly("fp32 states in the state dict", 0)
+    elif sharding is Sharding.DP_RESHARDABLE:
+        unscaled = sum(one.unscaled_in_dict for one in held)
+        then = exactly("fp32 states in the state dict", unscaled, Provenance.FORMULA, _UNSCALED)
+    else:
+        gathered = max((_gathered(run, stage, experts=experts) for experts in (False, True)), default=0)
+        # Beside them are fp32 copies of the states of the bucket's last parameter, which depends on the rank.
+        beside = max((_of_one_parameter(run, stage, one) for one in held if one.fused), default=0)
+        then = Amount("gathered states", gathered, gathered + beside, Provenance.FORMULA, _GATHERED)
+    return [max(then, first, key=lambda amount: amount.most)]
+
+
+def _of_one_parameter(run: RunSpec, stage: int, held: HeldBy) -> int:
+    """Bytes of the largest fp32 copies of one parameter's states."""
+    apart = experts_apart(run)
+    largest = max(
+        (p.numel for chunk in stage_parameters(run, stage) for p in chunk if p.expert is held.experts or not apart),
+        default=0,
+    )
+    return sum(4 * min(largest, s.elements) for s in held.states if s.unscaled)
+
+
+def _gathered(run: RunSpec, stage: int, *, experts: bool) -> int:
+    """Bytes of one state of one bucket from all ranks in fp32, and of this rank's part that it sends."""
+    apart = experts_apart(run)
+    if experts and not apart:
+        return 0
+    lines = [c for c in stage_parts(run, stage).persistent if c.role is Role.GRADIENTS]
+    elements = sum(c.bytes for c in lines if c.experts is experts or not apart) // gradient_width(run)
+    parameters = [p.numel for chunk in stage_parameters(run, stage) for p in chunk if p.expert is experts or not apart]
+    bucket = bucket_elements(run)
+    if bucket is not None:
+        # A bucket is closed by the parameter that fills it.
+        elements = min(elements, bucket + max(parameters, default=0))
+    return 4 * elements + 4 * elements // run.parallel.shard_worlds[experts]
 
 
 def _dequantized(run: RunSpec, stage: int, fully_parallel: bool) -> list[Amount]:
