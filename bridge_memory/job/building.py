@@ -1,0 +1,162 @@
+"""Building a Megatron job on one rank: modules, DDP's buffers beside them, the optimizer's main parameters.
+
+Modules make their parameters on the device, for every virtual stage before any DDP (Megatron-LM ``training/training.py:
+get_model``, Bridge ``models/model_provider.py: get_model``). DDP makes the buffers of dense parameters, copies the
+parameters into them and frees the old ones, and then does the same for routed experts (megatron-core ``distributed/
+distributed_data_parallel.py: DistributedDataParallel.__init__``, ``param_and_grad_buffer.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from bridge_memory.components import Component, Lifetime, Provenance, Role, State, allocated
+from bridge_memory.engines.by_name import engine_of
+from bridge_memory.engines.megatron_ddp import experts_apart
+from bridge_memory.estimation import stage_parts
+from bridge_memory.inventory.stack import chunk_units, named_parameters
+from bridge_memory.job.amount import Amount, exactly, total
+from bridge_memory.spec import DTYPE_BYTES, RunSpec
+from bridge_memory.spec.layout import layout
+from bridge_memory.tapes.context import context_of
+from bridge_memory.tapes.parameters import Parameter
+
+_MODULES = "training.py: get_model"
+_BUFFERS = "param_and_grad_buffer.py: _ParamAndGradBuffer.__init__"
+
+
+def why_not(run: RunSpec) -> str | None:
+    """Why the phases beside the step are not modelled for ``run``; None where they are."""
+    if run.data_parallel.engine != "megatron_ddp":
+        return f"engine {run.data_parallel.engine}: build, load and save are modelled for megatron_ddp only"
+    if run.optimizer.use_layer_wise_distributed_optimizer:
+        return "use_layer_wise_distributed_optimizer: build, load and save are not modelled"
+    if run.teacher is not None:
+        return "a teacher: build, load and save are not modelled"
+    return None
+
+
+def building(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
+    """What is alive at the highest moment of building; None if that is not modelled (``why_not``).
+
+    Raises SpecError: there is no such stage.
+    """
+    done = built(run, stage)
+    if done is None:
+        return None
+    moments = [*_beside_modules(run, stage), (*done, *_copy_of_last(run, stage))]
+    return max(moments, key=lambda amounts: total(amounts).most)
+
+
+def built(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
+    """What is alive once model and optimizer are built; None if that is not modelled (``why_not``).
+
+    Moments of Adam's are made by the first step or a resume. Raises SpecError: there is no such stage.
+    """
+    parts = stage_parts(run, stage)
+    if why_not(run) is not None:
+        return None
+    return tuple(exactly(c.name, c.bytes, c.provenance) for c in parts.persistent if _made_early(run, c) and c.bytes)
+
+
+def _made_early(run: RunSpec, component: Component) -> bool:
+    """Whether model state exists before any pass. FusedAdam makes its main parameters at its first step (TE
+    ``fused_adam.py: FusedAdam.initialize_state``), modules quantized copies of 16-bit weights at their first pass."""
+    if component.lifetime is not Lifetime.MODEL or component.state is State.NONE:
+        return False
+    if component.state is State.FP8_COPIES:
+        return run.precision.quantized_param
+    return not (component.state is State.MAIN_PARAMETERS and run.optimizer.fused_main_parameters)
+
+
+def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
+    """The parameters of every virtual stage, in the modules' order."""
+    ctx = context_of(run)
+    shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
+    return [list(named_parameters(chunk_units(run.model, shape, ctx))) for shape in shapes]
+
+
+class _Buffer(NamedTuple):
+    """The parameters of one buffer, in bytes: as modules make them, in the buffer (0: none), and their gradients."""
+
+    experts: bool
+    modules: int
+    weights: int
+    gradients: int
+
+
+def _buffers(run: RunSpec, stage: int) -> Iterator[_Buffer]:
+    """In the order in which DDP makes them."""
+    ctx, engine = context_of(run), engine_of(run)
+    width, apart = DTYPE_BYTES[run.precision.params_dtype], experts_apart(run)
+    # mxfp8 weights are in no buffer: they stay as modules made them.
+    moves = run.data_parallel.use_distributed_optimizer
+    for shape in layout(run.model, run.parallel).shapes(run.model)[stage]:
+        units = chunk_units(run.model, shape, ctx)
+        amounts = engine.stage([units]).amounts
+        frozen = any(line.adapters for line, _ in amounts)
+        for kinds in ((False,), (True,)) if apart else ((False, True),):
+            own = [(line, n) for line, n in amounts if line.experts in kinds and line.adapters is frozen]
+            weights = sum(n for line, n in own if line.state is State.PARAMETERS)
+            copies = sum(n for line, n in own if line.state is State.FP8_COPIES)
+            modules = sum(allocated(p.numel * width) for p in named_parameters(units) if p.expert in kinds)
+            if run.precision.quantized_param or frozen:
+                modules = weights + copies * run.precision.quantized_param
+            quantized_apart = run.precision.recipe == "mxfp8" and run.precision.quantized_param
+            yield _Buffer(
+                kinds[0], modules, weights if moves and not quantized_apart else 0,
+                sum(n for line, n in own if line.role is Role.GRADIENTS),
+            )  # fmt: skip
+
+
+def _beside_modules(run: RunSpec, stage: int) -> Iterator[tuple[Amount, ...]]:
+    """The moments at which a buffer is made and its parameters are still in the modules too."""
+    buffers = list(_buffers(run, stage))
+    frozen = sum(
+        c.bytes for c in stage_parts(run, stage).persistent
+        if run.peft.freezes and c.role is Role.WEIGHTS and not c.adapters and _made_early(run, c)
+    )  # fmt: skip
+    for at, buffer in enumerate(buffers):
+        if not buffer.modules:
+            continue
+        modules = frozen + sum(b.modules for i, b in enumerate(buffers) if i >= at or not b.weights)
+        made = buffers[: at + 1]
+        parts = [exactly("parameters of modules", modules, Provenance.EXACT, _MODULES)]
+        for experts in (False, True):
+            of = " (routed experts)" if experts else ""
+            own = [b for b in made if b.experts is experts]
+            parts += [
+                exactly(f"weights{of}", sum(b.weights for b in own), Provenance.EXACT, _BUFFERS),
+                exactly(f"gradients{of}", sum(b.gradients for b in own), Provenance.EXACT, _BUFFERS),
+            ]
+        yield tuple(part for part in parts if part.most)
+
+
+def _copy_of_last(run: RunSpec, stage: int) -> tuple[Amount, ...]:
+    """The 16-bit copy of which the last main parameter is made, less the main parameters that are made after it.
+
+    Matrices come first, then what has no weight decay; dense parameters before those of experts.
+    """
+    width = DTYPE_BYTES[run.precision.params_dtype]
+    if width != 2 or run.optimizer.fused_main_parameters or run.peft.freezes:
+        return ()
+    parameters = [p for chunk in stage_parameters(run, stage) for p in chunk]
+    distributed = run.data_parallel.use_distributed_optimizer
+    apart = experts_apart(run)
+    kinds = [[p for p in parameters if p.expert is experts] for experts in (False, True)] if apart else [parameters]
+    last = next((kind for kind in reversed(kinds) if kind), [])
+    matrices = [p for p in last if len(p.shape) > 1]
+    if not matrices:
+        return ()
+    name, source = "16-bit copy of the last main parameter", "distrib_optimizer.py: _build_model_and_main_param_groups"
+    world = run.parallel.shard_worlds[apart and last[0].expert] if distributed else 1
+    if world == 1:
+        # A distributed optimizer goes through its buffers, which are filled from the last parameter to the first.
+        clone = width * (matrices[0] if distributed else matrices[-1]).numel
+        later = 4 * sum(p.numel for p in last if len(p.shape) <= 1)
+        return (exactly(name, clone - later, Provenance.FORMULA, source),) if clone > later else ()
+    # Which parameter a rank's shard ends with depends on the rank.
+    shard = sum(p.numel for p in last) // world
+    most = width * min(max(p.numel for p in matrices), shard)
+    return (Amount(name, 0, most, Provenance.FORMULA, source),)

@@ -1,0 +1,125 @@
+"""Build, load, resume and save of a job, beside megatron-core's own with Transformer Engine's FusedAdam."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from job_oracle import job
+
+from bridge_memory.job.amount import Amount, total
+from bridge_memory.job.building import building, built
+from bridge_memory.job.loading import How, Sharding, loading
+from bridge_memory.job.saving import saving
+from bridge_memory.readers import resolve_model
+from bridge_memory.spec import DataParallelSpec, OptimizerSpec, ParallelSpec, RunSpec
+from bridge_memory.spec.model import ModelSpec
+
+#: Bytes of each chunk's rotary frequencies, and of the scales of states, which are in no amount.
+SMALL = 64 * 1024
+
+
+def first_layers(name: str, number: int) -> ModelSpec:
+    model = resolve_model(name)
+    return replace(model, layers=model.layers[:number], mtp_num_layers=0, mtp_layer=None)
+
+
+LLAMA, QWEN = first_layers("meta-llama/Llama-3.2-1B", 4), first_layers("Qwen/Qwen3-30B-A3B", 2)
+UNTIED = first_layers("meta-llama/Llama-3.1-8B", 4)
+LOW = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+RUNS = {
+    "one GPU": RunSpec(model=LLAMA),
+    "DP 2": RunSpec(model=LLAMA, parallel=ParallelSpec(world_size=2)),
+    "TP 2, DP 4": RunSpec(model=LLAMA, parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=2)),
+    "no distributed optimizer": RunSpec(
+        model=UNTIED, parallel=ParallelSpec(world_size=2), data_parallel=DataParallelSpec(use_distributed_optimizer=False)
+    ),
+    "buckets": RunSpec(
+        model=UNTIED, parallel=ParallelSpec(world_size=4), data_parallel=DataParallelSpec(overlap_grad_reduce=True)
+    ),
+    "gradients in bf16": RunSpec(
+        model=LLAMA, parallel=ParallelSpec(world_size=4), data_parallel=DataParallelSpec(grad_reduce_in_fp32=False)
+    ),
+    "virtual stages": RunSpec(
+        model=UNTIED,
+        parallel=ParallelSpec(
+            world_size=4, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
+        ),
+    ),
+    "experts": RunSpec(model=QWEN, parallel=ParallelSpec(world_size=4, expert_model_parallel_size=4)),
+    "experts, EDP 2": RunSpec(model=QWEN, parallel=ParallelSpec(world_size=8, expert_model_parallel_size=4)),
+    "experts without EP": RunSpec(
+        model=replace(QWEN, layers=QWEN.layers[:1]), parallel=ParallelSpec(world_size=4)
+    ),
+    "precision-aware": RunSpec(
+        model=LLAMA, parallel=ParallelSpec(world_size=2), optimizer=OptimizerSpec(use_precision_aware_optimizer=True)
+    ),
+    "bf16 moments": RunSpec(model=LLAMA, parallel=ParallelSpec(world_size=2), optimizer=OptimizerSpec(**LOW)),
+    "fp16 moments, whole main parameters": RunSpec(
+        model=LLAMA, parallel=ParallelSpec(world_size=2),
+        optimizer=OptimizerSpec(
+            use_precision_aware_optimizer=True, exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16",
+            store_param_remainders=False,
+        ),
+    ),
+    "bf16 moments beside fp32 main parameters": RunSpec(
+        model=LLAMA, parallel=ParallelSpec(world_size=2), optimizer=OptimizerSpec(**LOW, fp8_recipe="tensorwise")
+    ),
+    "experts, bf16 moments": RunSpec(
+        model=QWEN, parallel=ParallelSpec(world_size=4, expert_model_parallel_size=4), optimizer=OptimizerSpec(**LOW)
+    ),
+}  # fmt: skip
+STAGES = [pytest.param(run, stage, id=f"{name}, stage {stage}") for name, run in RUNS.items()
+          for stage in range(run.parallel.pp)]  # fmt: skip
+
+
+def within(amounts: tuple[Amount, ...] | None, measured: int) -> None:
+    """``measured`` is inside the range, or 0.3 % from it."""
+    assert amounts is not None
+    least, most = total(amounts)
+    assert least * 0.997 <= measured <= most * 1.003 + SMALL, (least, measured, most, amounts)
+
+
+@pytest.mark.parametrize(("run", "stage"), STAGES)
+def test_build_and_load(run: RunSpec, stage: int) -> None:
+    with job(run, stage) as real:
+        real.load(with_optimizer=False)
+    within(building(run, stage), real.phases["build"].peak)
+    within(built(run, stage), real.phases["build"].after)
+    within(loading(run, stage, How.TORCH_DIST), real.phases["load"].peak)
+
+
+@pytest.mark.parametrize(("run", "stage"), STAGES)
+def test_resume_and_save(run: RunSpec, stage: int) -> None:
+    with job(run, stage) as real:
+        real.load(with_optimizer=True)
+        real.save()
+    within(loading(run, stage, How.RESUME), real.phases["resume"].peak)
+    within(_states(saving(run, stage)), real.phases["save"].peak)
+
+
+#: megatron-core gathers in host memory here, which has data.
+TINY = replace(LLAMA, layers=LLAMA.layers[:1], vocab_size=1024)
+GATHERED = {
+    "fp32": RunSpec(model=TINY, parallel=ParallelSpec(world_size=2)),
+    "bf16 moments": RunSpec(
+        model=TINY, parallel=ParallelSpec(world_size=2), optimizer=OptimizerSpec(**LOW, store_param_remainders=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_resume_from_whole_states(name: str) -> None:
+    with job(GATHERED[name], sharding="fully_reshardable") as real:
+        real.load(with_optimizer=True)
+        real.save()
+    found = loading(GATHERED[name], 0, How.RESUME, sharding=Sharding.FULLY_RESHARDABLE)
+    within(found, real.phases["resume"].peak)
+    within(_states(saving(GATHERED[name], 0, sharding=Sharding.FULLY_RESHARDABLE)), real.phases["save"].peak)
+
+
+def _states(saved: tuple[Amount, ...] | None) -> tuple[Amount, ...]:
+    """Without what passes have left, which did not run here."""
+    assert saved is not None
+    states = ("weights", "gradients", "main parameters", "exp_avg", "fp32", "gathered")
+    return tuple(a for a in saved if a.name.startswith(states))
