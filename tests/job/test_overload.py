@@ -23,7 +23,9 @@ def margin(peak: int) -> int:
     return GIB + peak // 20
 
 
-def run_of(model: str = "Qwen/Qwen3-30B-A3B", *, tp: int = 1, pp: int = 1, ep: int = 8, dp: int = 1, **fields: Any) -> RunSpec:
+def run_of(
+    model: str = "Qwen/Qwen3-30B-A3B", *, tp: int = 1, pp: int = 1, ep: int = 8, dp: int = 1, **fields: Any
+) -> RunSpec:
     world = pp * max(tp, 1) * ep * dp
     parallel = ParallelSpec(
         world_size=world, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
