@@ -52,10 +52,12 @@ from bridge_memory.spec.transformers import TransformersSpec
 
 if TYPE_CHECKING:
     from bridge_memory.api.comparing import Comparison, compare
+    from bridge_memory.api.jobs import whole_job
     from bridge_memory.api.planning import balance, search, whatif
     from bridge_memory.api.rehearsing import RehearsalResult, RehearsalRow, rehearse
     from bridge_memory.cards.gpu import Gpu
     from bridge_memory.comparison.residuals import StageResidual
+    from bridge_memory.job.job import Job, PhaseMemory
     from bridge_memory.live import MemoryReport, install, uninstall
     from bridge_memory.live.hugging_face import MemoryReportCallback
     from bridge_memory.live.runs import run_of_accelerator, run_of_deepspeed, run_of_torchtitan, run_of_trainer
@@ -94,6 +96,7 @@ __all__ = [
     "Gpu",
     "ImplementationSpec",
     "IndexerSpec",
+    "Job",
     "LayerSpec",
     "MLASpec",
     "MLPSpec",
@@ -105,6 +108,7 @@ __all__ = [
     "OptimizerSpec",
     "ParallelSpec",
     "PeftSpec",
+    "PhaseMemory",
     "PrecisionSpec",
     "RecomputeSpec",
     "RehearsalResult",
@@ -145,6 +149,7 @@ __all__ = [
     "search",
     "uninstall",
     "whatif",
+    "whole_job",
 ]
 
 
@@ -153,9 +158,11 @@ _ELSEWHERE = {
     name: module
     for module, names in {
         "bridge_memory.api.comparing": ("Comparison", "compare"),
+        "bridge_memory.api.jobs": ("whole_job",),
         "bridge_memory.api.planning": ("balance", "search", "whatif"),
         "bridge_memory.api.rehearsing": ("RehearsalResult", "RehearsalRow", "rehearse"),
         "bridge_memory.comparison.residuals": ("StageResidual",),
+        "bridge_memory.job.job": ("Job", "PhaseMemory"),
         "bridge_memory.live": ("MemoryReport", "install", "uninstall"),
         "bridge_memory.live.hugging_face": ("MemoryReportCallback",),
         "bridge_memory.live.runs": (

@@ -240,7 +240,7 @@ def _running(moment: PeakMoment, inventories: Sequence[ChunkInventory]) -> AtPea
 
 def stage_parts(run: RunSpec, stage: int) -> StageParts:
     """The parts of one pipeline stage, whose peak ``peaks`` reports. Raises SpecError."""
-    stages = _Stages(run)
+    stages = _LATEST.of(run)
     held = stages[_checked(stages, stage)]
     return StageParts(
         tuple(chunk.layers for chunk in stages.plan.stages[stage]), held.inventories, held.costs,
@@ -252,7 +252,7 @@ def stage_parts(run: RunSpec, stage: int) -> StageParts:
 
 def stage_phases(run: RunSpec, stage: int) -> dict[Phase, int]:
     """Peak bytes of one pipeline stage in each phase of training that is modelled. Raises SpecError."""
-    stages = _Stages(run)
+    stages = _LATEST.of(run)
     return _phases(stages, _checked(stages, stage))
 
 
@@ -304,6 +304,7 @@ def clear_caches() -> None:
         True
     """
     TRACE_CACHE.clear()
+    _LATEST.clear()
 
 
 class _Held(NamedTuple):
@@ -493,6 +494,26 @@ class _Stages(StageContents):
         moment = peak_bytes(self.run.parallel.pp, rank, self._microbatches, held.costs, **self._of_schedule)
         static = held.static_bytes
         return StagePeak(rank, static + held.between_bytes, static + held.beyond_static(moment))
+
+
+class _Latest:
+    """The stages of the last run whose parts were asked for: whoever asks goes from stage to stage."""
+
+    def __init__(self) -> None:
+        self._found: tuple[RunSpec, _Stages] | None = None
+
+    def of(self, run: RunSpec) -> _Stages:
+        """Those of ``run``, the very object."""
+        found = self._found
+        if found is None or found[0] is not run:
+            found = self._found = run, _Stages(run)
+        return found[1]
+
+    def clear(self) -> None:
+        self._found = None
+
+
+_LATEST = _Latest()
 
 
 def by_lifetime(buffers: Iterable[Component]) -> tuple[list[Component], list[Component]]:

@@ -19,6 +19,7 @@ from bridge_memory.spec.release import read_release
 
 if TYPE_CHECKING:
     from bridge_memory.estimation import Estimate
+    from bridge_memory.job.job import Job
     from bridge_memory.report.document import Block
     from bridge_memory.verdict import Fit
     from bridge_memory.workspaces.caching_allocator import Reserved
@@ -39,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--reserved", action="store_true",
                         help="also reserved memory: some steps replayed in torch's allocator (engines "
                              "megatron_ddp, fsdp2 and single)")
+    output.add_argument("--phases", action="store_true",
+                        help="also the whole job on one --gpu: build, load, training, evaluation, save and resume, as "
+                             "torch and the driver count them")
     output.add_argument("--require-fit", action="store_true",
                         help=f"exit code {EXIT_DOES_NOT_FIT} unless it fits every --gpu (tight counts as fitting)")
     output.add_argument("--unit", default="GiB", metavar="UNIT",
@@ -76,9 +80,13 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError("--brief prints one line for all stages; drop --verbose, --stage and other formats")
     if args.reserved and (args.brief or args.format not in ("text", "md", "json")):
         raise SpecError("--reserved is shown as text, md and json; drop it, or --brief and other formats")
+    if args.phases and (args.brief or args.format not in ("text", "md", "json")):
+        raise SpecError("--phases is shown as text, md and json; drop it, or --brief and other formats")
     gpus = list(dict.fromkeys(find_gpu(name.strip()) for names in args.gpu for name in names.split(",")))
     _check_release(args.megatron_core)
     spec = run_on_gpus(args, gpus)
+    if args.phases and len(gpus) != 1:
+        raise SpecError(f"--phases is about one GPU, not {len(gpus) or 'none'}; give --gpu NAME once")
     result = estimate(spec)
     if args.reserved and (reason := why_not(spec)) is not None:
         raise SpecError(f"--reserved: {reason}; drop it")
@@ -95,11 +103,19 @@ def run(args: argparse.Namespace) -> int:
     fix = ""
     if len(gpus) == 1 and fitting[0].verdict is Verdict.DOES_NOT_FIT and not fitting[0].lacks:
         fix = try_first(spec, gpus[0])
-    _print(args, result, fitting, unit, fix)
-    return EXIT_DOES_NOT_FIT if args.require_fit and not all(fit.fits for fit in fitting) else 0
+    job = None
+    if args.phases:
+        from bridge_memory.job.job import job_of
+
+        job = job_of(result, gpus[0])
+    _print(args, result, fitting, unit, fix, job)
+    fit = all(fit.fits for fit in fitting) and (job is None or job.verdict is not Verdict.DOES_NOT_FIT)
+    return EXIT_DOES_NOT_FIT if args.require_fit and not fit else 0
 
 
-def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], unit: str, fix: str) -> None:
+def _print(
+    args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], unit: str, fix: str, job: Job | None
+) -> None:
     from bridge_memory.report.printing import print_blocks
 
     details = reserved = None
@@ -122,6 +138,8 @@ def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], u
         document = estimate_to_json(result, fitting, stage=args.stage, details=details, fix=fix)
         if reserved is not None:
             document["reserved"] = reserved.as_json()
+        if job is not None:
+            document["job"] = job.as_json()
         json.dump(document, sys.stdout, indent=2)
         print()
     elif args.format == "snapshot":
@@ -136,13 +154,19 @@ def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], u
         from bridge_memory.report.table import estimate_blocks
 
         blocks = estimate_blocks(result, fitting, unit=unit, stage=args.stage, details=details, fix=fix)
-        print_blocks([*blocks, *_reserved_blocks(reserved, unit)])
+        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(job, unit)])
     else:
         from bridge_memory.report.short import short_blocks
 
         more = "-v lists them, with every table"
         blocks = short_blocks(result, fitting, unit=unit, stage=args.stage, fix=fix, more=more)
-        print_blocks([*blocks, *_reserved_blocks(reserved, unit)])
+        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(job, unit)])
+
+
+def _job_blocks(job: Job | None, unit: str) -> list[Block]:
+    from bridge_memory.report.phases import job_blocks
+
+    return [] if job is None else job_blocks(job, unit)
 
 
 def _reserved_blocks(found: Reserved | None, unit: str) -> list[Block]:

@@ -1,0 +1,197 @@
+"""A pipeline stage from the start of a job to its checkpoints: what each phase holds, as torch and the driver count it.
+
+Allocated memory of a phase is the sum of its parts. Reserved memory does not fall by itself: what a phase made the
+allocator reserve stays, unless its cache is emptied, as Megatron Bridge does once a checkpoint is loaded
+(``training/checkpointing.py: _load_checkpoint_from_path``). Memory outside of torch is what exists by then: the
+context, communicators that a collective has opened, and buffers of libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from bridge_memory import reserved
+from bridge_memory.cards.gpu import Gpu
+from bridge_memory.engines.engine import Phase as StepPhase
+from bridge_memory.job import building, evaluation, loading, saving
+from bridge_memory.job.amount import Amount, Range, exactly, total
+from bridge_memory.job.context import outside
+from bridge_memory.job.graphs import graphs
+from bridge_memory.job.host import HostMemory, host_memory
+from bridge_memory.job.loading import How
+from bridge_memory.job.overload import Overload, overload
+from bridge_memory.job.phase import Phase
+from bridge_memory.result import Estimate
+from bridge_memory.verdict import FRAGMENTATION, Verdict
+
+SCHEMA = "bridge-memory/job/1"
+_FIRST = (StepPhase.FIRST_FORWARD, StepPhase.FIRST_BACKWARD, StepPhase.STEP)
+
+
+class PhaseMemory(NamedTuple):
+    """One phase on a rank of one stage, bytes.
+
+    ``allocated``: the parts at its peak; ``reserved``: with what earlier phases left in the cache; ``outside``: of
+    torch's allocator.
+    """
+
+    phase: Phase
+    stage: int
+    allocated: tuple[Amount, ...]
+    reserved: Range
+    outside: tuple[Amount, ...]
+
+    @property
+    def driver(self) -> Range:
+        """What the driver counts: reserved and outside."""
+        beyond = total(self.outside)
+        return Range(self.reserved.least + beyond.least, self.reserved.most + beyond.most)
+
+    def verdict(self, capacity_bytes: int) -> Verdict:
+        """Tight: it fits at the lower end of its range, and not at the upper."""
+        if self.driver.most <= capacity_bytes:
+            return Verdict.FITS
+        return Verdict.TIGHT if self.driver.least <= capacity_bytes else Verdict.DOES_NOT_FIT
+
+    def as_json(self, capacity_bytes: int) -> dict[str, Any]:
+        """By the schema of ``Job.as_json``."""
+        return {
+            "name": str(self.phase), "stage": self.stage,
+            "allocated_bytes": _range(total(self.allocated)), "reserved_bytes": _range(self.reserved),
+            "outside_bytes": _range(total(self.outside)), "driver_bytes": _range(self.driver),
+            "verdict": str(self.verdict(capacity_bytes)),
+            "components": [_amount(a) for a in self.allocated], "outside": [_amount(a) for a in self.outside],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job on one GPU model: of each phase the stage with the highest driver peak, and every stage.
+
+    ``overload``: None where routing does not matter. ``not_modelled``: phases that are left out, and why.
+    """
+
+    gpu: Gpu
+    phases: tuple[PhaseMemory, ...]
+    stages: tuple[tuple[PhaseMemory, ...], ...]
+    overload: Overload | None
+    host: HostMemory
+    not_modelled: tuple[str, ...]
+    #: Whether the reserved memory of training was replayed, storage by storage.
+    replayed: bool
+
+    @property
+    def verdict(self) -> Verdict:
+        """That of the phase that decides it."""
+        found = {phase.verdict(self.gpu.capacity_bytes) for phase in self.phases}
+        return next(v for v in (Verdict.DOES_NOT_FIT, Verdict.TIGHT, Verdict.FITS) if v in found)
+
+    @property
+    def tightest(self) -> PhaseMemory:
+        """The phase with the highest driver peak."""
+        return max(self.phases, key=lambda phase: phase.driver.most)
+
+    def as_json(self) -> dict[str, Any]:
+        """By the schema ``SCHEMA``; ranges are [least, most]."""
+        capacity = self.gpu.capacity_bytes
+        found = self.overload
+        return {
+            "schema": SCHEMA, "gpu": self.gpu.name, "capacity_bytes": capacity, "verdict": str(self.verdict),
+            "phases": [phase.as_json(capacity) for phase in self.phases],
+            "stages": [[phase.as_json(capacity) for phase in phases] for phases in self.stages],
+            "overload": None if found is None else {
+                "factor": found.factor, "stage": found.stage, "most": found.most, "stages": list(found.stages),
+            },
+            "host": {
+                "stage": self.host.stage, "rank": [_amount(a) for a in self.host.rank],
+                "node_bytes": _range(self.host.node), "ranks_of_node": self.host.ranks,
+            },
+            "not_modelled": list(self.not_modelled), "reserved_replayed": self.replayed,
+        }  # fmt: skip
+
+
+def job_of(result: Estimate, gpu: Gpu) -> Job:
+    """The job of an estimate, which is of the generation of ``gpu``. Raises SpecError."""
+    run = result.run
+    every = [tuple(_phases(result, gpu, stage.stage)) for stage in result.stages]
+    worst = [max(of, key=lambda phase: phase.driver.most) for of in zip(*every, strict=True)]
+    replayed = False
+    training = next(phase for phase in worst if phase.phase is Phase.TRAINING)
+    if reserved.why_not(run) is None:
+        found = reserved.replayed(run, training.stage)
+        exact = found.expandable if run.implementation.expandable_segments else found.segments
+        every[training.stage] = tuple(_phases(result, gpu, training.stage, exact))
+        worst = [every[training.stage][i] if p.stage == training.stage else p for i, p in enumerate(worst)]
+        replayed = True
+    margin = partial(_beyond, outside=total(training.outside).most)
+    reasons = (building.why_not(run), evaluation.why_not(run), loading.why_not_resumed(run))
+    return Job(
+        gpu, tuple(worst), tuple(every), overload(run, gpu.capacity_bytes, margin),
+        host_memory(run, node_of(gpu), saving=saving.host_of_saving(run, training.stage) or ()),
+        tuple(dict.fromkeys(filter(None, reasons))), replayed,
+    )
+
+
+def node_of(gpu: Gpu) -> int:
+    """GPUs of a node: 4 where a domain of NVLink spans nodes (GB200, GB300), else 8."""
+    return 4 if gpu.rates is not None and gpu.rates.domain > 16 else 8
+
+
+def _beyond(peak: int, outside: int) -> int:
+    return int(peak * FRAGMENTATION) + outside
+
+
+def _phases(result: Estimate, gpu: Gpu, stage: int, replayed: int | None = None) -> Iterator[PhaseMemory]:
+    """``replayed``: reserved bytes of training, where they are known."""
+    run, of, nothing = result.run, result.stages[stage], Range(0, 0)
+    peaks = dict(of.phases)
+    first = max(peaks[str(phase)] for phase in _FIRST)
+    more = graphs(run, stage) or ()
+    kept = nothing  # reserved, by what ran before
+
+    def phase(name: Phase, parts: Sequence[Amount], before: Range, own: Range | None = None) -> PhaseMemory:
+        used = total(parts)
+        own = own or Range(used.least, used.most + int(used.most * FRAGMENTATION))
+        found = Range(max(own.least, before.least), max(own.most, before.most))
+        return PhaseMemory(name, stage, tuple(parts), found, outside(run, gpu, stage, name))
+
+    made = building.building(run, stage)
+    if made is not None:
+        yield (built := phase(Phase.BUILD, made, kept))
+        kept = built.reserved
+    imported = loading.loading(run, stage, How.HUGGING_FACE)
+    if imported is not None:
+        yield (loaded := phase(Phase.LOAD, imported, kept))
+        kept = Range(kept.least, loaded.reserved.most)
+    parts = [exactly("model, activations and temporaries of the first step", first)]
+    yield (begun := phase(Phase.FIRST_STEP, parts, kept))
+    kept, added = begun.reserved, total(more)
+    parts = [exactly(c.name, c.bytes, c.provenance) for c in of.components]
+    least, most = of.peak_bytes, of.peak_bytes + int(of.peak_bytes * FRAGMENTATION)
+    if replayed is not None:
+        least = most = replayed
+    yield (trained := phase(Phase.TRAINING, parts, kept, Range(least + added.least, most + added.most)))
+    kept = trained.reserved
+    evaluated = evaluation.evaluation(run, stage)
+    if evaluated is not None:
+        yield phase(Phase.EVALUATION, evaluated, kept)
+    saved = saving.saving(run, stage)
+    if saved is not None:
+        yield phase(Phase.SAVE, saved, kept)
+    resumed = loading.loading(run, stage, How.RESUME)
+    if resumed is not None:  # another start of the job
+        yield phase(Phase.RESUME, resumed, nothing if made is None else built.reserved)
+
+
+def _range(found: Range) -> list[int]:
+    return [found.least, found.most]
+
+
+def _amount(found: Amount) -> dict[str, Any]:
+    return {
+        "name": found.name, "bytes": [found.least, found.most], "provenance": str(found.provenance),
+        "source": found.source,
+    }  # fmt: skip

@@ -1,0 +1,85 @@
+"""The phases of a whole job as a table: what torch and the driver count in each, and whether that fits."""
+
+from __future__ import annotations
+
+from bridge_memory.job.amount import Range, total
+from bridge_memory.job.job import Job, PhaseMemory
+from bridge_memory.report.document import Block, Column, Grid, Words
+from bridge_memory.report.units import DECIMALS, format_ticks, ticks
+from bridge_memory.verdict import Verdict
+
+_TONES = {Verdict.FITS: "good", Verdict.TIGHT: "open", Verdict.DOES_NOT_FIT: "bad"}
+_STARTS = {Verdict.FITS: "FITS", Verdict.TIGHT: "TIGHT on", Verdict.DOES_NOT_FIT: "DOES NOT FIT"}
+
+
+def job_words(job: Job, unit: str = "GiB") -> str:
+    """"whole job: DOES NOT FIT H100: resume needs 80.0 of 79.1 GiB, over by 0.9"."""
+    worst = job.tightest
+    most, capacity = worst.driver.most, job.gpu.capacity_bytes
+    room = f"{_number(capacity - most, unit)} free"
+    if most > capacity:
+        room = f"over by {'up to ' * (worst.driver.least <= capacity)}{_number(most - capacity, unit)}"
+    peak = f"{_short(worst.driver, unit)} of {_number(capacity, unit)} {unit}"
+    return f"Whole job: {_STARTS[job.verdict]} {job.gpu.name}: {worst.phase} has the highest driver peak, {peak}, {room}"
+
+
+def job_blocks(job: Job, unit: str = "GiB") -> list[Block]:
+    """The line of the whole job, and the table of its phases."""
+    capacity, several = job.gpu.capacity_bytes, len(job.stages) > 1
+    columns = (
+        Column("phase", words=True), *((Column("stage"),) if several else ()), Column("allocated"), Column("reserved"),
+        Column("outside"), Column("driver peak"), Column(f"of {_number(capacity, unit)}", words=True),
+    )  # fmt: skip
+    rows = tuple(
+        (
+            str(phase.phase), *((str(phase.stage),) if several else ()),
+            *(_short(n, unit) for n in (total(phase.allocated), phase.reserved, total(phase.outside), phase.driver)),
+            _fits(phase, capacity, unit),
+        )
+        for phase in job.phases
+    )  # fmt: skip
+    emphasis = next(i for i, phase in enumerate(job.phases) if phase is job.tightest)
+    return [
+        Words("", (job_words(job, unit),), _TONES[job.verdict]),
+        Grid(f"The whole job, phase by phase, {unit}", columns, rows, emphasis, tuple(_notes(job, unit))),
+    ]
+
+
+def _notes(job: Job, unit: str) -> list[str]:
+    how = "replayed, storage by storage" if job.replayed else "allocated and up to 7.3% more (measured elsewhere)"
+    notes = [f"reserved: of training {how}; outside: CUDA context, NCCL's communicators, buffers of libraries"]
+    found = job.overload
+    if found is not None:
+        from bridge_memory.job.overload import FROM_SCRATCH
+
+        if found.any:
+            notes.append("routing: fits however tokens are routed")
+        elif found.factor is None:
+            notes.append("routing: does not fit even if it is balanced")
+        else:
+            notes.append(
+                f"routing: fits up to an overload factor of {found.factor:.2f} (stage {found.stage}); "
+                f"from scratch {FROM_SCRATCH.least:g} to {FROM_SCRATCH.most:g} were seen in first steps"
+            )
+    notes += [f"not modelled: {reason}" for reason in job.not_modelled]
+    return notes
+
+
+def _fits(phase: PhaseMemory, capacity: int, unit: str) -> str:
+    verdict, left = phase.verdict(capacity), capacity - phase.driver.most
+    if verdict is Verdict.FITS:
+        return f"fits, {_number(left, unit)} free"
+    if verdict is Verdict.TIGHT:
+        return f"tight, over by up to {_number(-left, unit)}"
+    return f"does not fit, over by {_number(phase.driver.least - capacity, unit)} or more"
+
+
+def _short(found: Range, unit: str) -> str:
+    """"6.8", or "6.8-7.1": a digit less than elsewhere, which ranges do not have."""
+    least, most = _number(found.least, unit), _number(found.most, unit)
+    return least if least == most else f"{least}-{most}"
+
+
+def _number(nbytes: int, unit: str) -> str:
+    decimals = max(0, DECIMALS[unit] - 1)
+    return format_ticks(ticks(nbytes, unit, decimals), unit, decimals)
