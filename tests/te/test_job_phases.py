@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from job_oracle import job
+from job_oracle import forward_only, job
 
 from bridge_memory.job.amount import Amount, total
 from bridge_memory.job.building import building, built
+from bridge_memory.job.evaluation import forward_passes
 from bridge_memory.job.loading import How, Sharding, loading
 from bridge_memory.job.saving import saving
 from bridge_memory.readers import resolve_model
@@ -88,6 +89,16 @@ def test_build_and_load(run: RunSpec, stage: int) -> None:
     within(building(run, stage), real.phases["build"].peak)
     within(built(run, stage), real.phases["build"].after)
     within(loading(run, stage, How.TORCH_DIST), real.phases["load"].peak)
+
+
+@pytest.mark.parametrize("name", ["TP 2, DP 4", "virtual stages", "experts"])
+def test_forward_passes_of_an_evaluation(name: str) -> None:
+    run = RUNS[name]
+    for stage in range(run.parallel.pp):
+        ours = [0] * (run.parallel.vpp or 1)
+        for moment in forward_passes(run, stage):
+            ours[moment.chunk] = max(ours[moment.chunk], moment.nbytes)
+        assert ours == [pytest.approx(peak, rel=0.01) for peak in forward_only(run, stage)]
 
 
 @pytest.mark.parametrize(("run", "stage"), STAGES)
