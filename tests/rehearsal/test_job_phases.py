@@ -1,6 +1,6 @@
 """Forward passes of an evaluation, and the building of a job, beside megatron-core's own.
 
-Loads and saves need Transformer Engine's optimizer: ``tests/te/test_job_phases.py``.
+Loads and saves need Transformer Engine's optimizer: ``tests/te/test_job_loads.py``.
 """
 
 from __future__ import annotations
