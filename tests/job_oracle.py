@@ -30,7 +30,7 @@ class Measured(NamedTuple):
 class InPlace:
     """In the place of ``TorchDistLoadShardedStrategy``: gives the tensors that the real one fills."""
 
-    stream_ckpt_dequant = True
+    stream_ckpt_dequant = can_handle_sharded_objects = True
 
     def load(self, sharded: Any, folder: Any, *more: Any) -> Any:
         from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
@@ -50,6 +50,16 @@ def _common(sharded: Any) -> Any:
     apart = (ShardedBase, LocalNonpersistentObject, torch.Tensor)
     plain, _ = extract_matching_values(sharded, lambda leaf: not isinstance(leaf, apart))
     return copy.deepcopy(plain)
+
+
+def _of_no_folder(sharded: Any) -> dict[str, Any]:
+    """What stands in for functions of ``serialization.py`` that read a checkpoint's folder, by release."""
+    common = type("Common", (), {"load_common": lambda self, folder: _common(sharded)})()
+    return {
+        "verify_checkpoint": lambda folder: None,
+        "load_common_state_dict": lambda folder: _common(sharded),
+        "verify_checkpoint_and_load_strategy": lambda folder, strategy, *more: (strategy, common),
+    }
 
 
 class Job:
@@ -82,14 +92,20 @@ class Job:
         return found
 
     def load(self, *, with_optimizer: bool) -> None:
+        """Of weights, or of weights and optimizer."""
+        self._load(with_optimizer=with_optimizer)
+        self._note("resume" if with_optimizer else "load")
+
+    def _load(self, *, with_optimizer: bool) -> None:
         """The order of Bridge's ``training/checkpointing.py: _load_checkpoint_from_path``."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing import serialization
 
         sharded = self._sharded(is_loading=True) if with_optimizer else self._sharded()
         with ExitStack() as stack:
-            stack.enter_context(replaced(serialization, "verify_checkpoint", lambda folder: None))
-            stack.enter_context(replaced(serialization, "load_common_state_dict", lambda folder: _common(sharded)))
+            for name, stands_in in _of_no_folder(sharded).items():
+                if hasattr(serialization, name):
+                    stack.enter_context(replaced(serialization, name, stands_in))
             loaded = dist_checkpointing.load(sharded, "nowhere", InPlace(), validate_access_integrity=False)
         for name, chunk in zip((n for n in sharded if n.startswith("model")), self.chunks, strict=True):
             chunk.load_state_dict(loaded[name], strict=True)
@@ -98,8 +114,6 @@ class Job:
                 self.optimizer.load_state_dict(loaded["optimizer"])
         else:
             self.optimizer.reload_model_params()
-        del sharded, loaded
-        self._note("resume" if with_optimizer else "load")
 
     def save(self) -> None:
         """Until the tensors are staged one by one."""
@@ -153,6 +167,6 @@ def _forward_only(run: RunSpec, chunk: Any, ddp: Any) -> int:
         before = tracker.keys()
         tracker.reset_peak()
         out = forward()
-        peak = tracker.peak()
-        (found,) = tracker.without(before & tracker.keys(), peak)
+        (found,) = tracker.without(before & tracker.keys(), tracker.peak())
+        del out
         return found.bytes

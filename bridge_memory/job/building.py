@@ -8,7 +8,7 @@ distributed_data_parallel.py: DistributedDataParallel.__init__``, ``param_and_gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Provenance, Role, State, allocated
@@ -95,7 +95,7 @@ def _buffers(run: RunSpec, stage: int) -> Iterator[_Buffer]:
     for shape in layout(run.model, run.parallel).shapes(run.model)[stage]:
         units = chunk_units(run.model, shape, ctx)
         amounts = engine.stage([units]).amounts
-        frozen = any(line.adapters for line, _ in amounts)
+        frozen = run.peft.freezes
         for kinds in ((False,), (True,)) if apart else ((False, True),):
             own = [(line, n) for line, n in amounts if line.experts in kinds and line.adapters is frozen]
             weights = sum(n for line, n in own if line.state is State.PARAMETERS)
@@ -141,22 +141,20 @@ def _copy_of_last(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     width = DTYPE_BYTES[run.precision.params_dtype]
     if width != 2 or run.optimizer.fused_main_parameters or run.peft.freezes:
         return ()
-    parameters = [p for chunk in stage_parameters(run, stage) for p in chunk]
-    distributed = run.data_parallel.use_distributed_optimizer
-    apart = experts_apart(run)
+    distributed, apart = run.data_parallel.use_distributed_optimizer, experts_apart(run)
+    # A distributed optimizer goes through its buffers, which are filled from the last parameter to the first.
+    chunks = [chunk[::-1] if distributed else chunk for chunk in stage_parameters(run, stage)]
+    parameters = [p for chunk in chunks for p in chunk]
     kinds = [[p for p in parameters if p.expert is experts] for experts in (False, True)] if apart else [parameters]
     last = next((kind for kind in reversed(kinds) if kind), [])
-    matrices = [p for p in last if len(p.shape) > 1]
-    if not matrices:
-        return ()
     name, source = "16-bit copy of the last main parameter", "distrib_optimizer.py: _build_model_and_main_param_groups"
-    world = run.parallel.shard_worlds[apart and last[0].expert] if distributed else 1
+    world = run.parallel.shard_worlds[apart and last[0].expert] if distributed and last else 1
     if world == 1:
-        # A distributed optimizer goes through its buffers, which are filled from the last parameter to the first.
-        clone = width * (matrices[0] if distributed else matrices[-1]).numel
-        later = 4 * sum(p.numel for p in last if len(p.shape) <= 1)
-        return (exactly(name, clone - later, Provenance.FORMULA, source),) if clone > later else ()
+        copy = later = 0
+        for p in sorted(reversed(last), key=lambda p: len(p.shape) > 1):  # vectors, then matrices, the last first
+            copy, later = max(copy, width * p.numel - later), later + 4 * p.numel
+        return (exactly(name, copy, Provenance.FORMULA, source),) if copy else ()
     # Which parameter a rank's shard ends with depends on the rank.
     shard = sum(p.numel for p in last) // world
-    most = width * min(max(p.numel for p in matrices), shard)
+    most = width * min(max(p.numel for p in last), shard)
     return (Amount(name, 0, most, Provenance.FORMULA, source),)

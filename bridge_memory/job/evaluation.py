@@ -43,7 +43,7 @@ def evaluation(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     if why_not(run) is not None:
         return None
     kept = [exactly(c.name, c.bytes, c.provenance) for c in (*parts.persistent, *parts.between_steps)]
-    moment = max(_forward_passes(run, stage), key=lambda passed: passed.nbytes)
+    moment = max(forward_passes(run, stage), key=lambda passed: passed.nbytes)
     hidden, shapes = parts.hidden_state, layout(run.model, run.parallel).shapes(run.model)[stage]
     shape = shapes[moment.chunk]
     pipeline = run.parallel.pp > 1
@@ -59,7 +59,7 @@ def evaluation(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     ) if a.most)  # fmt: skip
 
 
-class _Moment(NamedTuple):
+class Moment(NamedTuple):
     """The peak of one block: its chunk, what runs, all bytes of the pass, and of these the chunk's input."""
 
     chunk: int
@@ -68,7 +68,8 @@ class _Moment(NamedTuple):
     held: int
 
 
-def _forward_passes(run: RunSpec, stage: int) -> Iterator[_Moment]:
+def forward_passes(run: RunSpec, stage: int) -> Iterator[Moment]:
+    """The peak of every block of a forward pass, in order; without what persists from one pass to the next."""
     ctx = context_of(as_evaluated(run))
     known: dict[object, BlockCost] = {}
 
@@ -85,9 +86,9 @@ def _forward_passes(run: RunSpec, stage: int) -> Iterator[_Moment]:
         for label, c in blocks:
             held = ctx.hidden_bytes if entered else 0
             entered = entered or label is not Label.EMBEDDING
-            yield _Moment(number, label.value, attributes - c.no_grad_retained + held + c.no_grad_peak, held)
+            yield Moment(number, label.value, attributes - c.no_grad_retained + held + c.no_grad_peak, held)
         if not blocks:
-            yield _Moment(number, "nothing", ctx.hidden_bytes, ctx.hidden_bytes)
+            yield Moment(number, "nothing", ctx.hidden_bytes, ctx.hidden_bytes)
 
 
 

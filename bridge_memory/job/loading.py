@@ -162,7 +162,7 @@ def loading(
         return ready
     if why_not_resumed(run) is not None:
         return None
-    return (*ready, *max(_resuming(run, stage, sharding), key=lambda amounts: total(amounts).most))
+    return (*ready, *max(_resuming(run, stage, sharding), key=lambda amounts: total(amounts).most, default=()))
 
 
 def _resuming(run: RunSpec, stage: int, sharding: Sharding) -> Iterator[tuple[Amount, ...]]:

@@ -36,7 +36,8 @@ def saving(
     if built(run, stage) is None or why_not_resumed(run) is not None:
         return None
     kept = [exactly(c.name, c.bytes, c.provenance) for c in (*parts.persistent, *parts.between_steps)]
-    return tuple(a for a in (*kept, *_states(run, stage, sharding), *_dequantized(run, stage, fully_parallel)) if a.most)
+    made = (*_states(run, stage, sharding), *_dequantized(run, stage, fully_parallel))
+    return tuple(a for a in (*kept, *made) if a.most)
 
 
 def _states(run: RunSpec, stage: int, sharding: Sharding) -> list[Amount]:
@@ -111,7 +112,7 @@ def host_of_saving(
         ranks = run.parallel.shard_worlds[experts and apart] if fully_parallel else 1
         for i, n in enumerate(_pinned(width * p.numel for p in parameters if p.expert is experts)):
             weights[i] += n // ranks
-    found = [Amount("weights", *weights, Provenance.FORMULA, _STAGED)]
+    found = [Amount("weights", weights[0], weights[1], Provenance.FORMULA, _STAGED)]
     for held in optimizers(run, stage):
         own = [p for p in parameters if not apart or p.expert is held.experts]
         states = held.unscaled_in_dict + held.own_in_dict

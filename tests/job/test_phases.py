@@ -1,0 +1,163 @@
+"""What a Megatron rank holds while it is built, loads, saves and evaluates, by hand.
+
+A model of two layers: hidden size 256, 4 heads, a gated MLP of width 512, 1,024 tokens, untied. On one GPU a layer has
+4 x 256 x 256 of attention, 3 x 256 x 512 of the MLP and 2 x 256 of norms; with the final norm and both tables
+1,836,288 parameters, of which 2 x 2 x 256 x 512 are the first weights of MLPs.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from bridge_memory import ParallelSpec, RunSpec, SpecError
+from bridge_memory.estimation import stage_phases
+from bridge_memory.job.amount import Amount, total
+from bridge_memory.job.building import building, built
+from bridge_memory.job.evaluation import evaluation
+from bridge_memory.job.loading import How, Sharding, loading
+from bridge_memory.job.saving import host_of_saving, saving
+from bridge_memory.spec import DataParallelSpec, ImplementationSpec, OptimizerSpec
+from bridge_memory.spec.model import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
+
+LAYER = LayerSpec(
+    mixer=AttentionSpec(num_attention_heads=4, num_query_groups=4, kv_channels=64),
+    ffn=MLPSpec(ffn_hidden_size=512, gated=True),
+)
+MODEL = ModelSpec(
+    name="small", model_type="llama", hidden_size=256, vocab_size=1024, layers=(LAYER, LAYER),
+    share_embeddings_and_output_weights=False,
+)  # fmt: skip
+TABLE, FC1 = 1024 * 256, 2 * 256 * 512
+NUMEL = 2 * (4 * 256**2 + 3 * 256 * 512 + 2 * 256) + 256 + 2 * TABLE
+LOW = OptimizerSpec(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+
+
+def run_of(gpus: int = 1, **more: object) -> RunSpec:
+    return RunSpec(model=MODEL, parallel=ParallelSpec(world_size=gpus), **more)  # type: ignore[arg-type]
+
+
+def bytes_of(amounts: tuple[Amount, ...] | None) -> int:
+    assert amounts is not None
+    least, most = total(amounts)
+    assert least == most
+    return most
+
+
+def parts(amounts: tuple[Amount, ...] | None, *names: str) -> int:
+    assert amounts is not None
+    return sum(a.most for a in amounts if a.name in names)
+
+
+def test_numel() -> None:
+    assert NUMEL == 1_836_288
+
+
+def test_build_of_one_gpu_ends_with_a_copy_of_the_embedding() -> None:
+    """Weights 2 bytes, gradients 4, main parameters 4; the embedding is the last matrix, then come 5 vectors."""
+    assert bytes_of(built(run_of(), 0)) == pytest.approx(10 * NUMEL, rel=1e-3)  # buffers are padded
+    assert bytes_of(building(run_of(), 0)) - bytes_of(built(run_of(), 0)) == 2 * TABLE - 4 * 5 * 256
+
+
+def test_buffers_are_made_while_modules_have_their_parameters() -> None:
+    """On 8 ranks main parameters are few, so that DDP's buffers (6 bytes) beside the modules' 2 are the peak."""
+    assert bytes_of(building(run_of(8), 0)) == pytest.approx(8 * NUMEL, rel=1e-3)
+
+
+def test_without_a_distributed_optimizer_parameters_stay_where_they_are() -> None:
+    run = run_of(8, data_parallel=DataParallelSpec(use_distributed_optimizer=False))
+    # The last matrix is the output layer, after which the vectors come.
+    assert bytes_of(building(run, 0)) == pytest.approx(10 * NUMEL + 2 * TABLE, rel=1e-2)
+
+
+def test_weights_of_a_checkpoint_take_a_second_copy_of_what_is_saved_in_halves() -> None:
+    merged = bytes_of(loading(run_of(), 0, How.TORCH_DIST)) - bytes_of(built(run_of(), 0))
+    assert merged == 2 * 2 * FC1
+
+
+def test_resume_holds_moments_twice() -> None:
+    """8 bytes of moments a parameter, twice, beside the model and its halves."""
+    run = run_of(2)
+    more = bytes_of(loading(run, 0, How.RESUME)) - bytes_of(loading(run, 0, How.TORCH_DIST))
+    assert more == pytest.approx(2 * 8 * NUMEL / 2, rel=1e-3)
+
+
+def test_resume_of_bf16_moments_holds_28_bytes_for_6() -> None:
+    """6 bytes of states (two moments, the lower halves of main parameters); 8 unscaled for the state dict, 8 unscaled
+    again by FusedAdam, and 6 cast to the dtype of weights."""
+    run = run_of(2, optimizer=LOW)
+    more = bytes_of(loading(run, 0, How.RESUME)) - bytes_of(loading(run, 0, How.TORCH_DIST))
+    assert more == pytest.approx(28 * NUMEL / 2, rel=1e-3)
+    saved = saving(run, 0)
+    assert parts(saved, "fp32 states in the state dict") == pytest.approx(8 * NUMEL / 2, rel=1e-3)
+
+
+def test_whole_states_are_loaded_in_host_memory() -> None:
+    """No unscaled states of the state dict on the GPU: 6 + 8 + 6 bytes."""
+    run = run_of(2, optimizer=LOW)
+    found = loading(run, 0, How.RESUME, sharding=Sharding.FULLY_RESHARDABLE)
+    more = bytes_of(found) - bytes_of(loading(run, 0, How.TORCH_DIST))
+    assert more == pytest.approx(20 * NUMEL / 2, rel=1e-3)
+
+
+def test_import_scatters_one_table() -> None:
+    """The first of two tensor-parallel ranks: 2 x 2 bytes x 131,072 of both shards, and its own. With one there is
+    nothing to scatter."""
+    assert bytes_of(loading(run_of(2), 0, How.HUGGING_FACE)) == bytes_of(built(run_of(2), 0))
+    run = RunSpec(model=MODEL, parallel=ParallelSpec(world_size=2, tensor_model_parallel_size=2))
+    more = bytes_of(loading(run, 0, How.HUGGING_FACE)) - bytes_of(built(run, 0))
+    assert more == 2 * (TABLE + TABLE // 2)
+
+
+def test_a_save_stages_what_the_rank_writes() -> None:
+    """Of two ranks: half of the weights, and 12 bytes for each parameter of the rank's shard."""
+    least, most = total(host_of_saving(run_of(2), 0) or ())
+    assert least == pytest.approx((2 + 12) * NUMEL / 2, rel=1e-2)
+    assert least < most < 2 * least
+    whole = host_of_saving(run_of(2), 0, fully_parallel=False)
+    assert parts(whole, "weights") >= 2 * NUMEL
+
+
+def test_an_evaluation_keeps_the_training_state_and_less_than_a_training_pass() -> None:
+    run = run_of(2)
+    found = bytes_of(evaluation(run, 0))
+    state = bytes_of(built(run, 0)) + 8 * NUMEL // 2
+    assert state < found
+    assert found < max(stage_phases(run, 0).values())
+
+
+@pytest.mark.parametrize("function", [building, built, evaluation, saving, host_of_saving], ids=lambda f: f.__name__)
+def test_another_stage_is_refused(function: object) -> None:
+    with pytest.raises(SpecError, match="is not a stage"):
+        function(run_of(), 1)  # type: ignore[operator]
+
+
+def test_other_engines_are_not_modelled() -> None:
+    run = RunSpec(
+        model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=2),
+        data_parallel=DataParallelSpec(engine="fsdp2"),
+        implementation=ImplementationSpec(transformer_impl="transformers"),
+    )  # fmt: skip
+    assert [f(run, 0) for f in (building, built, evaluation, saving, host_of_saving)] == [None] * 5
+    assert [loading(run, 0, how) for how in How] == [None] * 4
+
+
+@pytest.mark.parametrize("optimizer", [OptimizerSpec(optimizer="sgd"), OptimizerSpec(optimizer_cpu_offload=True)],
+                         ids=["sgd", "offloaded"])  # fmt: skip
+def test_resume_of_other_optimizers_is_not_modelled(optimizer: OptimizerSpec) -> None:
+    assert loading(run_of(optimizer=optimizer), 0, How.RESUME) is None
+    assert loading(run_of(optimizer=optimizer), 0, How.TORCH_DIST) is not None
+
+
+def test_the_load_of_a_warm_start_is_explained() -> None:
+    """Nemotron-3-Nano-30B, EP 4 on 64 GPUs, experts in one tensor a layer (a fork of Megatron Bridge, published): 89.9
+    GB at most and 55.19 GiB after loading, of which a transposed copy of the experts was 13.679 GiB. The rest is the
+    same again, put together, and the projections of Mamba's mixers."""
+    run = RunSpec(
+        model="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", optimizer=LOW,
+        parallel=ParallelSpec(world_size=64, expert_model_parallel_size=4),
+        implementation=ImplementationSpec(transformer_impl="local", moe_grouped_gemm=True),
+    )  # fmt: skip
+    found = loading(run, 0, How.TORCH_DIST)
+    assert parts(found, "weights of experts, transposed") == pytest.approx(13.679 * 2**30, rel=1e-4)
+    measured = 89.9e9 - 55.19 * 2**30
+    assert bytes_of(found) - bytes_of(built(run, 0)) == pytest.approx(measured, rel=0.01)
