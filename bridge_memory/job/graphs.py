@@ -8,7 +8,8 @@ pool, in the order of the schedule; weak references let later graphs reuse in it
 ``full_cuda_graph.py``; TE ``graph.py: _make_graphed_callables``). What the steps before a capture have cached is gone:
 each capture empties the cache (torch ``cuda/graphs.py: graph.__enter__``).
 
-Not counted: what the driver holds for the nodes of a graph, outside of torch.
+Not counted: what the driver holds for the nodes of a graph, outside of torch; outputs and gradients of all microbatches
+that Transformer Engine kept before 2.7 (``_reuse_graph_input_output_buffers``).
 """
 
 from __future__ import annotations
@@ -322,7 +323,8 @@ def _graphed(
     """What of a chunk is in graphs, static inputs and outputs among it. ``most``: with what a source leaves open."""
     every = [covered[kind] for kind, count in shape.layers for _ in range(count)]
     links: list[tuple[Link, int]] = []
-    for one, following in zip(every, [*every[1:], None], strict=True):
+    for place, one in enumerate(every):
+        following = every[place + 1] if place + 1 < len(every) else None
         link = _NOTHING
         if one.graphed is not None:
             link = layer_link(one.graphed, ctx)

@@ -285,6 +285,13 @@ def test_local_graphs_cover_a_layer_whichever_module_is_named(modules: tuple[str
     assert amounts(run_of(cuda_graph_modules=modules, **LOCAL)) == amounts(run_of(**LOCAL))
 
 
+def test_a_stage_without_layers() -> None:
+    """Embedding and loss on stages of their own: nothing there is in a graph."""
+    run = run_of(pp=4, **LOCAL).with_fields(pipeline_model_parallel_layout="E|t*4|t*4|L")
+    assert amounts(run, 0) == amounts(run, 3) == {POOL: (0, 0), MOVED: (0, 0)}
+    assert amounts(run, 1)[POOL][0] > 0
+
+
 def test_bounds_hold_where_layers_are_not_divided() -> None:
     """Full recomputation, which megatron-core refuses with graphs of layers."""
     run = run_of(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, **LOCAL)
