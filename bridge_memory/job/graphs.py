@@ -8,7 +8,8 @@ pool, in the order of the schedule; weak references let later graphs reuse in it
 ``full_cuda_graph.py``; TE ``graph.py: _make_graphed_callables``). What the steps before a capture have cached is gone:
 each capture empties the cache (torch ``cuda/graphs.py: graph.__enter__``).
 
-Not counted: what the driver holds for the nodes of a graph, outside of torch.
+Not counted: what the driver holds for the nodes of a graph, outside of torch; outputs and gradients of all microbatches
+that Transformer Engine kept before 2.7 (``_reuse_graph_input_output_buffers``).
 """
 
 from __future__ import annotations
@@ -55,11 +56,18 @@ _BOUND = "at most, what forward and backward passes need is there twice"
 _OF_ROUTER = (Part.MOE, Part.MOE_ROUTER, Part.MOE_SHARED_EXPERTS)
 
 
-def graphs(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
+def graphs(run: RunSpec, stage: int, *, left: int | None = None) -> tuple[Amount, ...] | None:
     """What CUDA graphs add to the reserved memory of a stage; None: the run has none.
 
     The sum is what is reserved beyond the peak of the same run without graphs. ``MOVED`` is below zero: what eager
     passes no longer need.
+
+    Args:
+        run: The run.
+        stage: The pipeline stage.
+        left: Bytes of segments that an emptied cache cannot return after the first step, since part of each is used, as
+            a replay of the allocator finds them. None: not known; then nothing with expandable segments, and without
+            them up to all that the eager passes had.
 
     Raises:
         SpecError: There is no such stage, or the layers do not go onto the stages.
@@ -79,7 +87,7 @@ def graphs(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     parts, found = stage_parts(run, stage), peaks(run)[stage]
     whole = _Passes(run, stage, parts, found.static_bytes, found.peak_bytes)
     if impl.cuda_graph_impl == "full_iteration":
-        return _of_iteration(whole)
+        return _of_iteration(whole, left)
     split = _split_stage(run, stage, parts)
     if split is None:
         return _unsplit(whole)
@@ -89,7 +97,7 @@ def graphs(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     masks = static_masks(run)
     if masks.most:
         amounts.append(Amount(MASKS, *masks, Provenance.FORMULA, "transformer_layer.py: get_layer_static_inputs"))
-    return (*amounts, _moved(whole, eager, _LAYERS))
+    return (*amounts, _moved(whole, eager, _LAYERS, left))
 
 
 class _Passes:
@@ -155,11 +163,11 @@ def _unsplit(whole: _Passes) -> tuple[Amount, ...]:
     return (Amount(POOL, masks.least, whole.all + masks.most, Provenance.ASSUMED, _BOUND),)
 
 
-def _of_iteration(whole: _Passes) -> tuple[Amount, ...]:
+def _of_iteration(whole: _Passes, left: int | None) -> tuple[Amount, ...]:
     """One graph of all passes; the optimizer runs outside of it, and what is alive between steps is not in its pool."""
     outside = whole.static + whole.step
     most = whole.all + _sent(whole)
-    return Amount(POOL, whole.all, most, Provenance.FORMULA, _FULL), _moved(whole, outside, _FULL)
+    return Amount(POOL, whole.all, most, Provenance.FORMULA, _FULL), _moved(whole, outside, _FULL, left)
 
 
 def _sent(whole: _Passes) -> int:
@@ -172,11 +180,13 @@ def _sent(whole: _Passes) -> int:
     return 2 * neighbours * chunks * run.num_microbatches * whole.ctx.hidden_bytes
 
 
-def _moved(whole: _Passes, eager: int, source: str) -> Amount:
-    """What is no longer needed outside of the pool. Without expandable segments the optimizer's states may lie in
-    segments that the first steps' passes have left: these cannot be emptied before the capture."""
-    moved, exact = min(0, eager - whole.peak), whole.run.implementation.expandable_segments
-    return Amount(MOVED, moved, moved if exact else 0, Provenance.FORMULA, source)
+def _moved(whole: _Passes, eager: int, source: str, left: int | None) -> Amount:
+    """What is no longer needed outside of the pool. The optimizer's states may lie in segments that the passes of the
+    first step have left, which then stay."""
+    moved = min(0, eager - whole.peak)
+    if left is None:
+        left = 0 if whole.run.implementation.expandable_segments else -moved
+    return Amount(MOVED, moved, min(0, moved + left), Provenance.FORMULA, source)
 
 
 # ---- what graphs cover ----
@@ -313,7 +323,8 @@ def _graphed(
     """What of a chunk is in graphs, static inputs and outputs among it. ``most``: with what a source leaves open."""
     every = [covered[kind] for kind, count in shape.layers for _ in range(count)]
     links: list[tuple[Link, int]] = []
-    for one, following in zip(every, [*every[1:], None], strict=True):
+    for place, one in enumerate(every):
+        following = every[place + 1] if place + 1 < len(every) else None
         link = _NOTHING
         if one.graphed is not None:
             link = layer_link(one.graphed, ctx)

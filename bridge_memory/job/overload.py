@@ -1,7 +1,7 @@
 """Routing: up to which overload every stage still fits a card.
 
-The overload factor is the tokens of the fullest rank over the balanced number (``implementation.moe_imbalance``). The
-answer is evaluated: every stage fits at the factor, and a hundredth above it one does not.
+The overload factor is the tokens of the fullest rank over the balanced number (``moe_imbalance``). The answer is
+evaluated: every stage fits at the factor, and a hundredth above it one does not.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from bridge_memory.readers import resolve_model
 from bridge_memory.reserved.megatron import _Job
 from bridge_memory.spec import AttentionSpec, MambaSpec
 from bridge_memory.spec.layout import ChunkShape
+from bridge_memory.workspaces.caching_allocator import CachingAllocator, DeviceFull
 
 LLAMA, NANO, QWEN = "meta-llama/Llama-3.1-8B", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Qwen/Qwen3-30B-A3B"
 SEQ = 4096
@@ -126,6 +127,34 @@ class TwoPools(_Job):
         return self.most[0] + self.most[1] - self.most[2]
 
 
+class Replayed(TwoPools):
+    """Through torch's allocator; graphs from the fourth step on. ``reserved``: by pool."""
+
+    def __init__(self, run: RunSpec, stage: int, pieces: Pieces) -> None:
+        self.allocator, self.captured, self.step = CachingAllocator(expandable_segments=True), False, 0
+        super().__init__(run, stage, pieces)
+
+    @property
+    def reserved(self) -> dict[Any, int]:
+        return self.allocator.by_stream()
+
+    def _report(self, number: int, nbytes: int | None) -> None:
+        if nbytes is None:
+            self.allocator.free(number)
+        else:
+            self.allocator.allocate(number, nbytes, "pool" if self.active and self.captured else "eager")
+
+    def _microbatches(self, hidden: int) -> None:
+        self.step += 1
+        if self.step == 4:
+            self.captured = True
+            self.allocator.capacity = self.allocator.reserved
+            with pytest.raises(DeviceFull):  # which empties the cache first, as a capture does
+                self.allocator.allocate(-1, self.allocator.reserved + 1)
+            self.allocator.capacity = None
+        super()._microbatches(hidden)
+
+
 ATTN = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ("attn",)}
 MLP = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ("mlp",)}
 MAMBA = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ("mamba",)}
@@ -201,6 +230,21 @@ def test_expandable_segments_leave_nothing_behind() -> None:
     )  # fmt: skip
     assert expandable[0] == expandable[1] == classic[0] < 0
     assert classic[1] == 0
+    found = graphs(run_of(**LOCAL), 0, left=1 << 20)
+    assert found is not None
+    assert total(found) == (amounts(run_of(**LOCAL))[POOL][0] + classic[0], total(found).least + (1 << 20))
+
+
+def test_a_replayed_allocator_agrees() -> None:
+    """Three eager steps, an emptied cache, and then a pool that reserves apart: through torch's allocator."""
+    run = run_of(NANO, 12, ep=8, expandable_segments=True, **MAMBA)
+    job = Replayed(run, 0, mamba_apart)
+    job.train(5)
+    pool, eager = job.reserved["pool"], job.reserved["eager"]
+    found, (peak,) = graphs(run, 0), peaks(run)
+    assert found is not None
+    assert pool == pytest.approx(amounts(run)[POOL][0], rel=0.02)
+    assert pool + eager == pytest.approx(peak.peak_bytes + total(found).least, rel=0.02)
 
 
 def test_a_graph_of_the_iteration_holds_all_passes() -> None:
@@ -239,6 +283,13 @@ def test_permuted_tokens_stay_where_preprocessing_is_graphed() -> None:
 @pytest.mark.parametrize("modules", [("attn",), ("mlp",), ("attn", "mlp")], ids="+".join)
 def test_local_graphs_cover_a_layer_whichever_module_is_named(modules: tuple[str, ...]) -> None:
     assert amounts(run_of(cuda_graph_modules=modules, **LOCAL)) == amounts(run_of(**LOCAL))
+
+
+def test_a_stage_without_layers() -> None:
+    """Embedding and loss on stages of their own: nothing there is in a graph."""
+    run = run_of(pp=4, **LOCAL).with_fields(pipeline_model_parallel_layout="E|t*4|t*4|L")
+    assert amounts(run, 0) == amounts(run, 3) == {POOL: (0, 0), MOVED: (0, 0)}
+    assert amounts(run, 1)[POOL][0] > 0
 
 
 def test_bounds_hold_where_layers_are_not_divided() -> None:
