@@ -1,4 +1,4 @@
-"""What the driver counts beyond torch's allocator: the CUDA context, loaded kernels, NCCL, buffers of other libraries."""
+"""What the driver counts beyond torch's allocator: context, loaded kernels, NCCL, buffers of other libraries."""
 
 from __future__ import annotations
 

@@ -127,13 +127,18 @@ def test_context_parallelism(cp: int, kind: str, expected: set[str]) -> None:
 
 
 def test_groups_of_one_rank_are_communicators() -> None:
-    """Data parallelism alone: MODEL; EP over all ranks: the experts' gradients. 388 MiB each."""
-    dense = communicators(run(parallel(8)), H100, 0)
-    alone = {one.name: one.bytes for one in dense if one.spread.ranks == 1 and not one.optional}
-    assert alone == {"MODEL_PARALLEL": (388 * MIB, 388 * MIB)}
-    moe = communicators(run(parallel(8, ep=8), QWEN), H100, 0)
-    sure = {one.name for one in moe if one.spread.ranks == 1 and not one.optional}
-    assert sure == {"MODEL_PARALLEL", "EXPERT_DATA_PARALLEL"}
+    """Data parallelism alone: MODEL, and TP for the loss unless it is Transformer Engine's; EP over all ranks: the
+    experts' gradients. 388 MiB each."""
+
+    def alone(one: RunSpec) -> dict[str, Range]:
+        found = communicators(one, H100, 0)
+        return {SHORT[c.name]: c.bytes for c in found if c.spread.ranks == 1 and not c.optional}
+
+    size = Range(388 * MIB, 388 * MIB)
+    fused = ImplementationSpec(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+    assert alone(run(parallel(8))) == {"MODEL": size, "TP": size}
+    assert alone(run(parallel(8), implementation=fused)) == {"MODEL": size}
+    assert alone(run(parallel(8, ep=8), QWEN)) == {"MODEL": size, "TP": size, "EDP": size}
 
 
 def test_one_gpu() -> None:
@@ -248,7 +253,7 @@ def test_context_is_measured_or_a_range() -> None:
 
 
 def test_caches_are_bounded() -> None:
-    for cache in (comm.of_stage, comm._layers, comm._parallel, context.outside_of_sizes):
+    for cache in (comm.of_stage, comm._layers, comm.groups_of, context.outside_of_sizes):
         assert cache.cache_info().maxsize
 
 
