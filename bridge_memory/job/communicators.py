@@ -1,8 +1,11 @@
 """Which process groups of a layout become NCCL communicators on a rank, when first, and what each takes.
 
 torch makes a communicator at the first collective of a group; nothing shortens that for a group of one rank. The groups
-are those of megatron-core 0.19 ``parallel_state.py: initialize_model_parallel`` in its default order of ranks,
-tp-cp-ep-dp-pp; 0.16 makes the same ones. Those of the Gloo backend hold no GPU memory.
+are those of megatron-core 0.13 to 0.19 ``parallel_state.py: initialize_model_parallel`` in its default order of ranks,
+tp-cp-ep-dp-pp. Those of the Gloo backend hold no GPU memory.
+
+Not counted: separate groups for all-gathers (``create_all_gather_groups``), GTP, hierarchical and hybrid context
+parallelism, SHARP, ``nccl_ub``, GDRCopy, and what a reinforcement-learning trainer adds.
 """
 
 from __future__ import annotations
@@ -190,13 +193,17 @@ class _Used(NamedTuple):
     more: bool = False
 
 
-def communicators(run: RunSpec, gpu: Gpu, stage: int) -> tuple[Communicator, ...]:
+def communicators(
+    run: RunSpec, gpu: Gpu, stage: int, *, release: Release | None = None, cumem: bool = True
+) -> tuple[Communicator, ...]:
     """The communicators of a rank of a pipeline stage, in the order of their first use.
 
     Args:
         run: The run.
         gpu: Its card: the generation, and how many are in a NVLink domain.
         stage: The pipeline stage.
+        release: NCCL's; None: that of the run's torch.
+        cumem: False for ``NCCL_CUMEM_ENABLE=0``.
 
     Example:
         >>> from bridge_memory import ParallelSpec, RunSpec, find_gpu
@@ -206,8 +213,8 @@ def communicators(run: RunSpec, gpu: Gpu, stage: int) -> tuple[Communicator, ...
     """
     p = run.parallel
     ends = (stage == 0, stage == p.pp - 1)
-    release = nccl.release_of_torch(run.implementation.torch)
-    return of_stage(traits_of(run), sizes_of(p), nccl.machine_of(gpu), release, *ends)
+    release = release or nccl.release_of_torch(run.implementation.torch)
+    return of_stage(traits_of(run), sizes_of(p), nccl.machine_of(gpu), release, *ends, cumem)
 
 
 def sizes_of(p: ParallelSpec) -> Sizes:
@@ -259,7 +266,7 @@ def domain_of(machine: Machine, world: int) -> int:
 
 @lru_cache(maxsize=8192)
 def of_stage(
-    traits: Traits, sizes: Sizes, machine: Machine, release: Release, first: bool, last: bool
+    traits: Traits, sizes: Sizes, machine: Machine, release: Release, first: bool, last: bool, cumem: bool = True
 ) -> tuple[Communicator, ...]:
     if traits.engine in WITH_MEGATRON_LAYOUTS:
         known = groups_of(sizes)
@@ -272,20 +279,20 @@ def of_stage(
         spread = known[one.group.partition(" ")[0]].spread(domain)
         if one.group.endswith("(pair)"):
             spread = Spread(2, 1 if spread.local > 1 else 2)
-        amounts = communicator_bytes(machine, spread, one.use, release)
+        amounts = communicator_bytes(machine, spread, one.use, release, cumem)
         if one.more:
             before = {amount for found in out if found.name == one.group for amount in found.amounts}
             amounts = tuple(amount for amount in amounts if amount not in before and amount.name != "init")
         if Use.GATHER in one.use and not first:
-            amounts = tuple(a._replace(most=_sent(machine, spread, release)) for a in amounts)
+            amounts = tuple(a._replace(most=_sent(machine, spread, release, cumem)) for a in amounts)
         out.append(Communicator(one.group, spread, one.use, one.first, one.may, one.optional, amounts))
     return tuple(sorted(out, key=lambda found: _TIME[found.first]))
 
 
-def _sent(machine: Machine, spread: Spread, release: Release) -> int:
+def _sent(machine: Machine, spread: Spread, release: Release, cumem: bool) -> int:
     """Bytes of the sends of a gathered object, at most."""
     many = nccl.channels(machine, spread, release)[1]
-    local = many.peer * nccl.local_connection(machine).send
+    local = many.peer * nccl.local_connection(machine, cumem and nccl.rules(release).cumem).send
     return max(local, nccl.pool_bytes(many.p2p)) if spread.domains > 1 else local
 
 
