@@ -17,7 +17,7 @@ from bridge_memory.components import Provenance
 from bridge_memory.job.amount import Amount, Range
 
 MIB = 1 << 20
-#: Multiple of a device allocation through cuMem, and of a large one through cudaMalloc (``allocator.cc: ncclMemAlloc``).
+#: Multiple of a device allocation through cuMem, and of a large one through cudaMalloc (``alloc.h: ncclCuMemAlloc``).
 GRANULE = 2 * MIB
 #: Buffers of the protocols (``init.cc: computeBuffSizes``), and the head of a connection (``comm.h: ncclSendMem``).
 LL, LL128, SIMPLE = 524_288, 4_915_200, 4 * MIB
