@@ -1,8 +1,11 @@
 """Which process groups of a layout become NCCL communicators on a rank, when first, and what each takes.
 
 torch makes a communicator at the first collective of a group; nothing shortens that for a group of one rank. The groups
-are those of megatron-core 0.19 ``parallel_state.py: initialize_model_parallel`` in its default order of ranks,
-tp-cp-ep-dp-pp; 0.16 makes the same ones. Those of the Gloo backend hold no GPU memory.
+are those of megatron-core 0.13 to 0.19 ``parallel_state.py: initialize_model_parallel`` in its default order of ranks,
+tp-cp-ep-dp-pp. Those of the Gloo backend hold no GPU memory.
+
+Not counted: separate groups for all-gathers (``create_all_gather_groups``), GTP, hierarchical and hybrid context
+parallelism, SHARP, ``nccl_ub``, GDRCopy, and what a reinforcement-learning trainer adds.
 """
 
 from __future__ import annotations
@@ -57,24 +60,102 @@ class Group(NamedTuple):
     def spread(self, domain: int) -> Spread:
         """How its ranks lie over domains of ``domain`` ranks, whose first rank is a multiple of it."""
         local, ranks = 1, 1
-        for dim in sorted(self.dims, key=lambda one: one.stride):
+        for dim in self.dims:
             ranks *= dim.size
             local *= min(dim.size, -(-domain // dim.stride))
         return Spread(ranks, -(-ranks // local))
 
 
+class Communicator(NamedTuple):
+    """A communicator on the rank of a stage that has the most: on the first stage rank 0, to which objects go."""
+
+    #: As in ``parallel_state``, with "(pair)" for one of two ranks that unbatched sends make.
+    name: str
+    spread: Spread
+    use: Use
+    #: From when it exists; and from when it may, by what the run does not state (from where weights are loaded).
+    first: Phase
+    may: Phase
+    #: It may never exist.
+    optional: bool
+    amounts: tuple[Amount, ...]
+
+    @property
+    def bytes(self) -> Range:
+        """From ``first`` on."""
+        return total(self.amounts)
+
+    def there(self, phase: Phase) -> tuple[bool, bool]:
+        """(whether it may exist in ``phase``, whether it does)."""
+        now = _TIME[phase]
+        return now >= _TIME[self.may], now >= _TIME[self.first] and not self.optional
+
+    def at(self, phase: Phase) -> tuple[Amount, ...]:
+        """What it takes in ``phase``, under its own name."""
+        there, sure = self.there(phase)
+        if not there:
+            return ()
+        return tuple(
+            a._replace(name=f"NCCL {self.name}: {a.name}", least=a.least if sure else 0) for a in self.amounts
+        )  # fmt: skip
+
+
+class Traits(NamedTuple):
+    """What decides which groups are used, beside the parallel sizes."""
+
+    engine: str
+    #: The distributed optimizer; ranks over which torch's FSDP shards, 0: all of them.
+    sharded: bool
+    shard_degree: int
+    grad_norm: bool
+    tied: bool
+    experts: bool
+    expert_bias: bool
+    aux_loss: bool
+    global_aux_loss: bool
+    dispatcher: str
+    cp_comm_type: str
+    recurrent: bool
+    per_token_loss: bool
+    delayed_fp8: bool
+    #: The loss reduces over the tensor-parallel group whatever its size.
+    reduced_loss: bool
+    #: Ranks exchange numbers of tokens before the all-to-all.
+    counted: bool
+
+
+class Sizes(NamedTuple):
+    """The parallel sizes that decide which ranks are in a group."""
+
+    world: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    etp: int
+    instances: int
+    virtual: bool
+    sp: bool
+
+
 def groups(p: ParallelSpec) -> dict[str, Group]:
     """The NCCL groups that megatron-core makes, by their descriptions without "_GROUP", and WORLD. Those of the first
     and last stage, EMBEDDING and POSITION_EMBEDDING, are given as on the first."""
-    tp, cp, dp, pp = p.tp, p.cp, p.data_parallel_size, p.pp
-    etp, ep, edp = p.etp, p.ep, p.expert_data_parallel_size
-    stage, instances = p.world_size // pp, p.num_distributed_optimizer_instances
+    return groups_of(sizes_of(p))
+
+
+@lru_cache(maxsize=1024)
+def groups_of(sizes: Sizes) -> dict[str, Group]:
+    """``groups`` by sizes."""
+    world, tp, pp, cp, ep, etp, instances, _, _ = sizes
+    stage = world // pp
+    dp, edp = stage // (tp * cp), stage // (etp * ep)
     t, c, d, s = Dim(tp, 1), Dim(cp, tp), Dim(dp, tp * cp), Dim(pp, stage)
     et, e, ed = Dim(etp, 1), Dim(ep, etp), Dim(edp, etp * ep)
     dc = Dim(dp * cp, tp)
     intra = Dim(edp // instances, etp * ep)
     found = [
-        Group("WORLD", (Dim(p.world_size, 1),)),
+        Group("WORLD", (Dim(world, 1),)),
         Group("DATA_PARALLEL_GROUP_WITH_CP", (dc,)),
         Group("DATA_PARALLEL", (d,)),
         Group("CONTEXT_PARALLEL", (c,)),
@@ -102,69 +183,6 @@ def groups(p: ParallelSpec) -> dict[str, Group]:
     return {group.name: group for group in found}
 
 
-class Communicator(NamedTuple):
-    """A communicator on the rank of a stage that has the most: on the first stage rank 0, to which objects go."""
-
-    #: As in ``parallel_state``, with "(pair)" for one of two ranks that unbatched sends make.
-    name: str
-    spread: Spread
-    use: Use
-    #: From when it exists; and from when it may, by what the run does not state (from where weights are loaded).
-    first: Phase
-    may: Phase
-    #: It may never exist.
-    optional: bool
-    amounts: tuple[Amount, ...]
-
-    @property
-    def bytes(self) -> Range:
-        """From ``first`` on."""
-        return total(self.amounts)
-
-    def at(self, phase: Phase) -> tuple[Amount, ...]:
-        """What it takes in ``phase``, under its own name."""
-        if _TIME[phase] < _TIME[self.may]:
-            return ()
-        sure = _TIME[phase] >= _TIME[self.first] and not self.optional
-        return tuple(
-            a._replace(name=f"NCCL {self.name}: {a.name}", least=a.least if sure else 0) for a in self.amounts
-        )  # fmt: skip
-
-
-class Traits(NamedTuple):
-    """What decides which groups are used, beside the parallel sizes."""
-
-    engine: str
-    #: The distributed optimizer; ranks over which torch's FSDP shards, 0: all of them.
-    sharded: bool
-    shard_degree: int
-    grad_norm: bool
-    tied: bool
-    experts: bool
-    expert_bias: bool
-    aux_loss: bool
-    global_aux_loss: bool
-    dispatcher: str
-    cp_comm_type: str
-    recurrent: bool
-    per_token_loss: bool
-    delayed_fp8: bool
-
-
-class Sizes(NamedTuple):
-    """The parallel sizes that decide which ranks are in a group."""
-
-    world: int
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    etp: int
-    instances: int
-    virtual: bool
-    sp: bool
-
-
 class _Used(NamedTuple):
     group: str
     use: Use
@@ -175,13 +193,17 @@ class _Used(NamedTuple):
     more: bool = False
 
 
-def communicators(run: RunSpec, gpu: Gpu, stage: int) -> tuple[Communicator, ...]:
+def communicators(
+    run: RunSpec, gpu: Gpu, stage: int, *, release: Release | None = None, cumem: bool = True
+) -> tuple[Communicator, ...]:
     """The communicators of a rank of a pipeline stage, in the order of their first use.
 
     Args:
         run: The run.
         gpu: Its card: the generation, and how many are in a NVLink domain.
         stage: The pipeline stage.
+        release: NCCL's; None: that of the run's torch.
+        cumem: False for ``NCCL_CUMEM_ENABLE=0``.
 
     Example:
         >>> from bridge_memory import ParallelSpec, RunSpec, find_gpu
@@ -191,8 +213,8 @@ def communicators(run: RunSpec, gpu: Gpu, stage: int) -> tuple[Communicator, ...
     """
     p = run.parallel
     ends = (stage == 0, stage == p.pp - 1)
-    release = nccl.release_of_torch(run.implementation.torch)
-    return of_stage(traits_of(run), sizes_of(p), nccl.machine_of(gpu), release, *ends)
+    release = release or nccl.release_of_torch(run.implementation.torch)
+    return of_stage(traits_of(run), sizes_of(p), nccl.machine_of(gpu), release, *ends, cumem)
 
 
 def sizes_of(p: ParallelSpec) -> Sizes:
@@ -220,6 +242,8 @@ def traits_of(run: RunSpec) -> Traits:
         model.share_embeddings_and_output_weights or model.mtp_num_layers > 0, model.has_experts and not
         impl.torch_layers, bias, aux, everywhere, impl.moe_token_dispatcher_type, impl.cp_comm_type, recurrent,
         impl.calculate_per_token_loss, precision.fp8 is not None and precision.fp8_recipe == "delayed",
+        not (impl.cross_entropy_loss_fusion and impl.cross_entropy_fusion_impl != "native"),
+        not impl.moe_pad_expert_input_to_capacity,
     )  # fmt: skip
 
 
@@ -242,10 +266,10 @@ def domain_of(machine: Machine, world: int) -> int:
 
 @lru_cache(maxsize=8192)
 def of_stage(
-    traits: Traits, sizes: Sizes, machine: Machine, release: Release, first: bool, last: bool
+    traits: Traits, sizes: Sizes, machine: Machine, release: Release, first: bool, last: bool, cumem: bool = True
 ) -> tuple[Communicator, ...]:
     if traits.engine in WITH_MEGATRON_LAYOUTS:
-        known = groups(_parallel(sizes))
+        known = groups_of(sizes)
         used = _of_megatron(traits, sizes, first, last)
     else:
         known, used = _of_torch(traits, sizes)
@@ -255,30 +279,21 @@ def of_stage(
         spread = known[one.group.partition(" ")[0]].spread(domain)
         if one.group.endswith("(pair)"):
             spread = Spread(2, 1 if spread.local > 1 else 2)
-        amounts = communicator_bytes(machine, spread, one.use, release)
+        amounts = communicator_bytes(machine, spread, one.use, release, cumem)
         if one.more:
             before = {amount for found in out if found.name == one.group for amount in found.amounts}
             amounts = tuple(amount for amount in amounts if amount not in before and amount.name != "init")
         if Use.GATHER in one.use and not first:
-            amounts = tuple(a._replace(most=_sent(machine, spread, release)) for a in amounts)
+            amounts = tuple(a._replace(most=_sent(machine, spread, release, cumem)) for a in amounts)
         out.append(Communicator(one.group, spread, one.use, one.first, one.may, one.optional, amounts))
     return tuple(sorted(out, key=lambda found: _TIME[found.first]))
 
 
-def _sent(machine: Machine, spread: Spread, release: Release) -> int:
+def _sent(machine: Machine, spread: Spread, release: Release, cumem: bool) -> int:
     """Bytes of the sends of a gathered object, at most."""
     many = nccl.channels(machine, spread, release)[1]
-    local = many.peer * nccl.local_connection(machine).send
+    local = many.peer * nccl.local_connection(machine, cumem and nccl.rules(release).cumem).send
     return max(local, nccl.pool_bytes(many.p2p)) if spread.domains > 1 else local
-
-
-@lru_cache(maxsize=1024)
-def _parallel(sizes: Sizes) -> ParallelSpec:
-    return ParallelSpec(
-        world_size=sizes.world, tensor_model_parallel_size=sizes.tp, pipeline_model_parallel_size=sizes.pp,
-        context_parallel_size=sizes.cp, expert_model_parallel_size=sizes.ep, expert_tensor_parallel_size=sizes.etp,
-        num_distributed_optimizer_instances=sizes.instances,
-    )  # fmt: skip
 
 
 def _of_torch(traits: Traits, sizes: Sizes) -> tuple[dict[str, Group], list[_Used]]:
@@ -345,8 +360,12 @@ def _dense(traits: Traits, sizes: Sizes, first: bool, last: bool) -> Iterator[_U
         if averaged:
             yield _Used("DATA_PARALLEL_GROUP_WITH_CP", averaged, *_LOADED)
     tensor = Use.ALL_REDUCE | (Use.SHARDED if sizes.sp else nccl.NOTHING)
-    # Alone only where a batch is broadcast (``core/utils.py: get_batch_on_this_tp_rank``, not Bridge).
-    yield _Used("TENSOR_MODEL_PARALLEL", tensor if sizes.tp > 1 else Use.BROADCAST, *_LOADED, sizes.tp == 1)
+    if sizes.tp > 1:
+        yield _Used("TENSOR_MODEL_PARALLEL", tensor, *_LOADED)
+    else:
+        # ``cross_entropy.py``, and ``fused_cross_entropy.py``; elsewhere where a batch is broadcast (``core/utils.py:
+        # get_batch_on_this_tp_rank``, not in Bridge).
+        yield _Used("TENSOR_MODEL_PARALLEL", Use.SCALARS, *_LOADED, not (last and traits.reduced_loss))
     # ``training.py: train_step``: logical_and_across_model_parallel_group; Bridge ``train.py`` likewise.
     yield _Used("MODEL_PARALLEL", Use.SCALARS)
     if sharded and traits.grad_norm:
@@ -405,7 +424,8 @@ def _experts(traits: Traits, sizes: Sizes) -> Iterator[_Used]:
             yield _Used("EXPERT_MODEL_PARALLEL", Use.ALL_TO_ALL, *_LOADED)
         if sizes.etp > 1:
             yield _Used("EXPERT_TENSOR_PARALLEL", Use.SHARDED)
-    if sizes.ep * sizes.etp > 1:  # Numbers of tokens, all tokens, or handles of buffers.
+    # Numbers of tokens, all tokens, or handles of buffers.
+    if sizes.ep * sizes.etp > 1 and (traits.counted or not traits.dispatcher.startswith("alltoall")):
         yield _Used("EXPERT_TENSOR_AND_MODEL_PARALLEL", Use.SHARDED)
     gradients = Use.SHARDED if traits.sharded or traits.engine == "megatron_fsdp" else Use.ALL_REDUCE
     if sizes.instances == 1:
@@ -420,4 +440,11 @@ def _experts(traits: Traits, sizes: Sizes) -> Iterator[_Used]:
 
 def bytes_of(found: tuple[Communicator, ...], phase: Phase) -> Range:
     """Bytes of some communicators in a phase."""
-    return total(amount for one in found for amount in one.at(phase))
+    least = most = 0
+    for one in found:
+        there, sure = one.there(phase)
+        if there:
+            size = one.bytes
+            most += size.most
+            least += size.least if sure else 0
+    return Range(least, most)

@@ -1,4 +1,4 @@
-"""What the driver counts beyond torch's allocator: the CUDA context, loaded kernels, NCCL, buffers of other libraries."""
+"""What the driver counts beyond torch's allocator: context, loaded kernels, NCCL, buffers of other libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge_memory.job import nccl
 from bridge_memory.job.amount import Amount, Range, exactly, total
 from bridge_memory.job.phase import Phase
 from bridge_memory.spec.run import RunSpec
-from bridge_memory.workspaces.driver import driver_buffers, driver_bytes
+from bridge_memory.workspaces.driver import DISPATCHERS, driver_buffers
 
 MIB = 1 << 20
 
@@ -67,9 +67,17 @@ def outside(run: RunSpec, gpu: Gpu, stage: int, phase: Phase) -> tuple[Amount, .
     amounts = [*context(gpu), *([nccl.modules()] if found else [])]
     for one in found:
         amounts += one.at(phase)
-    if phase not in (Phase.BUILD, Phase.LOAD, Phase.RESUME):
-        amounts += [exactly(b.of, b.nbytes, source="workspaces/driver.py") for b in driver_buffers(run)]
-    return tuple(amounts)
+    return (*amounts, *_buffers(run, phase))
+
+
+def _buffers(run: RunSpec, phase: Phase) -> list[Amount]:
+    """Those of libraries; an expert dispatcher makes its own at its first token."""
+    early = phase in (Phase.BUILD, Phase.LOAD, Phase.RESUME)
+    return [
+        exactly(found.of, found.nbytes, source="workspaces/driver.py")
+        for found in driver_buffers(run)
+        if not (early and found.name in DISPATCHERS)
+    ]
 
 
 def outside_bytes_of(run: RunSpec, gpu: Gpu, phase: Phase = Phase.TRAINING) -> Range:
@@ -77,7 +85,7 @@ def outside_bytes_of(run: RunSpec, gpu: Gpu, phase: Phase = Phase.TRAINING) -> R
     found = outside_of_sizes(
         comm.traits_of(run), comm.sizes_of(run.parallel), gpu, nccl.release_of_torch(run.implementation.torch), phase
     )
-    buffers = 0 if phase in (Phase.BUILD, Phase.LOAD, Phase.RESUME) else driver_bytes(run)
+    buffers = total(_buffers(run, phase)).most
     return Range(found.least + buffers, found.most + buffers)
 
 

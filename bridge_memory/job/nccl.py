@@ -17,7 +17,7 @@ from bridge_memory.components import Provenance
 from bridge_memory.job.amount import Amount, Range
 
 MIB = 1 << 20
-#: Multiple of a device allocation through cuMem, and of a large one through cudaMalloc (``allocator.cc``).
+#: Multiple of a device allocation through cuMem, and of a large one through cudaMalloc (``alloc.h: ncclCuMemAlloc``).
 GRANULE = 2 * MIB
 #: Buffers of the protocols (``init.cc: computeBuffSizes``), and the head of a connection (``comm.h: ncclSendMem``).
 LL, LL128, SIMPLE = 524_288, 4_915_200, 4 * MIB
@@ -100,7 +100,7 @@ def release_of_torch(torch: tuple[int, int] | None) -> Release:
 class Machine(NamedTuple):
     """What NCCL's sizes depend on."""
 
-    #: One of ``cards.GENERATIONS``.
+    #: One of ``generations.GENERATIONS``.
     generation: str
     #: GPUs of a domain are linked by NVLink.
     nvlink: bool
@@ -117,7 +117,7 @@ class Machine(NamedTuple):
 
 #: GB/s each way of PCIe 5 with sixteen lanes; a faster link is NVLink.
 _PCIE = 64
-#: GB/s each way of one NVLink: to Hopper, from Blackwell (``graph/topo.h``: SM70_NVLINK_BW and others, rounded).
+#: GB/s each way of one NVLink: to Hopper, from Blackwell (NVIDIA data sheets).
 _LINK, _LINK_BLACKWELL = 25, 50
 #: GPUs of a domain where the card does not say.
 DOMAIN = 8

@@ -94,6 +94,24 @@ def test_buffers_of_libraries_are_counted_once_and_from_the_first_step() -> None
     assert not [a for a in outside(one, H100, 0, Phase.LOAD) if "HybridEP" in a.name]
 
 
+def test_user_buffers_are_there_from_the_start() -> None:
+    sizes = parallel(8, tp=2, sequence_parallel=True)
+    one = run(sizes, implementation=ImplementationSpec(tp_comm_overlap=True))
+    assert driver_bytes(one) > 0
+    before, after = (total(outside(r, H100, 0, Phase.BUILD)) for r in (run(sizes), one))
+    assert after.least - before.least == driver_bytes(one)
+
+
+def test_without_cumem_every_communicator_has_a_pool_from_the_start() -> None:
+    """A rank alone: 64 channels x 8 MiB, 32 channels in 2.18; tables share a granule."""
+    for release, pool in (((2, 28, 9), 512), ((2, 18, 3), 256)):
+        found = communicators(run(parallel(8)), H100, 0, release=release, cumem=False)
+        model = next(one for one in found if one.name == "MODEL_PARALLEL")
+        assert model.bytes == ((pool + 2) * MIB,) * 2
+    torch = run(parallel(8), implementation=ImplementationSpec(torch=(2, 1)))
+    assert communicators(torch, H100, 0) == found
+
+
 def test_unbatched_sends_make_a_pair_a_neighbour() -> None:
     """With virtual stages, inside a node: init 230 and connections of 384 MiB each; with 2 stages in one direction."""
     four = communicators(run(parallel(8, pp=4, virtual_pipeline_model_parallel_size=2)), H100, 0)
@@ -127,13 +145,18 @@ def test_context_parallelism(cp: int, kind: str, expected: set[str]) -> None:
 
 
 def test_groups_of_one_rank_are_communicators() -> None:
-    """Data parallelism alone: MODEL; EP over all ranks: the experts' gradients. 388 MiB each."""
-    dense = communicators(run(parallel(8)), H100, 0)
-    alone = {one.name: one.bytes for one in dense if one.spread.ranks == 1 and not one.optional}
-    assert alone == {"MODEL_PARALLEL": (388 * MIB, 388 * MIB)}
-    moe = communicators(run(parallel(8, ep=8), QWEN), H100, 0)
-    sure = {one.name for one in moe if one.spread.ranks == 1 and not one.optional}
-    assert sure == {"MODEL_PARALLEL", "EXPERT_DATA_PARALLEL"}
+    """Data parallelism alone: MODEL, and TP for the loss unless it is Transformer Engine's; EP over all ranks: the
+    experts' gradients. 388 MiB each."""
+
+    def alone(one: RunSpec) -> dict[str, Range]:
+        found = communicators(one, H100, 0)
+        return {SHORT[c.name]: c.bytes for c in found if c.spread.ranks == 1 and not c.optional}
+
+    size = Range(388 * MIB, 388 * MIB)
+    fused = ImplementationSpec(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+    assert alone(run(parallel(8))) == {"MODEL": size, "TP": size}
+    assert alone(run(parallel(8), implementation=fused)) == {"MODEL": size}
+    assert alone(run(parallel(8, ep=8), QWEN)) == {"MODEL": size, "TP": size, "EDP": size}
 
 
 def test_one_gpu() -> None:
@@ -248,7 +271,7 @@ def test_context_is_measured_or_a_range() -> None:
 
 
 def test_caches_are_bounded() -> None:
-    for cache in (comm.of_stage, comm._layers, comm._parallel, context.outside_of_sizes):
+    for cache in (comm.of_stage, comm._layers, comm.groups_of, context.outside_of_sizes):
         assert cache.cache_info().maxsize
 
 
