@@ -20,7 +20,8 @@ def job_words(job: Job, unit: str = "GiB") -> str:
     if most > capacity:
         room = f"over by {'up to ' * (worst.driver.least <= capacity)}{_number(most - capacity, unit)}"
     peak = f"{_short(worst.driver, unit)} of {_number(capacity, unit)} {unit}"
-    return f"Whole job: {_STARTS[job.verdict]} {job.gpu.name}: {worst.phase} has the highest driver peak, {peak}, {room}"
+    start = f"Whole job: {_STARTS[job.verdict]} {job.gpu.name}"
+    return f"{start}: {worst.phase} has the highest driver peak, {peak}, {room}"
 
 
 def job_blocks(job: Job, unit: str = "GiB") -> list[Block]:
