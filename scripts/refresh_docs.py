@@ -6,7 +6,8 @@
 Three kinds of places in README.md and below references/ are rewritten:
 
 * a ```console block of one ``$ bridge-memory ...`` or ``$ python scripts/...`` line: everything after that line is its
-  output (a block that begins otherwise is an error: nobody would notice when it is out of date);
+  output, of ``... | head -n N`` its first N lines, of ``tail`` its last (a block that begins otherwise is an error: nobody would notice when
+  it is out of date);
 * a ```python block directly followed by a ```text block: that is what it prints;
 * a table after ``<!-- estimate ARGS -->``: each row's first cell holds further flags in backticks (or a dash), and the
   cells after it become static GiB and peak GiB of the first and of the last stage, the peak stage and its GiB.
@@ -59,8 +60,12 @@ def console(block: str) -> str:
         said = f"a console block begins with {block[:60]!r}"
         raise SystemExit(f"{said}; begin it with `$ bridge-memory` or `$ python scripts/`")
     arguments = shlex.split(command[2].replace("\\\n", " "))
+    shown = slice(None)
+    if arguments[-4:-3] == ["|"] and arguments[-3] in ("head", "tail") and arguments[-2] == "-n":
+        *arguments, _, which, _, number = arguments
+        shown = slice(int(number)) if which == "head" else slice(-int(number), None)
     if command[1] == "bridge-memory":
-        return command[0] + run(arguments)
+        return command[0] + "".join(run(arguments).splitlines(keepends=True)[shown])
     done = subprocess.run(
         [sys.executable, command[1].partition(" ")[2], *arguments],
         cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -36,6 +36,13 @@ class PhaseMemory(NamedTuple):
 
     ``allocated``: the parts at its peak; ``reserved``: with what earlier phases left in the cache; ``outside``: of
     torch's allocator.
+
+    Example:
+        >>> from bridge_memory import RunSpec, whole_job
+        >>> job = whole_job(RunSpec(model="meta-llama/Llama-3.2-1B"), "H100")
+        >>> saved = next(phase for phase in job.phases if phase.phase == "save")
+        >>> saved.driver.least == saved.reserved.least + sum(part.least for part in saved.outside)
+        True
     """
 
     phase: Phase
@@ -72,6 +79,12 @@ class Job:
     """A job on one GPU model: of each phase the stage with the highest driver peak, and every stage.
 
     ``overload``: None where routing does not matter. ``not_modelled``: phases that are left out, and why.
+
+    Example:
+        >>> from bridge_memory import RunSpec, whole_job
+        >>> job = whole_job(RunSpec(model="meta-llama/Llama-3.1-8B"), "H200")
+        >>> str(job.verdict), str(job.tightest.phase)
+        ('does not fit', 'resume')
     """
 
     gpu: Gpu
