@@ -6,8 +6,8 @@
 Three kinds of places in README.md and below references/ are rewritten:
 
 * a ```console block of one ``$ bridge-memory ...`` or ``$ python scripts/...`` line: everything after that line is its
-  output, of ``... | head -n N`` its first N lines, of ``tail`` its last (a block that begins otherwise is an error: nobody would notice when
-  it is out of date);
+  output, of ``... | head -n N`` its first N lines, of ``tail`` its last (a block that begins otherwise is an error:
+  nobody would notice when it is out of date);
 * a ```python block directly followed by a ```text block: that is what it prints;
 * a table after ``<!-- estimate ARGS -->``: each row's first cell holds further flags in backticks (or a dash), and the
   cells after it become static GiB and peak GiB of the first and of the last stage, the peak stage and its GiB.
