@@ -12,19 +12,20 @@ from bridge_memory.spec.errors import show
 from bridge_memory.spec.gpus import find_gpu
 
 
-def whole_job(run: RunSpec, gpu: str | Gpu) -> Job:
+def whole_job(run: RunSpec, gpu: str | Gpu, *, host_bytes: int | None = None) -> Job:
     """What every phase of a job holds: build, load, first step, training, evaluation, save and resume.
 
     Args:
         run: The run.
         gpu: The GPU, by a name that ``find_gpu`` knows.
+        host_bytes: Host memory of a node. None: not judged.
 
     Returns:
         ``phases`` hold allocated, reserved and outside memory of the stage with most, in bytes, between a least and a
         most. ``not_modelled`` says which phases are left out, and why.
 
     Raises:
-        SpecError: The GPU is not known, or cannot compute the run.
+        SpecError: The GPU is not known, or ``host_bytes`` is no number of bytes.
 
     Example:
         >>> from bridge_memory import ParallelSpec, RunSpec, whole_job
@@ -37,6 +38,8 @@ def whole_job(run: RunSpec, gpu: str | Gpu) -> Job:
     """
     if not isinstance(run, RunSpec):
         raise SpecError(f"run ({show(run)}) is not a RunSpec; give RunSpec(model=..., parallel=ParallelSpec(...))")
+    if host_bytes is not None and (type(host_bytes) is not int or host_bytes < 1):
+        raise SpecError(f"host_bytes ({show(host_bytes)}) is no number of bytes; give 1 or more, or None")
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     arch = card.arch or run.implementation.gpu_arch
-    return job_of(estimate(run.with_(implementation=replace(run.implementation, gpu_arch=arch))), card)
+    return job_of(estimate(run.with_(implementation=replace(run.implementation, gpu_arch=arch))), card, host_bytes)

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bridge_memory.arguments.flags import add_run_arguments
+from bridge_memory.arguments.flags import add_run_arguments, number
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import USUAL, add_output_arguments
+from bridge_memory.components import GIB
 from bridge_memory.releases import known_releases, nearest_known, release_words
 from bridge_memory.report.document import one_line
 from bridge_memory.report.json import SCHEMA
@@ -43,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--phases", action="store_true",
                         help="also the whole job on one --gpu: build, load, training, evaluation, save and resume, as "
                              "torch and the driver count them")
+    output.add_argument("--host-memory", type=number, metavar="GiB",
+                        help="with --phases: host memory of a node, to be judged too")
     output.add_argument("--require-fit", action="store_true",
                         help=f"exit code {EXIT_DOES_NOT_FIT} unless it fits every --gpu (tight counts as fitting)")
     output.add_argument("--unit", default="GiB", metavar="UNIT",
@@ -85,6 +88,10 @@ def run(args: argparse.Namespace) -> int:
     gpus = list(dict.fromkeys(find_gpu(name.strip()) for names in args.gpu for name in names.split(",")))
     _check_release(args.megatron_core)
     spec = run_on_gpus(args, gpus)
+    if args.host_memory is not None and not args.phases:
+        raise SpecError("--host-memory does nothing without --phases; add it or drop the flag")
+    if args.host_memory is not None and not args.host_memory > 0:
+        raise SpecError(f"--host-memory ({args.host_memory:g}) is no amount of memory; give the GiB of a node")
     if args.phases and len(gpus) != 1:
         raise SpecError(f"--phases is about one GPU, not {len(gpus) or 'none'}; give --gpu NAME once")
     result = estimate(spec)
@@ -107,9 +114,10 @@ def run(args: argparse.Namespace) -> int:
     if args.phases:
         from bridge_memory.job.job import job_of
 
-        job = job_of(result, gpus[0])
+        job = job_of(result, gpus[0], None if args.host_memory is None else int(args.host_memory * GIB))
     _print(args, result, fitting, unit, fix, job)
-    fit = all(fit.fits for fit in fitting) and (job is None or job.verdict is not Verdict.DOES_NOT_FIT)
+    of_job = () if job is None else (job.verdict, job.host_verdict)
+    fit = all(fit.fits for fit in fitting) and Verdict.DOES_NOT_FIT not in of_job
     return EXIT_DOES_NOT_FIT if args.require_fit and not fit else 0
 
 

@@ -59,9 +59,7 @@ class PhaseMemory(NamedTuple):
 
     def verdict(self, capacity_bytes: int) -> Verdict:
         """Tight: it fits at the lower end of its range, and not at the upper."""
-        if self.driver.most <= capacity_bytes:
-            return Verdict.FITS
-        return Verdict.TIGHT if self.driver.least <= capacity_bytes else Verdict.DOES_NOT_FIT
+        return _verdict(self.driver, capacity_bytes)
 
     def as_json(self, capacity_bytes: int) -> dict[str, Any]:
         """By the schema of ``Job.as_json``."""
@@ -72,6 +70,12 @@ class PhaseMemory(NamedTuple):
             "verdict": str(self.verdict(capacity_bytes)),
             "components": [_amount(a) for a in self.allocated], "outside": [_amount(a) for a in self.outside],
         }  # fmt: skip
+
+
+def _verdict(needed: Range, there: int) -> Verdict:
+    if needed.most <= there:
+        return Verdict.FITS
+    return Verdict.TIGHT if needed.least <= there else Verdict.DOES_NOT_FIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,8 @@ class Job:
     not_modelled: tuple[str, ...]
     #: Whether the reserved memory of training was replayed, storage by storage.
     replayed: bool
+    #: Host memory of a node, bytes; None: not known.
+    host_bytes: int | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -103,9 +109,14 @@ class Job:
         return next(v for v in (Verdict.DOES_NOT_FIT, Verdict.TIGHT, Verdict.FITS) if v in found)
 
     @property
+    def host_verdict(self) -> Verdict | None:
+        """Whether a node's host memory is enough; None where it is not known."""
+        return None if self.host_bytes is None else _verdict(self.host.node, self.host_bytes)
+
+    @property
     def tightest(self) -> PhaseMemory:
         """The phase with the highest driver peak."""
-        return max(self.phases, key=lambda phase: phase.driver.most)
+        return max(self.phases, key=lambda phase: phase.driver[::-1])
 
     def as_json(self) -> dict[str, Any]:
         """By the schema ``SCHEMA``; ranges are [least, most]."""
@@ -121,13 +132,14 @@ class Job:
             "host": {
                 "stage": self.host.stage, "rank": [_amount(a) for a in self.host.rank],
                 "node_bytes": _range(self.host.node), "ranks_of_node": self.host.ranks,
+                "capacity_bytes": self.host_bytes, "verdict": self.host_verdict and str(self.host_verdict),
             },
             "not_modelled": list(self.not_modelled), "reserved_replayed": self.replayed,
         }  # fmt: skip
 
 
-def job_of(result: Estimate, gpu: Gpu) -> Job:
-    """The job of an estimate, which is of the generation of ``gpu``. Raises SpecError."""
+def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Job:
+    """The job of an estimate, which is of the generation of ``gpu``. ``host_bytes``: of a node. Raises SpecError."""
     run = result.run
     every = [tuple(_phases(result, gpu, stage.stage)) for stage in result.stages]
     worst = [max(of, key=lambda phase: phase.driver.most) for of in zip(*every, strict=True)]
@@ -144,7 +156,7 @@ def job_of(result: Estimate, gpu: Gpu) -> Job:
     return Job(
         gpu, tuple(worst), tuple(every), overload(run, gpu.capacity_bytes, margin),
         host_memory(run, node_of(gpu), saving=saving.host_of_saving(run, training.stage) or ()),
-        tuple(dict.fromkeys(filter(None, reasons))), replayed,
+        tuple(dict.fromkeys(filter(None, reasons))), replayed, host_bytes,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bridge_memory.job.amount import Range, total
 from bridge_memory.job.job import Job, PhaseMemory
+from bridge_memory.job.phase import Phase
 from bridge_memory.report.document import Block, Column, Grid, Words
 from bridge_memory.report.units import DECIMALS, format_ticks, ticks
 from bridge_memory.verdict import Verdict
@@ -62,6 +63,10 @@ def _notes(job: Job, unit: str) -> list[str]:
                 f"routing: fits up to an overload factor of {found.factor:.2f} (stage {found.stage}); "
                 f"from scratch {FROM_SCRATCH.least:g} to {FROM_SCRATCH.most:g} were seen in first steps"
             )
+    host, of = job.host, "" if job.host_bytes is None else f" of {_number(job.host_bytes, unit)}"
+    judged = "" if job.host_verdict is None else f": {job.host_verdict}"
+    saves = ", while it saves" if any(phase.phase is Phase.SAVE for phase in job.phases) else ""
+    notes.append(f"host memory of a node of {host.ranks}{saves}: {_short(host.node, unit)}{of}{judged}")
     notes += [f"not modelled: {reason}" for reason in job.not_modelled]
     return notes
 

@@ -98,6 +98,8 @@ def test_text_and_json_have_the_same_numbers(capsys: pytest.CaptureFixture[str])
         (["--phases"], "--phases is about one GPU, not none; give --gpu NAME once"),
         (["--phases", "--gpu", "H100,B200"], "--phases is about one GPU, not 2; give --gpu NAME once"),
         (["--phases", "--gpu", "H100", "--brief"], "--phases is shown as text, md and json"),
+        (["--gpu", "H100", "--host-memory", "1000"], "--host-memory does nothing without --phases"),
+        (["--gpu", "H100", "--phases", "--host-memory", "-1"], "--host-memory (-1) is no amount of memory"),
     ],
 )  # fmt: skip
 def test_what_phases_are_not_about_is_refused(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +116,17 @@ def test_a_job_that_dies_at_its_resume_is_no_fit(capsys: pytest.CaptureFixture[s
     assert "FITS H100" in capsys.readouterr().out
     assert main([*words, *small, "--recompute-num-layers", "1", "--phases"]) == 3
     assert "resume has the highest driver peak" in " ".join(capsys.readouterr().out.split())
+
+
+def test_host_memory_is_judged_where_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """8B with its optimizer in host memory: 16 bytes a parameter over all ranks of the node, beside the processes."""
+    words = ["estimate", "meta-llama/Llama-3.1-8B", "--num-gpus", "8", "--tp", "8", "--optimizer-cpu-offload", "--gpu"]
+    for node, verdict, code in ((2000, "fits", 0), (100, "does not fit", 3)):
+        assert main([*words, "H100", "--phases", "--require-fit", "--host-memory", str(node)]) == code
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"of {node:,}.0: {verdict}" in said, said
+    with pytest.raises(SpecError, match="host_bytes"):
+        whole_job(QWEN, "H100", host_bytes=0)
 
 
 def test_a_run_that_is_no_run_is_refused() -> None:
