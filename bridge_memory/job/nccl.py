@@ -168,8 +168,8 @@ def channels(machine: Machine, spread: Spread, release: Release = DEFAULT_RELEAS
     From public logs: 8 A100, 8 H100, H100 over nodes, GB200 in one domain, NVLS of B200, a single rank. Assumed: GPUs
     without NVSwitch, PCIe. Over the network: two a network adapter, of which each local rank has one; four from Hopper
     on while that is below 16 (``graph/connect.cc: ncclTopoPostset``); the search may find twice as many. Channels a
-    peer: two a link on the way to it, and at most 2 once a peer is remote (``graph/paths.cc: ncclTopoGetNchannels,
-    ncclTopoComputeP2pChannels``).
+    peer: two a link on the way to it, and at most 2 once a peer is remote, one for some 14 GB/s of the network in later
+    sources (from 2.29, assumed: 4) (``graph/paths.cc: ncclTopoGetNchannels, ncclTopoComputeP2pChannels``).
     """
     limit = rules(release).most_channels
     if spread.ranks == 1:
@@ -179,12 +179,13 @@ def channels(machine: Machine, spread: Spread, release: Release = DEFAULT_RELEAS
     if not machine.nvlink:
         return Channels(2, 0, 2, 1), Channels(4, 0, 4, 2)
     if spread.domains > 1:
+        remote = 4 if release >= (2, 29, 0) else 2
         few = 2 * spread.local
         few = min(limit, 32, 2 * few if hopper and few < 16 else few)
         most = min(limit, 32, max(few, min(16, 2 * few)))
         return (
             Channels(few, 16 if nvls else 0, _power_of_two(few), 1),
-            Channels(most, (32 if blackwell else 16) if nvls else 0, _power_of_two(most), 2),
+            Channels(most, (32 if blackwell else 16) if nvls else 0, _power_of_two(most), remote),
         )
     if not machine.switched:
         mesh = _power_of_two(2 * machine.links // max(1, min(machine.domain, DOMAIN) - 1))

@@ -135,6 +135,7 @@ def test_channels_of_logs() -> None:
     assert channels(A100, NODE) == (Channels(24, 0, 32, 32),) * 2
     assert channels(H100, NODE) == (Channels(24, 16, 32, 32),) * 2
     assert most(H100, Spread(16, 2)) == Channels(16, 16, 16, 2)
+    assert channels(H100, Spread(16, 2), (2, 29, 7))[1].peer == 4
     assert channels(GB200, Spread(64)) == (Channels(32, 24, 32, 32),) * 2
     assert most(H100, Spread(1)).most == 64
     assert channels(H100, Spread(1), (2, 24, 3))[0].most == 32
