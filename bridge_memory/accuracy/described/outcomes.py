@@ -10,7 +10,7 @@ from bridge_memory.accuracy.described.figures import Figure, Meaning, figures_of
 from bridge_memory.accuracy.described.run import Reading, read_run
 from bridge_memory.accuracy.described.setting import card_of
 from bridge_memory.accuracy.described.texts import DOUBTED
-from bridge_memory.accuracy.described.whole import captured, predicted
+from bridge_memory.accuracy.described.whole import BEFORE_CAPTURE, captured, predicted
 from bridge_memory.accuracy.predictions import peak_after, static_after
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import GIB
@@ -85,7 +85,8 @@ class Outcome(NamedTuple):
             **self._asdict(), "meaning": str(self.meaning) if self.meaning else None, "residual": self.residual,
             "within": self.within, "inside": self.inside,
             "range_bytes": None if self.range_bytes is None else list(self.range_bytes),
-            "assumptions": list(self.assumptions), "unmodelled": list(self.unmodelled), "left_open": list(self.left_open),
+            "assumptions": list(self.assumptions), "unmodelled": list(self.unmodelled),
+            "left_open": list(self.left_open),
         }  # fmt: skip
 
 
@@ -155,6 +156,7 @@ def _outcome(head: Outcome, figure: Figure, reading: Reading, answer: Estimate, 
     if of_reserved:
         if run.implementation.cuda_graph_impl != "none":  # not captured by then
             run = run.with_fields(cuda_graph_impl="none")
+            here = _with_open(here, BEFORE_CAPTURE)
         why = why_not(run)
         if why is not None:
             return here._replace(reason=f"{why}; {_peak(stage, run, figure) / GIB:.2f} GiB are allocated of it")
@@ -174,7 +176,7 @@ _NOT_SAID = "which memory it is is not said: between what is allocated and what 
 
 def _of_job(here: Outcome, figure: Figure, stage: int | None, answer: Estimate, card: Gpu | None) -> Outcome:
     """A figure beside the range that is predicted of it. What graphs need is modelled here."""
-    run, listed, left_open = answer.run, list(here.unmodelled), here.left_open
+    run, listed = answer.run, list(here.unmodelled)
     if card is None:
         return here._replace(reason=f"{figure.meaning} memory of a whole job: the GPU is not named")
     try:
@@ -188,12 +190,15 @@ def _of_job(here: Outcome, figure: Figure, stage: int | None, answer: Estimate, 
     elif figure.meaning is Meaning.DRIVER:
         listed += job.not_modelled
     elif figure.meaning is Meaning.LOAD:
-        left_open = (*left_open, _NOT_SAID)
+        here = _with_open(here, _NOT_SAID)
     return here._replace(
-        status="unmodelled" if listed else "counted", unmodelled=tuple(listed), left_open=left_open,
-        assumptions=tuple(dict.fromkeys((*here.assumptions, *left_open))),
-        range_bytes=found, predicted_bytes=(found.least + found.most) // 2,
+        status="unmodelled" if listed else "counted", unmodelled=tuple(listed), range_bytes=found,
+        predicted_bytes=(found.least + found.most) // 2,
     )  # fmt: skip
+
+
+def _with_open(here: Outcome, sentence: str) -> Outcome:
+    return here._replace(assumptions=(*here.assumptions, sentence), left_open=(*here.left_open, sentence))
 
 
 def _said(figure: Figure, reading: Reading) -> int | None:

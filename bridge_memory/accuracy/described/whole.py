@@ -16,6 +16,8 @@ _LOADS = (Phase.LOAD, Phase.RESUME)
 #: Steps before a capture, unless ``cuda_graph_warmup_steps`` says otherwise (megatron-core
 #: ``transformer_config.py``; ``full_cuda_graph.py: FullCudaGraphWrapper.__call__``; Bridge ``training/train.py``).
 _WARMUP_STEPS = 3
+#: Of a figure that was read earlier.
+BEFORE_CAPTURE = f"CUDA graphs are captured after {_WARMUP_STEPS} steps, as by default: not in what was read before"
 
 
 def captured(run: RunSpec, after: int) -> bool:
