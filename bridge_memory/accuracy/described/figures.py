@@ -27,6 +27,10 @@ class Meaning(Enum):
     RUN_MAXIMUM = "run maximum"
     RESERVED = "reserved"
     DRIVER = "driver"
+    #: Of what the driver counts, what is not torch's.
+    OUTSIDE = "outside torch"
+    #: While a checkpoint is loaded; whether allocated, reserved or the driver's is not said.
+    LOAD = "load"
 
     def __str__(self) -> str:
         return self.value
@@ -34,7 +38,8 @@ class Meaning(Enum):
 
 class Figure(NamedTuple):
     """One measured number. ``rank``: None where it is not said; -1: the last. ``after``: steps, 0 where not said.
-    ``name``: what its source calls it. ``not_compared``: why it stands for no prediction; "" if one does."""
+    ``name``: what its source calls it. ``not_compared``: why it stands for no prediction; "" if one does. ``load``: of
+    the driver's, whether it includes the load of a checkpoint; None where it is not said."""
 
     name: str
     meaning: Meaning | None
@@ -42,6 +47,7 @@ class Figure(NamedTuple):
     rank: int | None = None
     after: int = 0
     not_compared: str = ""
+    load: bool | None = None
 
 
 _ONES = {"one": 1, "first": 1, "two": 2, "second": 2, "three": 3, "third": 3, "four": 4, "five": 5, "ten": 10}
@@ -60,6 +66,17 @@ _SCALES = {
 _UNIT = re.compile(r"(?<![a-z])(bytes|gib|mib|kib|tib|gigabytes|megabytes|gb|mb)(?![a-z])")
 _DRIVER = re.compile(r"driver|nvidia[- _]?smi|nvml|\bprocess\b|rocm[- _]?smi|device memory")
 _OPEN = re.compile(r"(?:meaning|kind) (?:unstated|not stated|unknown|unclear)|unstated")
+_BEYOND = re.compile(r"\boutside (?:of )?(?:py)?torch\b")
+#: "80.4 GiB allocated by PyTorch and ~7 GiB held outside it".
+_HELD_OUTSIDE = re.compile(
+    r"torch\b[^.;]{0,40}?(?<![\d.])(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)\s+(?:is |are )?(?:held )?outside (?:of )?it\b"
+)
+_LOAD = r"[^.;]{0,60}?\bcheckpoint[- ]load"
+_WITH_LOAD, _WITHOUT_LOAD = re.compile(rf"\binclud(?:es|ing|ed)\b{_LOAD}"), re.compile(
+    rf"\b(?:exclud(?:es|ing|ed)|without|after|not includ(?:es|ing|ed))\b{_LOAD}"
+)
+#: Whoever says so takes the figure for that of the load.
+_IS_LOAD = re.compile(r"\b(?:is|likely|of|during|while|at) (?:the )?checkpoint[- ]load")
 _REFUSED = re.compile(r"do not (?:score|compare)|not to be (?:scored|compared)")
 #: Counters of torch's allocator, and what torch calls active and inactive: no memory that is compared.
 _COUNTERS = re.compile(
@@ -142,6 +159,9 @@ def _words(name: str) -> str:
 
 def _named(name: str, value: object, context: _Context) -> Iterator[Figure]:
     words = _words(name)
+    if isinstance(value, str) and (held := _HELD_OUTSIDE.search(value[:_LONGEST].lower())) is not None:
+        nbytes = round(float(held[1]) * _SCALES[held[2]])
+        yield Figure(f"{name}, outside", Meaning.OUTSIDE, nbytes, _rank(words, context.meaning))
     if re.fullmatch(r"(?:oom|out of memory)\b.*", words) or (isinstance(value, str) and "oom" in value.lower().split()):
         yield Figure(name, None, None, not_compared="the run ran out of memory: no figure of a training step")
         return
@@ -221,14 +241,24 @@ def _figure(
         return
     rank, after = _rank(place, context.meaning), _after(place, context.meaning)
     meaning, why = _meaning(words, context)
-    yield Figure(name, meaning, round(nbytes), rank, after, why)
+    yield Figure(name, meaning, round(nbytes), rank, after, why, _load(context) if meaning is Meaning.DRIVER else None)
+
+
+def _load(context: _Context) -> bool | None:
+    if _WITHOUT_LOAD.search(context.meaning):
+        return False
+    return True if _WITH_LOAD.search(context.meaning) else None
 
 
 def _meaning(words: str, context: _Context) -> tuple[Meaning | None, str]:
     """(the memory that a figure is, why it is not compared)."""
     text = context.meaning
     if _REFUSED.search(text):
+        if _IS_LOAD.search(text) and not re.search(r"alloc|reserved", words):
+            return Meaning.LOAD, ""
         return None, "its source does not say what it is, and says not to compare it"
+    if _BEYOND.search(words):
+        return Meaning.OUTSIDE, ""
     if _DRIVER.search(words):
         return Meaning.DRIVER, ""
     most = re.search(r"\b(?:max|maximum|peak|highest)\b", words)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from bridge_memory.accuracy.described.draft import Draft, Phrase, UnknownWord, phrase, unread_words, word_of
 from bridge_memory.accuracy.described.texts import DOUBT, LORA, PRECISION
 from bridge_memory.cards.generations import DEFAULT_GENERATION
-from bridge_memory.cards.names import gpu_of_name
+from bridge_memory.cards.gpu import Gpu
+from bridge_memory.cards.names import gpu_called, gpu_of_name
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.megatron_args.run import gpu_architecture
 from bridge_memory.readers.presets import find_presets
@@ -193,6 +194,13 @@ def read_gpu(text: object, draft: Draft) -> str:
     if len({gpu_architecture(card) for card in cards}) > 1:
         draft.assume(f"which GPU it was is not settled ({words[:60]}): counted as {gpu_architecture(words)}")
     return gpu_architecture(words)
+
+
+def card_of(text: object) -> Gpu | None:
+    """The card that a row's words name, the first of several; None: none that is known."""
+    words = re.sub(r"\(.*", "", str(text or "")[:200])
+    names = (words, *re.findall(r"[A-Za-z]{1,3}\d{2,3}[A-Za-z]?", words))
+    return next((card for name in names if (card := gpu_called(name)) is not None), None)
 
 
 # --------------------------------------------------------------------------------------------------

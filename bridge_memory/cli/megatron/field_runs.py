@@ -47,7 +47,8 @@ def blocks(found: Sequence[Outcome], *, summary: bool = False) -> list[Drawn]:
 
     columns = (
         Column("row", words=True), Column("grade", words=True), Column("figure", words=True), Column("measured"),
-        Column("predicted"), Column("residual %"), Column("target", words=True), Column("open", words=True),
+        Column("predicted"), Column("residual %"), Column("range", words=True), Column("target", words=True),
+        Column("open", words=True),
     )  # fmt: skip
     answer: list[Drawn] = [_scatter(found)]
     predicted = [o for o in found if o.residual is not None]
@@ -87,9 +88,17 @@ def _cells(o: Outcome) -> tuple[str, ...]:
     judged = {True: "within", False: "outside", None: "none"}[o.within]
     return (
         "/".join(o.id.split("/")[-2:]), o.grade, ", ".join((str(o.meaning), *where)), f"{o.measured_bytes / GIB:.2f}",
-        f"{o.predicted_bytes / GIB:.2f}", f"{o.residual * 100:+.2f}", judged,
+        f"{o.predicted_bytes / GIB:.2f}", f"{o.residual * 100:+.2f}", _range(o), judged,
         f"{len(o.assumptions)} + {len(o.unmodelled)}",
     )  # fmt: skip
+
+
+def _range(o: Outcome) -> str:
+    """Of a prediction that is no exact number but the middle of a range."""
+    if o.range_bytes is None:
+        return ""
+    least, most = (n / GIB for n in o.range_bytes)
+    return f"{'in' if o.inside else 'not in'} {least:.2f} to {most:.2f}"
 
 
 def _totals(title: str, rows: Sequence[Total]) -> Drawn:
@@ -118,6 +127,9 @@ def _counts(found: Sequence[Outcome]) -> list[str]:
     }  # fmt: skip
     for status in _STATUSES[:3]:
         words.append(f"{sum(o.status == status for o in found)} {names[status]}")
+    ranges = [o for o in found if o.range_bytes is not None]
+    inside = sum(o.inside is True for o in ranges)
+    words.append(f"{len(ranges)} predictions are ranges, residuals from their middle; {inside} figures lie inside")
     return words
 
 
