@@ -97,7 +97,7 @@ def test_text_and_json_have_the_same_numbers(capsys: pytest.CaptureFixture[str])
     [
         (["--phases"], "--phases is about one GPU, not none; give --gpu NAME once"),
         (["--phases", "--gpu", "H100,B200"], "--phases is about one GPU, not 2; give --gpu NAME once"),
-        (["--phases", "--gpu", "H100", "--brief"], "--phases is shown as text, md and json"),
+        (["--phases", "--gpu", "H100", "--brief"], "--phases is shown as text, md, json and html"),
     ],
 )  # fmt: skip
 def test_what_phases_are_not_about_is_refused(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
