@@ -174,7 +174,7 @@ export function phaseStrip(element, job) {
       keys.map(([name, title]) => html("li", {}, html("span", { class: `bm-swatch bm-${name}` }), title))),
     html("ul", { class: "bm-phases" },
       html("li", { class: "bm-of", "aria-hidden": "true" }, html("span", { class: "bm-scale" },
-        html("span", { class: "bm-card", style: `right:${at(most - capacity)}` }, `${job.gpu}: ${job.capacity}`))),
+        html("span", { class: "bm-card", style: capacity > most / 2 ? `right:${at(most - capacity)}` : `left:${at(capacity)}` }, `${job.gpu}: ${job.capacity}`))),
       rows)));
   element.classList.add("bm-host");
   tip.current = tooltip(element);

@@ -60,9 +60,9 @@ def estimate_page(
 ) -> str:  # fmt: skip
     """``result`` as one HTML file.
 
-    ``stage``: drawn first (default: the stage with the highest peak); ``measured``: drawn over it; ``job``: its phases are
-    drawn above the stages. Where the file would exceed ``MOST_BYTES``, timelines and treemaps of the stages with the
-    lowest peaks are left out.
+    ``stage``: drawn first (default: the stage with the highest peak); ``measured``: drawn over it; ``job``: drawn above
+    the stages. Where the file would exceed ``MOST_BYTES``, timelines and treemaps of the stages with the lowest peaks
+    are left out.
     """
     first = result.peak_stage.stage if stage is None else stage
     shown = next(group[0].stage for group in alike(result.stages) if first in [s.stage for s in group])
@@ -268,7 +268,7 @@ def _gpu_section(data: dict[str, Any]) -> str:
     if not data["gpus"]:
         return ""
     head = '<section aria-labelledby="h-gpus"><h2 id="h-gpus">GPUs</h2>'
-    return f'{head}<div class="scroll">{_gpu_table(data)}</div></section>'
+    return f"{head}{_scrolled('GPUs', _gpu_table(data))}</section>"
 
 
 def _gpu_table(data: dict[str, Any]) -> str:
@@ -304,7 +304,12 @@ def _block(block: Drawn) -> str:
 def _grid(block: Grid) -> str:
     heads = [(column.title, not column.words) for column in block.columns]
     worst = -1 if block.emphasis is None else block.emphasis
-    return f'<div class="scroll">{_table("", heads, block.rows, worst)}</div>'
+    return _scrolled(block.title or "table", _table("", heads, block.rows, worst))
+
+
+def _scrolled(name: str, table: str) -> str:
+    """A table that may be wider than the page; keys scroll it."""
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}">{table}</div>'
 
 
 def _small(notes: Iterable[str]) -> str:

@@ -127,7 +127,7 @@ export function phases(found, question) {
   const strip = h("div", { class: "chart" });
   const numbers = (i) => (i > 0 && i < found.columns.length - 1 ? "number" : "");
   fill(section,
-    h("h2", {}, JOB, h("small", {}, "as torch and the driver count it, on the GPU with most in each phase")),
+    h("h2", {}, JOB, h("small", {}, "GiB of the GPU with most in each phase, as torch and the driver count it")),
     h("p", { class: `line ${tone}` }, found.words), strip,
     h("details", { open }, h("summary", {}, "As a table"),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": found.title }, h("table", {},
