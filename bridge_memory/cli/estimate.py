@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError("--brief prints one line for all stages; drop --verbose, --stage and other formats")
     if args.reserved and (args.brief or args.format not in ("text", "md", "json")):
         raise SpecError("--reserved is shown as text, md and json; drop it, or --brief and other formats")
-    if args.phases and (args.brief or args.format not in ("text", "md", "json")):
-        raise SpecError("--phases is shown as text, md and json; drop it, or --brief and other formats")
+    if args.phases and (args.brief or args.format not in ("text", "md", "json", "html")):
+        raise SpecError("--phases is shown as text, md, json and html; drop it, or --brief and other formats")
     gpus = list(dict.fromkeys(find_gpu(name.strip()) for names in args.gpu for name in names.split(",")))
     _check_release(args.megatron_core)
     spec = run_on_gpus(args, gpus)
@@ -157,7 +157,7 @@ def _print(
         stage = result.peak_stage.stage if args.stage is None else args.stage
         write_text(args.output, snapshot(result, stage), force=args.force)
     elif args.format in ("html", "csv", "perfetto"):
-        print(_written(args, result, fitting, unit, fix), end="")
+        print(_written(args, result, fitting, unit, fix, job), end="")
     elif args.verbose or args.format == "md":
         from bridge_memory.report.table import estimate_blocks
 
@@ -198,12 +198,14 @@ def _reserved_blocks(found: Reserved | None, unit: str) -> list[Block]:
     return [Bullets("Reserved, stream by stream", tuple(lines))]
 
 
-def _written(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], unit: str, fix: str) -> str:
+def _written(
+    args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], unit: str, fix: str, job: Job | None
+) -> str:
     """In the formats that are no tables of text."""
     if args.format == "html":
         from bridge_memory.report.page.one_file import estimate_page
 
-        return estimate_page(result, fitting, flags=args.command_line, fix=fix, unit=unit, stage=args.stage)
+        return estimate_page(result, fitting, flags=args.command_line, fix=fix, unit=unit, stage=args.stage, job=job)
     if args.format == "perfetto":
         from bridge_memory.report.trace import perfetto
 

@@ -8,7 +8,7 @@ context, communicators that a collective has opened, and buffers of libraries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -140,23 +140,38 @@ class Job:
 
 def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Job:
     """The job of an estimate, which is of the generation of ``gpu``. ``host_bytes``: of a node. Raises SpecError."""
-    run = result.run
-    every = [tuple(_phases(result, gpu, stage.stage)) for stage in result.stages]
-    worst = [max(of, key=lambda phase: phase.driver.most) for of in zip(*every, strict=True)]
-    replayed = False
-    training = next(phase for phase in worst if phase.phase is Phase.TRAINING)
-    if reserved.why_not(run) is None:
+    steps = job_steps(result, gpu, host_bytes)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            job: Job = done.value
+            return job
+
+
+def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Generator[None, None, Job]:
+    """As ``job_of``, in steps: a stage each, and the replay. Other work may be done between two of them."""
+    run, every = result.run, []
+    for stage in result.stages:
+        every.append(tuple(_phases(result, gpu, stage.stage)))
+        yield
+    replayed: set[int] = set()
+    while True:
+        worst = [max(of, key=lambda phase: phase.driver.most) for of in zip(*every, strict=True)]
+        training = next(phase for phase in worst if phase.phase is Phase.TRAINING)
+        if training.stage in replayed or reserved.why_not(run) is not None:
+            break
         found = reserved.replayed(run, training.stage)
+        yield
         exact = found.expandable if run.implementation.expandable_segments else found.segments
         every[training.stage] = tuple(_phases(result, gpu, training.stage, exact))
-        worst = [every[training.stage][i] if p.stage == training.stage else p for i, p in enumerate(worst)]
-        replayed = True
+        replayed.add(training.stage)
     margin = partial(_beyond, outside=total(training.outside).most)
     reasons = (building.why_not(run), evaluation.why_not(run), loading.why_not_resumed(run))
     return Job(
         gpu, tuple(worst), tuple(every), overload(run, gpu.capacity_bytes, margin),
         host_memory(run, node_of(gpu), saving=saving.host_of_saving(run, training.stage) or ()),
-        tuple(dict.fromkeys(filter(None, reasons))), replayed, host_bytes,
+        tuple(dict.fromkeys(filter(None, reasons))), bool(replayed), host_bytes,
     )
 
 

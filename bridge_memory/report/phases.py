@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from bridge_memory.job.amount import Range, total
 from bridge_memory.job.job import Job, PhaseMemory
 from bridge_memory.job.phase import Phase
@@ -9,6 +12,8 @@ from bridge_memory.report.document import Block, Column, Grid, Words
 from bridge_memory.report.units import DECIMALS, format_ticks, ticks
 from bridge_memory.verdict import Verdict
 
+#: Parts of a phase that a page names.
+_SHOWN = 6
 _TONES = {Verdict.FITS: "good", Verdict.TIGHT: "open", Verdict.DOES_NOT_FIT: "bad"}
 _STARTS = {Verdict.FITS: "FITS", Verdict.TIGHT: "TIGHT on", Verdict.DOES_NOT_FIT: "DOES NOT FIT"}
 
@@ -27,6 +32,16 @@ def job_words(job: Job, unit: str = "GiB") -> str:
 
 def job_blocks(job: Job, unit: str = "GiB") -> list[Block]:
     """The line of the whole job, and the table of its phases."""
+    return [job_line(job, unit), job_table(job, unit)]
+
+
+def job_line(job: Job, unit: str = "GiB") -> Words:
+    """``job_words`` in the tone of the verdict."""
+    return Words("", (job_words(job, unit),), _TONES[job.verdict])
+
+
+def job_table(job: Job, unit: str = "GiB") -> Grid:
+    """The phases; the deciding one emphasised."""
     capacity, several = job.gpu.capacity_bytes, len(job.stages) > 1
     columns = (
         Column("phase", words=True), *((Column("stage"),) if several else ()), Column("allocated"), Column("reserved"),
@@ -41,10 +56,34 @@ def job_blocks(job: Job, unit: str = "GiB") -> list[Block]:
         for phase in job.phases
     )  # fmt: skip
     emphasis = next(i for i, phase in enumerate(job.phases) if phase is job.tightest)
-    return [
-        Words("", (job_words(job, unit),), _TONES[job.verdict]),
-        Grid(f"The whole job, phase by phase, {unit}", columns, rows, emphasis, tuple(_notes(job, unit))),
-    ]
+    return Grid(f"The whole job, phase by phase, {unit}", columns, rows, emphasis, tuple(_notes(job, unit)))
+
+
+def phases_data(job: Job, unit: str = "GiB") -> dict[str, Any]:
+    """What a page draws of a job, by ``$defs/job`` of ``page.schema.json``: bytes, and the texts of ``job_blocks``."""
+    table, capacity = job_table(job, unit), job.gpu.capacity_bytes
+    assert table.emphasis is not None
+    return {
+        "gpu": job.gpu.name, "capacity_bytes": capacity, "capacity": f"{_number(capacity, unit)} {unit}",
+        "verdict": str(job.verdict), "words": job_words(job, unit), "decides": table.emphasis,
+        "title": table.title, "columns": [column.title for column in table.columns], "notes": list(table.notes),
+        "phases": [
+            {
+                "name": str(phase.phase), "stage": phase.stage, "allocated_bytes": list(total(phase.allocated)),
+                "reserved_bytes": list(phase.reserved), "outside_bytes": list(total(phase.outside)),
+                "driver_bytes": list(phase.driver), "verdict": str(phase.verdict(capacity)),
+                "room": _room(phase, capacity, unit), "cells": list(cells), "largest": list(_largest(phase, unit)),
+            }
+            for phase, cells in zip(job.phases, table.rows, strict=True)
+        ],
+    }  # fmt: skip
+
+
+def _largest(phase: PhaseMemory, unit: str) -> Iterator[str]:
+    """"main_grad 14.2": parts of a phase, largest first, of those that show."""
+    for part in sorted((*phase.allocated, *phase.outside), key=lambda part: -part.most)[:_SHOWN]:
+        if part.most:
+            yield f"{part.name} {_short(Range(part.least, part.most), unit)} {unit}"
 
 
 def _notes(job: Job, unit: str) -> list[str]:
@@ -72,12 +111,16 @@ def _notes(job: Job, unit: str) -> list[str]:
 
 
 def _fits(phase: PhaseMemory, capacity: int, unit: str) -> str:
+    return f"{phase.verdict(capacity)}, {_room(phase, capacity, unit)}"
+
+
+def _room(phase: PhaseMemory, capacity: int, unit: str) -> str:
     verdict, left = phase.verdict(capacity), capacity - phase.driver.most
     if verdict is Verdict.FITS:
-        return f"fits, {_number(left, unit)} free"
+        return f"{_number(left, unit)} free"
     if verdict is Verdict.TIGHT:
-        return f"tight, over by up to {_number(-left, unit)}"
-    return f"does not fit, over by {_number(phase.driver.least - capacity, unit)} or more"
+        return f"over by up to {_number(-left, unit)}"
+    return f"over by {_number(phase.driver.least - capacity, unit)} or more"
 
 
 def _short(found: Range, unit: str) -> str:

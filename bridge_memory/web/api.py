@@ -18,12 +18,14 @@ from bridge_memory.cards.rows import GPUS, common_gpus
 from bridge_memory.emit.formats import texts_of
 from bridge_memory.emit.megatron import estimate_command
 from bridge_memory.estimation import Estimate, estimate
+from bridge_memory.job.job import Job, job_steps
 from bridge_memory.plan.changes import Effect, WhatIf, changes, makes_it_fit, to_try_first
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.report.answer import answer_of
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.page.data import timeline_data, treemap_data
 from bridge_memory.report.page.one_file import estimate_page
+from bridge_memory.report.phases import phases_data
 from bridge_memory.report.units import format_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import ENGINES
@@ -120,14 +122,33 @@ class Api:
             return _answered(question, lambda q: _estimate(asked(q, hub=self.hub), q.get("stage")), self._refuses)
 
     def report(self, question: object) -> dict[str, Any]:
-        """The one-file HTML report of a run. Raises Refused."""
-        def page(question: Question) -> dict[str, Any]:
-            one = asked(question, hub=self.hub)
+        """The one-file HTML report of a run, with its phases. Raises Refused."""
+        one, job = self._job(question)
+
+        def page(_: Question) -> dict[str, Any]:
             result = estimate(one.run)
-            return {"html": estimate_page(result, fits(result, [one.gpu]), flags=_command(one))}
+            command = _command(one)
+            flags = f"{command} --phases" if command else ""
+            return {"html": estimate_page(result, fits(result, [one.gpu]), flags=flags, job=job)}
 
         with self._desk.turn():
             return _answered(question, page, self._refuses)
+
+    def phases(self, question: object) -> dict[str, Any]:
+        """The whole job on the GPU of the question, phase by phase. Raises Refused."""
+        return phases_data(self._job(question)[1])
+
+    def _job(self, question: object) -> tuple[Asked, Job]:
+        """In several turns, so that an estimate need not wait for the whole of it."""
+        with self._desk.turn():
+            one = _answered(question, lambda q: asked(q, hub=self.hub), self._refuses)
+            steps = job_steps(_answered(question, lambda _: estimate(one.run), self._refuses), one.gpu)
+        while True:
+            with self._desk.turn():
+                try:
+                    _answered(question, lambda _: next(steps), self._refuses)
+                except StopIteration as done:
+                    return one, done.value
 
     def whatif(self, question: object) -> dict[str, Any]:
         """Memory freed by changing one option, largest first, and the fastest change that makes the run fit. Raises

@@ -173,6 +173,7 @@ def document() -> dict[str, Any]:
 
     estimate = _embedded("Estimate", SCHEMA_PATH)
     compare = _embedded("Compared", SCHEMA_PATH.replace("estimate.schema", "compare.schema"))
+    page = _embedded("Page", SCHEMA_PATH.replace("estimate.schema", "page.schema"))
     return {
         "openapi": "3.1.0",
         "info": {"title": "bridge-memory", "version": __version__,
@@ -185,6 +186,8 @@ def document() -> dict[str, Any]:
                                        "responses": _answers("Answer", "every stage, and the verdict")}},
             "/api/whatif": {"post": {"summary": "memory freed by changing one option", "requestBody": _asks("Question"),
                                      "responses": _answers("WhatIf", "changes, largest first")}},
+            "/api/phases": {"post": {"summary": "the whole job, phase by phase", "requestBody": _asks("Question"),
+                                     "responses": _answers("Page/$defs/job", "from build to resume")}},
             "/api/report": {"post": {"summary": "one run as one HTML file", "requestBody": _asks("Question"),
                                      "responses": _answers("Report", "the file")}},
             "/api/search": {"post": {"summary": "start a search", "requestBody": _asks("Search"),
@@ -200,5 +203,5 @@ def document() -> dict[str, Any]:
                     "description": "one line of JSON, {question or null, name, stage}, then the file"}}}},
                 "responses": _answers("Compared", "by stage, or for a snapshot by component")}},
         },
-        "components": {"schemas": {**_SCHEMAS, "Estimate": estimate, "Compared": compare}},
+        "components": {"schemas": {**_SCHEMAS, "Estimate": estimate, "Compared": compare, "Page": page}},
     }  # fmt: skip

@@ -277,6 +277,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._json(server.api.estimate(self._question()))
         if path == "/api/whatif":
             return self._json(server.api.whatif(self._question()))
+        if path == "/api/phases":
+            return self._json(server.api.phases(self._question()))
         if path == "/api/report":
             return self._json(server.api.report(self._question()))
         if path == "/api/search":

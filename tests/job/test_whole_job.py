@@ -44,7 +44,8 @@ def check(job: Job, run: RunSpec) -> None:
                 assert phase.reserved.least >= kept
                 kept = phase.reserved.least
     for number, worst in enumerate(job.phases):
-        assert worst in [phases[number] for phases in job.stages]
+        of_stages = [phases[number] for phases in job.stages]
+        assert worst in of_stages and worst.driver.most == max(phase.driver.most for phase in of_stages)
     fits = {p.verdict(job.gpu.capacity_bytes) for p in job.phases}
     assert (job.verdict is Verdict.FITS) == (fits == {Verdict.FITS})
     assert (job.verdict is Verdict.DOES_NOT_FIT) == (Verdict.DOES_NOT_FIT in fits)
@@ -97,9 +98,9 @@ def test_text_and_json_have_the_same_numbers(capsys: pytest.CaptureFixture[str])
     [
         (["--phases"], "--phases is about one GPU, not none; give --gpu NAME once"),
         (["--phases", "--gpu", "H100,B200"], "--phases is about one GPU, not 2; give --gpu NAME once"),
-        (["--phases", "--gpu", "H100", "--brief"], "--phases is shown as text, md and json"),
         (["--gpu", "H100", "--host-memory", "1000"], "--host-memory does nothing without --phases"),
         (["--gpu", "H100", "--phases", "--host-memory", "-1"], "--host-memory (-1) is no amount of memory"),
+        (["--phases", "--gpu", "H100", "--brief"], "--phases is shown as text, md, json and html"),
     ],
 )  # fmt: skip
 def test_what_phases_are_not_about_is_refused(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:

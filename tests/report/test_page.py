@@ -7,14 +7,19 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import cache
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from report_runs import NAMES, result
 
+from bridge_memory import RunSpec, find_gpu, whole_job
+from bridge_memory.job.job import Job, job_of
 from bridge_memory.report.page.data import page_data
 from bridge_memory.report.page.one_file import FOLDER, MOST_BYTES, estimate_page
+from bridge_memory.report.phases import job_words
 from bridge_memory.timeline import step_timeline
 from bridge_memory.verdict import fits
 
@@ -70,6 +75,43 @@ def test_the_schema_knows_what_is_drawn(name: str) -> None:
     validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
     answer = result(name)
     validator.validate(json.loads(json.dumps(page_data(answer, fits(answer, ["H100", "T4"]), flags="x"))))
+
+
+@cache
+def job_on(gpu: str, engine: str, stages: int) -> Job:
+    sizes = {"world_size": 1 if engine == "single" else 8, "pipeline_model_parallel_size": stages}
+    return whole_job(RunSpec(model="Qwen/Qwen3-8B").with_fields(engine=engine, **sizes), gpu)
+
+
+@pytest.mark.parametrize("gpu", ["H100", "A100-40GB", "L40S"])
+@pytest.mark.parametrize(("engine", "stages"), [("megatron_ddp", 1), ("megatron_ddp", 4), ("single", 1), ("zero3", 1)])
+def test_the_schema_knows_the_phases_that_are_drawn(gpu: str, engine: str, stages: int) -> None:
+    schema = json.loads((Path(FOLDER).parent / "page.schema.json").read_text())
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
+    answer, job = result("one GPU"), job_on(gpu, engine, stages)
+    data = json.loads(json.dumps(page_data(answer, fits(answer, [gpu]), job=job)))
+    validator.validate(data)
+    found, said = data["job"], json.loads(json.dumps(job.as_json()))
+    assert (found["verdict"], found["capacity_bytes"]) == (said["verdict"], said["capacity_bytes"])
+    highest = max(phase["driver_bytes"][1] for phase in said["phases"])
+    assert said["phases"][found["decides"]]["driver_bytes"][1] == highest
+    for drawn, phase in zip(found["phases"], said["phases"], strict=True):
+        keys = ("name", "stage", "allocated_bytes", "reserved_bytes", "outside_bytes", "driver_bytes", "verdict")
+        assert [drawn[key] for key in keys] == [phase[key] for key in keys]
+        assert len(drawn["cells"]) == len(found["columns"]) and drawn["room"] in drawn["cells"][-1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_file_with_phases_has_them_as_text_and_stays_small(name: str) -> None:
+    """Without JavaScript too: the line, a row for each phase, and why others are missing."""
+    answer, gpu = result(name), find_gpu("H200")
+    job = job_of(answer, gpu)
+    page = estimate_page(answer, fits(answer, ["H200"]), job=job)
+    assert len(page.encode()) <= MOST_BYTES
+    assert job_words(job) in unescape(page)
+    table = page[page.index('id="static-phases"') :].partition("</details>")[0]
+    assert table.count("<tr") == 1 + len(job.phases)
+    assert 'id="phases"' not in estimate_page(answer, fits(answer, ["H200"]))
 
 
 class _Page(HTMLParser):

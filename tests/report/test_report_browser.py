@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_browser import needs_axe, needs_browser
+from in_browser import AXE, needs_axe, needs_browser
 from report_runs import NAMES, result
 from with_browser import serious
 
+from bridge_memory import find_gpu
+from bridge_memory.job.job import job_of
 from bridge_memory.report.document import Bullets, Chart, Column, Grid, Words
 from bridge_memory.report.page.one_file import Measured, blocks_page, estimate_page
+from bridge_memory.report.phases import job_words
 from bridge_memory.report.table import alike
 from bridge_memory.verdict import fits
 
@@ -69,6 +72,24 @@ def test_it_draws(browser: Any, tmp_path: Path, name: str, width: int, scheme: s
 def test_it_is_accessible(browser: Any, tmp_path: Path, name: str, scheme: str) -> None:
     tab = Tab(browser, tmp_path / "a.html", page_of(name), color_scheme=scheme)
     assert serious(tab.page) == []
+    tab.done()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (360, "dark")])
+@pytest.mark.parametrize("gpu", ["H200", "T4"])
+def test_phases_are_drawn(browser: Any, tmp_path: Path, width: int, scheme: str, gpu: str) -> None:
+    answer = result("four stages")
+    job = job_of(answer, find_gpu(gpu))
+    context = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
+    page = estimate_page(answer, fits(answer, [gpu]), job=job)
+    tab = Tab(browser, tmp_path / "a.html", page, **context)
+    assert tab.page.locator("#phases .bm-phases [role=img]").count() == len(job.phases) == 7
+    assert job_words(job) in tab.page.inner_text("main")
+    label = tab.page.locator("#phases .bm-card").bounding_box()
+    assert label and label["x"] >= 0 and label["x"] + label["width"] <= width
+    if Path(AXE).is_file():
+        assert serious(tab.page) == []
+    assert len(tab.page.pdf()) > 20_000
     tab.done()
 
 

@@ -18,6 +18,7 @@ import pytest
 from in_browser import needs_axe, needs_browser
 from with_browser import serious, server, settled, start_server
 
+from bridge_memory import RunSpec, whole_job
 from bridge_memory.web.options import options
 
 pytestmark = needs_browser
@@ -26,6 +27,7 @@ QWEN = (
     "#model=Qwen/Qwen3-235B-A22B&gpu=H100&num-gpus=256&tp=4&pp=8&ep=8"
     "&account-for-embedding-in-pipeline-split=true&account-for-loss-in-pipeline-split=true"
 )
+QWEN_8B = RunSpec(model="Qwen/Qwen3-8B").with_fields(world_size=8, tensor_model_parallel_size=2)
 LOG = "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1000.0 | max allocated: 2000.0 | reserved: 2100.0\n"
 
 
@@ -109,6 +111,65 @@ def test_the_first_page_has_an_answer_and_asks_nobody_else(tab: Callable[..., Ta
     for section in ("#stages", "#notes", "#stage svg", "#whatif table"):
         one.until(lambda section=section: one.page.is_visible(section))  # type: ignore[misc]
     assert {urlsplit(asked).netloc for asked in one.asked} == {urlsplit(url).netloc}
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1300, "light"), (375, "dark")])
+def test_the_phases_of_the_job_are_a_strip(tab: Callable[..., Tab], width: int, scheme: str) -> None:
+    address = "#model=Qwen/Qwen3-8B&gpu=H100&num-gpus=8&tp=2"
+    one = tab(address, color_scheme=scheme, viewport={"width": width, "height": 900})
+    rows = one.page.locator("#phases .bm-phases [role=img]")
+    one.until(lambda: rows.count() == 7)
+    assert one.page.inner_text("#phases .line").startswith("Whole job: FITS H100: ")
+    found = json.loads(json.dumps(whole_job(QWEN_8B, "H100").as_json()))
+    for i, phase in enumerate(found["phases"]):
+        said, gib = str(rows.nth(i).get_attribute("aria-label")), phase["driver_bytes"][1] / 2**30
+        assert said.startswith(f"{phase['name']}: allocated ") and f"{gib:.1f} GiB; fits, " in said
+        # Drawn up to the most, on the scale of its bar.
+        bar, last = rows.nth(i).bounding_box(), rows.nth(i).locator(".bm-part").last.bounding_box()
+        card = rows.nth(i).locator(".bm-capacity").bounding_box()
+        assert bar and last and card
+        end, full = last["x"] + last["width"] - bar["x"], card["x"] - bar["x"]
+        assert end / full == pytest.approx(phase["driver_bytes"][1] / found["capacity_bytes"], abs=0.02)
+    assert one.page.locator("#phases .bm-decides").count() == 1
+    assert one.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_phases_of_another_question_are_not_shown(tab: Callable[..., Tab]) -> None:
+    """A late answer is dropped; a stage that is chosen asks nothing anew; a refusal hides them and undo shows them."""
+    one = tab("#model=Qwen/Qwen3-8B&gpu=H100&num-gpus=8&tp=2&pp=2")
+    line, rows = one.page.locator("#phases .line"), one.page.locator("#phases .bm-phases [role=img]")
+    one.until(lambda: rows.count() == 7)
+    one.asked.clear()
+    one.page.locator("#stages .row").nth(1).click()
+    one.settled()
+    one.until(lambda: any(asked.endswith("/api/whatif") for asked in one.asked))
+    assert not [asked for asked in one.asked if asked.endswith("/api/phases")] and line.is_visible()
+    before = line.inner_text()
+    one.page.route("**/api/phases", lambda route: (time.sleep(0.5), route.continue_()))
+    one.type("num-gpus", "16")
+    one.until(lambda: any(asked.endswith("/api/phases") for asked in one.asked))
+    assert one.page.get_attribute("#phases", "aria-busy") == "true"
+    one.type("seq-length", "65536")
+    one.until(lambda: line.inner_text() != before)
+    assert "H100" in line.inner_text() and one.page.get_attribute("#phases", "aria-busy") is None
+    assert sum(asked.endswith("/api/phases") for asked in one.asked) == 2
+    assert "DOES NOT FIT" in line.inner_text()
+    one.type("tp", "3")
+    assert not one.page.is_visible("#phases")
+    one.page.click("#verdict >> text=Undo")
+    one.settled()
+    assert one.page.is_visible("#phases") and "DOES NOT FIT" in line.inner_text()
+
+
+def test_phases_that_are_refused_say_why_once(tab: Callable[..., Tab]) -> None:
+    one = tab("#model=Qwen/Qwen3-8B&gpu=H100&num-gpus=8&tp=2")
+    one.until(lambda: one.page.locator("#phases .bm-phases").count() == 1)
+    refusal = {"field": None, "fields": [], "message": "it is too much", "fix": "", "changes": []}
+    one.page.route("**/api/phases", lambda route: route.fulfill(status=503, json=refusal))
+    one.type("num-gpus", "16")
+    one.until(lambda: one.page.locator("#phases .error").count() == 1)
+    assert one.page.inner_text("body").count("it is too much") == 1
+    assert one.page.locator("#phases .bm-phases").count() == 0 and "16" in one.heading
 
 
 def newcomer(one: Tab, model: str, gpus: str) -> None:
@@ -603,6 +664,7 @@ def test_a_layout_of_the_chart_is_used_by_a_click_and_undone(tab: Callable[..., 
 def test_axe_finds_nothing_serious(tab: Callable[..., Tab], scheme: str, width: int) -> None:
     one = tab(QWEN, color_scheme=scheme, viewport={"width": width, "height": 900})
     one.until(lambda: one.page.is_visible("#whatif table"))
+    one.until(lambda: one.page.is_visible("#phases .bm-phases"))
     one.page.evaluate("for (const d of document.querySelectorAll('details:not(.menu)')) d.open = true;")
     _axe(one)
     one.page.evaluate("globalThis.page.pin()")

@@ -20,9 +20,13 @@ from typing import Any
 import pytest
 from processes import heeds_signals
 
+from bridge_memory import whole_job
 from bridge_memory.cli import main
+from bridge_memory.job.job import job_of
 from bridge_memory.spec.parts import ENGINES
+from bridge_memory.web.api import Api
 from bridge_memory.web.openapi import document
+from bridge_memory.web.options import asked as parsed
 from bridge_memory.web.options import options
 from bridge_memory.web.server import MOST_JSON, Server, is_loopback
 
@@ -119,6 +123,55 @@ def test_the_exported_command_gives_the_same_numbers(client: Client, capsys: pyt
     program, *words = shlex.split(answer["exports"]["command"])
     assert program == "bridge-memory" and main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stages"] == answer["estimate"]["stages"]
+
+
+@pytest.mark.parametrize("question", [LLAMA, QWEN], ids=["one stage", "eight stages"])
+def test_phases_are_those_of_the_whole_job(client: Client, question: dict[str, Any]) -> None:
+    status, found = client.post("/api/phases", {**question, "stage": 0})
+    assert status == 200
+    valid("Page/$defs/job", found)
+    job = whole_job(parsed(question).run, "H100").as_json()
+    for drawn, phase in zip(found["phases"], job["phases"], strict=True):
+        for key in ("name", "stage", "allocated_bytes", "reserved_bytes", "outside_bytes", "driver_bytes", "verdict"):
+            assert drawn[key] == (list(phase[key]) if isinstance(phase[key], list) else phase[key])
+    assert found["verdict"] == job["verdict"] and f"{job['gpu']}:" in found["words"]
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_the_phases_of_every_engine_are_answered(client: Client, engine: str) -> None:
+    options = {"engine": engine, "num-gpus": 1 if engine == "single" else 8}
+    if engine == "megatron_fsdp":
+        options["data-parallel-sharding-strategy"] = "optim_grads_params"
+    status, found = client.post("/api/phases", {"model": "Qwen/Qwen3-8B", "gpu": "H100", "options": options})
+    assert status == 200, found
+    valid("Page/$defs/job", found)
+    missing = any(note.startswith("not modelled") for note in found["notes"])
+    assert missing == (len(found["phases"]) < 7)
+
+
+def test_phases_are_refused_as_the_estimate_is(client: Client) -> None:
+    for wrong in ({**LLAMA, "options": {"tp": 3}}, {**LLAMA, "gpu": "nonsense"}, [], {"model": "nonsense"}):
+        estimate, phases = client.post("/api/estimate", wrong), client.post("/api/phases", wrong)
+        refused(*phases)
+        assert phases == estimate
+
+
+def test_an_estimate_does_not_wait_for_all_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps of a job an estimate has its turn."""
+    api, answered = Api(), threading.Event()
+
+    def ask() -> None:
+        api.estimate(LLAMA)
+        answered.set()
+
+    def steps(result: Any, gpu: Any) -> Any:
+        threading.Thread(target=ask, daemon=True).start()
+        while not answered.is_set():
+            yield
+        return job_of(result, gpu)
+
+    monkeypatch.setattr("bridge_memory.web.api.job_steps", steps)
+    assert len(api.phases(LLAMA)["phases"]) == 7 and answered.is_set()
 
 
 def test_every_option_of_the_command_line_is_offered(client: Client) -> None:

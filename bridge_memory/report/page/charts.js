@@ -139,6 +139,50 @@ export function stageBars(element, stages, options = {}) {
   return { select, destroy: () => element.replaceChildren() };
 }
 
+// ---- the phases of a job ----
+
+/** job: page.job. A bar a phase: its parts at the least, and the range up to the most. */
+export function phaseStrip(element, job) {
+  const { phases, capacity_bytes: capacity } = job;
+  const most = Math.max(capacity, ...phases.map((phase) => phase.driver_bytes[1])) * 1.02;
+  const at = (bytes) => `${(100 * bytes) / most}%`;
+  const unit = job.capacity.split(" ")[1];
+  const tip = { current: null };
+  const rows = phases.map((phase, i) => {
+    const reserved = phase.reserved_bytes[0], allocated = Math.min(phase.allocated_bytes[0], reserved);
+    const [least, driver] = phase.driver_bytes;
+    const parts = [["allocated", allocated], ["reserved", reserved - allocated], ["outside", least - reserved], ["range", driver - least]];
+    const numbers = phase.cells.slice(1, -1).map((cell, c) => `${job.columns[c + 1]} ${cell}`);
+    const words = `${phase.name}: ${numbers.join(", ")} ${unit}; ${phase.verdict}, ${phase.room}`;
+    const bar = html("span", {
+      class: "bm-bar", role: "img", "aria-label": i === job.decides ? `${words}; the highest driver peak` : words,
+      onpointermove: (event) => {
+        const box = element.getBoundingClientRect();
+        tip.current.show(event.clientX - box.left, event.clientY - box.top, [
+          html("b", {}, phase.name), ...numbers.map((one) => html("div", {}, one)),
+          html("ul", {}, phase.largest.map((one) => html("li", {}, one)))]);
+      },
+      onpointerleave: () => tip.current.hide(),
+    }, parts.filter(([, bytes]) => bytes > 0).map(([name, bytes]) => html("span", { class: `bm-part bm-${name}`, style: `width:${at(bytes)}` })),
+    html("span", { class: "bm-capacity", style: `left:${at(capacity)}` }));
+    return html("li", { class: i === job.decides ? "bm-decides" : null }, html("span", { class: "bm-phase" }, phase.name), " ", bar, " ",
+      html("span", { class: `bm-room bm-${TONES[phase.verdict]}` }, html("b", {}, phase.verdict), `, ${phase.room}`));
+  });
+  const keys = [["allocated", "allocated"], ["reserved", "reserved beyond it"], ["outside", "outside of torch"], ["range", "up to the most"]];
+  element.replaceChildren(html("div", { class: "bm-chart" },
+    html("ul", { class: "bm-legend", "aria-hidden": "true" },
+      keys.map(([name, title]) => html("li", {}, html("span", { class: `bm-swatch bm-${name}` }), title))),
+    html("ul", { class: "bm-phases" },
+      html("li", { class: "bm-of", "aria-hidden": "true" }, html("span", { class: "bm-scale" },
+        html("span", { class: "bm-card", style: capacity > most / 2 ? `right:${at(most - capacity)}` : `left:${at(capacity)}` }, `${job.gpu}: ${job.capacity}`))),
+      rows)));
+  element.classList.add("bm-host");
+  tip.current = tooltip(element);
+  return { destroy: () => element.replaceChildren() };
+}
+
+const TONES = { fits: "tone-good", tight: "tone-warn", "does not fit": "tone-bad" };
+
 // ---- a stage over one step ----
 
 /** The points of a timeline, as bridge_memory.timeline.Timeline.points gives them, with a place on the axis. */

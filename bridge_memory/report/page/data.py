@@ -15,9 +15,11 @@ from bridge_memory.components import Component, Part, Provenance, Role
 from bridge_memory.decisive import decisive
 from bridge_memory.estimation import Estimate, StageEstimate, StageParts, stage_parts
 from bridge_memory.inventory.stack import chunk_units
+from bridge_memory.job.job import Job
 from bridge_memory.report.answer import answer_of, peak_words
 from bridge_memory.report.decided import sentences
 from bridge_memory.report.details import layer_name
+from bridge_memory.report.phases import phases_data
 from bridge_memory.report.summary import configuration
 from bridge_memory.report.table import alike, moves_words
 from bridge_memory.report.units import ranges
@@ -44,11 +46,12 @@ def page_data(
     fix: str = "",
     unit: str = "GiB",
     drawn: Collection[int] | None = None,
+    job: Job | None = None,
 ) -> dict[str, Any]:
     """Everything that a page shows of ``result``.
 
     ``flags``: the command that reproduces it; ``fix``: a change that makes it fit, in words; ``drawn``: stages that get
-    a timeline and a treemap (None: one of each group of equal stages).
+    a timeline and a treemap (None: one of each group of equal stages); ``job``: its phases.
     """
     answer = answer_of(result, fits, unit=unit, fix=fix)
     groups = alike(result.stages)
@@ -73,6 +76,7 @@ def page_data(
         "treemaps": {str(n): treemap_data(result, n) for n in sorted(chosen)},
         "assumptions": list(dict.fromkeys(result.assumptions)),
         "not_modelled": [{"what": str(feature), "moves": moves_words(feature, unit)} for feature in result.unmodelled],
+        **({} if job is None else {"job": phases_data(job, unit)}),
     }  # fmt: skip
 
 

@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 from bridge_memory.estimation import Estimate
 from bridge_memory.files import read_text
+from bridge_memory.job.job import Job
 from bridge_memory.report.answer import fit_ticks
 from bridge_memory.report.decided import TITLE
-from bridge_memory.report.document import Bullets, Chart, Drawn, Pairs, Words
+from bridge_memory.report.document import Bullets, Chart, Drawn, Grid, Pairs, Words
 from bridge_memory.report.page.data import page_data
+from bridge_memory.report.phases import job_line, job_table
 from bridge_memory.report.table import ALL_MODELLED, alike
 from bridge_memory.report.units import format_bytes, format_count, format_ticks
 from bridge_memory.verdict import Fit
@@ -54,16 +56,17 @@ class Measured(NamedTuple):
 
 def estimate_page(
     result: Estimate, fits: Sequence[Fit] = (), *, flags: str = "", fix: str = "", unit: str = "GiB",
-    stage: int | None = None, measured: Measured | None = None,
+    stage: int | None = None, measured: Measured | None = None, job: Job | None = None,
 ) -> str:  # fmt: skip
     """``result`` as one HTML file.
 
-    ``stage``: drawn first (default: the stage with the highest peak); ``measured``: drawn over it. Where the file would
-    exceed ``MOST_BYTES``, timelines and treemaps of the stages with the lowest peaks are left out.
+    ``stage``: drawn first (default: the stage with the highest peak); ``measured``: drawn over it; ``job``: drawn above
+    the stages. Where the file would exceed ``MOST_BYTES``, timelines and treemaps of the stages with the lowest peaks
+    are left out.
     """
     first = result.peak_stage.stage if stage is None else stage
     shown = next(group[0].stage for group in alike(result.stages) if first in [s.stage for s in group])
-    data = page_data(result, fits, flags=flags, fix=fix, unit=unit)
+    data = page_data(result, fits, flags=flags, fix=fix, unit=unit, job=job)
     data["shown"] = shown
     if measured is not None:
         data["measured"] = {
@@ -71,12 +74,13 @@ def estimate_page(
             if (found := _highest([measured.stages.get(s.stage, (None, None)) for s in group]))
         }  # fmt: skip
     lowest_first = sorted(data["stages"], key=lambda s: (s["stage"] == shown, s["peak_bytes"]))
-    page = _estimate_html(data, measured)
+    phases = "" if job is None else _phases(job, unit)
+    page = _estimate_html(data, measured, phases)
     for left_out in lowest_first[:-1]:
         if len(page.encode()) <= MOST_BYTES:
             break
         del data["timelines"][str(left_out["stage"])], data["treemaps"][str(left_out["stage"])]
-        page = _estimate_html(data, measured)
+        page = _estimate_html(data, measured, phases)
     return page
 
 
@@ -142,7 +146,7 @@ def _document(title: str, body: str, script: str, data: Mapping[str, Any], *, re
 _THEME = '<button type="button" class="bm-tool" id="theme">light / dark</button>'
 
 
-def _estimate_html(data: dict[str, Any], measured: Measured | None) -> str:
+def _estimate_html(data: dict[str, Any], measured: Measured | None, phases: str) -> str:
     script = _script(*_CHARTS, "report.js", "theme.js")
     verdict, title = data["verdict"], data["title"]
     kind = (verdict["answer"] or "none").replace(" ", "-")
@@ -160,7 +164,7 @@ def _estimate_html(data: dict[str, Any], measured: Measured | None) -> str:
             [f"{feature['what']} ({feature['moves']})" for feature in data["not_modelled"]],
             ALL_MODELLED,
         ),
-        flags=_flags(data["flags"]),
+        flags=_flags(data["flags"]), phases=phases,
         measured="" if measured is None else "\n".join(map(_block, (measured.words, *measured.blocks))),
     )
     held = _held_charts(block for block in (measured.blocks if measured else ()) if isinstance(block, Chart))
@@ -223,6 +227,16 @@ def _table(caption: str, heads: Sequence[tuple[str, bool]], rows: Iterable[Seque
     return f"<table>{shown}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
+def _phases(job: Job, unit: str) -> str:
+    """The line of the whole job, a place for its strip, and its table."""
+    table = job_table(job, unit)
+    return (
+        f'<section aria-labelledby="h-phases"><h2 id="h-phases">{escape(table.title)}</h2>{_block(job_line(job, unit))}'
+        '<div id="phases"></div><details id="static-phases" open><summary>as a table</summary>'
+        f"{_grid(table)}</details>{_small(table.notes)}</section>"
+    )
+
+
 def _stage_table(data: dict[str, Any]) -> str:
     roles = list(data["stages"][0]["parts"])
     heads = [
@@ -254,7 +268,7 @@ def _gpu_section(data: dict[str, Any]) -> str:
     if not data["gpus"]:
         return ""
     head = '<section aria-labelledby="h-gpus"><h2 id="h-gpus">GPUs</h2>'
-    return f'{head}<div class="scroll">{_gpu_table(data)}</div></section>'
+    return f"{head}{_scrolled('GPUs', _gpu_table(data))}</section>"
 
 
 def _gpu_table(data: dict[str, Any]) -> str:
@@ -284,7 +298,19 @@ def _block(block: Drawn) -> str:
             words = "".join(f"<p>{escape(line)}</p>" for line in block.lines)
             return f'<section class="verdict {_TONES[block.tone]}">{words}</section>'
         return f"<section>{title}{''.join(f'<p>{escape(line)}</p>' for line in block.lines)}</section>"
+    return f"<section>{title}{_grid(block)}{_small(block.notes)}</section>"
+
+
+def _grid(block: Grid) -> str:
     heads = [(column.title, not column.words) for column in block.columns]
     worst = -1 if block.emphasis is None else block.emphasis
-    notes = "".join(f'<p class="sub">{escape(note)}</p>' for note in block.notes)
-    return f'<section>{title}<div class="scroll">{_table("", heads, block.rows, worst)}</div>{notes}</section>'
+    return _scrolled(block.title or "table", _table("", heads, block.rows, worst))
+
+
+def _scrolled(name: str, table: str) -> str:
+    """A table that may be wider than the page; keys scroll it."""
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}">{table}</div>'
+
+
+def _small(notes: Iterable[str]) -> str:
+    return "".join(f'<p class="sub">{escape(note)}</p>' for note in notes)

@@ -1,5 +1,5 @@
 // The one-file report: draws charts into a page written by Python, from the JSON in #data.
-import { formatBytes, html, peakTreemap, stageBars, stepTimeline } from "./charts.js";
+import { formatBytes, html, peakTreemap, phaseStrip, stageBars, stepTimeline } from "./charts.js";
 import { drawAll } from "./plots.js";
 
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -54,6 +54,10 @@ if (data.stages?.length) {
   stageBars(place("stages"), data.stages, { gpus: data.gpus, selected: data.shown, onSelect: show, measured: data.measured });
   place("static-stages").open = false;
   show(data.shown);
+}
+if (data.job) {
+  phaseStrip(place("phases"), data.job);
+  place("static-phases").open = false;
 }
 drawAll();
 const copy = place("copy");

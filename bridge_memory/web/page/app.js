@@ -25,6 +25,7 @@ class Page {
     this.answers = 0;
     this.form = new Form(facts, models, this.state, (parts, field) => this.changed(parts, field));
     this.estimates = new Latest((question, more) => this.estimate(question, more));
+    this.jobs = new Latest((question) => this.phases(question));
     this.whatifs = new Latest((question) => this.whatif(question));
     this.searching = new Search(this);
     this.measured = new Measured(this);
@@ -140,7 +141,11 @@ class Page {
       this.draw();
       this.form.answered(answer);
       await this.ofTheOther(asked.vs);
-      this.quiet = setTimeout(() => this.whatifs.ask(asked), QUIET);
+      results.phasesOf(this.question(asked));
+      this.quiet = setTimeout(() => {
+        this.jobs.ask(asked);
+        this.whatifs.ask(asked);
+      }, QUIET);
     } catch (error) {
       if (error instanceof Gone) return this.gone(asked);
       if (!(error instanceof Refusal)) throw error;
@@ -182,6 +187,24 @@ class Page {
     this.state.now.stage = stage;
     this.push("stage");
     this.ask();
+  }
+
+  // What the phases are of: they are the same whatever stage is drawn.
+  question(asked) {
+    return JSON.stringify({ ...asked.question, stage: undefined });
+  }
+
+  async phases(asked) {
+    const question = this.question(asked);
+    if (asked.address !== this.state.address() || results.phasesOf(question)) return;
+    const now = () => this.question({ question: this.state.question() }) === question;
+    try {
+      const found = await post("/api/phases", asked.question);
+      if (now()) results.phases(found, question);
+    } catch (error) {
+      if (error instanceof Refusal && now()) results.noPhases(error.message);
+      else if (!(error instanceof Gone) && !(error instanceof Refusal)) throw error;
+    }
   }
 
   async whatif(asked) {

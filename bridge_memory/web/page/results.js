@@ -2,7 +2,7 @@
 
 import { post } from "./api.js";
 import { bar, legend, partsOf, ROLES, scaleOf } from "./bars.js";
-import { peakTreemap, stepTimeline } from "./report/charts.js";
+import { peakTreemap, phaseStrip, stepTimeline } from "./report/charts.js";
 import { $, button, count, fill, gib, h, seconds, toast } from "./dom.js";
 
 const WORDS = {
@@ -103,7 +103,47 @@ export function refused(refusal, fixes, page) {
 // Hides the parts of the last answer.
 export function hide() {
   clearTimeout(next);
-  for (const id of ["stages", "stage", "whatif", "notes"]) $(id).hidden = true;
+  for (const id of ["phases", "stages", "stage", "whatif", "notes"]) $(id).hidden = true;
+}
+
+// ---- the phases of the job ----
+
+const JOB = "The whole job";
+let shownOf = null; // the question of the phases that are shown
+
+/** Whether the phases of `question` are shown; those of another are marked as busy. */
+export function phasesOf(question) {
+  const section = $("phases"), same = shownOf === question;
+  if (!shownOf) fill(section, h("h2", {}, JOB, h("small", {}, "from build to resume: computing")), h("div", { class: "coming" }));
+  section.hidden = false;
+  if (same) section.removeAttribute("aria-busy");
+  else section.setAttribute("aria-busy", "true");
+  return same;
+}
+
+export function phases(found, question) {
+  const section = $("phases"), [tone] = WORDS[found.verdict];
+  const open = section.querySelector("details")?.open ?? false;
+  const strip = h("div", { class: "chart" });
+  const numbers = (i) => (i > 0 && i < found.columns.length - 1 ? "number" : "");
+  fill(section,
+    h("h2", {}, JOB, h("small", {}, "GiB of the GPU with most in each phase, as torch and the driver count it")),
+    h("p", { class: `line ${tone}` }, found.words), strip,
+    h("details", { open }, h("summary", {}, "As a table"),
+      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": found.title }, h("table", {},
+        h("thead", {}, h("tr", {}, ...found.columns.map((title, i) => h("th", { scope: "col", class: numbers(i) }, title)))),
+        h("tbody", {}, ...found.phases.map((phase, row) => h("tr", { class: row === found.decides ? "same" : "" },
+          ...phase.cells.map((cell, i) => h(i ? "td" : "th", { scope: i ? null : "row", class: numbers(i) }, cell)))))))),
+    ...found.notes.map((note) => h("p", { class: "hint" }, sentence(note))));
+  section.removeAttribute("aria-busy");
+  phaseStrip(strip, found);
+  shownOf = question;
+}
+
+export function noPhases(message) {
+  fill($("phases"), h("h2", {}, JOB), h("p", { class: "error" }, message));
+  $("phases").removeAttribute("aria-busy");
+  shownOf = null;
 }
 
 // ---- stages ----
