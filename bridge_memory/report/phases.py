@@ -19,14 +19,15 @@ _STARTS = {Verdict.FITS: "FITS", Verdict.TIGHT: "TIGHT on", Verdict.DOES_NOT_FIT
 
 
 def job_words(job: Job, unit: str = "GiB") -> str:
-    """"whole job: DOES NOT FIT H100: resume needs 80.0 of 79.1 GiB, over by 0.9"."""
+    """"Whole job: DOES NOT FIT H100: resume has the highest driver peak, 80.0 of 79.1 GiB, over by 0.9"."""
     worst = job.tightest
     most, capacity = worst.driver.most, job.gpu.capacity_bytes
     room = f"{_number(capacity - most, unit)} free"
     if most > capacity:
         room = f"over by {'up to ' * (worst.driver.least <= capacity)}{_number(most - capacity, unit)}"
     peak = f"{_short(worst.driver, unit)} of {_number(capacity, unit)} {unit}"
-    start = f"Whole job: {_STARTS[job.verdict]} {job.gpu.name}"
+    left_out = ", as far as it is modelled" if job.not_modelled else ""
+    start = f"Whole job{left_out}: {_STARTS[job.verdict]} {job.gpu.name}"
     return f"{start}: {worst.phase} has the highest driver peak, {peak}, {room}"
 
 
