@@ -9,24 +9,30 @@ from bridge_memory.report.document import Block, Column, Grid, Words
 from bridge_memory.report.units import DECIMALS, format_ticks, ticks
 from bridge_memory.verdict import Verdict
 
-_TONES = {Verdict.FITS: "good", Verdict.TIGHT: "open", Verdict.DOES_NOT_FIT: "bad"}
-_STARTS = {Verdict.FITS: "FITS", Verdict.TIGHT: "TIGHT on", Verdict.DOES_NOT_FIT: "DOES NOT FIT"}
+_TONES = {Verdict.FITS: "good", Verdict.TIGHT: "open", Verdict.UNKNOWN: "open", Verdict.DOES_NOT_FIT: "bad"}
+_STARTS = {
+    Verdict.FITS: "FITS", Verdict.TIGHT: "TIGHT on", Verdict.UNKNOWN: "UNKNOWN for",
+    Verdict.DOES_NOT_FIT: "DOES NOT FIT",
+}  # fmt: skip
 
 
 def job_words(job: Job, unit: str = "GiB") -> str:
-    """"whole job: DOES NOT FIT H100: resume needs 80.0 of 79.1 GiB, over by 0.9"."""
-    worst = job.tightest
-    most, capacity = worst.driver.most, job.gpu.capacity_bytes
-    room = f"{_number(capacity - most, unit)} free"
-    if most > capacity:
-        room = f"over by {'up to ' * (worst.driver.least <= capacity)}{_number(most - capacity, unit)}"
+    """"Whole job: FITS H100: resume has the highest driver peak, 46.2-53.8 of 79.1 GiB, 25.3 free"."""
+    worst, capacity = job.tightest, job.gpu.capacity_bytes
     peak = f"{_short(worst.driver, unit)} of {_number(capacity, unit)} {unit}"
-    start = f"Whole job: {_STARTS[job.verdict]} {job.gpu.name}"
-    return f"{start}: {worst.phase} has the highest driver peak, {peak}, {room}"
+    there = {phase.phase for phase in job.phases}
+    missing = [str(phase) for phase in Phase if phase not in there]
+    without = f" without {', '.join(missing)} (not modelled)" if missing else ""
+    start = f"Whole job{without}: {_STARTS[job.verdict]} {job.gpu.name}"
+    words = f"{start}: {worst.phase} has the highest driver peak, {peak}, {_room(worst, capacity, unit)}"
+    if job.verdict is not Verdict.UNKNOWN:
+        return words
+    return f"{words}; not modelled: {', '.join(dict.fromkeys(f.partition(':')[0] for f in job.unmodelled))}"
 
 
-def job_blocks(job: Job, unit: str = "GiB") -> list[Block]:
-    """The line of the whole job, and the table of its phases."""
+def job_blocks(job: Job, unit: str = "GiB", stage: int | None = None) -> list[Block]:
+    """The line of the whole job, and the table of its phases; ``stage``: on that one, not each on its fullest."""
+    phases = job.phases if stage is None else job.stages[stage]
     capacity, several = job.gpu.capacity_bytes, len(job.stages) > 1
     columns = (
         Column("phase", words=True), *((Column("stage"),) if several else ()), Column("allocated"), Column("reserved"),
@@ -38,9 +44,9 @@ def job_blocks(job: Job, unit: str = "GiB") -> list[Block]:
             *(_short(n, unit) for n in (total(phase.allocated), phase.reserved, total(phase.outside), phase.driver)),
             _fits(phase, capacity, unit),
         )
-        for phase in job.phases
+        for phase in phases
     )  # fmt: skip
-    emphasis = next(i for i, phase in enumerate(job.phases) if phase is job.tightest)
+    emphasis = next((i for i, phase in enumerate(phases) if phase is job.tightest), None)
     return [
         Words("", (job_words(job, unit),), _TONES[job.verdict]),
         Grid(f"The whole job, phase by phase, {unit}", columns, rows, emphasis, tuple(_notes(job, unit))),
@@ -72,12 +78,16 @@ def _notes(job: Job, unit: str) -> list[str]:
 
 
 def _fits(phase: PhaseMemory, capacity: int, unit: str) -> str:
+    return f"{phase.verdict(capacity)}, {_room(phase, capacity, unit)}"
+
+
+def _room(phase: PhaseMemory, capacity: int, unit: str) -> str:
     verdict, left = phase.verdict(capacity), capacity - phase.driver.most
     if verdict is Verdict.FITS:
-        return f"fits, {_number(left, unit)} free"
+        return f"{_number(left, unit)} free"
     if verdict is Verdict.TIGHT:
-        return f"tight, over by up to {_number(-left, unit)}"
-    return f"does not fit, over by {_number(phase.driver.least - capacity, unit)} or more"
+        return f"over by up to {_number(-left, unit)}"
+    return f"over by {_number(phase.driver.least - capacity, unit)} or more"
 
 
 def _short(found: Range, unit: str) -> str:
