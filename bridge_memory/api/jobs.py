@@ -9,7 +9,7 @@ from bridge_memory.estimation import estimate
 from bridge_memory.job.job import Job, job_of
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.errors import show
-from bridge_memory.spec.gpus import find_gpu
+from bridge_memory.spec.gpus import check_computes, find_gpu
 
 
 def whole_job(run: RunSpec, gpu: str | Gpu, *, host_bytes: int | None = None) -> Job:
@@ -25,7 +25,7 @@ def whole_job(run: RunSpec, gpu: str | Gpu, *, host_bytes: int | None = None) ->
         most. ``not_modelled`` says which phases are left out, and why.
 
     Raises:
-        SpecError: The GPU is not known, or ``host_bytes`` is no number of bytes.
+        SpecError: The GPU is not known or lacks the run's precision, or ``host_bytes`` is no number of bytes.
 
     Example:
         >>> from bridge_memory import ParallelSpec, RunSpec, whole_job
@@ -41,5 +41,6 @@ def whole_job(run: RunSpec, gpu: str | Gpu, *, host_bytes: int | None = None) ->
     if host_bytes is not None and (type(host_bytes) is not int or host_bytes < 1):
         raise SpecError(f"host_bytes ({show(host_bytes)}) is no number of bytes; give 1 or more, or None")
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    check_computes(card, run.precision)
     arch = card.arch or run.implementation.gpu_arch
     return job_of(estimate(run.with_(implementation=replace(run.implementation, gpu_arch=arch))), card, host_bytes)

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     spec = run_on_gpus(args, gpus)
     if args.host_memory is not None and not args.phases:
         raise SpecError("--host-memory does nothing without --phases; add it or drop the flag")
-    if args.host_memory is not None and not args.host_memory > 0:
+    if args.host_memory is not None and not 0 < args.host_memory * GIB < float("inf"):
         raise SpecError(f"--host-memory ({args.host_memory:g}) is no amount of memory; give the GiB of a node")
     if args.phases and len(gpus) != 1:
         raise SpecError(f"--phases is about one GPU, not {len(gpus) or 'none'}; give --gpu NAME once")
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         job = job_of(result, gpus[0], None if args.host_memory is None else int(args.host_memory * GIB))
     _print(args, result, fitting, unit, fix, job)
     of_job = () if job is None else (job.verdict, job.host_verdict)
-    fit = all(fit.fits for fit in fitting) and Verdict.DOES_NOT_FIT not in of_job
+    fit = all(fit.fits for fit in fitting) and not {Verdict.DOES_NOT_FIT, Verdict.UNKNOWN} & set(of_job)
     return EXIT_DOES_NOT_FIT if args.require_fit and not fit else 0
 
 
@@ -162,19 +162,19 @@ def _print(
         from bridge_memory.report.table import estimate_blocks
 
         blocks = estimate_blocks(result, fitting, unit=unit, stage=args.stage, details=details, fix=fix)
-        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(job, unit)])
+        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(job, unit, args.stage)])
     else:
         from bridge_memory.report.short import short_blocks
 
         more = "-v lists them, with every table"
         blocks = short_blocks(result, fitting, unit=unit, stage=args.stage, fix=fix, more=more)
-        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(job, unit)])
+        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(job, unit, args.stage)])
 
 
-def _job_blocks(job: Job | None, unit: str) -> list[Block]:
+def _job_blocks(job: Job | None, unit: str, stage: int | None) -> list[Block]:
     from bridge_memory.report.phases import job_blocks
 
-    return [] if job is None else job_blocks(job, unit)
+    return [] if job is None else job_blocks(job, unit, stage)
 
 
 def _reserved_blocks(found: Reserved | None, unit: str) -> list[Block]:

@@ -25,6 +25,7 @@ from bridge_memory.job.loading import How
 from bridge_memory.job.overload import Overload, overload
 from bridge_memory.job.phase import Phase
 from bridge_memory.result import Estimate
+from bridge_memory.spec.unmodelled import Unmodelled, bounds
 from bridge_memory.verdict import FRAGMENTATION, Verdict
 
 SCHEMA = "bridge-memory/job/1"
@@ -101,12 +102,20 @@ class Job:
     replayed: bool
     #: Host memory of a node, bytes; None: not known.
     host_bytes: int | None = None
+    #: What the estimate does not model of the step, and the whole job neither.
+    unmodelled: tuple[Unmodelled, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
-        """That of the phase that decides it."""
-        found = {phase.verdict(self.gpu.capacity_bytes) for phase in self.phases}
-        return next(v for v in (Verdict.DOES_NOT_FIT, Verdict.TIGHT, Verdict.FITS) if v in found)
+        """That of the phase that decides it; unknown where ``unmodelled`` can change it."""
+        worst, capacity = self.tightest, self.gpu.capacity_bytes
+        found = worst.verdict(capacity)
+        least, most = bounds(worst.driver.least, self.unmodelled).least, bounds(worst.driver.most, self.unmodelled).most
+        if found is Verdict.DOES_NOT_FIT:
+            certain = least is not None and least > capacity
+        else:
+            certain = most is not None and most <= max(capacity, worst.driver.most)
+        return found if certain else Verdict.UNKNOWN
 
     @property
     def host_verdict(self) -> Verdict | None:
@@ -115,8 +124,10 @@ class Job:
 
     @property
     def tightest(self) -> PhaseMemory:
-        """The phase with the highest driver peak."""
-        return max(self.phases, key=lambda phase: phase.driver[::-1])
+        """The phase that decides the verdict, with the highest driver peak; of several the first, whose reserved memory
+        later ones keep."""
+        capacity = self.gpu.capacity_bytes
+        return max(self.phases, key=lambda phase: (phase.driver.least > capacity, phase.driver.most))
 
     def as_json(self) -> dict[str, Any]:
         """By the schema ``SCHEMA``; ranges are [least, most]."""
@@ -156,23 +167,29 @@ def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Gene
         every.append(tuple(_phases(result, gpu, stage.stage)))
         yield
     replayed: set[int] = set()
-    while True:
-        worst = [max(of, key=lambda phase: phase.driver.most) for of in zip(*every, strict=True)]
-        training = next(phase for phase in worst if phase.phase is Phase.TRAINING)
-        if training.stage in replayed or reserved.why_not(run) is not None:
-            break
+    # A replay lowers the upper end of a stage, below which another may be that is not replayed yet.
+    while (training := _training(worst := _worst(every))).stage not in replayed and reserved.why_not(run) is None:
         found = reserved.replayed(run, training.stage)
         yield
         exact = found.expandable if run.implementation.expandable_segments else found.segments
         every[training.stage] = tuple(_phases(result, gpu, training.stage, exact))
         replayed.add(training.stage)
     margin = partial(_beyond, outside=total(training.outside).most)
-    reasons = (building.why_not(run), evaluation.why_not(run), loading.why_not_resumed(run))
+    reasons = (building.why_not(run) or loading.why_not_resumed(run), evaluation.why_not(run))
     return Job(
-        gpu, tuple(worst), tuple(every), overload(run, gpu.capacity_bytes, margin),
+        gpu, worst, tuple(every), overload(run, gpu.capacity_bytes, margin),
         host_memory(run, node_of(gpu), saving=saving.host_of_saving(run, training.stage) or ()),
-        tuple(dict.fromkeys(filter(None, reasons))), bool(replayed), host_bytes,
+        tuple(filter(None, reasons)), bool(replayed), host_bytes,
+        tuple(feature for feature in result.unmodelled if not feature.startswith("cuda_graph_impl ")),  # graphs(...)
     )
+
+
+def _worst(stages: Sequence[tuple[PhaseMemory, ...]]) -> tuple[PhaseMemory, ...]:
+    return tuple(max(of, key=lambda phase: phase.driver.most) for of in zip(*stages, strict=True))
+
+
+def _training(phases: Sequence[PhaseMemory]) -> PhaseMemory:
+    return next(phase for phase in phases if phase.phase is Phase.TRAINING)
 
 
 def node_of(gpu: Gpu) -> int:
@@ -217,7 +234,8 @@ def _phases(result: Estimate, gpu: Gpu, stage: int, replayed: int | None = None)
     kept = trained.reserved
     evaluated = evaluation.evaluation(run, stage)
     if evaluated is not None:
-        yield phase(Phase.EVALUATION, evaluated, kept)
+        yield (tested := phase(Phase.EVALUATION, evaluated, kept))
+        kept = tested.reserved
     saved = saving.saving(run, stage)
     if saved is not None:
         yield phase(Phase.SAVE, saved, kept)

@@ -133,12 +133,12 @@ def _elements(lines: Sequence[Component], state: State, widths: dict[State, int]
 
 
 def why_not_resumed(run: RunSpec) -> str | None:
-    """Why a resume is not modelled, in addition to ``building.why_not``; None where it is."""
+    """Why save and resume are not modelled, in addition to ``building.why_not``; None where it is."""
     o = run.optimizer
     if o.optimizer != "adam":
-        return f"optimizer {o.optimizer}: only Adam's resume is modelled"
+        return f"optimizer {o.optimizer}: save and resume are modelled for Adam only"
     if o.optimizer_cpu_offload:
-        return "optimizer_cpu_offload: resuming is not modelled"
+        return "optimizer_cpu_offload: save and resume are not modelled"
     return None
 
 

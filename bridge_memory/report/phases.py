@@ -14,26 +14,30 @@ from bridge_memory.verdict import Verdict
 
 #: Parts of a phase that a page names.
 _SHOWN = 6
-_TONES = {Verdict.FITS: "good", Verdict.TIGHT: "open", Verdict.DOES_NOT_FIT: "bad"}
-_STARTS = {Verdict.FITS: "FITS", Verdict.TIGHT: "TIGHT on", Verdict.DOES_NOT_FIT: "DOES NOT FIT"}
+_TONES = {Verdict.FITS: "good", Verdict.TIGHT: "open", Verdict.UNKNOWN: "open", Verdict.DOES_NOT_FIT: "bad"}
+_STARTS = {
+    Verdict.FITS: "FITS", Verdict.TIGHT: "TIGHT on", Verdict.UNKNOWN: "UNKNOWN for",
+    Verdict.DOES_NOT_FIT: "DOES NOT FIT",
+}  # fmt: skip
 
 
 def job_words(job: Job, unit: str = "GiB") -> str:
-    """"Whole job: DOES NOT FIT H100: resume has the highest driver peak, 80.0 of 79.1 GiB, over by 0.9"."""
-    worst = job.tightest
-    most, capacity = worst.driver.most, job.gpu.capacity_bytes
-    room = f"{_number(capacity - most, unit)} free"
-    if most > capacity:
-        room = f"over by {'up to ' * (worst.driver.least <= capacity)}{_number(most - capacity, unit)}"
+    """"Whole job: FITS H100: resume has the highest driver peak, 46.2-53.8 of 79.1 GiB, 25.3 free"."""
+    worst, capacity = job.tightest, job.gpu.capacity_bytes
     peak = f"{_short(worst.driver, unit)} of {_number(capacity, unit)} {unit}"
-    left_out = ", as far as it is modelled" if job.not_modelled else ""
-    start = f"Whole job{left_out}: {_STARTS[job.verdict]} {job.gpu.name}"
-    return f"{start}: {worst.phase} has the highest driver peak, {peak}, {room}"
+    there = {phase.phase for phase in job.phases}
+    missing = [str(phase) for phase in Phase if phase not in there]
+    without = f" without {', '.join(missing)} (not modelled)" if missing else ""
+    start = f"Whole job{without}: {_STARTS[job.verdict]} {job.gpu.name}"
+    words = f"{start}: {worst.phase} has the highest driver peak, {peak}, {_room(worst, capacity, unit)}"
+    if job.verdict is not Verdict.UNKNOWN:
+        return words
+    return f"{words}; not modelled: {', '.join(dict.fromkeys(f.partition(':')[0] for f in job.unmodelled))}"
 
 
-def job_blocks(job: Job, unit: str = "GiB") -> list[Block]:
-    """The line of the whole job, and the table of its phases."""
-    return [job_line(job, unit), job_table(job, unit)]
+def job_blocks(job: Job, unit: str = "GiB", stage: int | None = None) -> list[Block]:
+    """The line of the whole job, and the table of its phases; ``stage``: on that one, not each on its fullest."""
+    return [job_line(job, unit), job_table(job, unit, stage)]
 
 
 def job_line(job: Job, unit: str = "GiB") -> Words:
@@ -41,8 +45,9 @@ def job_line(job: Job, unit: str = "GiB") -> Words:
     return Words("", (job_words(job, unit),), _TONES[job.verdict])
 
 
-def job_table(job: Job, unit: str = "GiB") -> Grid:
-    """The phases; the deciding one emphasised."""
+def job_table(job: Job, unit: str = "GiB", stage: int | None = None) -> Grid:
+    """The phases; the deciding one emphasised. ``stage``: as for ``job_blocks``."""
+    phases = job.phases if stage is None else job.stages[stage]
     capacity, several = job.gpu.capacity_bytes, len(job.stages) > 1
     columns = (
         Column("phase", words=True), *((Column("stage"),) if several else ()), Column("allocated"), Column("reserved"),
@@ -54,9 +59,9 @@ def job_table(job: Job, unit: str = "GiB") -> Grid:
             *(_short(n, unit) for n in (total(phase.allocated), phase.reserved, total(phase.outside), phase.driver)),
             _fits(phase, capacity, unit),
         )
-        for phase in job.phases
+        for phase in phases
     )  # fmt: skip
-    emphasis = next(i for i, phase in enumerate(job.phases) if phase is job.tightest)
+    emphasis = next((i for i, phase in enumerate(phases) if phase is job.tightest), None)
     return Grid(f"The whole job, phase by phase, {unit}", columns, rows, emphasis, tuple(_notes(job, unit)))
 
 

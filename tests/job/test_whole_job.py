@@ -9,13 +9,14 @@ from random import Random
 import pytest
 from drawn_runs import ENGINES, a_run
 
-from bridge_memory import RunSpec, SpecError, estimate, find_gpu, whole_job
+from bridge_memory import RunSpec, SpecError, estimate, find_gpu, fits, whole_job
 from bridge_memory.cli import main
 from bridge_memory.components import GIB
-from bridge_memory.job.amount import total
+from bridge_memory.job.amount import Range, total
 from bridge_memory.job.job import Job
 from bridge_memory.job.phase import Phase
 from bridge_memory.report.phases import job_words
+from bridge_memory.spec.unmodelled import Effect, Unmodelled
 from bridge_memory.verdict import Verdict
 
 ORDER = [Phase.BUILD, Phase.LOAD, Phase.FIRST_STEP, Phase.TRAINING, Phase.EVALUATION, Phase.SAVE, Phase.RESUME]
@@ -44,11 +45,15 @@ def check(job: Job, run: RunSpec) -> None:
                 assert phase.reserved.least >= kept
                 kept = phase.reserved.least
     for number, worst in enumerate(job.phases):
-        of_stages = [phases[number] for phases in job.stages]
-        assert worst in of_stages and worst.driver.most == max(phase.driver.most for phase in of_stages)
-    fits = {p.verdict(job.gpu.capacity_bytes) for p in job.phases}
-    assert (job.verdict is Verdict.FITS) == (fits == {Verdict.FITS})
-    assert (job.verdict is Verdict.DOES_NOT_FIT) == (Verdict.DOES_NOT_FIT in fits)
+        of = [phases[number] for phases in job.stages]
+        assert worst in of and worst.driver.most == max(p.driver.most for p in of)
+    known = replace(job, unmodelled=())
+    of_phases = {p.verdict(job.gpu.capacity_bytes) for p in job.phases}
+    assert (known.verdict is Verdict.FITS) == (of_phases == {Verdict.FITS})
+    assert (known.verdict is Verdict.DOES_NOT_FIT) == (Verdict.DOES_NOT_FIT in of_phases)
+    assert job.verdict in (known.verdict, Verdict.UNKNOWN)
+    missing = [p for p in ORDER if p not in {q.phase for q in job.phases}]
+    assert all(str(p) in job_words(job).partition(": ")[0] for p in missing)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -77,6 +82,53 @@ def test_the_verdict_is_that_of_the_phase_which_decides() -> None:
     assert tight.verdict is Verdict.TIGHT and "TIGHT on" in job_words(tight) and "over by up to" in job_words(tight)
     small = replace(tight, gpu=replace(job.gpu, capacity_bytes=resume.driver.least - 1))
     assert small.verdict is Verdict.DOES_NOT_FIT and "DOES NOT FIT" in job_words(small)
+    # A phase that may need more, and may fit, does not decide.
+    build = job.phases[0]._replace(phase=Phase.BUILD, reserved=Range(100 * GIB, 101 * GIB))
+    wide = build._replace(phase=Phase.SAVE, reserved=Range(1, 200 * GIB))
+    mixed = replace(job, phases=(build, wide))
+    assert mixed.tightest is build and mixed.verdict is Verdict.DOES_NOT_FIT
+
+
+def test_a_save_after_training_is_not_blamed_for_what_training_reserved() -> None:
+    job = whole_job(RunSpec(model="Qwen/Qwen3-8B").with_fields(
+        world_size=16, tensor_model_parallel_size=2, pipeline_model_parallel_size=4), "H100")  # fmt: skip
+    by = {p.phase: p for p in job.phases}
+    assert total(by[Phase.SAVE].allocated).most < total(by[Phase.TRAINING].allocated).most
+    assert by[Phase.SAVE].driver.most == by[Phase.TRAINING].driver.most and job.tightest is by[Phase.TRAINING]
+
+
+@pytest.mark.parametrize("capacity", [1 << 50, 1], ids=["large", "small"])
+@pytest.mark.parametrize("effect", ["up", "down", "either"])
+def test_what_is_not_modelled_leaves_open_what_it_can_change(effect: str, capacity: int) -> None:
+    job = whole_job(RunSpec(model="meta-llama/Llama-3.2-1B"), "H100")
+    feature = Unmodelled("some_option: some tensors", Effect(effect), order="unknown")
+    found = replace(job, gpu=replace(job.gpu, capacity_bytes=capacity), unmodelled=(feature,))
+    certain = {("down", 1 << 50): Verdict.FITS, ("up", 1): Verdict.DOES_NOT_FIT}
+    assert found.verdict is certain.get((effect, capacity), Verdict.UNKNOWN)
+    assert (found.verdict is Verdict.UNKNOWN) == ("some_option" in job_words(found))
+
+
+def test_the_whole_job_is_not_said_to_fit_where_the_estimate_says_unknown() -> None:
+    run = RunSpec(model="Qwen/Qwen3-30B-A3B").with_fields(
+        world_size=16, expert_model_parallel_size=16, moe_apply_probs_on_input=True
+    )
+    (fit,) = fits(estimate(run), ["B300"])
+    assert fit.verdict is Verdict.UNKNOWN and whole_job(run, "B300").verdict is Verdict.UNKNOWN
+    graphs = RunSpec(model="meta-llama/Llama-3.2-1B").with_fields(cuda_graph_impl="local")
+    assert whole_job(graphs, "B300").verdict is Verdict.FITS  # the whole job models these
+
+
+def test_a_card_that_cannot_compute_the_run_is_refused() -> None:
+    run = RunSpec(model="meta-llama/Llama-3.2-1B").with_fields(fp8="hybrid")
+    with pytest.raises(SpecError, match="fp8"):
+        whole_job(run, "A100-80GB")
+
+
+def test_one_stage_alone_has_its_own_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["Qwen/Qwen3-8B", "--num-gpus", "8", "--tp", "2", "--pp", "4", "--gpu", "H100", "--phases"]
+    assert main(["estimate", *model, "--stage", "2"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.split("phase by phase")[1].splitlines()]
+    assert [row[1] for row in rows if row and row[0] in ("build", "load", "training", "save", "resume")] == ["2"] * 5
 
 
 def test_text_and_json_have_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +152,8 @@ def test_text_and_json_have_the_same_numbers(capsys: pytest.CaptureFixture[str])
         (["--phases", "--gpu", "H100,B200"], "--phases is about one GPU, not 2; give --gpu NAME once"),
         (["--gpu", "H100", "--host-memory", "1000"], "--host-memory does nothing without --phases"),
         (["--gpu", "H100", "--phases", "--host-memory", "-1"], "--host-memory (-1) is no amount of memory"),
-        (["--phases", "--gpu", "H100", "--brief"], "--phases is shown as text, md, json and html"),
+        (["--gpu", "H100", "--phases", "--host-memory", "inf"], "--host-memory (inf) is no amount of memory"),
+        (["--gpu", "H100", "--phases", "--host-memory", "1e300"], "--host-memory (1e+300) is no amount of memory"),
     ],
 )  # fmt: skip
 def test_what_phases_are_not_about_is_refused(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
