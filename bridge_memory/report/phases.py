@@ -30,8 +30,9 @@ def job_words(job: Job, unit: str = "GiB") -> str:
     return f"{words}; not modelled: {', '.join(dict.fromkeys(f.partition(':')[0] for f in job.unmodelled))}"
 
 
-def job_blocks(job: Job, unit: str = "GiB", stage: int | None = None) -> list[Block]:
-    """The line of the whole job, and the table of its phases; ``stage``: on that one, not each on its fullest."""
+def job_blocks(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdict | None = None) -> list[Block]:
+    """The line of the whole job, and the table of its phases; ``stage``: on that one, not each on its fullest;
+    ``step``: the verdict of the estimate, which is explained where it differs."""
     phases = job.phases if stage is None else job.stages[stage]
     capacity, several = job.gpu.capacity_bytes, len(job.stages) > 1
     columns = (
@@ -46,10 +47,16 @@ def job_blocks(job: Job, unit: str = "GiB", stage: int | None = None) -> list[Bl
         )
         for phase in phases
     )  # fmt: skip
+    differs = ()
+    if step is not None and step is not job.verdict:
+        differs = (
+            f"the estimate above says {step}, the whole job {job.verdict}: the estimate adds an assumed margin to the "
+            "peak of a step; the whole job counts every phase, and what lies outside of torch in it",
+        )
     emphasis = next((i for i, phase in enumerate(phases) if phase is job.tightest), None)
     return [
         Words("", (job_words(job, unit),), _TONES[job.verdict]),
-        Grid(f"The whole job, phase by phase, {unit}", columns, rows, emphasis, tuple(_notes(job, unit))),
+        Grid(f"The whole job, phase by phase, {unit}", columns, rows, emphasis, (*differs, *_notes(job, unit))),
     ]
 
 

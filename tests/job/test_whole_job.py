@@ -170,7 +170,9 @@ def test_a_job_that_dies_at_its_resume_is_no_fit(capsys: pytest.CaptureFixture[s
     assert main([*words, *small, "--recompute-num-layers", "1"]) == 0
     assert "FITS H100" in capsys.readouterr().out
     assert main([*words, *small, "--recompute-num-layers", "1", "--phases"]) == 3
-    assert "resume has the highest driver peak" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "resume has the highest driver peak" in said
+    assert "the estimate above says fits, the whole job does not fit" in said
 
 
 def test_host_memory_is_judged_where_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,3 +189,11 @@ def test_host_memory_is_judged_where_it_is_known(capsys: pytest.CaptureFixture[s
 def test_a_run_that_is_no_run_is_refused() -> None:
     with pytest.raises(SpecError, match="is not a RunSpec"):
         whole_job("Qwen/Qwen3-8B", "H100")  # type: ignore[arg-type]
+
+
+def test_more_optimizer_instances_than_ranks_share_experts() -> None:
+    """A dense model may have them: expert tensor parallelism leaves one rank to a group that is divided by two."""
+    run = RunSpec(model="Qwen/Qwen3-0.6B").with_fields(
+        world_size=2, expert_tensor_parallel_size=2, num_distributed_optimizer_instances=2
+    )
+    assert whole_job(run, "H100").verdict is Verdict.FITS
