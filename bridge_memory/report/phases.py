@@ -47,7 +47,7 @@ def job_blocks(job: Job, unit: str = "GiB", stage: int | None = None, step: Verd
         )
         for phase in phases
     )  # fmt: skip
-    differs = ()
+    differs: tuple[str, ...] = ()
     if step is not None and step is not job.verdict:
         differs = (
             f"the estimate above says {step}, the whole job {job.verdict}: the estimate adds an assumed margin to the "

@@ -197,3 +197,10 @@ def test_more_optimizer_instances_than_ranks_share_experts() -> None:
         world_size=2, expert_tensor_parallel_size=2, num_distributed_optimizer_instances=2
     )
     assert whole_job(run, "H100").verdict is Verdict.FITS
+
+
+def test_a_shared_embedding_in_two_units_is_not_replayed() -> None:
+    run = RunSpec(model="Qwen/Qwen2.5-1.5B").with_fields(
+        world_size=2, engine="fsdp2", transformer_impl="transformers", fsdp_auto_wrap_policy="torchtitan"
+    )
+    assert not whole_job(run, "H100").replayed
