@@ -11,9 +11,9 @@ from drawn_runs import ENGINES, a_run
 
 from bridge_memory import RunSpec, SpecError, estimate, find_gpu, fits, whole_job
 from bridge_memory.cli import main
-from bridge_memory.components import GIB
+from bridge_memory.components import GIB, Component, Part, Provenance, Role
 from bridge_memory.job.amount import Range, total
-from bridge_memory.job.job import Job
+from bridge_memory.job.job import Job, job_of
 from bridge_memory.job.phase import Phase
 from bridge_memory.report.phases import job_words
 from bridge_memory.spec.unmodelled import Effect, Unmodelled
@@ -204,3 +204,15 @@ def test_a_shared_embedding_in_two_units_is_not_replayed() -> None:
         world_size=2, engine="fsdp2", transformer_impl="transformers", fsdp_auto_wrap_policy="torchtitan"
     )
     assert not whole_job(run, "H100").replayed
+
+
+def test_a_calibrated_peak_is_reserved_too() -> None:
+    """A replay does not know what was measured beyond the prediction."""
+    result = estimate(RunSpec(model="meta-llama/Llama-3.2-1B"))
+    beyond = Component("residual", 9 * GIB, Role.TRANSIENT, Provenance.MEASURED, part=Part.CALIBRATION)
+    (stage,) = result.stages
+    more = replace(result, stages=(replace(stage, components=(*stage.components, beyond)),))
+    plain, calibrated = (
+        next(p for p in job_of(r, find_gpu("H100")).phases if p.phase is Phase.TRAINING) for r in (result, more)
+    )
+    assert calibrated.reserved.least == plain.reserved.least + 9 * GIB
