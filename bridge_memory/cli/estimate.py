@@ -162,19 +162,19 @@ def _print(
         from bridge_memory.report.table import estimate_blocks
 
         blocks = estimate_blocks(result, fitting, unit=unit, stage=args.stage, details=details, fix=fix)
-        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(job, unit, args.stage)])
+        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(job, unit, args.stage, fitting)])
     else:
         from bridge_memory.report.short import short_blocks
 
         more = "-v lists them, with every table"
         blocks = short_blocks(result, fitting, unit=unit, stage=args.stage, fix=fix, more=more)
-        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(job, unit, args.stage)])
+        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(job, unit, args.stage, fitting)])
 
 
-def _job_blocks(job: Job | None, unit: str, stage: int | None) -> list[Block]:
+def _job_blocks(job: Job | None, unit: str, stage: int | None, fitting: Sequence[Fit]) -> list[Block]:
     from bridge_memory.report.phases import job_blocks
 
-    return [] if job is None else job_blocks(job, unit, stage)
+    return [] if job is None else job_blocks(job, unit, stage, fitting[0].verdict)
 
 
 def _reserved_blocks(found: Reserved | None, unit: str) -> list[Block]:

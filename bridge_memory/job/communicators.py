@@ -153,7 +153,7 @@ def groups_of(sizes: Sizes) -> dict[str, Group]:
     t, c, d, s = Dim(tp, 1), Dim(cp, tp), Dim(dp, tp * cp), Dim(pp, stage)
     et, e, ed = Dim(etp, 1), Dim(ep, etp), Dim(edp, etp * ep)
     dc = Dim(dp * cp, tp)
-    intra = Dim(edp // instances, etp * ep)
+    intra = Dim(max(1, edp // instances), etp * ep)  # a dense model may have fewer than instances
     found = [
         Group("WORLD", (Dim(world, 1),)),
         Group("DATA_PARALLEL_GROUP_WITH_CP", (dc,)),

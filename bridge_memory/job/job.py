@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory import reserved
 from bridge_memory.cards.gpu import Gpu
+from bridge_memory.components import Part
 from bridge_memory.engines.engine import Phase as StepPhase
 from bridge_memory.job import building, evaluation, loading, saving
 from bridge_memory.job.amount import Amount, Range, exactly, total
@@ -172,6 +173,7 @@ def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Gene
         found = reserved.replayed(run, training.stage)
         yield
         exact = found.expandable if run.implementation.expandable_segments else found.segments
+        exact += sum(c.bytes for c in result.stages[training.stage].components if c.part is Part.CALIBRATION)
         every[training.stage] = tuple(_phases(result, gpu, training.stage, exact))
         replayed.add(training.stage)
     margin = partial(_beyond, outside=total(training.outside).most)

@@ -35,9 +35,10 @@ def job_words(job: Job, unit: str = "GiB") -> str:
     return f"{words}; not modelled: {', '.join(dict.fromkeys(f.partition(':')[0] for f in job.unmodelled))}"
 
 
-def job_blocks(job: Job, unit: str = "GiB", stage: int | None = None) -> list[Block]:
-    """The line of the whole job, and the table of its phases; ``stage``: on that one, not each on its fullest."""
-    return [job_line(job, unit), job_table(job, unit, stage)]
+def job_blocks(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdict | None = None) -> list[Block]:
+    """The line of the whole job, and the table of its phases; ``stage``: on that one, not each on its fullest;
+    ``step``: the verdict of the estimate, which is explained where it differs."""
+    return [job_line(job, unit), job_table(job, unit, stage, step)]
 
 
 def job_line(job: Job, unit: str = "GiB") -> Words:
@@ -45,8 +46,8 @@ def job_line(job: Job, unit: str = "GiB") -> Words:
     return Words("", (job_words(job, unit),), _TONES[job.verdict])
 
 
-def job_table(job: Job, unit: str = "GiB", stage: int | None = None) -> Grid:
-    """The phases; the deciding one emphasised. ``stage``: as for ``job_blocks``."""
+def job_table(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdict | None = None) -> Grid:
+    """The phases; the deciding one emphasised. ``stage``, ``step``: as for ``job_blocks``."""
     phases = job.phases if stage is None else job.stages[stage]
     capacity, several = job.gpu.capacity_bytes, len(job.stages) > 1
     columns = (
@@ -61,8 +62,14 @@ def job_table(job: Job, unit: str = "GiB", stage: int | None = None) -> Grid:
         )
         for phase in phases
     )  # fmt: skip
+    differs: tuple[str, ...] = ()
+    if step is not None and step is not job.verdict:
+        differs = (
+            f"the estimate above says {step}, the whole job {job.verdict}: the estimate adds an assumed margin to the "
+            "peak of a step; the whole job counts every phase, and what lies outside of torch in it",
+        )
     emphasis = next((i for i, phase in enumerate(phases) if phase is job.tightest), None)
-    return Grid(f"The whole job, phase by phase, {unit}", columns, rows, emphasis, tuple(_notes(job, unit)))
+    return Grid(f"The whole job, phase by phase, {unit}", columns, rows, emphasis, (*differs, *_notes(job, unit)))
 
 
 def phases_data(job: Job, unit: str = "GiB") -> dict[str, Any]:

@@ -67,6 +67,8 @@ def why_not(run: RunSpec) -> str | None:
         asked |= {
             "replicas of shards": (f.shard_degree or run.parallel.data_parallel_size) < run.parallel.data_parallel_size,
             "forward prefetching": f.forward_prefetch,
+            "a shared embedding that torchtitan's policy wraps twice": run.model.share_embeddings_and_output_weights
+            and f.auto_wrap_policy == "torchtitan",
         }
     plain = TransformersSpec()
     other = [field.name for field in fields(t) if field.name not in _FOLLOWED]

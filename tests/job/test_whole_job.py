@@ -11,9 +11,9 @@ from drawn_runs import ENGINES, a_run
 
 from bridge_memory import RunSpec, SpecError, estimate, find_gpu, fits, whole_job
 from bridge_memory.cli import main
-from bridge_memory.components import GIB
+from bridge_memory.components import GIB, Component, Part, Provenance, Role
 from bridge_memory.job.amount import Range, total
-from bridge_memory.job.job import Job
+from bridge_memory.job.job import Job, job_of
 from bridge_memory.job.phase import Phase
 from bridge_memory.report.phases import job_words
 from bridge_memory.spec.unmodelled import Effect, Unmodelled
@@ -169,7 +169,9 @@ def test_a_job_that_dies_at_its_resume_is_no_fit(capsys: pytest.CaptureFixture[s
     assert main([*words, *small, "--recompute-num-layers", "1"]) == 0
     assert "FITS H100" in capsys.readouterr().out
     assert main([*words, *small, "--recompute-num-layers", "1", "--phases"]) == 3
-    assert "resume has the highest driver peak" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "resume has the highest driver peak" in said
+    assert "the estimate above says fits, the whole job does not fit" in said
 
 
 def test_host_memory_is_judged_where_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,3 +188,30 @@ def test_host_memory_is_judged_where_it_is_known(capsys: pytest.CaptureFixture[s
 def test_a_run_that_is_no_run_is_refused() -> None:
     with pytest.raises(SpecError, match="is not a RunSpec"):
         whole_job("Qwen/Qwen3-8B", "H100")  # type: ignore[arg-type]
+
+
+def test_more_optimizer_instances_than_ranks_share_experts() -> None:
+    """A dense model may have them: expert tensor parallelism leaves one rank to a group that is divided by two."""
+    run = RunSpec(model="Qwen/Qwen3-0.6B").with_fields(
+        world_size=2, expert_tensor_parallel_size=2, num_distributed_optimizer_instances=2
+    )
+    assert whole_job(run, "H100").verdict is Verdict.FITS
+
+
+def test_a_shared_embedding_in_two_units_is_not_replayed() -> None:
+    run = RunSpec(model="Qwen/Qwen2.5-1.5B").with_fields(
+        world_size=2, engine="fsdp2", transformer_impl="transformers", fsdp_auto_wrap_policy="torchtitan"
+    )
+    assert not whole_job(run, "H100").replayed
+
+
+def test_a_calibrated_peak_is_reserved_too() -> None:
+    """A replay does not know what was measured beyond the prediction."""
+    result = estimate(RunSpec(model="meta-llama/Llama-3.2-1B"))
+    beyond = Component("residual", 9 * GIB, Role.TRANSIENT, Provenance.MEASURED, part=Part.CALIBRATION)
+    (stage,) = result.stages
+    more = replace(result, stages=(replace(stage, components=(*stage.components, beyond)),))
+    plain, calibrated = (
+        next(p for p in job_of(r, find_gpu("H100")).phases if p.phase is Phase.TRAINING) for r in (result, more)
+    )
+    assert calibrated.reserved.least == plain.reserved.least + 9 * GIB
