@@ -10,6 +10,7 @@ import pytest
 
 from bridge_memory.estimation import estimate, explain, peaks
 from bridge_memory.readers import list_presets, resolve_model
+from bridge_memory.releases import release_in
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,
@@ -401,8 +402,10 @@ def test_what_transformer_config_refuses_is_refused():
     """Random sizes and options, through megatron-core's own TransformerConfig.__post_init__."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("megatron.core")
+    from megatron.core import __version__
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    here = release_in(__version__)
     draw = random.Random(9)
     refused = accepted = 0
     for _ in range(2500):
@@ -471,7 +474,7 @@ def test_what_transformer_config_refuses_is_refused():
                 continue  # options of the experts say nothing here without experts
             with pytest.raises(SpecError):
                 run(
-                    spec, world_size=tp * pp * ep, sequence_parallel=sp, seq_length=4800,
+                    spec, world_size=tp * pp * ep, sequence_parallel=sp, seq_length=4800, megatron_core=here,
                     cpu_offloading_num_layers=offload, **parallel, **implementation, **recompute,
                 )  # fmt: skip
         else:

@@ -46,9 +46,7 @@ OPTIONS = ("parallel", "batch", "precision", "data_parallel", "optimizer", "peft
 VARIED = {field for fields in AXES.values() for field in fields if not field.startswith(("recompute", "parallel.num"))}
 VARIED |= {"parallel.world_size", "batch.global_batch_size"}
 #: Options of engines with layers of another trainer: no value is taken here.
-OF_OTHERS = {
-    "data_parallel.sync_each_batch", "optimizer.torch_implementation", "optimizer.paged", "peft.use_dora",
-}  # fmt: skip
+OF_OTHERS = {"data_parallel.sync_each_batch", "optimizer.paged", "peft.use_dora"}
 #: Options without which others are refused.
 BESIDE: tuple[dict[str, Any], ...] = (
     {},
