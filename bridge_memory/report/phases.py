@@ -118,7 +118,7 @@ def _notes(job: Job, unit: str) -> list[str]:
     host, of = job.host, "" if job.host_bytes is None else f" of {_number(job.host_bytes, unit)}"
     judged = "" if job.host_verdict is None else f": {job.host_verdict}"
     saves = ", while it saves" if any(phase.phase is Phase.SAVE for phase in job.phases) else ""
-    notes.append(f"host memory of a node of {host.ranks}{saves}: {_short(host.node, unit)}{of}{judged}")
+    notes.append(f"host memory of a node of {host.ranks}{saves}: {_short(host.node, unit)}{of} {unit}{judged}")
     notes += [f"not modelled: {reason}" for reason in job.not_modelled]
     return notes
 

@@ -180,7 +180,7 @@ def test_host_memory_is_judged_where_it_is_known(capsys: pytest.CaptureFixture[s
     for node, verdict, code in ((2000, "fits", 0), (100, "does not fit", 3)):
         assert main([*words, "H100", "--phases", "--require-fit", "--host-memory", str(node)]) == code
         said = " ".join(capsys.readouterr().out.split())
-        assert f"of {node:,}.0: {verdict}" in said, said
+        assert f"of {node:,}.0 GiB: {verdict}" in said, said
     with pytest.raises(SpecError, match="host_bytes"):
         whole_job(QWEN, "H100", host_bytes=0)
 
