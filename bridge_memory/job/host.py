@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bridge_memory.components import Provenance, State
+from bridge_memory.components import GIB, Provenance, State
 from bridge_memory.estimation import explain, stage_parts
 from bridge_memory.inventory.layer_links import layer_link, offloaded_layers
 from bridge_memory.job.amount import Amount, Range, exactly, total
@@ -15,9 +15,7 @@ from bridge_memory.spec import LayerSpec, OptimizerSpec, RunSpec, SpecError, sho
 from bridge_memory.spec.layout import ChunkShape, layout
 from bridge_memory.spec.ranks import ranks_per_stage, stage_of_rank
 from bridge_memory.tapes.context import context_of
-from bridge_memory.verdict import Verdict
 
-GIB = 1 << 30
 #: Python, torch, CUDA libraries and Transformer Engine, resident, without tensors; processes of a node share a part.
 PROCESS = Amount("process: Python, torch, CUDA libraries", 2 * GIB, 6 * GIB, Provenance.ASSUMED, "no source")
 #: A forked worker of the data loader: pages that it writes, and the batches that it prefetches.
@@ -71,16 +69,6 @@ def host_memory(
     nodes = [total_of([sums[stage] for stage in node]) for node in _nodes(run, gpus_per_node)]
     most = max(nodes, key=lambda node: node.most)
     return HostMemory(fullest, stages[fullest], most, min(gpus_per_node, run.parallel.world_size))
-
-
-def fits_host(
-    run: RunSpec, node_bytes: int, gpus_per_node: int = 8, *, saving: Sequence[Amount] = (), workers: int = WORKERS
-) -> tuple[Range, Verdict]:
-    """(what the fullest node needs, whether ``node_bytes`` are enough): tight inside the range. As ``host_memory``."""
-    needed = host_memory(run, gpus_per_node, saving=saving, workers=workers).node
-    if needed.most <= node_bytes:
-        return needed, Verdict.FITS
-    return needed, Verdict.TIGHT if needed.least <= node_bytes else Verdict.DOES_NOT_FIT
 
 
 def total_of(ranges: Sequence[Range]) -> Range:

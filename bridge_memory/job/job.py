@@ -61,7 +61,7 @@ class PhaseMemory(NamedTuple):
 
     def verdict(self, capacity_bytes: int) -> Verdict:
         """Tight: it fits at the lower end of its range, and not at the upper."""
-        return _verdict(self.driver, capacity_bytes)
+        return self.driver.within(capacity_bytes)
 
     def as_json(self, capacity_bytes: int) -> dict[str, Any]:
         """By the schema of ``Job.as_json``."""
@@ -72,12 +72,6 @@ class PhaseMemory(NamedTuple):
             "verdict": str(self.verdict(capacity_bytes)),
             "components": [_amount(a) for a in self.allocated], "outside": [_amount(a) for a in self.outside],
         }  # fmt: skip
-
-
-def _verdict(needed: Range, there: int) -> Verdict:
-    if needed.most <= there:
-        return Verdict.FITS
-    return Verdict.TIGHT if needed.least <= there else Verdict.DOES_NOT_FIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +115,7 @@ class Job:
     @property
     def host_verdict(self) -> Verdict | None:
         """Whether a node's host memory is enough; None where it is not known."""
-        return None if self.host_bytes is None else _verdict(self.host.node, self.host_bytes)
+        return None if self.host_bytes is None else self.host.node.within(self.host_bytes)
 
     @property
     def tightest(self) -> PhaseMemory:

@@ -10,7 +10,7 @@ import pytest
 from bridge_memory import BatchSpec, ModelSpec, ParallelSpec, RunSpec, SpecError, explain
 from bridge_memory.components import Part, Provenance, Role
 from bridge_memory.job.amount import Amount, Range
-from bridge_memory.job.host import PROCESS, WORKER, fits_host, host_memory
+from bridge_memory.job.host import PROCESS, WORKER, host_memory
 from bridge_memory.readers import resolve_model
 from bridge_memory.verdict import Verdict
 
@@ -139,11 +139,10 @@ def test_the_fullest_node(case: str) -> None:
 
 
 def test_the_verdict() -> None:
-    needed, _ = fits_host(run_of(), 1 << 40)
-    assert needed == host_memory(run_of()).node
+    needed = host_memory(run_of()).node
     sizes = {needed.most: Verdict.FITS, needed.most - 1: Verdict.TIGHT, needed.least: Verdict.TIGHT,
              needed.least - 1: Verdict.DOES_NOT_FIT}  # fmt: skip
-    assert {size: fits_host(run_of(), size)[1] for size in sizes} == sizes
+    assert {size: needed.within(size) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize(
