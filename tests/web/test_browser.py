@@ -677,6 +677,16 @@ def test_axe_finds_nothing_serious(tab: Callable[..., Tab], scheme: str, width: 
     _axe(one)
 
 
+@needs_axe
+def test_axe_finds_nothing_serious_while_answers_are_computed(tab: Callable[..., Tab]) -> None:
+    """The answers of the question before stay on the page, marked as busy."""
+    one = tab(QWEN)
+    one.until(lambda: one.page.is_visible("#phases .bm-phases"))
+    one.page.evaluate("for (const part of document.querySelectorAll('#results, #phases')) part.ariaBusy = 'true'")
+    assert "computing" in one.page.evaluate("getComputedStyle(document.querySelector('#phases h2'), '::after').content")
+    _axe(one)
+
+
 def _axe(one: Tab) -> None:
     one.page.wait_for_timeout(300)
     assert serious(one.page) == []

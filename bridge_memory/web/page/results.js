@@ -114,7 +114,7 @@ let shownOf = null; // the question of the phases that are shown
 /** Whether the phases of `question` are shown; those of another are marked as busy. */
 export function phasesOf(question) {
   const section = $("phases"), same = shownOf === question;
-  if (!shownOf) fill(section, h("h2", {}, JOB, h("small", {}, "from build to resume: computing")), h("div", { class: "coming" }));
+  if (!shownOf) fill(section, h("h2", {}, JOB, h("small", {}, "from build to resume")), h("div", { class: "coming" }));
   section.hidden = false;
   if (same) section.removeAttribute("aria-busy");
   else section.setAttribute("aria-busy", "true");
