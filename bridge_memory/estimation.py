@@ -159,7 +159,7 @@ def explain(run: RunSpec, stage: int, *, rank: int | None = None) -> StageEstima
         >>> {part.name: part.bytes for part in stage.components}["weights"]  # 1,235,814,400 parameters of 2 bytes
         2471628800
     """
-    stages = _Stages(run, rank)
+    stages = _LATEST.of(run) if rank is None else _Stages(run, rank)
     _checked(stages, stage)
     of_rank = stage if rank is None else stage_of_rank(run.parallel, rank)
     if of_rank != stage:

@@ -40,7 +40,7 @@ class Range(NamedTuple):
         return Verdict.TIGHT if self.least <= capacity else Verdict.DOES_NOT_FIT
 
 
-def total(amounts: Iterable[Amount]) -> Range:
+def total(amounts: Iterable[Amount | Range]) -> Range:
     """All ``amounts`` together."""
     found = list(amounts)
     return Range(sum(a.least for a in found), sum(a.most for a in found))

@@ -11,11 +11,10 @@ from bridge_memory.components import Provenance
 from bridge_memory.job import communicators as comm
 from bridge_memory.job import nccl
 from bridge_memory.job.amount import Amount, Range, exactly, total
+from bridge_memory.job.nccl import MIB
 from bridge_memory.job.phase import Phase
 from bridge_memory.spec.run import RunSpec
 from bridge_memory.workspaces.driver import DISPATCHERS, driver_buffers
-
-MIB = 1 << 20
 
 
 class _Measured(NamedTuple):

@@ -66,13 +66,9 @@ def host_memory(
     stages = [(*_of_stage(run, stage), *saving, PROCESS, *_loaders(workers)) for stage in range(run.parallel.pp)]
     sums = [total(amounts) for amounts in stages]
     fullest = max(range(len(sums)), key=lambda stage: sums[stage].most)
-    nodes = [total_of([sums[stage] for stage in node]) for node in _nodes(run, gpus_per_node)]
+    nodes = [total([sums[stage] for stage in node]) for node in _nodes(run, gpus_per_node)]
     most = max(nodes, key=lambda node: node.most)
     return HostMemory(fullest, stages[fullest], most, min(gpus_per_node, run.parallel.world_size))
-
-
-def total_of(ranges: Sequence[Range]) -> Range:
-    return Range(sum(found.least for found in ranges), sum(found.most for found in ranges))
 
 
 def _nodes(run: RunSpec, gpus_per_node: int) -> list[list[int]]:

@@ -26,8 +26,9 @@ from bridge_memory.job.loading import How
 from bridge_memory.job.overload import Overload, overload
 from bridge_memory.job.phase import Phase
 from bridge_memory.result import Estimate
+from bridge_memory.spec import RunSpec
 from bridge_memory.spec.unmodelled import Unmodelled, bounds
-from bridge_memory.verdict import FRAGMENTATION, Verdict
+from bridge_memory.verdict import Verdict, reserved_bytes
 
 SCHEMA = "bridge-memory/job/1"
 _FIRST = (StepPhase.FIRST_FORWARD, StepPhase.FIRST_BACKWARD, StepPhase.STEP)
@@ -157,18 +158,19 @@ def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Job:
 
 def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Generator[None, None, Job]:
     """As ``job_of``, in steps: a stage each, and the replay. Other work may be done between two of them."""
-    run, every = result.run, []
-    for stage in result.stages:
-        every.append(tuple(_phases(result, gpu, stage.stage)))
+    run, every, stages = result.run, [], []
+    for each in result.stages:
+        stages.append(_stage(result, each.stage))
+        every.append(tuple(_phases(run, gpu, stages[-1])))
         yield
     replayed: set[int] = set()
     # A replay lowers the upper end of a stage, below which another may be that is not replayed yet.
     while (training := _training(worst := _worst(every))).stage not in replayed and reserved.why_not(run) is None:
         found = reserved.replayed(run, training.stage)
         yield
-        exact = found.expandable if run.implementation.expandable_segments else found.segments
+        exact = found.held(expandable=run.implementation.expandable_segments)
         exact += sum(c.bytes for c in result.stages[training.stage].components if c.part is Part.CALIBRATION)
-        every[training.stage] = tuple(_phases(result, gpu, training.stage, exact))
+        every[training.stage] = tuple(_phases(run, gpu, stages[training.stage], exact))
         replayed.add(training.stage)
     margin = partial(_beyond, outside=total(training.outside).most)
     reasons = (building.why_not(run) or loading.why_not_resumed(run), evaluation.why_not(run))
@@ -194,50 +196,50 @@ def node_of(gpu: Gpu) -> int:
 
 
 def _beyond(peak: int, outside: int) -> int:
-    return int(peak * FRAGMENTATION) + outside
+    return reserved_bytes(peak) + outside
 
 
-def _phases(result: Estimate, gpu: Gpu, stage: int, replayed: int | None = None) -> Iterator[PhaseMemory]:
-    """``replayed``: reserved bytes of training, where they are known."""
-    run, of, nothing = result.run, result.stages[stage], Range(0, 0)
+class _Stage(NamedTuple):
+    """What one stage holds in every phase that is modelled, in the order of the phases; and what CUDA graphs reserve
+    beyond the peak of training."""
+
+    number: int
+    parts: dict[Phase, tuple[Amount, ...]]
+    graphs: Range
+
+
+def _stage(result: Estimate, stage: int) -> _Stage:
+    run, of = result.run, result.stages[stage]
     peaks = dict(of.phases)
     first = max(peaks[str(phase)] for phase in _FIRST)
-    more = graphs(run, stage) or ()
-    kept = nothing  # reserved, by what ran before
+    found = {
+        Phase.BUILD: building.building(run, stage),
+        Phase.LOAD: loading.loading(run, stage, How.HUGGING_FACE),
+        Phase.FIRST_STEP: (exactly("model, activations and temporaries of the first step", first),),
+        Phase.TRAINING: tuple(exactly(c.name, c.bytes, c.provenance) for c in of.components),
+        Phase.EVALUATION: evaluation.evaluation(run, stage),
+        Phase.SAVE: saving.saving(run, stage),
+        Phase.RESUME: loading.loading(run, stage, How.RESUME),
+    }
+    parts = {phase: amounts for phase, amounts in found.items() if amounts is not None}
+    return _Stage(stage, parts, total(graphs(run, stage) or ()))
 
-    def phase(name: Phase, parts: Sequence[Amount], before: Range, own: Range | None = None) -> PhaseMemory:
-        used = total(parts)
-        own = own or Range(used.least, used.most + int(used.most * FRAGMENTATION))
-        found = Range(max(own.least, before.least), max(own.most, before.most))
-        return PhaseMemory(name, stage, tuple(parts), found, outside(run, gpu, stage, name))
 
-    made = building.building(run, stage)
-    if made is not None:
-        yield (built := phase(Phase.BUILD, made, kept))
-        kept = built.reserved
-    imported = loading.loading(run, stage, How.HUGGING_FACE)
-    if imported is not None:
-        yield (loaded := phase(Phase.LOAD, imported, kept))
-        kept = Range(kept.least, loaded.reserved.most)
-    parts = [exactly("model, activations and temporaries of the first step", first)]
-    yield (begun := phase(Phase.FIRST_STEP, parts, kept))
-    kept, added = begun.reserved, total(more)
-    parts = [exactly(c.name, c.bytes, c.provenance) for c in of.components]
-    least, most = of.peak_bytes, of.peak_bytes + int(of.peak_bytes * FRAGMENTATION)
-    if replayed is not None:
-        least = most = replayed
-    yield (trained := phase(Phase.TRAINING, parts, kept, Range(least + added.least, most + added.most)))
-    kept = trained.reserved
-    evaluated = evaluation.evaluation(run, stage)
-    if evaluated is not None:
-        yield (tested := phase(Phase.EVALUATION, evaluated, kept))
-        kept = tested.reserved
-    saved = saving.saving(run, stage)
-    if saved is not None:
-        yield phase(Phase.SAVE, saved, kept)
-    resumed = loading.loading(run, stage, How.RESUME)
-    if resumed is not None:  # another start of the job
-        yield phase(Phase.RESUME, resumed, nothing if made is None else built.reserved)
+def _phases(run: RunSpec, gpu: Gpu, stage: _Stage, replayed: int | None = None) -> Iterator[PhaseMemory]:
+    """``replayed``: reserved bytes of training, where they are known."""
+    built = kept = Range(0, 0)  # reserved, by what ran before
+    for phase, parts in stage.parts.items():
+        least, most = total(parts)
+        most += reserved_bytes(most)
+        if phase is Phase.TRAINING:
+            least, most = (least, most) if replayed is None else (replayed, replayed)
+            least, most = least + stage.graphs.least, most + stage.graphs.most
+        before = built if phase is Phase.RESUME else kept  # another start of the job
+        found = Range(max(least, before.least), max(most, before.most))
+        yield PhaseMemory(phase, stage.number, parts, found, outside(run, gpu, stage.number, phase))
+        if phase is Phase.BUILD:
+            built = found
+        kept = Range(kept.least, found.most) if phase is Phase.LOAD else found
 
 
 def _range(found: Range) -> list[int]:

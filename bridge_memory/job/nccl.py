@@ -290,8 +290,8 @@ def nvls_bytes(found: Channels, spread: Spread, release: Release = DEFAULT_RELEA
 def send_receive_bytes(found: Channels, spread: Spread, machine: Machine, use: Use, cumem: bool = True) -> Range:
     """Bytes of the sends and receives of ``use`` (``transport.cc: ncclTransportP2pSetup``).
 
-    A local peer has connections of its own, all remote ones share a pool a direction. Least: the neighbours are the
-    kind with less, and an object gather is sent; most: the other kind, and it is received.
+    Each local peer has separate connections; all remote peers share one pool in each direction. Least: the
+    neighbours are the kind with less, and an object gather is sent; most: the other kind, and it is received.
     """
     link = local_connection(machine, cumem)
     remote = 2 * pool_bytes(found.p2p) if spread.domains > 1 else 0  # Both directions.

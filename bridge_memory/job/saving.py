@@ -1,8 +1,8 @@
 """Saving a torch_dist checkpoint from one Megatron rank, after a training step: on the GPU, and in host memory.
 
 Tensors are sent to the host one after the other and stay there until they are written (megatron-core
-``dist_checkpointing/strategies/filesystem_async.py: preload_tensors``); an asynchronous save does the same in a process
-of its own, to which it passes references, and training goes on once all are staged (``async_utils.py:
+``dist_checkpointing/strategies/filesystem_async.py: preload_tensors``); an asynchronous save hands references to a
+separate process, which does the same, and training goes on once all are staged (``async_utils.py:
 PersistentAsyncCaller``). So torch's allocator sees no difference between them.
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from bridge_memory.decisive import decisive
@@ -50,7 +50,7 @@ def answer_of(result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: 
         for one in _BEST_FIRST:
             named = [_among_several(result, fit, unit, len(fits) <= _WITH_BYTES) for fit in fits if fit.verdict is one]
             if named:
-                by_verdict.append(f"{_VERDICT_WORDS[one]} {', '.join(named)}")
+                by_verdict.append(f"{VERDICT_WORDS[one]} {', '.join(named)}")
         words = "; ".join(by_verdict)
     parts = (
         words,
@@ -87,7 +87,7 @@ def brief(result: Estimate, fits: Sequence[Fit], answer: Answer, unit: str = "Gi
 
 _BEST_FIRST = (Verdict.FITS, Verdict.TIGHT, Verdict.UNKNOWN, Verdict.DOES_NOT_FIT)
 #: A verdict as the line begins with it.
-_VERDICT_WORDS = {
+VERDICT_WORDS = {
     Verdict.FITS: "FITS", Verdict.TIGHT: "TIGHT on", Verdict.UNKNOWN: "UNKNOWN for",
     Verdict.DOES_NOT_FIT: "DOES NOT FIT",
 }  # fmt: skip
@@ -151,7 +151,7 @@ def _one_gpu(result: Estimate, fit: Fit, unit: str) -> str:
     """"FITS H100: peak 15.0 + margin 3.1 of 79.1 GiB, 61.0 free"."""
     if fit.lacks:
         return f"DOES NOT FIT {fit.gpu}: it has no {fit.lacks}"
-    start = f"{_VERDICT_WORDS[fit.verdict]} {fit.gpu}"
+    start = f"{VERDICT_WORDS[fit.verdict]} {fit.gpu}"
     stage = result.stages[fit.peak_stage]
     where = f"stage {stage.stage}, {phase_words(stage)}" if len(result.stages) > 1 else ""
     counted, room = room_words(fit.capacity_bytes, fit.peak_bytes, fit.headroom_bytes, where, unit)
@@ -186,8 +186,13 @@ def _among_several(result: Estimate, fit: Fit, unit: str, with_bytes: bool) -> s
     return f"{fit.gpu} ({more})" if more else fit.gpu
 
 
+def names_of(features: Iterable[str]) -> list[str]:
+    """The field names that the sentences of unmodelled features begin with, each once."""
+    return list(dict.fromkeys(str(feature).partition(":")[0] for feature in features))
+
+
 def feature_names(result: Estimate) -> str:
     """Unmodelled features by the field names that their sentences begin with."""
-    names = list(dict.fromkeys(str(feature).partition(":")[0] for feature in result.unmodelled))
+    names = names_of(result.unmodelled)
     more = len(names) - _FEATURES_NAMED
     return ", ".join(names[:_FEATURES_NAMED]) + (f" and {more} more" if more > 0 else "")

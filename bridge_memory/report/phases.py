@@ -8,17 +8,14 @@ from typing import Any
 from bridge_memory.job.amount import Range, total
 from bridge_memory.job.job import Job, PhaseMemory
 from bridge_memory.job.phase import Phase
+from bridge_memory.report.answer import VERDICT_WORDS, names_of
 from bridge_memory.report.document import Block, Column, Grid, Words
 from bridge_memory.report.units import DECIMALS, format_ticks, ticks
-from bridge_memory.verdict import Verdict
+from bridge_memory.verdict import FRAGMENTATION, Verdict
 
 #: Parts of a phase that a page names.
 _SHOWN = 6
 _TONES = {Verdict.FITS: "good", Verdict.TIGHT: "open", Verdict.UNKNOWN: "open", Verdict.DOES_NOT_FIT: "bad"}
-_STARTS = {
-    Verdict.FITS: "FITS", Verdict.TIGHT: "TIGHT on", Verdict.UNKNOWN: "UNKNOWN for",
-    Verdict.DOES_NOT_FIT: "DOES NOT FIT",
-}  # fmt: skip
 
 
 def job_words(job: Job, unit: str = "GiB") -> str:
@@ -28,11 +25,11 @@ def job_words(job: Job, unit: str = "GiB") -> str:
     there = {phase.phase for phase in job.phases}
     missing = [str(phase) for phase in Phase if phase not in there]
     without = f" without {', '.join(missing)} (not modelled)" if missing else ""
-    start = f"Whole job{without}: {_STARTS[job.verdict]} {job.gpu.name}"
+    start = f"Whole job{without}: {VERDICT_WORDS[job.verdict]} {job.gpu.name}"
     words = f"{start}: {worst.phase} has the highest driver peak, {peak}, {_room(worst, capacity, unit)}"
     if job.verdict is not Verdict.UNKNOWN:
         return words
-    return f"{words}; not modelled: {', '.join(dict.fromkeys(f.partition(':')[0] for f in job.unmodelled))}"
+    return f"{words}; not modelled: {', '.join(names_of(job.unmodelled))}"
 
 
 def job_blocks(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdict | None = None) -> list[Block]:
@@ -100,7 +97,8 @@ def _largest(phase: PhaseMemory, unit: str) -> Iterator[str]:
 
 
 def _notes(job: Job, unit: str) -> list[str]:
-    how = "replayed, storage by storage" if job.replayed else "allocated and up to 7.3% more (measured elsewhere)"
+    ratio = f"allocated and up to {FRAGMENTATION:.1%} more (measured elsewhere)"
+    how = "replayed, storage by storage" if job.replayed else ratio
     notes = [f"reserved: of training {how}; outside: CUDA context, NCCL's communicators, buffers of libraries"]
     found = job.overload
     if found is not None:

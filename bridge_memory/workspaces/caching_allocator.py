@@ -314,6 +314,10 @@ class Reserved(NamedTuple):
     #: The most that is allocated in the same replay.
     allocated: int
 
+    def held(self, *, expandable: bool) -> int:
+        """The most that is reserved, with ``expandable_segments:True`` or without."""
+        return self.expandable if expandable else self.segments
+
     def as_json(self) -> dict[str, object]:
         return {
             "segments": self.segments, "expandable_segments": self.expandable, "streams": dict(self.segments_of),

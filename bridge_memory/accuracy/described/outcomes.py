@@ -161,7 +161,7 @@ def _outcome(head: Outcome, figure: Figure, reading: Reading, answer: Estimate, 
         if why is not None:
             return here._replace(reason=f"{why}; {_peak(stage, run, figure) / GIB:.2f} GiB are allocated of it")
         again = replayed(run, stage.stage, figure.after if figure.after == 1 else None)
-        nbytes = again.expandable if run.implementation.expandable_segments else again.segments
+        nbytes = again.held(expandable=run.implementation.expandable_segments)
     elif figure.meaning is Meaning.STATIC:
         nbytes = static_after(stage, run, figure.after) - _freed_by_the_step(stage, run)
     else:
@@ -176,7 +176,7 @@ _NOT_SAID = "which memory it is is not said: between what is allocated and what 
 
 def _of_job(here: Outcome, figure: Figure, stage: int | None, answer: Estimate, card: Gpu | None) -> Outcome:
     """A figure beside the range that is predicted of it. What graphs need is modelled here."""
-    run, listed = answer.run, list(here.unmodelled)
+    run = answer.run
     if card is None:
         return here._replace(reason=f"{figure.meaning} memory of a whole job: the GPU is not named")
     try:
@@ -184,7 +184,7 @@ def _of_job(here: Outcome, figure: Figure, stage: int | None, answer: Estimate, 
         found = predicted(job, figure, stage)
     except SpecError as error:
         return here._replace(reason=str(error))
-    listed = [feature for feature in listed if not feature.startswith("cuda_graph_impl ")]
+    listed = [str(feature) for feature in job.unmodelled if not feature.outside]
     if figure.meaning is Meaning.RESERVED:
         listed += filter(None, [why_not(run.with_fields(cuda_graph_impl="none"))])
     elif figure.meaning is Meaning.DRIVER:
