@@ -15,6 +15,7 @@ from typing import NamedTuple
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.cards.rows import common_gpus
 from bridge_memory.evidence import Band, evidence_of
+from bridge_memory.outside.amount import Range
 from bridge_memory.result import Estimate, StagePeak
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.gpus import find_gpu, lacks
@@ -112,6 +113,13 @@ class Fit:
     outside_bytes: int = 0
     #: Where 90 % of measured peaks lie where this one is predicted; None where too few runs were measured.
     band: PeakBand | None = None
+
+
+def within(needed: Range, capacity: int) -> Verdict:
+    """Whether ``capacity`` bytes are enough. Tight: they are at the lower end alone."""
+    if needed.most <= capacity:
+        return Verdict.FITS
+    return Verdict.TIGHT if needed.least <= capacity else Verdict.DOES_NOT_FIT
 
 
 def outside_bytes(world_size: int, driver: int = 0) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from bridge_memory.components import GIB, Provenance, State
 from bridge_memory.estimation import explain, stage_parts
 from bridge_memory.inventory.layer_links import layer_link, offloaded_layers
-from bridge_memory.job.amount import Amount, Range, exactly, total
+from bridge_memory.outside.amount import Amount, Range, exactly, total
 from bridge_memory.schedule.events import ChunkCost
 from bridge_memory.schedule.peak import peak_bytes
 from bridge_memory.spec import LayerSpec, OptimizerSpec, RunSpec, SpecError, show

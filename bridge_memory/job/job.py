@@ -17,18 +17,18 @@ from bridge_memory import reserved
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import Part
 from bridge_memory.engines.engine import Phase as StepPhase
-from bridge_memory.job import building, evaluation, loading, saving
-from bridge_memory.job.amount import Amount, Range, exactly, total
-from bridge_memory.job.context import outside
-from bridge_memory.job.graphs import graphs
 from bridge_memory.job.host import HostMemory, host_memory
-from bridge_memory.job.loading import How
+from bridge_memory.job.megatron import building, evaluation, loading, saving
+from bridge_memory.job.megatron.graphs import graphs
+from bridge_memory.job.megatron.loading import How
 from bridge_memory.job.overload import Overload, overload
-from bridge_memory.job.phase import Phase
+from bridge_memory.outside.amount import Amount, Range, exactly, total
+from bridge_memory.outside.context import outside
+from bridge_memory.outside.phase import Phase
 from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.unmodelled import Unmodelled, bounds
-from bridge_memory.verdict import Verdict, reserved_bytes
+from bridge_memory.verdict import Verdict, reserved_bytes, within
 
 SCHEMA = "bridge-memory/job/1"
 _FIRST = (StepPhase.FIRST_FORWARD, StepPhase.FIRST_BACKWARD, StepPhase.STEP)
@@ -62,7 +62,7 @@ class PhaseMemory(NamedTuple):
 
     def verdict(self, capacity_bytes: int) -> Verdict:
         """Tight: it fits at the lower end of its range, and not at the upper."""
-        return self.driver.within(capacity_bytes)
+        return within(self.driver, capacity_bytes)
 
     def as_json(self, capacity_bytes: int) -> dict[str, Any]:
         """By the schema of ``Job.as_json``."""
@@ -116,7 +116,7 @@ class Job:
     @property
     def host_verdict(self) -> Verdict | None:
         """Whether a node's host memory is enough; None where it is not known."""
-        return None if self.host_bytes is None else self.host.node.within(self.host_bytes)
+        return None if self.host_bytes is None else within(self.host.node, self.host_bytes)
 
     @property
     def tightest(self) -> PhaseMemory:

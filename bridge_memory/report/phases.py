@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bridge_memory.job.amount import Range, total
 from bridge_memory.job.job import Job, PhaseMemory
-from bridge_memory.job.phase import Phase
+from bridge_memory.outside.amount import Range, total
+from bridge_memory.outside.phase import Phase
 from bridge_memory.report.answer import VERDICT_WORDS, names_of
 from bridge_memory.report.document import Block, Column, Grid, Words
 from bridge_memory.report.units import DECIMALS, format_ticks, ticks

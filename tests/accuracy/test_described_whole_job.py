@@ -18,9 +18,9 @@ from bridge_memory.accuracy.described.outcomes import Outcome, like_with_like, o
 from bridge_memory.accuracy.described.setting import card_of
 from bridge_memory.accuracy.described.whole import captured, predicted
 from bridge_memory.cli import main
-from bridge_memory.job.amount import Range, exactly
 from bridge_memory.job.job import Job, PhaseMemory
-from bridge_memory.job.phase import Phase
+from bridge_memory.outside.amount import Range, exactly
+from bridge_memory.outside.phase import Phase
 from bridge_memory.spec import RunSpec, SpecError
 
 RUNS = Path(__file__).parents[1] / "data" / "field" / "runs.jsonl"

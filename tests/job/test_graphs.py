@@ -11,8 +11,8 @@ import pytest
 from bridge_memory import BatchSpec, LayerSpec, ModelSpec, ParallelSpec, RunSpec, explain, peaks
 from bridge_memory.components import Lifetime, Part, Role
 from bridge_memory.estimation import stage_parts
-from bridge_memory.job.amount import total
-from bridge_memory.job.graphs import MASKS, MOVED, POOL, graphs
+from bridge_memory.job.megatron.graphs import MASKS, MOVED, POOL, graphs
+from bridge_memory.outside.amount import total
 from bridge_memory.readers import resolve_model
 from bridge_memory.reserved.megatron import _Job
 from bridge_memory.spec import AttentionSpec, MambaSpec

@@ -9,10 +9,10 @@ import pytest
 
 from bridge_memory import BatchSpec, ModelSpec, ParallelSpec, RunSpec, SpecError, explain
 from bridge_memory.components import Part, Provenance, Role
-from bridge_memory.job.amount import Amount, Range
 from bridge_memory.job.host import PROCESS, WORKER, host_memory
+from bridge_memory.outside.amount import Amount, Range
 from bridge_memory.readers import resolve_model
-from bridge_memory.verdict import Verdict
+from bridge_memory.verdict import Verdict, within
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 #: As transformers counts Llama-3.1-8B.
@@ -142,7 +142,7 @@ def test_the_verdict() -> None:
     needed = host_memory(run_of()).node
     sizes = {needed.most: Verdict.FITS, needed.most - 1: Verdict.TIGHT, needed.least: Verdict.TIGHT,
              needed.least - 1: Verdict.DOES_NOT_FIT}  # fmt: skip
-    assert {size: needed.within(size) for size in sizes} == sizes
+    assert {size: within(needed, size) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 
 from bridge_memory import ParallelSpec, RunSpec, SpecError
 from bridge_memory.estimation import stage_phases
-from bridge_memory.job.amount import Amount, total
-from bridge_memory.job.building import building, built
-from bridge_memory.job.evaluation import evaluation
-from bridge_memory.job.loading import How, Sharding, loading
-from bridge_memory.job.saving import host_of_saving, saving
+from bridge_memory.job.megatron.building import building, built
+from bridge_memory.job.megatron.evaluation import evaluation
+from bridge_memory.job.megatron.loading import How, Sharding, loading
+from bridge_memory.job.megatron.saving import host_of_saving, saving
+from bridge_memory.outside.amount import Amount, total
 from bridge_memory.spec import DataParallelSpec, ImplementationSpec, OptimizerSpec
 from bridge_memory.spec.model import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
 

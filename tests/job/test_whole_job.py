@@ -12,9 +12,9 @@ from drawn_runs import ENGINES, a_run
 from bridge_memory import RunSpec, SpecError, estimate, find_gpu, fits, whole_job
 from bridge_memory.cli import main
 from bridge_memory.components import GIB, Component, Part, Provenance, Role
-from bridge_memory.job.amount import Range, total
 from bridge_memory.job.job import Job, job_of
-from bridge_memory.job.phase import Phase
+from bridge_memory.outside.amount import Range, total
+from bridge_memory.outside.phase import Phase
 from bridge_memory.report.phases import job_words
 from bridge_memory.spec.unmodelled import Effect, Unmodelled
 from bridge_memory.verdict import Verdict

@@ -14,9 +14,9 @@ pytest.importorskip("megatron.core")
 
 from job_oracle import forward_only, job
 
-from bridge_memory.job.amount import total
-from bridge_memory.job.building import building
-from bridge_memory.job.evaluation import forward_passes
+from bridge_memory.job.megatron.building import building
+from bridge_memory.job.megatron.evaluation import forward_passes
+from bridge_memory.outside.amount import total
 from bridge_memory.readers import resolve_model
 from bridge_memory.rehearsal.world import installed_release
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RecomputeSpec, RunSpec

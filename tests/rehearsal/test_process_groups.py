@@ -14,8 +14,8 @@ pytest.importorskip("megatron.core")
 
 import torch
 
-from bridge_memory.job.communicators import communicators, groups
-from bridge_memory.job.phase import Phase
+from bridge_memory.outside.communicators import communicators, groups
+from bridge_memory.outside.phase import Phase
 from bridge_memory.rehearsal import gpu
 from bridge_memory.rehearsal.patches.replace import replaced
 from bridge_memory.rehearsal.world import fake_world, quiet

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from job_oracle import forward_only, job
 
-from bridge_memory.job.amount import Amount, total
-from bridge_memory.job.building import building, built
-from bridge_memory.job.evaluation import forward_passes
-from bridge_memory.job.loading import How, Sharding, loading
-from bridge_memory.job.saving import saving
+from bridge_memory.job.megatron.building import building, built
+from bridge_memory.job.megatron.evaluation import forward_passes
+from bridge_memory.job.megatron.loading import How, Sharding, loading
+from bridge_memory.job.megatron.saving import saving
+from bridge_memory.outside.amount import Amount, total
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import DataParallelSpec, OptimizerSpec, ParallelSpec, RunSpec
 from bridge_memory.spec.model import ModelSpec

@@ -15,8 +15,8 @@ from bridge_memory.accuracy.predictions import peak_after, static_after
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import GIB
 from bridge_memory.estimation import Estimate, StageEstimate, estimate, stage_parts
-from bridge_memory.job.amount import Range
 from bridge_memory.job.job import job_of
+from bridge_memory.outside.amount import Range
 from bridge_memory.reserved import replayed, why_not
 from bridge_memory.residual import relative
 from bridge_memory.spec import RunSpec, SpecError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bridge_memory.accuracy.described.figures import Figure, Meaning
-from bridge_memory.job.amount import Range, total
 from bridge_memory.job.job import Job, PhaseMemory
-from bridge_memory.job.phase import Phase
+from bridge_memory.outside.amount import Range, total
+from bridge_memory.outside.phase import Phase
 from bridge_memory.spec import RunSpec, SpecError
 
 #: What every job goes through; whether it also evaluated, saved or loaded is seldom said.

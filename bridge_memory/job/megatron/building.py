@@ -16,7 +16,7 @@ from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.megatron_ddp import experts_apart
 from bridge_memory.estimation import stage_parts
 from bridge_memory.inventory.stack import chunk_units, named_parameters
-from bridge_memory.job.amount import Amount, exactly, total
+from bridge_memory.outside.amount import Amount, exactly, total
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.tapes.context import context_of

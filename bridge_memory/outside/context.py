@@ -8,11 +8,11 @@ from typing import NamedTuple
 from bridge_memory.cards.generations import AMD
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import Provenance
-from bridge_memory.job import communicators as comm
-from bridge_memory.job import nccl
-from bridge_memory.job.amount import Amount, Range, exactly, total
-from bridge_memory.job.nccl import MIB
-from bridge_memory.job.phase import Phase
+from bridge_memory.outside import communicators as comm
+from bridge_memory.outside import nccl
+from bridge_memory.outside.amount import Amount, Range, exactly, total
+from bridge_memory.outside.nccl import MIB
+from bridge_memory.outside.phase import Phase
 from bridge_memory.spec.run import RunSpec
 from bridge_memory.workspaces.driver import DISPATCHERS, driver_buffers
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 
 from bridge_memory.cards.rows import GPUS
-from bridge_memory.job.amount import total
-from bridge_memory.job.nccl import (
+from bridge_memory.outside.amount import total
+from bridge_memory.outside.nccl import (
     CHUNK_IN_NODE,
     DEFAULT_RELEASE,
     NOTHING,

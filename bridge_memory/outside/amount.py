@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from bridge_memory.components import Provenance
-from bridge_memory.verdict import Verdict
 
 
 class Amount(NamedTuple):
@@ -32,12 +31,6 @@ class Range(NamedTuple):
 
     least: int
     most: int
-
-    def within(self, capacity: int) -> Verdict:
-        """Whether ``capacity`` bytes are enough. Tight: they are at the lower end alone."""
-        if self.most <= capacity:
-            return Verdict.FITS
-        return Verdict.TIGHT if self.least <= capacity else Verdict.DOES_NOT_FIT
 
 
 def total(amounts: Iterable[Amount | Range]) -> Range:

@@ -15,10 +15,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from bridge_memory.cards.gpu import Gpu
-from bridge_memory.job import nccl
-from bridge_memory.job.amount import Amount, Range, total
-from bridge_memory.job.nccl import Machine, Release, Spread, Use, communicator_bytes
-from bridge_memory.job.phase import Phase
+from bridge_memory.outside import nccl
+from bridge_memory.outside.amount import Amount, Range, total
+from bridge_memory.outside.nccl import Machine, Release, Spread, Use, communicator_bytes
+from bridge_memory.outside.phase import Phase
 from bridge_memory.spec.layout_string import parse_layout_string
 from bridge_memory.spec.model import GatedDeltaNetSpec, MambaSpec, ModelSpec, MoESpec, SideBySideSpec
 from bridge_memory.spec.parts import WITH_MEGATRON_LAYOUTS, ParallelSpec

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from bridge_memory.cards.generations import GENERATIONS, NVIDIA, since_hopper
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import Provenance
-from bridge_memory.job.amount import Amount, Range
+from bridge_memory.outside.amount import Amount, Range
 
 MIB = 1 << 20
 #: Multiple of a device allocation through cuMem, and of a large one through cudaMalloc (``alloc.h: ncclCuMemAlloc``).

@@ -22,8 +22,8 @@ from bridge_memory.components import Component, Provenance, Role, State
 from bridge_memory.engines.megatron_ddp import experts_apart
 from bridge_memory.engines.optimizer_states import optimizer_states
 from bridge_memory.estimation import stage_parts
-from bridge_memory.job.amount import Amount, exactly, total
-from bridge_memory.job.building import built, stage_parameters
+from bridge_memory.job.megatron.building import built, stage_parameters
+from bridge_memory.outside.amount import Amount, exactly, total
 from bridge_memory.spec import DTYPE_BYTES, LayerSpec, MambaSpec, RunSpec
 from bridge_memory.spec.model import GatedDeltaNetSpec, MLPSpec, MoESpec
 from bridge_memory.tapes.parameters import Parameter

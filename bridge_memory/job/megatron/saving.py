@@ -14,9 +14,9 @@ from bridge_memory.components import Provenance, Role
 from bridge_memory.engines.megatron_ddp import bucket_elements, experts_apart
 from bridge_memory.engines.optimizer_states import gradient_width
 from bridge_memory.estimation import stage_parts
-from bridge_memory.job.amount import Amount, exactly
-from bridge_memory.job.building import built, stage_parameters
-from bridge_memory.job.loading import HeldBy, Sharding, optimizers, why_not_resumed
+from bridge_memory.job.megatron.building import built, stage_parameters
+from bridge_memory.job.megatron.loading import HeldBy, Sharding, optimizers, why_not_resumed
+from bridge_memory.outside.amount import Amount, exactly
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 
 _UNSCALED = "distrib_optimizer.py: get_parameter_state_dp_reshardable"

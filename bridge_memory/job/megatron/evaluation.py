@@ -14,7 +14,7 @@ from bridge_memory.components import Provenance
 from bridge_memory.estimation import stage_parts
 from bridge_memory.inventory.layer import embedding_block, layer_block
 from bridge_memory.inventory.tail import tail_blocks
-from bridge_memory.job.amount import Amount, exactly
+from bridge_memory.outside.amount import Amount, exactly
 from bridge_memory.spec import RecomputeSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, layout
 from bridge_memory.tapes.alive import Atoms, BlockCost, Structure

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from bridge_memory.cards.rows import GPUS
-from bridge_memory.job import communicators as comm
-from bridge_memory.job import context
-from bridge_memory.job.amount import Range, total
-from bridge_memory.job.communicators import Communicator, communicators, groups, sizes_of
-from bridge_memory.job.context import outside, outside_bytes_of
-from bridge_memory.job.nccl import Spread, Use, machine_of
-from bridge_memory.job.phase import Phase
+from bridge_memory.outside import communicators as comm
+from bridge_memory.outside import context
+from bridge_memory.outside.amount import Range, total
+from bridge_memory.outside.communicators import Communicator, communicators, groups, sizes_of
+from bridge_memory.outside.context import outside, outside_bytes_of
+from bridge_memory.outside.nccl import Spread, Use, machine_of
+from bridge_memory.outside.phase import Phase
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import DataParallelSpec, FSDPOptions, ImplementationSpec, ParallelSpec, RunSpec
 from bridge_memory.spec.gpus import find_gpu

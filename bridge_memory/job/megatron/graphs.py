@@ -23,7 +23,7 @@ from bridge_memory.estimation import StageParts, peaks, stage_costs, stage_parts
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.inventory.layer_links import layer_link
 from bridge_memory.inventory.stack import chunk_before_its_backward, chunk_inventory
-from bridge_memory.job.amount import Amount
+from bridge_memory.outside.amount import Amount
 from bridge_memory.schedule.events import ChunkCost, OverlapCost
 from bridge_memory.schedule.peak import dynamic_peak, peak_bytes
 from bridge_memory.spec import (

@@ -1,0 +1,1 @@
+"""A stage of megatron-core in the phases of a job."""
