@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,27 +57,29 @@ ONE_BY_ONE = 300
 
 def batched(case: Case) -> dict[str, Any]:
     """The search over batched layouts, and its peaks and times of some of them."""
-    from bridge_memory.plan.found import Refused
+    from bridge_memory.plan.found import Limit, Refused
     from bridge_memory.plan.megatron.many import Sheet, fitting
     from bridge_memory.plan.megatron.search import search
     from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.constants import DEFAULT
     from bridge_memory.speed.hardware import hardware_of
-    from bridge_memory.verdict import margin_bytes
+    from bridge_memory.verdict import most_outside
 
     space, hardware = _space(case), hardware_of(case.gpu)
-    card = find_gpu(case.gpu).capacity_bytes
+    gpu = find_gpu(case.gpu)
+    capacity, outside = gpu.capacity_bytes, partial(most_outside, gpu=gpu)
 
     def looked() -> tuple[float, Any]:
         start = time.process_time()
-        found = search(space, hardware, capacity=card, margin=lambda peak: margin_bytes(peak, case.gpus), batched=True)
+        found = search(space, hardware, capacity=capacity, outside=outside, batched=True)
         return time.process_time() - start, found
 
     looked()
     warm, found = looked()
     sheet, chance = Sheet(space), random.Random(1)
     drawn = []
-    groups = [few for few in fitting(sheet, hardware, DEFAULT, lambda peak: True, Refused()) if len(few.peaks)]
+    everything = Limit(1 << 60, lambda run: 0)
+    groups = [few for few in fitting(sheet, hardware, DEFAULT, everything, Refused()) if len(few.peaks)]
     for _ in range(ONE_BY_ONE):
         few = chance.choice(groups)
         i = chance.randrange(len(few.peaks))
@@ -92,11 +95,12 @@ def whole(case: Case, cache: str | None) -> dict[str, Any]:
     from bridge_memory.plan.megatron.search import search
     from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.hardware import hardware_of
-    from bridge_memory.verdict import margin_bytes
+    from bridge_memory.verdict import most_outside
 
+    gpu = find_gpu(case.gpu)
     found = search(
-        _space(case), hardware_of(case.gpu), capacity=find_gpu(case.gpu).capacity_bytes,
-        margin=lambda peak: margin_bytes(peak, case.gpus), cache=cache,
+        _space(case), hardware_of(case.gpu), capacity=gpu.capacity_bytes, outside=partial(most_outside, gpu=gpu),
+        cache=cache,
     )  # fmt: skip
     for row in found.best(20):
         _estimated(row)

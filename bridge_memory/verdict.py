@@ -9,26 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from typing import NamedTuple
 
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.cards.rows import common_gpus
 from bridge_memory.evidence import Band, evidence_of
 from bridge_memory.outside.amount import Range
+from bridge_memory.outside.context import outside_bytes_of
 from bridge_memory.result import Estimate, StagePeak
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.gpus import find_gpu, lacks
 from bridge_memory.spec.unmodelled import Bounds, bounds
-from bridge_memory.workspaces.driver import driver_buffers, driver_bytes
+from bridge_memory.workspaces.driver import driver_buffers
 
-#: CUDA context with the kernels of torch, cuBLAS, cuDNN and Transformer Engine loaded, bytes. Assumed: nvidia-smi
-#: shows 0.5 to 0.6 GiB for a process that has run such kernels on A100 and H100.
-CONTEXT_BYTES = 600 << 20
-#: NCCL's buffers, bytes; nothing on one GPU. Assumed: a channel holds some 10 MiB (NCCL's default buffers: 4 MiB of
-#: the Simple protocol, and those of LL and LL128), a communicator up to 32 channels, and a Megatron job has a
-#: handful of them (tensor, pipeline, context, expert, data parallel), most with few channels.
-NCCL_BYTES = 1434 << 20
 #: max_reserved over max_allocated, minus one: the 90th percentile of the 80 ranks in 10 runs on B200 (SimuMax's
 #: published measurements, tests/data/measurements/runs.jsonl; median 3.8 %, worst 9.3 %).
 FRAGMENTATION = 0.073
@@ -38,7 +31,7 @@ class Verdict(str, Enum):
     """Whether a run fits a card.
 
     Unknown where something that is not modelled decides it. Tight where it fits as predicted, and not where measured
-    peaks of such runs may lie (``evidence.Evidence.above``).
+    peaks of such runs may lie (``evidence.Evidence.above``), or not with all that may lie outside of torch.
 
     Example:
         >>> from bridge_memory import RunSpec, Verdict, estimate, fits
@@ -83,6 +76,7 @@ def peak_band(band: Band | None, peak_bytes: int) -> PeakBand | None:
 class Fit:
     """How one GPU takes a run: capacity = peak + margin + headroom, exactly. Bytes.
 
+    ``margin_bytes`` is the most that the run is predicted to need beyond its peak: a tight one may have no headroom.
     ``peak_bytes`` is the highest peak, that of ``peak_stage``, with the workspaces, attention kernels and fp8 layouts
     of ``gpu_arch``, the card's own generation. ``fits``: the verdict is that it does, if tightly. What is not
     modelled is in the verdict and not in the headroom.
@@ -111,6 +105,8 @@ class Fit:
     #: The two parts of ``margin_bytes``: what the allocator reserves beyond the peak, and what lies outside of it.
     reserved_bytes: int = 0
     outside_bytes: int = 0
+    #: ``outside_bytes`` is the most that is predicted outside; this the least, by which it does not fit for sure.
+    outside_least_bytes: int = 0
     #: Where 90 % of measured peaks lie where this one is predicted; None where too few runs were measured.
     band: PeakBand | None = None
 
@@ -122,67 +118,56 @@ def within(needed: Range, capacity: int) -> Verdict:
     return Verdict.TIGHT if needed.least <= capacity else Verdict.DOES_NOT_FIT
 
 
-def outside_bytes(world_size: int, driver: int = 0) -> int:
-    """What lies outside torch's allocator: the context, NCCL's buffers where there is more than one GPU, and
-    ``driver``, what libraries of the run allocate themselves (``workspaces.driver.driver_bytes``)."""
-    return CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0) + driver
-
-
 def reserved_bytes(peak_bytes: int) -> int:
     """What the allocator reserves beyond a peak."""
     return int(peak_bytes * FRAGMENTATION)
 
 
-def margin_bytes(peak_bytes: int, world_size: int, driver: int = 0) -> int:
-    """What a card must hold beyond a peak: memory outside the allocator, and fragmentation inside it."""
-    return outside_bytes(world_size, driver) + reserved_bytes(peak_bytes)
+def most_outside(run: RunSpec, gpu: Gpu) -> int:
+    """Bytes that lie outside of torch's allocator while a run trains, at most (``outside.context``)."""
+    return outside_bytes_of(run, gpu).most
 
 
 class MemoryLimit(NamedTuple):
-    """What a run has to fit."""
+    """What a run has to fit, bytes."""
 
-    #: Bytes.
     capacity: int
-    #: Of a peak, what the card must hold beyond it; never less of a higher one.
-    margin: Callable[[int], int]
+    #: Of ``capacity``, what lies outside of torch's allocator.
+    outside: int = 0
 
-    def headroom(self, peak: int, driver: int = 0) -> int:
-        """Bytes that are left beside ``driver``, what libraries of the run allocate themselves."""
-        return self.capacity - peak - self.margin(peak) - driver
+    def headroom(self, peak: int) -> int:
+        """What is left beside a peak and its margin; never more of a higher one."""
+        return self.capacity - self.outside - peak - reserved_bytes(peak)
 
-    def holds(self, peak: int, driver: int = 0) -> bool:
+    def holds(self, peak: int) -> bool:
         """Whether ``peak`` fits with its margin."""
-        return self.headroom(peak, driver) >= 0
-
-
-def limit_of(capacity_bytes: int, world_size: int) -> MemoryLimit:
-    """A card of so many bytes, for runs on ``world_size`` GPUs."""
-    return MemoryLimit(capacity_bytes, partial(margin_bytes, world_size=world_size))
+        return self.headroom(peak) >= 0
 
 
 def headroom(gpu: Gpu, peak_bytes: int, run: RunSpec) -> int:
     """Bytes of ``gpu`` that are left beside a peak of ``run`` and its margin; below zero what is missing."""
-    return limit_of(gpu.capacity_bytes, run.parallel.world_size).headroom(peak_bytes, driver_bytes(run))
+    return MemoryLimit(gpu.capacity_bytes, most_outside(run, gpu)).headroom(peak_bytes)
 
 
 def largest_peak(gpu: Gpu, run: RunSpec) -> int:
     """Bytes: the highest peak of ``run`` that ``gpu`` holds with its margin, within a byte."""
-    card, driver = limit_of(gpu.capacity_bytes, run.parallel.world_size), driver_bytes(run)
-    peak = int((gpu.capacity_bytes - outside_bytes(run.parallel.world_size, driver)) / (1 + FRAGMENTATION))
-    while not card.holds(peak, driver):
+    card = MemoryLimit(gpu.capacity_bytes, most_outside(run, gpu))
+    peak = int((card.capacity - card.outside) / (1 + FRAGMENTATION))
+    while not card.holds(peak):
         peak -= 1
     return peak
 
 
-def margin_words(run: RunSpec, shown: Callable[[int], str]) -> tuple[str, ...]:
+def margin_words(run: RunSpec, fits: Iterable[Fit], shown: Callable[[int], str]) -> tuple[str, ...]:
     """How the margin is made, for people, a line for each part; ``shown``: bytes as they read them."""
-    nccl = f" + {shown(NCCL_BYTES)} NCCL" if run.parallel.world_size > 1 else ""
-    more = "".join(f" + {shown(found.nbytes)} {found.name}" for found in driver_buffers(run))
+    more = "".join(f", {shown(found.nbytes)} {found.of} included" for found in driver_buffers(run))
+    outside = "; ".join(f"{fit.gpu} {shown(fit.outside_least_bytes)} to {shown(fit.outside_bytes)}" for fit in fits)
     return (
-        "allocated: the 90% band of the peak; tight: fits as predicted, not at its upper end",
+        "allocated: the 90% band of the peak",
         f"margin, reserved: {FRAGMENTATION:.1%} of the peak for fragmentation (measured: 90th percentile of reserved "
         "over allocated, 80 ranks on B200)",
-        f"margin, outside of torch: {shown(CONTEXT_BYTES)} CUDA context{nccl} (assumed){more}",
+        f"margin, outside of torch, the most: CUDA context, NCCL, buffers of libraries: {outside}{more}",
+        "tight: fits as predicted, not at the upper end of the band, or of what lies outside",
     )
 
 
@@ -214,7 +199,6 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
         raise SpecError(f"gpus ({show(gpus)}) is one GPU; give a list of them")
     if not isinstance(gpus, Iterable):
         raise SpecError(f"gpus ({show(gpus)}) is no list of GPUs; give one")
-    world_size, driver = result.run.parallel.world_size, driver_bytes(result.run)
     by_arch: dict[str, StagePeak | None] = {result.run.implementation.gpu_arch: _worst(result)}
     out = []
     for gpu in [gpu if isinstance(gpu, Gpu) else find_gpu(gpu) for gpu in gpus] or common_gpus():
@@ -225,18 +209,18 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
         if worst is None:
             missing, worst = "attention kernel", _worst(result)
         assert worst is not None
-        capacity, margin = gpu.capacity_bytes, margin_bytes(worst.peak_bytes, world_size, driver)
-        left = limit_of(capacity, world_size).headroom(worst.peak_bytes, driver)
-        within = bounds(worst.peak_bytes, result.not_modelled)
+        outside, more = outside_bytes_of(result.run, gpu), reserved_bytes(worst.peak_bytes)
+        capacity, margin = gpu.capacity_bytes, outside.most + more
+        of_peak = bounds(worst.peak_bytes, result.not_modelled)
         verdict, evidence = Verdict.DOES_NOT_FIT, evidence_of(result.run, gpu)
         if not missing:
-            verdict = verdict_of(within, capacity, world_size, evidence.above, driver)
+            verdict = verdict_of(of_peak, capacity, outside, evidence.above)
         out.append(
             Fit(
                 gpu.name, result.run.implementation.gpu_arch if missing else arch, capacity, worst.stage,
-                worst.peak_bytes, margin, left,
+                worst.peak_bytes, margin, capacity - worst.peak_bytes - margin,
                 verdict in (Verdict.FITS, Verdict.TIGHT), missing, verdict, str(evidence),
-                reserved_bytes(worst.peak_bytes), outside_bytes(world_size, driver),
+                more, outside.most, outside.least,
                 peak_band(evidence.band, worst.peak_bytes),
             )
         )  # fmt: skip
@@ -260,13 +244,13 @@ def _worst_on(arch: str, result: Estimate) -> StagePeak | None:
     return max(peaks(run), key=lambda stage: stage.peak_bytes)
 
 
-def verdict_of(peak: Bounds, capacity_bytes: int, world_size: int, band: float = 0.0, driver: int = 0) -> Verdict:
-    """Whether a card takes a peak that lies within ``peak``, with the margin. ``band``: the share of a prediction by
-    which a measured peak may be higher (``Evidence.above``)."""
-    card = limit_of(capacity_bytes, world_size)
-    if peak.most is not None and card.holds(peak.most, driver):
-        return Verdict.FITS if card.holds(peak.most + int(peak.most * band), driver) else Verdict.TIGHT
-    if peak.least is not None and not card.holds(peak.least, driver):
+def verdict_of(peak: Bounds, capacity_bytes: int, outside: Range, band: float = 0.0) -> Verdict:
+    """Whether a card takes a peak that lies within ``peak``, with the margin. ``outside``: bytes outside of torch's
+    allocator; ``band``: the share of a prediction by which a measured peak may be higher (``Evidence.above``)."""
+    sure, lucky = (MemoryLimit(capacity_bytes, nbytes) for nbytes in (outside.most, outside.least))
+    if peak.most is not None and lucky.holds(peak.most):
+        return Verdict.FITS if sure.holds(peak.most + int(peak.most * band)) else Verdict.TIGHT
+    if peak.least is not None and not lucky.holds(peak.least):
         return Verdict.DOES_NOT_FIT
     return Verdict.UNKNOWN
 

@@ -22,7 +22,7 @@ from bridge_memory.calculator import (
 from bridge_memory.calculator.form import parameter_count
 from bridge_memory.calculator.shapes import PUBLISHED, model_of, nearest
 from bridge_memory.cli import main
-from bridge_memory.verdict import margin_bytes
+from bridge_memory.verdict import headroom
 
 GIB = 1 << 30
 
@@ -76,8 +76,8 @@ def test_the_recommended_batch_is_the_largest_that_fits() -> None:
     def fits(size: int) -> bool:
         run = calculator.run
         batch = replace(run.batch, micro_batch_size=size, global_batch_size=None)
-        peak = max(s.peak_bytes for s in peaks(run.with_(batch=batch)))
-        return peak + margin_bytes(peak, 8) <= calculator.gpu.capacity_bytes
+        changed = run.with_(batch=batch)
+        return headroom(calculator.gpu, max(s.peak_bytes for s in peaks(changed)), changed) >= 0
 
     assert fits(batch) and not fits(batch + 1)
     small = GPUMemoryCalculator.from_dict(form(hardware={"num_gpus": 8, "gpu_memory_gb": 16})).calculate()

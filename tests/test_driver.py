@@ -75,7 +75,7 @@ def test_they_are_in_the_margin_and_in_no_peak() -> None:
     fragmentation = int(a.peak_bytes * 0.073) - int(b.peak_bytes * 0.073)
     assert a.margin_bytes - b.margin_bytes == more + fragmentation
     assert a.headroom_bytes == a.capacity_bytes - a.peak_bytes - a.margin_bytes
-    assert any("HybridEP" in line for line in margin_words(with_buffers.run, str))
+    assert any("HybridEP" in line for line in margin_words(with_buffers.run, [a], str))
     assert any(line.startswith("HybridEP's buffers") for line in with_buffers.assumptions)
     assert not [feature for feature in with_buffers.unmodelled if "flex" in feature]
 

@@ -191,5 +191,8 @@ def test_within_the_band_of_the_card_the_verdict_is_tight(monkeypatch: pytest.Mo
         assert fit.band is not None and fit.band.most_bytes == round(peak / (1 - high))
         assert fit.band.least_bytes == round(peak / 1.5)
         assert fit.margin_bytes == fit.reserved_bytes + fit.outside_bytes  # the band is in neither
-    too_small = replace(card, capacity_bytes=card.capacity_bytes - int(peak * 0.02))
+    outside = fit.outside_bytes - fit.outside_least_bytes
+    uncertain = replace(card, capacity_bytes=card.capacity_bytes - int(peak * 0.02))
+    assert fits(result, [uncertain])[0].verdict is Verdict.TIGHT  # by what lies outside of torch
+    too_small = replace(card, capacity_bytes=card.capacity_bytes - int(peak * 0.02) - outside)
     assert fits(result, [too_small])[0].verdict is Verdict.DOES_NOT_FIT

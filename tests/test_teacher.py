@@ -153,7 +153,7 @@ def test_a_search_counts_it() -> None:
         base = replace(run, teacher=replace(run.teacher, model=teacher))
         space = Space(base, 8, 8, frozenset({"split"}), {"mbs": (1, 2)}, global_batch_size=16)
         ours, theirs = (
-            search(space, hardware_of("H200"), capacity=140 << 30, margin=lambda peak: peak // 50, batched=batched)
+            search(space, hardware_of("H200"), capacity=140 << 30, outside=lambda run: 2 << 30, batched=batched)
             for batched in (True, False)
         )  # fmt: skip
         assert list(ours.rows) == list(theirs.rows) and ours.refused == theirs.refused

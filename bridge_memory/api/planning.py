@@ -18,7 +18,7 @@ from bridge_memory.spec.gpus import check_computes, find_gpu, gpu_assumptions
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, WITH_MEGATRON_LAYOUTS
 from bridge_memory.spec.run import GROUPS
-from bridge_memory.verdict import largest_peak, margin_bytes
+from bridge_memory.verdict import largest_peak, most_outside
 
 if TYPE_CHECKING:
     from bridge_memory.plan.changes import WhatIf
@@ -124,7 +124,7 @@ def search(
         run = RunSpec(model=run if isinstance(run, ModelSpec) else resolve_model(run))
     words = _engine_words(engine, run)
     options: dict[str, Any] = {
-        "capacity": card.capacity_bytes - headroom_bytes, "margin": partial(margin_bytes, world_size=num_gpus),
+        "capacity": card.capacity_bytes - headroom_bytes, "outside": partial(most_outside, gpu=card),
         "progress": progress, "backend": backend, "jobs": jobs or (1 if backend is None else -1),
     }  # fmt: skip
     if len(words) == 1 and words[0] in WITH_MEGATRON_LAYOUTS:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from bridge_memory import reserved
@@ -172,10 +171,9 @@ def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Gene
         exact += sum(c.bytes for c in result.stages[training.stage].components if c.part is Part.CALIBRATION)
         every[training.stage] = tuple(_phases(run, gpu, stages[training.stage], exact))
         replayed.add(training.stage)
-    margin = partial(_beyond, outside=total(training.outside).most)
     reasons = (building.why_not(run) or loading.why_not_resumed(run), evaluation.why_not(run))
     return Job(
-        gpu, worst, tuple(every), overload(run, gpu.capacity_bytes, margin),
+        gpu, worst, tuple(every), overload(run, gpu.capacity_bytes, total(training.outside).most),
         host_memory(run, node_of(gpu), saving=saving.host_of_saving(run, training.stage) or ()),
         tuple(filter(None, reasons)), bool(replayed), host_bytes,
         tuple(feature for feature in result.unmodelled if not feature.startswith("cuda_graph_impl ")),  # graphs(...)
@@ -193,10 +191,6 @@ def _training(phases: Sequence[PhaseMemory]) -> PhaseMemory:
 def node_of(gpu: Gpu) -> int:
     """GPUs of a node: 4 where a domain of NVLink spans nodes (GB200, GB300), else 8."""
     return 4 if gpu.rates is not None and gpu.rates.domain > 16 else 8
-
-
-def _beyond(peak: int, outside: int) -> int:
-    return reserved_bytes(peak) + outside
 
 
 class _Stage(NamedTuple):

@@ -7,7 +7,6 @@ evaluated: every stage fits at the factor, and a hundredth above it one does not
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from itertools import count, pairwise
 from math import ceil
 from typing import NamedTuple
@@ -91,13 +90,13 @@ def _most_of(experts: MoESpec, run: RunSpec, ep: int) -> float:
     return max(1.0, min(most, capacity / chosen))
 
 
-def overload(run: RunSpec, capacity_bytes: int, margin: Callable[[int], int]) -> Overload | None:
+def overload(run: RunSpec, capacity_bytes: int, outside: int) -> Overload | None:
     """The overload factor up to which every stage of ``run`` fits a card, whatever ``moe_imbalance`` it has.
 
     Args:
         run: The run.
         capacity_bytes: The card's memory.
-        margin: Of a peak, what the card must hold beyond it; never less of a higher one.
+        outside: Bytes of it outside of torch's allocator.
 
     Returns:
         None where routing does not change memory: dense models, one expert-parallel rank, experts padded to capacity.
@@ -109,13 +108,13 @@ def overload(run: RunSpec, capacity_bytes: int, margin: Callable[[int], int]) ->
         >>> from bridge_memory import ParallelSpec, RunSpec
         >>> parallel = ParallelSpec(world_size=8, expert_model_parallel_size=8)
         >>> run = RunSpec(model="Qwen/Qwen3-30B-A3B", parallel=parallel)
-        >>> overload(run, 140 << 30, lambda peak: 2 << 30).factor
+        >>> overload(run, 140 << 30, 2 << 30).factor
         4.2
     """
     most = most_overload(run)
     if most <= 1.0:
         return None
-    return _Solver(run, MemoryLimit(capacity_bytes, margin), most).solved()
+    return _Solver(run, MemoryLimit(capacity_bytes, outside), most).solved()
 
 
 #: In place of a stage: the highest peak of all.

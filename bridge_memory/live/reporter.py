@@ -206,7 +206,7 @@ class Reporter:
         return ReportRecord(
             time=time.time(), iteration=iteration, moment=moment, world_size=world_size, missing_ranks=missing,
             stages=stages, notes=[
-                *verdict(prediction, stages, world_size), *runs_with(prediction),
+                *verdict(prediction, stages), *runs_with(prediction),
                 *notes(prediction, stages, self.threshold),
             ],
         )  # fmt: skip

@@ -9,12 +9,12 @@ from bridge_memory.calibration.records import StageRecord
 from bridge_memory.components import GIB
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
+from bridge_memory.outside.amount import Range
 from bridge_memory.report import summary
 from bridge_memory.report.answer import room_words
 from bridge_memory.residual import SIGN, SIGN_PERCENT, percent, residual
 from bridge_memory.spec.unmodelled import bounds
-from bridge_memory.verdict import Verdict, limit_of, verdict_of
-from bridge_memory.workspaces.driver import driver_bytes
+from bridge_memory.verdict import MemoryLimit, Verdict, verdict_of
 
 #: Residual, as a share of what was measured, beyond which a stage gets a line of explanation.
 THRESHOLD = 0.10
@@ -81,16 +81,16 @@ def runs_with(prediction: Prediction | None) -> list[str]:
     return [f"predicted for {summary.runs_with(run)}"] if run is not None else []
 
 
-def verdict(prediction: Prediction | None, records: Sequence[StageRecord], world_size: int) -> list[str]:
-    """One line: whether every predicted peak fits its GPU with the margin of estimates, for the stage with the least
-    free memory. Empty without a prediction or a GPU."""
+def verdict(prediction: Prediction | None, records: Sequence[StageRecord]) -> list[str]:
+    """One line: whether every predicted peak fits its GPU beside what lies outside of torch there, for the stage
+    with the least free memory. Empty without a prediction or a GPU."""
     judged = []
     for record in records:
         peak, card = record.predicted_peak, record.device_total
         if prediction is not None and peak is not None and card:
-            driver = driver_bytes(prediction.run) if prediction.run is not None else 0
-            left = limit_of(card, world_size).headroom(peak, driver)
-            word = verdict_of(bounds(peak, prediction.not_modelled), card, world_size, driver=driver)
+            outside = record.outside or 0
+            left = MemoryLimit(card, outside).headroom(peak)
+            word = verdict_of(bounds(peak, prediction.not_modelled), card, Range(outside, outside))
             judged.append((left, record.stage, peak, card, word))
     if not judged:
         return []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.step_time import tokens_per_second_per_gpu
+from bridge_memory.verdict import MemoryLimit
 
 #: Step times that differ by less are a tie: the spread of measured over predicted time inside of a group of layouts
 #: (``references/search.md``).
@@ -112,6 +113,23 @@ class Listed(Rows[TimeT]):
 
     def peaks(self) -> Iterable[int]:
         return [row.peak for row in self._rows]
+
+
+class Limit(NamedTuple):
+    """What the configurations of a search have to fit."""
+
+    #: Bytes of the GPU.
+    capacity: int
+    #: Of a run, bytes outside of torch's allocator.
+    outside: Callable[[RunSpec], int]
+
+    @property
+    def alone(self) -> MemoryLimit:
+        """Of torch's memory alone."""
+        return MemoryLimit(self.capacity)
+
+    def of(self, run: RunSpec) -> MemoryLimit:
+        return MemoryLimit(self.capacity, self.outside(run))
 
 
 class OneByOne(Enum):

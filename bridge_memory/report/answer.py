@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from bridge_memory.decisive import decisive
 from bridge_memory.evidence import evidence_of
+from bridge_memory.outside.amount import Range
 from bridge_memory.report.decided import of_releases
 from bridge_memory.report.summary import configuration, host_place
 from bridge_memory.report.units import coarser, format_bytes, format_ticks, ticks
 from bridge_memory.residual import percent
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate
 from bridge_memory.verdict import Fit, PeakBand, Verdict, answer, peak_band, verdict_of
-from bridge_memory.workspaces.driver import driver_bytes
 
 #: Unmodelled features that one line names; the rest are counted.
 _FEATURES_NAMED = 2
@@ -160,6 +160,10 @@ def _one_gpu(result: Estimate, fit: Fit, unit: str) -> str:
     if fit.headroom_bytes >= 0 and fit.verdict is Verdict.DOES_NOT_FIT:
         least = format_bytes(result.peak_bounds.least or fit.peak_bytes, unit)
         return f"{start}: modelled {counted}; with what is not modelled the peak is at least {least}"
+    if fit.headroom_bytes < 0 and fit.verdict is Verdict.TIGHT:
+        best = fit.headroom_bytes + fit.outside_bytes - fit.outside_least_bytes
+        decimals = coarser(unit, fit.headroom_bytes)
+        room += f", at best {format_ticks(ticks(best, unit, decimals), unit, decimals)} free"
     return f"{start}: {counted}, {room}"
 
 
@@ -173,7 +177,7 @@ def _among_several(result: Estimate, fit: Fit, unit: str, with_bytes: bool) -> s
     if fit.lacks:
         return f"{fit.gpu} (no {fit.lacks})"
     own = verdict_of(
-        result.peak_bounds, fit.capacity_bytes, result.run.parallel.world_size, driver=driver_bytes(result.run)
+        result.peak_bounds, fit.capacity_bytes, Range(fit.outside_least_bytes, fit.outside_bytes)
     )
     changed = (own is not Verdict.DOES_NOT_FIT) != (fit.verdict is not Verdict.DOES_NOT_FIT)
     peak = f"peak {format_bytes(fit.peak_bytes, unit)} on this GPU" if changed else ""

@@ -374,7 +374,7 @@ def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
     )
     at = {fit.peak_stage for fit in fits}
     title = f"GPUs, by the highest peak{f' (stage {at.pop()})' if len(at) == 1 else ''}, {unit}"
-    notes = [*margin_words(result.run, partial(format_bytes, unit=unit))]
+    notes = [*margin_words(result.run, fits, partial(format_bytes, unit=unit))]
     if len({fit.peak_bytes for fit in fits}) > 1:
         notes.append("peak: with the attention kernels, workspaces and fp8 layouts of each GPU's own generation")
     if result.unmodelled:

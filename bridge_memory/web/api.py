@@ -233,7 +233,7 @@ def _estimate(one: Asked, stage: object) -> dict[str, Any]:
     return {
         "estimate": document, "fit": _fit(fitting[0]), "experts": run.model.has_experts,
         "answer": answer.words, "evidence": answer.evidence, "band": answer.band_words,
-        "margin": list(margin_words(run, format_bytes)),
+        "margin": list(margin_words(run, fitting, format_bytes)),
         "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),
         "exports": {"command": _command(one), "texts": _texts(one)},
     }  # fmt: skip

@@ -79,7 +79,8 @@ _SCHEMAS: dict[str, Any] = {
         {
             "gpu": _TEXT, "gpu_arch": _TEXT, "capacity_bytes": _WHOLE, "peak_stage": _WHOLE, "peak_bytes": _WHOLE,
             "margin_bytes": _WHOLE, "headroom_bytes": _WHOLE, "fits": _YES, "lacks": _TEXT, "evidence": _TEXT,
-            "reserved_bytes": _WHOLE, "outside_bytes": _WHOLE, "band": {"type": ["object", "null"]},
+            "reserved_bytes": _WHOLE, "outside_bytes": _WHOLE, "outside_least_bytes": _WHOLE,
+            "band": {"type": ["object", "null"]},
             "verdict": {"enum": ["fits", "does not fit", "unknown", "tight"]},
         }, more=True,
     ),

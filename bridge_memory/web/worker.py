@@ -63,7 +63,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     from bridge_memory.plan.megatron.space import AXES, Space
     from bridge_memory.speed.hardware import hardware_of
     from bridge_memory.speed.megatron.step_time import not_timed
-    from bridge_memory.verdict import margin_bytes
+    from bridge_memory.verdict import most_outside
     from bridge_memory.web.api import hardware_for
     from bridge_memory.web.options import arguments
 
@@ -95,7 +95,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
             reported = time.monotonic()
             say({"progress": {"looked_at": looked_at, "fit": fitting}})
 
-    found = search(space, hardware, capacity=gpu.capacity_bytes, margin=partial(margin_bytes, world_size=gpus),
+    found = search(space, hardware, capacity=gpu.capacity_bytes, outside=partial(most_outside, gpu=gpu),
                    progress=progress)  # fmt: skip
     best = found.best(asked["top"])
     return {

@@ -23,6 +23,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -41,7 +42,7 @@ from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.hardware import HARDWARE
 from bridge_memory.speed.megatron.step_time import not_timed, step_time
-from bridge_memory.verdict import margin_bytes
+from bridge_memory.verdict import headroom, most_outside
 
 #: Targets: the share of rows that fit; of rows that fit and have a time, the share in the fastest tenth.
 FIT, FIRST_TENTH = 0.95, 0.70
@@ -111,8 +112,8 @@ def published(path: Path) -> set[tuple[str, ...]]:
 
 def fills(run: RunSpec, gpu: str) -> float:
     """The highest peak with its margin, over the card's capacity."""
-    peak = max(s.peak_bytes for s in peaks(run))
-    return (peak + margin_bytes(peak, run.parallel.world_size)) / find_gpu(gpu).capacity_bytes
+    peak, card = max(s.peak_bytes for s in peaks(run)), find_gpu(gpu)
+    return 1 - headroom(card, peak, run) / card.capacity_bytes
 
 
 def placed(name: str, run: RunSpec, gpu: str) -> Placed:
@@ -128,7 +129,7 @@ def placed(name: str, run: RunSpec, gpu: str) -> Placed:
     plain = run.with_fields(overlap_moe_expert_parallel_comm=False, delay_wgrad_compute=False)
     space = Space(plain, world, hardware.domain, global_batch_size=run.batch.global_batch_size)
     found = search(
-        space, hardware, capacity=card.capacity_bytes, margin=lambda peak: margin_bytes(peak, world),
+        space, hardware, capacity=card.capacity_bytes, outside=partial(most_outside, gpu=card),
     )  # fmt: skip
     if not found.rows:
         return Placed(name, words(run), filled)

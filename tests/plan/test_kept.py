@@ -13,7 +13,7 @@ import pytest
 
 from bridge_memory import BatchSpec, RunSpec, SpecError
 from bridge_memory.estimation import clear_caches
-from bridge_memory.plan.found import Found, Refused
+from bridge_memory.plan.found import Found, Limit, Refused
 from bridge_memory.plan.megatron import kept
 from bridge_memory.plan.megatron.many import Sheet, fitting
 from bridge_memory.plan.megatron.search import search
@@ -22,7 +22,7 @@ from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.tapes.context import TRACE_CACHE
-from bridge_memory.verdict import margin_bytes
+from bridge_memory.verdict import most_outside
 
 
 def space(total: int = 64) -> Space:
@@ -33,13 +33,13 @@ def space(total: int = 64) -> Space:
 def found(folder: Path, of: Space | None = None) -> Found:
     clear_caches()
     return search(
-        of or space(), hardware_of("H100"), capacity=find_gpu("H100").capacity_bytes,
-        margin=partial(margin_bytes, world_size=8), batched=True, cache=str(folder),
+        of or space(), hardware_of("H100"), capacity=find_gpu("H200").capacity_bytes,
+        outside=partial(most_outside, gpu=find_gpu("H100")), batched=True, cache=str(folder),
     )  # fmt: skip
 
 
 def swept(costs: Any) -> list[Any]:
-    every = fitting(Sheet(space()), hardware_of("H100"), DEFAULT, lambda peak: peak < 2**38, Refused(), costs=costs)
+    every = fitting(Sheet(space()), hardware_of("H100"), DEFAULT, Limit(1 << 38, lambda run: 0), Refused(), costs=costs)
     return [(few.peaks.tolist(), few.seconds.tolist()) for few in every]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from bridge_memory import BatchSpec, RunSpec, SpecError, peaks
 from bridge_memory.cli import main
 from bridge_memory.cli.megatron.search import WITHOUT_NUMPY
-from bridge_memory.plan.found import Found, OneByOne, Refused
+from bridge_memory.plan.found import Found, Limit, OneByOne, Refused
 from bridge_memory.plan.megatron.many import Sheet, fitting, sorted_batches
 from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import Space, layouts
@@ -23,7 +24,7 @@ from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.megatron.step_time import step_time
 from bridge_memory.tapes.batched import Differs, along, distinct, numbered, numbered_rows, parts, whole
 from bridge_memory.tapes.symbolic import chosen, largest, smallest
-from bridge_memory.verdict import margin_bytes
+from bridge_memory.verdict import MemoryLimit, most_outside
 from bridge_memory.workspaces.driver import driver_bytes
 
 H100 = hardware_of("H100")
@@ -35,9 +36,9 @@ def space(model: str, gpus: int, *fixed: str, total: int = 64, length: int = 409
     return Space(base, gpus, 8, frozenset(fixed), exhaustive=exhaustive, global_batch_size=total)
 
 
-def found(of: Space, gpu: str, *, batched: bool) -> Found:
+def found(of: Space, gpu: str, *, batched: bool | None) -> Found:
     return search(
-        of, H100, capacity=find_gpu(gpu).capacity_bytes, margin=lambda peak: margin_bytes(peak, of.num_gpus),
+        of, H100, capacity=find_gpu(gpu).capacity_bytes, outside=partial(most_outside, gpu=find_gpu(gpu)),
         batched=batched,
     )  # fmt: skip
 
@@ -47,7 +48,7 @@ def found(of: Space, gpu: str, *, batched: bool) -> Found:
     (
         (space("meta-llama/Llama-3.2-1B", 4), "A100-40GB"),
         (space("meta-llama/Llama-3.1-70B", 32, "recompute", "mbs"), "H200"),
-        (space("Qwen/Qwen3-30B-A3B", 8, "split", "vpp"), "A100-80GB"),
+        (space("Qwen/Qwen3-30B-A3B", 8, "split", "vpp"), "H200"),
         # Pipelines of which no layout is left: 3 x 4 replicas do not divide 64 sequences; and a rule that refuses by
         # sizes alone, before others.
         (space("meta-llama/Llama-3.1-8B", 12, "recompute"), "A100-40GB"),
@@ -72,16 +73,20 @@ def test_what_dispatchers_allocate_themselves_has_to_fit_too() -> None:
     flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep", "moe_router_dtype": "fp32"}
     sizes = {"expert_model_parallel_size": 8, "world_size": 8}
     of = space("Qwen/Qwen3-30B-A3B", 8, "split", "vpp", "recompute", "ep", **flex, **sizes)
-    ours, theirs = found(of, "H100", batched=True), found(of, "H100", batched=False)
+    ours, theirs = found(of, "H200", batched=True), found(of, "H200", batched=False)
     assert ours._replace(rows=theirs.rows, one_by_one=OneByOne.ASKED) == theirs and list(ours.rows) == list(theirs.rows)
-    card = find_gpu("H100").capacity_bytes
-    assert all(row.headroom == card - row.peak - margin_bytes(row.peak, 8, driver_bytes(row.run)) for row in ours.rows)
+    card = find_gpu("H200")
+    assert all(
+        row.headroom == MemoryLimit(card.capacity_bytes, most_outside(row.run, card)).headroom(row.peak)
+        for row in ours.rows
+    )
     assert len({driver_bytes(row.run) for row in ours.rows}) > 1
-    # A card that holds a peak with its margin, to the byte, does not hold the buffers beside it.
-    tight = ours.rows[0].peak + margin_bytes(ours.rows[0].peak, 8)
+    # A card that holds a peak beside all else, to the byte, does not hold the buffers beside it.
+    first = ours.rows[0]
+    tight = card.capacity_bytes - first.headroom - driver_bytes(first.run)
     for batched in (True, False):
-        few = search(of, H100, capacity=tight, margin=lambda peak: margin_bytes(peak, 8), batched=batched)
-        assert ours.rows[0].run not in [row.run for row in few.rows]
+        few = search(of, H100, capacity=tight, outside=partial(most_outside, gpu=card), batched=batched)
+        assert first.run not in [row.run for row in few.rows]
 
 
 #: Each with another way to differ: MTP, latent attention and pairs of modules; experts; mixers of hybrids; eight bits
@@ -131,7 +136,8 @@ def test_random_layouts_are_those_of_peaks_and_step_time(name: str, number: int)
     """To the byte and to the last bit; with the slow ones 5,100 and more."""
     of = MANY[name]
     sheet, refused = Sheet(of), Refused()
-    groups = [few for few in fitting(sheet, H100, DEFAULT, lambda peak: peak < 300 * 2**30, refused) if len(few.peaks)]
+    wide = Limit(322 << 30, lambda run: 0)
+    groups = [few for few in fitting(sheet, H100, DEFAULT, wide, refused) if len(few.peaks)]
     chance = random.Random(f"{name} {number}")
     assert sum(few.looked_at for few in groups) > 100 and len({few.pipeline.pp for few in groups}) > 1
     for _ in range(number):
@@ -163,7 +169,8 @@ def test_what_is_legal_and_why_not(name: str) -> None:
 @pytest.mark.parametrize("batched", (True, False))
 def test_more_processes_find_the_same(batched: bool) -> None:
     of = space("meta-llama/Llama-3.2-1B", 4, "cp", "vpp")
-    card = {"capacity": find_gpu("A100-40GB").capacity_bytes, "margin": lambda peak: margin_bytes(peak, 4)}
+    gpu = find_gpu("A100-40GB")
+    card = {"capacity": gpu.capacity_bytes, "outside": partial(most_outside, gpu=gpu)}
     one, two = (search(of, H100, batched=batched, jobs=jobs, **card) for jobs in (1, 2))  # type: ignore[arg-type]
     assert list(one.rows) == list(two.rows) and one._replace(rows=two.rows) == two and len(one.rows) > 9
 
@@ -173,7 +180,7 @@ def test_without_numpy_layouts_are_looked_at_one_by_one(monkeypatch: pytest.Monk
     ours = found(of, "H100", batched=True)
     for name in ("numpy", "bridge_memory.plan.megatron.many"):
         monkeypatch.setitem(sys.modules, name, None)
-    theirs = search(of, H100, capacity=find_gpu("H100").capacity_bytes, margin=lambda peak: margin_bytes(peak, 2))
+    theirs = found(of, "H100", batched=None)
     assert theirs.one_by_one is OneByOne.NUMPY and list(theirs.rows) == list(ours.rows)
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shlex
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,7 +27,7 @@ from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.layout_string import parse_layout_string, short_layout_string
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.megatron.step_time import step_time
-from bridge_memory.verdict import margin_bytes
+from bridge_memory.verdict import headroom, most_outside
 
 LLAMA, QWEN = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"
 
@@ -35,14 +36,14 @@ def found(model: str, gpus: int, gpu: str = "A100-40GB", fixed: tuple[str, ...] 
     base = RunSpec(model=model, batch=BatchSpec(seq_length=4096, global_batch_size=64)).with_fields(**fields)
     hardware = hardware_of(gpu)
     space = Space(base, gpus, hardware.domain, frozenset(fixed))
-    capacity = find_gpu(gpu).capacity_bytes
-    return search(space, hardware, capacity=capacity, margin=lambda peak: margin_bytes(peak, gpus))
+    card = find_gpu(gpu)
+    return search(space, hardware, capacity=card.capacity_bytes, outside=partial(most_outside, gpu=card))
 
 
 def test_search_is_brute_force_with_estimate() -> None:
     """All combinations of sizes tried one by one: the same layouts fit, with the same peaks and the same order."""
     result = found(LLAMA, 4, fixed=("split", "vpp", "recompute"))
-    card, hardware = find_gpu("A100-40GB").capacity_bytes, hardware_of("A100-40GB")
+    card, hardware = find_gpu("A100-40GB"), hardware_of("A100-40GB")
     by_hand = {}
     for tp, pp, cp, mbs in product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8)):
         try:
@@ -57,7 +58,7 @@ def test_search_is_brute_force_with_estimate() -> None:
         except SpecError:
             continue
         peak = estimate(run).peak_stage.peak_bytes
-        if peak + margin_bytes(peak, 4) <= card:
+        if headroom(card, peak, run) >= 0:
             by_hand[tp, pp, cp, mbs] = peak, step_time(run, hardware).seconds
     ours = {
         (r.run.parallel.tp, r.run.parallel.pp, r.run.parallel.cp, r.run.batch.micro_batch_size):
@@ -73,11 +74,11 @@ def test_what_is_left_out_for_its_model_state_does_not_fit() -> None:
     base = RunSpec(model=QWEN, batch=BatchSpec(seq_length=4096, global_batch_size=64))
     space = Space(base, 16, 8, frozenset(("split", "vpp", "recompute", "mbs")))
     kept = {r.run.parallel for r in result.rows}
-    card = find_gpu("A100-80GB").capacity_bytes
+    card = find_gpu("A100-80GB")
     for alike in layouts(space, Refused()):
         for run in alike:
             peak = estimate(run).peak_stage.peak_bytes
-            assert (run.parallel in kept) == (peak + margin_bytes(peak, 16) <= card), run.parallel
+            assert (run.parallel in kept) == (headroom(card, peak, run) >= 0), run.parallel
 
 
 def test_the_front_is_not_beaten() -> None:

@@ -10,6 +10,7 @@ import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,11 @@ from bridge_memory.spec.parts import ENGINES
 from bridge_memory.spec.run import GROUPS
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.torch.step_time import TIMED, step_time
-from bridge_memory.verdict import margin_bytes
+from bridge_memory.verdict import headroom, most_outside
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 GPU = "A100-40GB"
-HARDWARE, CARD = hardware_of(GPU), find_gpu(GPU).capacity_bytes
+HARDWARE, CARD = hardware_of(GPU), find_gpu(GPU)
 SIZES = (1, 2, 4, 8, 16)
 #: gradient checkpointing, and whether reentrant
 CHECKPOINTS: tuple[tuple[bool, bool | None], ...] = ((False, None), (True, True), (True, False))
@@ -72,8 +73,8 @@ def base(engine: str, gpus: int = 16, **more: Any) -> RunSpec:
     return run.with_fields(**more) if more else run
 
 
-def found(space: Space, gpus: int = 16) -> Found:
-    return search(space, HARDWARE, capacity=CARD, margin=lambda peak: margin_bytes(peak, gpus))
+def found(space: Space) -> Found:
+    return search(space, HARDWARE, capacity=CARD.capacity_bytes, outside=partial(most_outside, gpu=CARD))
 
 
 def key(run: RunSpec) -> RunSpec:
@@ -88,7 +89,7 @@ def test_search_is_brute_force_with_estimate(engine: str) -> None:
     for options, mbs, (on, kind) in product(OPTIONS[engine], SIZES, CHECKPOINTS):
         run = base(engine, micro_batch_size=mbs, gradient_checkpointing=on, use_reentrant=kind, **options)
         peak = estimate(run).peak_stage.peak_bytes
-        if peak + margin_bytes(peak, 16) <= CARD:
+        if headroom(CARD, peak, run) >= 0:
             by_hand[key(run)] = peak, step_time(run, HARDWARE).seconds
     assert {key(row.run): (row.peak, row.time.seconds) for row in result.rows} == by_hand
     assert result.looked_at == len(OPTIONS[engine]) * len(SIZES) * 3 > len(by_hand) > 3
@@ -103,7 +104,7 @@ def test_search_is_brute_force_with_estimate(engine: str) -> None:
 def test_one_gpu_and_what_varies_on_demand() -> None:
     """Attention, Liger's kernels and offloading, each beside the others."""
     one = base("single", 1, seq_length=1024, global_batch_size=8)
-    result = found(Space({"single": one}, 8, frozenset({"checkpointing"})), 1)
+    result = found(Space({"single": one}, 8, frozenset({"checkpointing"})))
     shown = {(r.run.batch.micro_batch_size, r.run.transformers.attn_implementation, r.run.transformers.liger_kernel)
              for r in result.rows}  # fmt: skip
     usual = ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy")
@@ -113,7 +114,7 @@ def test_one_gpu_and_what_varies_on_demand() -> None:
     for mbs, attention, names in tried:
         run = one.with_fields(micro_batch_size=mbs, attn_implementation=attention, liger_kernel=names)
         peak = estimate(run).peak_stage.peak_bytes
-        if peak + margin_bytes(peak, 1) <= CARD:
+        if headroom(CARD, peak, run) >= 0:
             fits.add((mbs, attention, names))
     assert shown == fits and result.looked_at == len(tried) > len(fits)
     zero = found(Space({"zero3": base("zero3")}, 8, frozenset(AXES.keys() - {"offload"})))
@@ -123,7 +124,7 @@ def test_one_gpu_and_what_varies_on_demand() -> None:
 
 def test_torchtitan_has_its_own_checkpoints() -> None:
     run = base("fsdp2", 8, transformer_impl="torchtitan")
-    result = found(Space({"fsdp2": run}, 8, frozenset(AXES.keys() - {"checkpointing"})), 8)
+    result = found(Space({"fsdp2": run}, 8, frozenset(AXES.keys() - {"checkpointing"})))
     modes = {(r.run.transformers.gradient_checkpointing, r.run.transformers.selective_ac_option) for r in result.rows}
     assert modes == {(False, None), (True, None), (False, "op"), (False, "2")}
 
@@ -334,7 +335,7 @@ def mixed(engine: str) -> RunSpec:
 def every_way(engine: str) -> Iterator[RunSpec]:
     """With a fifth of the micro batches, and offloading and Liger's kernels varied."""
     space = Space({engine: mixed(engine)}, 8, frozenset({"attention"}), (2, 2))
-    result = search(space, HARDWARE, capacity=1 << 50, margin=lambda peak: 0)
+    result = search(space, HARDWARE, capacity=1 << 50, outside=lambda run: 0)
     return (row.run for row in result.rows)
 
 

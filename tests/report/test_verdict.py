@@ -17,12 +17,13 @@ import bridge_memory.caveats.unmodelled as caveats
 from bridge_memory.cards.rows import GPUS
 from bridge_memory.cli import main
 from bridge_memory.estimation import Estimate, estimate
+from bridge_memory.outside.amount import Range
 from bridge_memory.readers import resolve_model
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.table import print_estimate
 from bridge_memory.spec import BatchSpec, RunSpec
 from bridge_memory.spec.unmodelled import Bounds, Effect, Unmodelled, as_feature, bounds
-from bridge_memory.verdict import CONTEXT_BYTES, FRAGMENTATION, Verdict, fits, verdict_of
+from bridge_memory.verdict import FRAGMENTATION, Verdict, fits, verdict_of
 
 GIB = 1 << 30
 
@@ -91,9 +92,9 @@ def test_every_gap_of_a_run_says_where_it_moves_the_peak() -> None:
 
 # ---- verdicts ----
 
-#: What a card of 10 GiB has for a peak on one GPU: context and fragmentation are off.
+#: What a card of 10 GiB has for a peak beside a GiB outside of torch, and fragmentation.
 TEN = 10 * GIB
-ROOM = int((TEN - CONTEXT_BYTES) / (1 + FRAGMENTATION))
+ROOM = int((TEN - GIB) / (1 + FRAGMENTATION))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,15 @@ ROOM = int((TEN - CONTEXT_BYTES) / (1 + FRAGMENTATION))
 def test_bounds_decide_where_they_are_on_one_side_of_the_card(
     least: int | None, most: int | None, verdict: Verdict
 ) -> None:
-    assert verdict_of(Bounds(least, most), TEN, 1) is verdict
+    assert verdict_of(Bounds(least, most), TEN, Range(GIB, GIB)) is verdict
+
+
+def test_what_may_lie_outside_of_torch_makes_a_verdict_tight() -> None:
+    """A peak of 8 GiB, 8.584 with fragmentation, of 10: with at most 1.4 GiB outside it fits."""
+    one = Bounds(8 * GIB, 8 * GIB)
+    ranges = {Range(GIB, int(1.4 * GIB)): Verdict.FITS, Range(GIB, 2 * GIB): Verdict.TIGHT}
+    ranges[Range(int(1.5 * GIB), 2 * GIB)] = Verdict.DOES_NOT_FIT
+    assert {outside: verdict_of(one, TEN, outside) for outside in ranges} == ranges
 
 
 def of_cards(result: Estimate, *names: str) -> list[str]:

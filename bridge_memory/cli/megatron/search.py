@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from bridge_memory.speed.constants import DEFAULT
     from bridge_memory.speed.hardware import hardware_of
     from bridge_memory.speed.measured import calibrated
-    from bridge_memory.verdict import margin_bytes
+    from bridge_memory.verdict import most_outside
 
     if (args.emit is not None and args.emit not in formats_of("megatron")) or args.mixed_precision is not None:
         flag = "--mixed-precision" if args.mixed_precision is not None else f"--emit {args.emit}"
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         with Progress("layout") as progress:
             found = search(
                 space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
-                margin=partial(margin_bytes, world_size=space.num_gpus), progress=progress,
+                outside=partial(most_outside, gpu=gpu), progress=progress,
                 constants=steps.constants if steps else DEFAULT, backend=args.backend, cache=args.cache,
                 jobs=args.jobs or (1 if args.backend is None else -1),
             )  # fmt: skip

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     from bridge_memory.plan.torch.search import search
     from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.hardware import hardware_of
-    from bridge_memory.verdict import margin_bytes
+    from bridge_memory.verdict import most_outside
 
     gpu = find_gpu(args.gpu)
     hardware = hardware_of(gpu.name)
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     with Progress("configuration") as progress:
         found = search(
             space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
-            margin=partial(margin_bytes, world_size=num_gpus), progress=progress, backend=args.backend, slower=slower,
+            outside=partial(most_outside, gpu=gpu), progress=progress, backend=args.backend, slower=slower,
             jobs=args.jobs or (1 if args.backend is None else -1),
         )  # fmt: skip
     document = {

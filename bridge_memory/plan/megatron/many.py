@@ -12,7 +12,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -22,7 +22,8 @@ import numpy as np
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
 from bridge_memory.estimation import StageContents, by_lifetime
-from bridge_memory.plan.found import Refused
+from bridge_memory.outside import communicators
+from bridge_memory.plan.found import Limit, Refused
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.space import (
     Sizes,
@@ -49,15 +50,15 @@ from bridge_memory.tapes.batched import (
     batched,
     collapsed,
     distinct,
-    numbered_rows,
     parts,
     whole,
 )
 from bridge_memory.tapes.chain import Concurrent, EngineBytes
 from bridge_memory.tapes.context import TRACE_CACHE, BlockContext, context_of, settings_of, sizes_of, switches_of
 from bridge_memory.tapes.many import EXACT, RunGrid, Same, TooLarge
+from bridge_memory.verdict import MemoryLimit
 from bridge_memory.workspaces.batch import reads_static_inputs
-from bridge_memory.workspaces.driver import driver_bytes, may_have_driver_buffers
+from bridge_memory.workspaces.driver import may_have_driver_buffers
 
 if TYPE_CHECKING:
     from bridge_memory.plan.megatron.kept import KeptCosts
@@ -795,21 +796,18 @@ class Times:
 # ---- all of it ----
 
 
-#: Whether the card holds a peak, and so all lower ones, beside so many bytes that libraries allocate themselves.
-Fits = Callable[..., bool]
-
-
 class Sweep:
     """The layouts of a space, with what all its pipelines share worked out."""
 
     def __init__(
-        self, sheet: Sheet, hardware: Hardware, constants: Constants, fits: Fits, refused: Refused,
+        self, sheet: Sheet, hardware: Hardware, constants: Constants, limit: Limit, refused: Refused,
         costs: KeptCosts | None = None,
     ) -> None:
         """``costs``: what earlier searches kept."""
-        self.sheet, self._fits = sheet, fits
-        #: Of sizes and a micro batch, by their places: bytes beside torch's allocator.
-        self._drivers: dict[tuple[int, ...], int] = {}
+        self.sheet, self._limit = sheet, limit
+        #: Bytes outside of torch by the sizes, the micro batch where buffers of libraries follow it, the number of
+        #: pipeline stages and whether there are virtual ones.
+        self._outside: dict[tuple[object, ...], int] = {}
         self._legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
         #: Numbers of the pipelines that any layout has.
         self.todo = [number for number, which in enumerate(self._legal) if which.any()]
@@ -829,26 +827,27 @@ class Sweep:
         self._times = Times(memory, hardware, constants)
 
     def _allowed(self, values: np.ndarray) -> np.ndarray:
-        return _held(values, self._fits)
+        return _held(values, self._limit.alone)
 
-    def _beside_drivers(self, pipeline: Pipeline, found: Peaks) -> Peaks:
-        """Those of ``found`` that fit beside what their libraries allocate themselves."""
-        if not may_have_driver_buffers(self.sheet.base):
+    def _beside_others(self, pipeline: Pipeline, found: Peaks) -> Peaks:
+        """Those of ``found`` that fit beside what lies outside of torch."""
+        if not len(found.peaks):
             return found
-        outside = np.zeros(len(found.peaks), np.int64)
-        places = np.stack([pipeline.at[found.sizes], found.batch])
-        for key in numbered_rows(places.T)[0]:
-            mine = np.flatnonzero((places == np.array(key)[:, None]).all(axis=0))
-            known = self._drivers.get(key)
-            if known is None:
-                one = int(mine[0])
-                run = self.sheet.run(pipeline, int(found.sizes[one]), key[1], int(found.recompute[one]))
-                known = self._drivers[key] = driver_bytes(run)
-            outside[mine] = known
+        batch = found.batch if may_have_driver_buffers(self.sheet.base) else np.zeros_like(found.batch)
+        rows, which = np.unique(np.stack([pipeline.at[found.sizes], batch]), axis=1, return_inverse=True)
+        which = which.reshape(-1)
         kept = np.ones(len(found.peaks), bool)
-        for driver in distinct(outside).tolist():
-            mine = outside == driver
-            kept[mine] = _held(found.peaks[mine], partial(self._fits, driver=driver))
+        first = self.sheet.run(pipeline, int(found.sizes[0]), int(found.batch[0]), int(found.recompute[0]))
+        virtual = communicators.sizes_of(first.parallel).virtual
+        for number, places in enumerate(rows.T.tolist()):
+            mine = np.flatnonzero(which == number)
+            one = int(mine[0])
+            key = (*places, pipeline.pp, virtual)
+            outside = self._outside.get(key)
+            if outside is None:
+                run = self.sheet.run(pipeline, int(found.sizes[one]), int(found.batch[one]), int(found.recompute[one]))
+                outside = self._outside[key] = self._limit.outside(run)
+            kept[mine] = _held(found.peaks[mine], self._limit.alone._replace(outside=outside))
         return Peaks(*(each[kept] for each in found))
 
     def keep_costs(self) -> None:
@@ -863,7 +862,7 @@ class Sweep:
         if too_large == looked_at:
             none = np.zeros(0, np.int64)
             return Fitting(pipeline, none, none, none, none, np.zeros(0), looked_at, too_large)
-        found = self._beside_drivers(pipeline, memory.peaks(pipeline, kept, self._allowed))
+        found = self._beside_others(pipeline, memory.peaks(pipeline, kept, self._allowed))
         places = found.sizes, found.batch, found.recompute
         seconds = self._times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
         return Fitting(pipeline, *places, found.peaks, seconds, looked_at, too_large)
@@ -878,14 +877,14 @@ class _Elsewhere:
     space: Space
     hardware: Hardware
     constants: Constants
-    fits: Fits
+    limit: Limit
 
     def __call__(self, number: int) -> Fitting:
         global _swept
         with _sweeping:
             known = _swept
             if known is None or known[0] != self.sweep:
-                sweep = Sweep(Sheet(self.space), self.hardware, self.constants, self.fits, Refused())
+                sweep = Sweep(Sheet(self.space), self.hardware, self.constants, self.limit, Refused())
                 known = _swept = self.sweep, sweep
             return known[1].fitting(number)
 
@@ -906,26 +905,26 @@ if hasattr(os, "register_at_fork"):
 
 
 def fitting(
-    sheet: Sheet, hardware: Hardware, constants: Constants, fits: Fits, refused: Refused,
+    sheet: Sheet, hardware: Hardware, constants: Constants, limit: Limit, refused: Refused,
     jobs: int = 1, backend: str | None = None, costs: KeptCosts | None = None,
 ) -> Iterator[Fitting]:  # fmt: skip
     """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted."""
-    sweep = Sweep(sheet, hardware, constants, fits, refused, costs)
+    sweep = Sweep(sheet, hardware, constants, limit, refused, costs)
     if not sweep.todo:
         return
     # What blocks cost is worked out with the first, before processes part.
     yield sweep.fitting(sweep.todo[0])
     work: Callable[[int], Fitting] = sweep.fitting
     if backend is not None:
-        work = _Elsewhere(os.urandom(16).hex(), sheet.space, hardware, constants, fits)
+        work = _Elsewhere(os.urandom(16).hex(), sheet.space, hardware, constants, limit)
     yield from spread(jobs, work, sweep.todo[1:], backend)
     sweep.keep_costs()
 
 
-def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:
+def _held(peaks: np.ndarray, limit: MemoryLimit) -> np.ndarray:
     """Which of ``peaks`` fit: asked of a few, since what is lower fits too."""
     few = distinct(peaks)
-    number = bisect_left(range(len(few)), True, key=lambda i: not fits(int(few[i])))
+    number = bisect_left(range(len(few)), True, key=lambda i: not limit.holds(int(few[i])))
     return peaks < few[number] if number < len(few) else np.ones(len(peaks), bool)
 
 

@@ -14,15 +14,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.estimation import model_state, peaks
-from bridge_memory.plan.found import Found, Listed, OneByOne, Refused, Row, Rows
+from bridge_memory.plan.found import Found, Limit, Listed, OneByOne, Refused, Row, Rows
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.space import AXES, Space, layouts, parallel_sizes
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, show
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import StepTime, step_time
-from bridge_memory.verdict import MemoryLimit
-from bridge_memory.workspaces.driver import driver_bytes
 
 if TYPE_CHECKING:
     from bridge_memory.plan.megatron.many import Fitting, Sheet
@@ -51,7 +49,7 @@ def search(
     hardware: Hardware,
     *,
     capacity: int,
-    margin: Callable[[int], int],
+    outside: Callable[[RunSpec], int],
     constants: Constants = DEFAULT,
     progress: Callable[[int, int], None] | None = None,
     batched: bool | None = None,
@@ -61,10 +59,10 @@ def search(
 ) -> Found:
     """Look at every layout of ``space``. Raises SpecError where the space is empty or no time is known.
 
-    ``capacity``: bytes of the GPU; ``margin``: of a peak, what the GPU must hold beyond it, never less of a higher
-    one; ``progress`` is called with how many were evaluated and how many fit; ``batched``: whether layouts are
-    evaluated as arrays (None: where numpy is installed); ``jobs``: processes, of this machine or of ``backend``, a name
-    that joblib knows (-1: all there are); ``cache``: a folder that keeps what blocks cost for later searches.
+    ``capacity``: bytes of the GPU; ``outside``: of a run, what lies outside of torch's allocator; ``progress`` is
+    called with how many were evaluated and how many fit; ``batched``: whether layouts are evaluated as arrays (None:
+    where numpy is installed); ``jobs``: processes, of this machine or of ``backend``, a name that joblib knows (-1: all
+    there are); ``cache``: a folder that keeps what blocks cost for later searches.
     KeyboardInterrupt ends the search with what was found so far.
     """
     i = space.base.implementation
@@ -75,7 +73,7 @@ def search(
         )
     if not any(True for _ in parallel_sizes(space)):
         raise SpecError(f"world_size ({space.num_gpus}) is divided by no layout of the space{_bounds(space)}")
-    limit = MemoryLimit(capacity, margin)
+    limit = Limit(capacity, outside)
     report = progress or (lambda looked_at, fitting: None)
     reason = OneByOne.ASKED if batched is False else None if find_spec("numpy") else OneByOne.NUMPY
     if reason is None:
@@ -105,19 +103,19 @@ class _Alone:
 
     base: RunSpec
     hardware: Hardware
-    limit: MemoryLimit
+    limit: Limit
     constants: Constants
 
     def __call__(self, task: Sequence[tuple[ParallelSpec, BatchSpec, RecomputeSpec]]) -> list[Any] | None:
         runs = [self.base.with_(parallel=p, batch=b, recompute=r) for p, b, r in task]
-        if not self.limit.holds(max(model_state(runs[0]))):
+        if not self.limit.alone.holds(max(model_state(runs[0]))):
             return None
         found = (_row(run, self.hardware, self.limit, self.constants) for run in runs)
         return [None if row is None else (row.peak, row.stage, row.headroom, row.time) for row in found]
 
 
 def _one_by_one(
-    space: Space, hardware: Hardware, limit: MemoryLimit, constants: Constants, progress: Callable[[int, int], None],
+    space: Space, hardware: Hardware, limit: Limit, constants: Constants, progress: Callable[[int, int], None],
     jobs: int, backend: str | None,
 ) -> Found:  # fmt: skip
     refused = Refused()
@@ -129,7 +127,7 @@ def _one_by_one(
         """Some runs, and their rows (None for what does not fit), or None where model state alone is too large."""
         if jobs == 1 and backend is None:
             for alike in layouts(space, refused):
-                if not limit.holds(max(model_state(alike[0]))):
+                if not limit.alone.holds(max(model_state(alike[0]))):
                     yield alike, None
                 else:
                     yield from (([run], [_row(run, hardware, limit, constants)]) for run in alike)
@@ -157,12 +155,12 @@ def _one_by_one(
     return Found(_Listed(rows), number, too_large + without_activations, refused, stopped, without_activations)
 
 
-def _row(run: RunSpec, hardware: Hardware, limit: MemoryLimit, constants: Constants) -> Row[StepTime] | None:
+def _row(run: RunSpec, hardware: Hardware, limit: Limit, constants: Constants) -> Row[StepTime] | None:
     """One layout, or None where it does not fit."""
     stages = peaks(run)
     stage = max(range(len(stages)), key=lambda i: stages[i].peak_bytes)
     peak = stages[stage].peak_bytes
-    headroom = limit.headroom(peak, driver_bytes(run))
+    headroom = limit.of(run).headroom(peak)
     return None if headroom < 0 else Row(run, peak, stage, headroom, step_time(run, hardware, constants))
 
 
@@ -170,7 +168,7 @@ def _row(run: RunSpec, hardware: Hardware, limit: MemoryLimit, constants: Consta
 
 
 def _in_batches(
-    space: Space, hardware: Hardware, limit: MemoryLimit, constants: Constants, progress: Callable[[int, int], None],
+    space: Space, hardware: Hardware, limit: Limit, constants: Constants, progress: Callable[[int, int], None],
     jobs: int, backend: str | None, cache: str | None,
 ) -> Found:  # fmt: skip
     from bridge_memory.plan.megatron.many import Sheet, fitting
@@ -186,7 +184,7 @@ def _in_batches(
     looked_at = without_activations = fit = 0
     stopped = False
     try:
-        for few in fitting(sheet, hardware, constants, limit.holds, refused, jobs, backend, costs):
+        for few in fitting(sheet, hardware, constants, limit, refused, jobs, backend, costs):
             found.append(few)
             looked_at += few.looked_at
             without_activations += few.without_activations

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bridge_memory.estimation import peaks
-from bridge_memory.plan.found import Found, Listed, OneByOne, Refused, Row
+from bridge_memory.plan.found import Found, Limit, Listed, OneByOne, Refused, Row
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.torch.space import Space, configurations
 from bridge_memory.spec import RunSpec
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.torch.step_time import StepTime, step_time
-from bridge_memory.verdict import MemoryLimit
 
 
 class Configurations(Listed[StepTime]):
@@ -33,7 +32,7 @@ def search(
     hardware: Hardware,
     *,
     capacity: int,
-    margin: Callable[[int], int],
+    outside: Callable[[RunSpec], int],
     constants: Constants = DEFAULT,
     slower: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
@@ -47,7 +46,7 @@ def search(
     rows: list[Row[StepTime]] = []
     looked_at = 0
     stopped = False
-    work = _Some(hardware, MemoryLimit(capacity, margin), constants, slower)
+    work = _Some(hardware, Limit(capacity, outside), constants, slower)
 
     def evaluated() -> Iterator[Sequence[Row[StepTime] | None]]:
         if jobs == 1 and backend is None:
@@ -72,7 +71,7 @@ class _Some:
     """The rows of some configurations, None of those that do not fit."""
 
     hardware: Hardware
-    limit: MemoryLimit
+    limit: Limit
     constants: Constants
     slower: float
 
@@ -81,7 +80,7 @@ class _Some:
 
     def row(self, run: RunSpec) -> Row[StepTime] | None:
         (stage,) = peaks(run)
-        headroom = self.limit.headroom(stage.peak_bytes)
+        headroom = self.limit.of(run).headroom(stage.peak_bytes)
         if headroom < 0:
             return None
         time = step_time(run, self.hardware, self.constants).times(self.slower)
