@@ -57,17 +57,18 @@ ONE_BY_ONE = 300
 
 def batched(case: Case) -> dict[str, Any]:
     """The search over batched layouts, and its peaks and times of some of them."""
+    from bridge_memory.outside.amount import Range
+    from bridge_memory.outside.context import outside_bytes_of
     from bridge_memory.plan.found import Limit, Refused
     from bridge_memory.plan.megatron.many import Sheet, fitting
     from bridge_memory.plan.megatron.search import search
     from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.constants import DEFAULT
     from bridge_memory.speed.hardware import hardware_of
-    from bridge_memory.verdict import most_outside
 
     space, hardware = _space(case), hardware_of(case.gpu)
     gpu = find_gpu(case.gpu)
-    capacity, outside = gpu.capacity_bytes, partial(most_outside, gpu=gpu)
+    capacity, outside = gpu.capacity_bytes, partial(outside_bytes_of, gpu=gpu)
 
     def looked() -> tuple[float, Any]:
         start = time.process_time()
@@ -78,7 +79,7 @@ def batched(case: Case) -> dict[str, Any]:
     warm, found = looked()
     sheet, chance = Sheet(space), random.Random(1)
     drawn = []
-    everything = Limit(1 << 60, lambda run: 0)
+    everything = Limit(1 << 60, lambda run: Range(0, 0))
     groups = [few for few in fitting(sheet, hardware, DEFAULT, everything, Refused()) if len(few.peaks)]
     for _ in range(ONE_BY_ONE):
         few = chance.choice(groups)
@@ -92,14 +93,14 @@ def batched(case: Case) -> dict[str, Any]:
 def whole(case: Case, cache: str | None) -> dict[str, Any]:
     """CPU and wall seconds of this process, imports included, to search and to estimate the best 20 rows."""
     start = time.perf_counter() - time.process_time()
+    from bridge_memory.outside.context import outside_bytes_of
     from bridge_memory.plan.megatron.search import search
     from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.hardware import hardware_of
-    from bridge_memory.verdict import most_outside
 
     gpu = find_gpu(case.gpu)
     found = search(
-        _space(case), hardware_of(case.gpu), capacity=gpu.capacity_bytes, outside=partial(most_outside, gpu=gpu),
+        _space(case), hardware_of(case.gpu), capacity=gpu.capacity_bytes, outside=partial(outside_bytes_of, gpu=gpu),
         cache=cache,
     )  # fmt: skip
     for row in found.best(20):

@@ -12,6 +12,7 @@ from bridge_memory.accuracy.records import load_runs
 from bridge_memory.accuracy.runs import run_of
 from bridge_memory.estimation import estimate, peaks
 from bridge_memory.inventory.layer import output_block
+from bridge_memory.outside.amount import Range
 from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import Space
 from bridge_memory.readers import resolve_model
@@ -152,8 +153,9 @@ def test_a_search_counts_it() -> None:
     for teacher, pipelines in ((TEACHER, {1, 2, 4, 8}), (thirty_one, {1})):
         base = replace(run, teacher=replace(run.teacher, model=teacher))
         space = Space(base, 8, 8, frozenset({"split"}), {"mbs": (1, 2)}, global_batch_size=16)
+        outside = lambda run: Range(0, 2 << 30)  # noqa: E731
         ours, theirs = (
-            search(space, hardware_of("H200"), capacity=140 << 30, outside=lambda run: 2 << 30, batched=batched)
+            search(space, hardware_of("H200"), capacity=140 << 30, outside=outside, batched=batched)
             for batched in (True, False)
         )  # fmt: skip
         assert list(ours.rows) == list(theirs.rows) and ours.refused == theirs.refused

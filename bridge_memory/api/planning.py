@@ -10,6 +10,7 @@ from math import exp, lcm
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.cards.gpu import Gpu
+from bridge_memory.outside.context import outside_bytes_of
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, ModelSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
 from bridge_memory.spec.errors import show
@@ -18,7 +19,7 @@ from bridge_memory.spec.gpus import check_computes, find_gpu, gpu_assumptions
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, WITH_MEGATRON_LAYOUTS
 from bridge_memory.spec.run import GROUPS
-from bridge_memory.verdict import largest_peak, most_outside
+from bridge_memory.verdict import largest_peak
 
 if TYPE_CHECKING:
     from bridge_memory.plan.changes import WhatIf
@@ -124,7 +125,7 @@ def search(
         run = RunSpec(model=run if isinstance(run, ModelSpec) else resolve_model(run))
     words = _engine_words(engine, run)
     options: dict[str, Any] = {
-        "capacity": card.capacity_bytes - headroom_bytes, "outside": partial(most_outside, gpu=card),
+        "capacity": card.capacity_bytes - headroom_bytes, "outside": partial(outside_bytes_of, gpu=card),
         "progress": progress, "backend": backend, "jobs": jobs or (1 if backend is None else -1),
     }  # fmt: skip
     if len(words) == 1 and words[0] in WITH_MEGATRON_LAYOUTS:

@@ -166,10 +166,11 @@ def fit_words(gpu: Gpu, peak: int, free: int, stage: int | None) -> str:
 
 
 def _looked_at(found: Found, style: Style, gpu: Gpu) -> str:
+    tight = f"; {found.tight:,} of them are tight: they fit with the least that may lie outside of torch"
     states = f" ({found.without_activations:,} of them by weights, gradients and optimizer states alone)"
     return (
         f"{found.looked_at:,} {style.noun}s evaluated: {len(found.rows):,} fit {gpu.name}, {found.too_large:,} do not"
-        + states * (found.without_activations > 0) + "; stopped early" * found.stopped
+        + states * (found.without_activations > 0) + tight * (found.tight > 0) + "; stopped early" * found.stopped
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from bridge_memory.outside.amount import Range
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.step_time import tokens_per_second_per_gpu
 from bridge_memory.verdict import MemoryLimit
@@ -58,7 +59,7 @@ class Row(Generic[TimeT]):
     peak: int
     #: That stage's number; 0 where layers are not split over stages.
     stage: int
-    #: Bytes of the GPU that are free beside the peak and its margin.
+    #: Bytes of the GPU that are free beside the peak and its margin, at least.
     headroom: int
     time: TimeT
 
@@ -120,16 +121,18 @@ class Limit(NamedTuple):
 
     #: Bytes of the GPU.
     capacity: int
-    #: Of a run, bytes outside of torch's allocator.
-    outside: Callable[[RunSpec], int]
+    #: Of a run, what lies outside of torch's allocator.
+    outside: Callable[[RunSpec], Range]
 
     @property
     def alone(self) -> MemoryLimit:
         """Of torch's memory alone."""
         return MemoryLimit(self.capacity)
 
-    def of(self, run: RunSpec) -> MemoryLimit:
-        return MemoryLimit(self.capacity, self.outside(run))
+    def headroom(self, run: RunSpec, peak: int) -> Range:
+        """Bytes that are left beside a peak and its margin: at least, and at most."""
+        least, most = self.outside(run)
+        return Range(*(self.alone._replace(outside=nbytes).headroom(peak) for nbytes in (most, least)))
 
 
 class OneByOne(Enum):
@@ -162,7 +165,7 @@ class Found(NamedTuple):
     rows: Rows[Any]
     #: Configurations that were estimated.
     looked_at: int
-    #: Of those looked at.
+    #: Of those looked at, those that do not fit for sure.
     too_large: int
     #: Field -> configurations that it refused.
     refused: Refused
@@ -170,6 +173,8 @@ class Found(NamedTuple):
     stopped: bool = False
     #: Of ``too_large``, those whose weights, gradients and optimizer state alone do not fit, as far as that was asked.
     without_activations: int = 0
+    #: Of ``too_large``, those that fit with the least that may lie outside of torch: an estimate calls them tight.
+    tight: int = 0
     #: Why configurations were evaluated one by one; None: they were as arrays.
     one_by_one: OneByOne | None = None
 

@@ -36,13 +36,14 @@ from bridge_recipes import ConfigNotAtHand, bridge_on_cpu, build
 
 from bridge_memory import RunSpec, SpecError
 from bridge_memory.estimation import peaks
+from bridge_memory.outside.context import outside_bytes_of
 from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import Space
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.hardware import HARDWARE
 from bridge_memory.speed.megatron.step_time import not_timed, step_time
-from bridge_memory.verdict import headroom, most_outside
+from bridge_memory.verdict import headroom
 
 #: Targets: the share of rows that fit; of rows that fit and have a time, the share in the fastest tenth.
 FIT, FIRST_TENTH = 0.95, 0.70
@@ -129,7 +130,7 @@ def placed(name: str, run: RunSpec, gpu: str) -> Placed:
     plain = run.with_fields(overlap_moe_expert_parallel_comm=False, delay_wgrad_compute=False)
     space = Space(plain, world, hardware.domain, global_batch_size=run.batch.global_batch_size)
     found = search(
-        space, hardware, capacity=card.capacity_bytes, outside=partial(most_outside, gpu=card),
+        space, hardware, capacity=card.capacity_bytes, outside=partial(outside_bytes_of, gpu=card),
     )  # fmt: skip
     if not found.rows:
         return Placed(name, words(run), filled)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from bridge_memory import BatchSpec, RunSpec, SpecError
+from bridge_memory.outside.context import outside_bytes_of
 from bridge_memory.plan.found import Found, Limit
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import Space
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.hardware import hardware_of
-from bridge_memory.verdict import most_outside
 
 
 def found(**how: Any) -> Found:
@@ -24,7 +24,7 @@ def found(**how: Any) -> Found:
     space = Space(base, 4, 8, frozenset({"cp", "vpp"}), global_batch_size=64)
     return search(
         space, hardware_of("A100-40GB"), capacity=find_gpu("A100-40GB").capacity_bytes,
-        outside=partial(most_outside, gpu=find_gpu("A100-40GB")), **how,
+        outside=partial(outside_bytes_of, gpu=find_gpu("A100-40GB")), **how,
     )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_what_is_sent_can_be_sent() -> None:
 
     base = RunSpec(model="meta-llama/Llama-3.2-1B", batch=BatchSpec(seq_length=4096, global_batch_size=64))
     space = Space(base, 4, 8, frozenset({"cp", "vpp", "recompute"}), global_batch_size=64)
-    card = Limit(find_gpu("H100").capacity_bytes, partial(most_outside, gpu=find_gpu("H100")))
+    card = Limit(find_gpu("H100").capacity_bytes, partial(outside_bytes_of, gpu=find_gpu("H100")))
     sent = pickle.loads(pickle.dumps(_Elsewhere("sweep", space, hardware_of("H100"), DEFAULT, card)))
     some = sent(0)
     assert some.looked_at > 0 and len(some.peaks) and some.peaks.max() < card.capacity

@@ -13,6 +13,8 @@ import pytest
 
 from bridge_memory import BatchSpec, RunSpec, SpecError
 from bridge_memory.estimation import clear_caches
+from bridge_memory.outside.amount import Range
+from bridge_memory.outside.context import outside_bytes_of
 from bridge_memory.plan.found import Found, Limit, Refused
 from bridge_memory.plan.megatron import kept
 from bridge_memory.plan.megatron.many import Sheet, fitting
@@ -22,7 +24,6 @@ from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.tapes.context import TRACE_CACHE
-from bridge_memory.verdict import most_outside
 
 
 def space(total: int = 64) -> Space:
@@ -34,12 +35,13 @@ def found(folder: Path, of: Space | None = None) -> Found:
     clear_caches()
     return search(
         of or space(), hardware_of("H100"), capacity=find_gpu("H200").capacity_bytes,
-        outside=partial(most_outside, gpu=find_gpu("H100")), batched=True, cache=str(folder),
+        outside=partial(outside_bytes_of, gpu=find_gpu("H100")), batched=True, cache=str(folder),
     )  # fmt: skip
 
 
 def swept(costs: Any) -> list[Any]:
-    every = fitting(Sheet(space()), hardware_of("H100"), DEFAULT, Limit(1 << 38, lambda run: 0), Refused(), costs=costs)
+    limit = Limit(1 << 38, lambda run: Range(0, 0))
+    every = fitting(Sheet(space()), hardware_of("H100"), DEFAULT, limit, Refused(), costs=costs)
     return [(few.peaks.tolist(), few.seconds.tolist()) for few in every]
 
 

@@ -14,6 +14,8 @@ import pytest
 from bridge_memory import BatchSpec, RunSpec, SpecError, peaks
 from bridge_memory.cli import main
 from bridge_memory.cli.megatron.search import WITHOUT_NUMPY
+from bridge_memory.outside.amount import Range
+from bridge_memory.outside.context import outside_bytes_of
 from bridge_memory.plan.found import Found, Limit, OneByOne, Refused
 from bridge_memory.plan.megatron.many import Sheet, fitting, sorted_batches
 from bridge_memory.plan.megatron.search import search
@@ -24,7 +26,7 @@ from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.megatron.step_time import step_time
 from bridge_memory.tapes.batched import Differs, along, distinct, numbered, numbered_rows, parts, whole
 from bridge_memory.tapes.symbolic import chosen, largest, smallest
-from bridge_memory.verdict import MemoryLimit, most_outside
+from bridge_memory.verdict import headroom
 from bridge_memory.workspaces.driver import driver_bytes
 
 H100 = hardware_of("H100")
@@ -38,7 +40,7 @@ def space(model: str, gpus: int, *fixed: str, total: int = 64, length: int = 409
 
 def found(of: Space, gpu: str, *, batched: bool | None) -> Found:
     return search(
-        of, H100, capacity=find_gpu(gpu).capacity_bytes, outside=partial(most_outside, gpu=find_gpu(gpu)),
+        of, H100, capacity=find_gpu(gpu).capacity_bytes, outside=partial(outside_bytes_of, gpu=find_gpu(gpu)),
         batched=batched,
     )  # fmt: skip
 
@@ -77,15 +79,16 @@ def test_what_dispatchers_allocate_themselves_has_to_fit_too() -> None:
     assert ours._replace(rows=theirs.rows, one_by_one=OneByOne.ASKED) == theirs and list(ours.rows) == list(theirs.rows)
     card = find_gpu("H200")
     assert all(
-        row.headroom == MemoryLimit(card.capacity_bytes, most_outside(row.run, card)).headroom(row.peak)
+        row.headroom == headroom(card, row.peak, row.run)
         for row in ours.rows
     )
     assert len({driver_bytes(row.run) for row in ours.rows}) > 1
     # A card that holds a peak beside all else, to the byte, does not hold the buffers beside it.
     first = ours.rows[0]
     tight = card.capacity_bytes - first.headroom - driver_bytes(first.run)
+    assert ours.tight > 0
     for batched in (True, False):
-        few = search(of, H100, capacity=tight, outside=partial(most_outside, gpu=card), batched=batched)
+        few = search(of, H100, capacity=tight, outside=partial(outside_bytes_of, gpu=card), batched=batched)
         assert first.run not in [row.run for row in few.rows]
 
 
@@ -136,7 +139,7 @@ def test_random_layouts_are_those_of_peaks_and_step_time(name: str, number: int)
     """To the byte and to the last bit; with the slow ones 5,100 and more."""
     of = MANY[name]
     sheet, refused = Sheet(of), Refused()
-    wide = Limit(322 << 30, lambda run: 0)
+    wide = Limit(322 << 30, lambda run: Range(0, 0))
     groups = [few for few in fitting(sheet, H100, DEFAULT, wide, refused) if len(few.peaks)]
     chance = random.Random(f"{name} {number}")
     assert sum(few.looked_at for few in groups) > 100 and len({few.pipeline.pp for few in groups}) > 1
@@ -170,7 +173,7 @@ def test_what_is_legal_and_why_not(name: str) -> None:
 def test_more_processes_find_the_same(batched: bool) -> None:
     of = space("meta-llama/Llama-3.2-1B", 4, "cp", "vpp")
     gpu = find_gpu("A100-40GB")
-    card = {"capacity": gpu.capacity_bytes, "outside": partial(most_outside, gpu=gpu)}
+    card = {"capacity": gpu.capacity_bytes, "outside": partial(outside_bytes_of, gpu=gpu)}
     one, two = (search(of, H100, batched=batched, jobs=jobs, **card) for jobs in (1, 2))  # type: ignore[arg-type]
     assert list(one.rows) == list(two.rows) and one._replace(rows=two.rows) == two and len(one.rows) > 9
 

@@ -20,6 +20,7 @@ from bridge_memory import (
     peaks,
     resolve_model,
 )
+from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import Refused
 from bridge_memory.plan.megatron import many
 from bridge_memory.plan.megatron import space as megatron_space
@@ -162,7 +163,7 @@ def check(space: Space, chance: random.Random, number: int, capacity: int = 1 <<
     """Everything that a search as arrays says of a space, beside single layouts. Returns how many layouts fit."""
     refused = Refused()
     runs = [run for alike in layouts(space, refused) for run in alike]
-    ours = search(space, H100, capacity=capacity, outside=lambda run: 1 << 30)
+    ours = search(space, H100, capacity=capacity, outside=lambda run: Range(0, 1 << 30))
     assert ours.one_by_one is None and ours.refused == refused and ours.looked_at == len(runs)
     known = set(map(repr, runs))
     of_arrays = list(ours.rows.peaks())
@@ -197,7 +198,7 @@ def few_recomputations(monkeypatch: pytest.MonkeyPatch) -> None:
 def same(space: Space, capacity: int) -> None:
     """A whole search as arrays is the one of single layouts: rows, order, counts and refusals."""
     ours, theirs = (
-        search(space, H100, capacity=capacity, outside=lambda run: 1 << 30, batched=batched)
+        search(space, H100, capacity=capacity, outside=lambda run: Range(0, 1 << 30), batched=batched)
         for batched in (True, False)
     )
     assert ours._replace(rows=theirs.rows, one_by_one=theirs.one_by_one) == theirs
@@ -253,6 +254,6 @@ def test_random_options_are_searched_as_arrays(seed: int) -> None:
         if some:
             taken += 1
             space = chance.choice(some)
-            peaks_of_rows = search(space, H100, capacity=1 << 60, outside=lambda run: 0).rows.peaks()
+            peaks_of_rows = search(space, H100, capacity=1 << 60, outside=lambda run: Range(0, 0)).rows.peaks()
             few = sorted(peaks_of_rows)
             same(space, few[chance.randrange(len(few))] if few else 1 << 30)

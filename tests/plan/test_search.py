@@ -18,6 +18,7 @@ from bridge_memory.cli import main
 from bridge_memory.emit.bridge import bridge_overrides
 from bridge_memory.emit.megatron import layout_fields
 from bridge_memory.emit.megatron_args import megatron_arguments
+from bridge_memory.outside.context import outside_bytes_of
 from bridge_memory.plan.found import Found, Refused, ties
 from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import Space, layouts, parallel_sizes, useful_modules
@@ -27,7 +28,7 @@ from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.layout_string import parse_layout_string, short_layout_string
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.megatron.step_time import step_time
-from bridge_memory.verdict import headroom, most_outside
+from bridge_memory.verdict import headroom
 
 LLAMA, QWEN = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"
 
@@ -37,7 +38,7 @@ def found(model: str, gpus: int, gpu: str = "A100-40GB", fixed: tuple[str, ...] 
     hardware = hardware_of(gpu)
     space = Space(base, gpus, hardware.domain, frozenset(fixed))
     card = find_gpu(gpu)
-    return search(space, hardware, capacity=card.capacity_bytes, outside=partial(most_outside, gpu=card))
+    return search(space, hardware, capacity=card.capacity_bytes, outside=partial(outside_bytes_of, gpu=card))
 
 
 def test_search_is_brute_force_with_estimate() -> None:

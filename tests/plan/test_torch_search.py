@@ -30,6 +30,8 @@ from bridge_memory import (
 )
 from bridge_memory.cli import main
 from bridge_memory.emit.torch import config_file, left_to_the_script, read_back
+from bridge_memory.outside.amount import Range
+from bridge_memory.outside.context import outside_bytes_of
 from bridge_memory.plan.changes import WhatIf, changes
 from bridge_memory.plan.found import Found
 from bridge_memory.plan.torch.search import search
@@ -39,7 +41,7 @@ from bridge_memory.spec.parts import ENGINES
 from bridge_memory.spec.run import GROUPS
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.torch.step_time import TIMED, step_time
-from bridge_memory.verdict import headroom, most_outside
+from bridge_memory.verdict import headroom
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 GPU = "A100-40GB"
@@ -74,7 +76,7 @@ def base(engine: str, gpus: int = 16, **more: Any) -> RunSpec:
 
 
 def found(space: Space) -> Found:
-    return search(space, HARDWARE, capacity=CARD.capacity_bytes, outside=partial(most_outside, gpu=CARD))
+    return search(space, HARDWARE, capacity=CARD.capacity_bytes, outside=partial(outside_bytes_of, gpu=CARD))
 
 
 def key(run: RunSpec) -> RunSpec:
@@ -335,7 +337,7 @@ def mixed(engine: str) -> RunSpec:
 def every_way(engine: str) -> Iterator[RunSpec]:
     """With a fifth of the micro batches, and offloading and Liger's kernels varied."""
     space = Space({engine: mixed(engine)}, 8, frozenset({"attention"}), (2, 2))
-    result = search(space, HARDWARE, capacity=1 << 50, outside=lambda run: 0)
+    result = search(space, HARDWARE, capacity=1 << 50, outside=lambda run: Range(0, 0))
     return (row.run for row in result.rows)
 
 

@@ -36,12 +36,12 @@ RANGED = {axis: AXES[axis][0] for axis in ("tp", "pp", "vpp", "cp", "ep", "mbs")
 
 def run(args: argparse.Namespace) -> int:
     """Search and print. Returns 0, or 1 where nothing fits."""
+    from bridge_memory.outside.context import outside_bytes_of
     from bridge_memory.plan.megatron.search import search
     from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.constants import DEFAULT
     from bridge_memory.speed.hardware import hardware_of
     from bridge_memory.speed.measured import calibrated
-    from bridge_memory.verdict import most_outside
 
     if (args.emit is not None and args.emit not in formats_of("megatron")) or args.mixed_precision is not None:
         flag = "--mixed-precision" if args.mixed_precision is not None else f"--emit {args.emit}"
@@ -56,13 +56,14 @@ def run(args: argparse.Namespace) -> int:
         with Progress("layout") as progress:
             found = search(
                 space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
-                outside=partial(most_outside, gpu=gpu), progress=progress,
+                outside=partial(outside_bytes_of, gpu=gpu), progress=progress,
                 constants=steps.constants if steps else DEFAULT, backend=args.backend, cache=args.cache,
                 jobs=args.jobs or (1 if args.backend is None else -1),
             )  # fmt: skip
         calibration = {"calibration": steps.words} if steps else {}
         document = {
             "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
+            "tight": found.tight,
             "refused": dict(found.refused), "stopped": found.stopped,
             "without_activations": found.without_activations, "grid": space.rule(),
             "one_by_one": found.one_by_one and found.one_by_one.value, **calibration,

@@ -54,10 +54,10 @@ def asked_engines(args: argparse.Namespace) -> tuple[str, ...] | None:
 
 def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Search and print. Returns 0, or 1 where nothing fits."""
+    from bridge_memory.outside.context import outside_bytes_of
     from bridge_memory.plan.torch.search import search
     from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.hardware import hardware_of
-    from bridge_memory.verdict import most_outside
 
     gpu = find_gpu(args.gpu)
     hardware = hardware_of(gpu.name)
@@ -72,11 +72,12 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     with Progress("configuration") as progress:
         found = search(
             space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
-            outside=partial(most_outside, gpu=gpu), progress=progress, backend=args.backend, slower=slower,
+            outside=partial(outside_bytes_of, gpu=gpu), progress=progress, backend=args.backend, slower=slower,
             jobs=args.jobs or (1 if args.backend is None else -1),
         )  # fmt: skip
     document = {
         "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
+        "tight": found.tight,
         "refused": dict(found.refused), "stopped": found.stopped, "grid": space.rule(),
         "one_by_one": found.one_by_one and found.one_by_one.value, "notes": [*left_out, *said],
     }  # fmt: skip

@@ -23,6 +23,7 @@ from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
 from bridge_memory.estimation import StageContents, by_lifetime
 from bridge_memory.outside import communicators
+from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import Limit, Refused
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.space import (
@@ -152,6 +153,8 @@ class Fitting(NamedTuple):
     #: How many legal layouts the pipeline has, and of them those whose model state alone is too large.
     looked_at: int
     without_activations: int
+    #: How many more are tight.
+    tight: int
 
     def order(self, sheet: Sheet) -> np.ndarray:
         """Their places in the order in which a space lists its layouts."""
@@ -807,7 +810,7 @@ class Sweep:
         self.sheet, self._limit = sheet, limit
         #: Bytes outside of torch by the sizes, the micro batch where buffers of libraries follow it, the number of
         #: pipeline stages and whether there are virtual ones.
-        self._outside: dict[tuple[object, ...], int] = {}
+        self._outside: dict[tuple[object, ...], Range] = {}
         self._legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
         #: Numbers of the pipelines that any layout has.
         self.todo = [number for number, which in enumerate(self._legal) if which.any()]
@@ -829,14 +832,14 @@ class Sweep:
     def _allowed(self, values: np.ndarray) -> np.ndarray:
         return _held(values, self._limit.alone)
 
-    def _beside_others(self, pipeline: Pipeline, found: Peaks) -> Peaks:
-        """Those of ``found`` that fit beside what lies outside of torch."""
+    def _beside_others(self, pipeline: Pipeline, found: Peaks) -> tuple[Peaks, int]:
+        """(those of ``found`` that fit beside what lies outside of torch, how many more are tight)."""
         if not len(found.peaks):
-            return found
+            return found, 0
         batch = found.batch if may_have_driver_buffers(self.sheet.base) else np.zeros_like(found.batch)
         rows, which = np.unique(np.stack([pipeline.at[found.sizes], batch]), axis=1, return_inverse=True)
         which = which.reshape(-1)
-        kept = np.ones(len(found.peaks), bool)
+        kept, tight = np.ones(len(found.peaks), bool), 0
         first = self.sheet.run(pipeline, int(found.sizes[0]), int(found.batch[0]), int(found.recompute[0]))
         virtual = communicators.sizes_of(first.parallel).virtual
         for number, places in enumerate(rows.T.tolist()):
@@ -847,8 +850,10 @@ class Sweep:
             if outside is None:
                 run = self.sheet.run(pipeline, int(found.sizes[one]), int(found.batch[one]), int(found.recompute[one]))
                 outside = self._outside[key] = self._limit.outside(run)
-            kept[mine] = _held(found.peaks[mine], self._limit.alone._replace(outside=outside))
-        return Peaks(*(each[kept] for each in found))
+            peaks, alone = found.peaks[mine], self._limit.alone
+            kept[mine] = _held(peaks, alone._replace(outside=outside.most))
+            tight += int((_held(peaks, alone._replace(outside=outside.least)) & ~kept[mine]).sum())
+        return Peaks(*(each[kept] for each in found)), tight
 
     def keep_costs(self) -> None:
         """For later searches."""
@@ -861,11 +866,11 @@ class Sweep:
         too_large = looked_at - int(kept.sum())
         if too_large == looked_at:
             none = np.zeros(0, np.int64)
-            return Fitting(pipeline, none, none, none, none, np.zeros(0), looked_at, too_large)
-        found = self._beside_others(pipeline, memory.peaks(pipeline, kept, self._allowed))
+            return Fitting(pipeline, none, none, none, none, np.zeros(0), looked_at, too_large, 0)
+        found, tight = self._beside_others(pipeline, memory.peaks(pipeline, kept, self._allowed))
         places = found.sizes, found.batch, found.recompute
         seconds = self._times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
-        return Fitting(pipeline, *places, found.peaks, seconds, looked_at, too_large)
+        return Fitting(pipeline, *places, found.peaks, seconds, looked_at, too_large, tight)
 
 
 @dataclass(frozen=True, eq=False)

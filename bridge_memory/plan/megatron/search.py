@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.estimation import model_state, peaks
+from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import Found, Limit, Listed, OneByOne, Refused, Row, Rows
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.space import AXES, Space, layouts, parallel_sizes
@@ -49,7 +50,7 @@ def search(
     hardware: Hardware,
     *,
     capacity: int,
-    outside: Callable[[RunSpec], int],
+    outside: Callable[[RunSpec], Range],
     constants: Constants = DEFAULT,
     progress: Callable[[int, int], None] | None = None,
     batched: bool | None = None,
@@ -98,8 +99,8 @@ def _bounds(space: Space) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Alone:
-    """Layouts that differ in micro batch and recomputation alone, one by one: what each row has beside its run, None of
-    what does not fit; None where model state alone is too large."""
+    """Layouts that differ in micro batch and recomputation alone, one by one: what each row has beside its run, of what
+    does not fit whether it is tight; None where model state alone is too large."""
 
     base: RunSpec
     hardware: Hardware
@@ -111,7 +112,7 @@ class _Alone:
         if not self.limit.alone.holds(max(model_state(runs[0]))):
             return None
         found = (_row(run, self.hardware, self.limit, self.constants) for run in runs)
-        return [None if row is None else (row.peak, row.stage, row.headroom, row.time) for row in found]
+        return [(row.peak, row.stage, row.headroom, row.time) if isinstance(row, Row) else row for row in found]
 
 
 def _one_by_one(
@@ -120,11 +121,11 @@ def _one_by_one(
 ) -> Found:  # fmt: skip
     refused = Refused()
     rows: list[Row[StepTime]] = []
-    looked_at = too_large = without_activations = 0
+    looked_at = too_large = without_activations = tight = 0
     stopped = False
 
-    def evaluated() -> Iterator[tuple[Sequence[RunSpec], Sequence[Any] | None]]:
-        """Some runs, and their rows (None for what does not fit), or None where model state alone is too large."""
+    def evaluated() -> Iterator[tuple[Sequence[RunSpec], Sequence[Row[StepTime] | bool] | None]]:
+        """Some runs, and their rows (of what does not fit, whether it is tight); None: model state alone is more."""
         if jobs == 1 and backend is None:
             for alike in layouts(space, refused):
                 if not limit.alone.holds(max(model_state(alike[0]))):
@@ -137,7 +138,10 @@ def _one_by_one(
         tasks = [[(run.parallel, run.batch, run.recompute) for run in alike] for alike in groups]
         work = _Alone(space.base, hardware, limit, constants)
         for alike, found in zip(groups, spread(jobs, work, tasks, backend), strict=True):
-            yield alike, found and [values and Row(run, *values) for run, values in zip(alike, found, strict=True)]
+            yield alike, found and [
+                values if isinstance(values, bool) else Row(run, *values)
+                for run, values in zip(alike, found, strict=True)
+            ]
 
     try:
         for alike, found in evaluated():
@@ -145,23 +149,26 @@ def _one_by_one(
                 without_activations += len(alike)
                 continue
             looked_at += len(alike)
-            fit = [row for row in found if row is not None]
+            fit = [row for row in found if isinstance(row, Row)]
+            tight += found.count(True)
             too_large += len(alike) - len(fit)
             rows += fit
             progress(looked_at + without_activations, len(rows))
     except KeyboardInterrupt:
         stopped = True
     number = looked_at + without_activations
-    return Found(_Listed(rows), number, too_large + without_activations, refused, stopped, without_activations)
+    return Found(_Listed(rows), number, too_large + without_activations, refused, stopped, without_activations, tight)
 
 
-def _row(run: RunSpec, hardware: Hardware, limit: Limit, constants: Constants) -> Row[StepTime] | None:
-    """One layout, or None where it does not fit."""
+def _row(run: RunSpec, hardware: Hardware, limit: Limit, constants: Constants) -> Row[StepTime] | bool:
+    """One layout; where it does not fit for sure, whether it may."""
     stages = peaks(run)
     stage = max(range(len(stages)), key=lambda i: stages[i].peak_bytes)
     peak = stages[stage].peak_bytes
-    headroom = limit.of(run).headroom(peak)
-    return None if headroom < 0 else Row(run, peak, stage, headroom, step_time(run, hardware, constants))
+    left = limit.headroom(run, peak)
+    if left.least < 0:
+        return left.most >= 0
+    return Row(run, peak, stage, left.least, step_time(run, hardware, constants))
 
 
 # ---- batched ----
@@ -181,7 +188,7 @@ def _in_batches(
         costs = KeptCosts(cache)
     sheet = Sheet(space)
     found: list[Fitting] = []
-    looked_at = without_activations = fit = 0
+    looked_at = without_activations = fit = tight = 0
     stopped = False
     try:
         for few in fitting(sheet, hardware, constants, limit, refused, jobs, backend, costs):
@@ -189,19 +196,20 @@ def _in_batches(
             looked_at += few.looked_at
             without_activations += few.without_activations
             fit += len(few.peaks)
+            tight += few.tight
             progress(looked_at, fit)
     except KeyboardInterrupt:
         stopped = True
     make = partial(_row, hardware=hardware, limit=limit, constants=constants)
     rows = _Batched(sheet, found, make, cache)
-    return Found(rows, looked_at, looked_at - fit, refused, stopped, without_activations)
+    return Found(rows, looked_at, looked_at - fit, refused, stopped, without_activations, tight)
 
 
 class _Batched(Layouts):
     """Rows that are made when they are asked for: of a hundred thousand a few are shown."""
 
     def __init__(
-        self, sheet: Sheet, found: Sequence[Fitting], make: Callable[[RunSpec], Row[StepTime] | None], cache: str | None
+        self, sheet: Sheet, found: Sequence[Fitting], make: Callable[[RunSpec], Row[StepTime] | bool], cache: str | None
     ) -> None:
         """``cache``: the folder that what blocks cost may be from."""
         from bridge_memory.plan.megatron.many import sorted_batches
@@ -226,10 +234,10 @@ class _Batched(Layouts):
         row = self._made.get(number)
         if row is None:
             made = self._make(self._sheet.run(*self._place(number)))
-            same = made is not None and made.peak == self._peaks[number]
+            same = isinstance(made, Row) and made.peak == self._peaks[number]
             if not same and self._cache is not None:
                 raise SpecError(f"--cache ({show(self._cache)}) has costs that are not those of this model; delete it")
-            assert made is not None and same, "an array of peaks is not that of its runs"
+            assert isinstance(made, Row) and same, "an array of peaks is not that of its runs"
             row = self._made[number] = made
         return row
 

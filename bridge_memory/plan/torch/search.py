@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bridge_memory.estimation import peaks
+from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import Found, Limit, Listed, OneByOne, Refused, Row
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.torch.space import Space, configurations
@@ -32,7 +33,7 @@ def search(
     hardware: Hardware,
     *,
     capacity: int,
-    outside: Callable[[RunSpec], int],
+    outside: Callable[[RunSpec], Range],
     constants: Constants = DEFAULT,
     slower: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
@@ -44,11 +45,11 @@ def search(
     refused = Refused()
     report = progress or (lambda looked_at, fitting: None)
     rows: list[Row[StepTime]] = []
-    looked_at = 0
+    looked_at = tight = 0
     stopped = False
     work = _Some(hardware, Limit(capacity, outside), constants, slower)
 
-    def evaluated() -> Iterator[Sequence[Row[StepTime] | None]]:
+    def evaluated() -> Iterator[Sequence[Row[StepTime] | bool]]:
         if jobs == 1 and backend is None:
             yield from ([work.row(run)] for alike in configurations(space, refused) for run in alike)
         else:
@@ -57,31 +58,32 @@ def search(
     try:
         for found in evaluated():
             looked_at += len(found)
-            rows += [row for row in found if row is not None]
+            rows += [row for row in found if isinstance(row, Row)]
+            tight += found.count(True)
             report(looked_at, len(rows))
     except KeyboardInterrupt:
         stopped = True
     return Found(
-        Configurations(rows), looked_at, looked_at - len(rows), refused, stopped, one_by_one=OneByOne.TORCH
+        Configurations(rows), looked_at, looked_at - len(rows), refused, stopped, tight=tight, one_by_one=OneByOne.TORCH
     )
 
 
 @dataclass(frozen=True, eq=False)
 class _Some:
-    """The rows of some configurations, None of those that do not fit."""
+    """The rows of some configurations; of those that do not fit for sure, whether they may."""
 
     hardware: Hardware
     limit: Limit
     constants: Constants
     slower: float
 
-    def __call__(self, some: Sequence[RunSpec]) -> list[Row[StepTime] | None]:
+    def __call__(self, some: Sequence[RunSpec]) -> list[Row[StepTime] | bool]:
         return list(map(self.row, some))
 
-    def row(self, run: RunSpec) -> Row[StepTime] | None:
+    def row(self, run: RunSpec) -> Row[StepTime] | bool:
         (stage,) = peaks(run)
-        headroom = self.limit.of(run).headroom(stage.peak_bytes)
-        if headroom < 0:
-            return None
+        left = self.limit.headroom(run, stage.peak_bytes)
+        if left.least < 0:
+            return left.most >= 0
         time = step_time(run, self.hardware, self.constants).times(self.slower)
-        return Row(run, stage.peak_bytes, 0, headroom, time)
+        return Row(run, stage.peak_bytes, 0, left.least, time)
