@@ -1,0 +1,2 @@
+"""torch's engines and DeepSpeed's in the phases of a job, as the Trainer, accelerate, torchtitan and torchtune run them.
+"""
