@@ -42,7 +42,7 @@ def check(run: Any, real: oracle.Found) -> None:
         if name in real:
             assert near(total(amounts), real[name]), (name, total(amounts), real[name])
     (least, most) = without_cache(evaluation(run, 0))
-    assert least == most == pytest.approx(real["evaluation"] - BESIDE // 2, rel=0.003)
+    assert least == most == pytest.approx(real["evaluation"], rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -63,19 +63,19 @@ def test_ddp_sends_frozen_weights_in_flat_tensors() -> None:
     assert broadcast_buffers([BROADCAST_BUCKET // 2] * 8) == 2 * BROADCAST_BUCKET
 
 
-@pytest.mark.parametrize("efficient", [False, True], ids=["unit by unit", "parameter by parameter"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_fsdp2(efficient: bool, tied: bool) -> None:
-    if efficient:
-        pytest.importorskip("accelerate")
+def test_fsdp2(tied: bool) -> None:
+    """A range between accelerate's two ways; the one by parameters loads a tied table twice."""
+    pytest.importorskip("accelerate")
     config = {"tie_word_embeddings": tied}
-    real, run = oracle.fsdp2(2, efficient=efficient, config=config), run_of("fsdp2", ranks=2, config=config)
-    check(run, real)
-    built = total(building(run, 0))
-    assert (built.least if efficient else built.most) == pytest.approx(real["build"], rel=0.001)
-    # By a step on gradients of zeros, and then by new states beside those.
-    resumed = total(loading(run, 0, How.RESUME)).most
-    assert resumed == pytest.approx(max(real["states"], real["resume"]), rel=0.001)
+    run = run_of("fsdp2", ranks=2, config=config)
+    ways = [oracle.fsdp2(2, efficient=efficient, config=config) for efficient in (False, True)]
+    for real in ways:
+        check(run, real)
+        # By a step on gradients of zeros, and then by new states beside those.
+        resumed = total(loading(run, 0, How.RESUME)).most
+        assert resumed == pytest.approx(max(real["states"], real["resume"]), rel=0.001)
+    assert total(building(run, 0)) == pytest.approx(sorted(real["build"] for real in ways), rel=0.001)
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (4, "bfloat16")])

@@ -19,8 +19,8 @@ from unittest.mock import patch
 
 import torch
 import transformers
-from torch.utils._python_dispatch import _disable_current_modes
 from real_engines import BATCH, CONFIG, SEQ, PlaceTracker, world
+from torch.utils._python_dispatch import _disable_current_modes
 
 BUCKET = 500_000
 #: Peaks, and what is alive after a phase, by name.
@@ -162,12 +162,14 @@ def fsdp2(ranks: int, *, efficient: bool, dtype: str = "float32", config: dict[s
             if efficient:
                 from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
 
-                whole = {name: HostTensor(p.data) for name, p in one.model.named_parameters()}
+                whole = {name: HostTensor(p) for name, p in one.model.state_dict().items()}
                 frequencies = one.model.model.rotary_emb.inv_freq
                 one.model = one.model.to("meta")
+                one.model.tie_weights()
                 _shard(one.model, ranks)
                 fsdp2_load_full_state_dict(SimpleNamespace(is_main_process=True), one.model, whole)
                 one.model.model.rotary_emb.inv_freq = frequencies
+                one.model.tie_weights()
             else:
                 with patch.object(_fsdp_init, "_move_states_to_device", to_the_gpu):
                     _shard(one.model, ranks)

@@ -162,9 +162,12 @@ def _sharding(rank: Rank, engine: FSDP2) -> Iterator[tuple[Amount, ...]]:
 
 
 def _by_parameter(rank: Rank, engine: FSDP2) -> int:
-    """Peak bytes while parameters come whole, one by one."""
+    """Peak bytes while parameters come whole, one by one; a tied table once more, until it is tied again."""
     most = shards = 0
-    for p in parameters(rank, engine.ranks):
+    every = list(parameters(rank, engine.ranks))
+    if rank.run.model.share_embeddings_and_output_weights:
+        every.append(every[0])
+    for p in every:
         most = max(most, shards + rounded(p.whole) + p.shard)
         shards += 0 if rank.run.fsdp.offload_params else p.shard
     return most

@@ -16,6 +16,7 @@ from bridge_memory.components import Provenance
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.estimation import stage_parts
 from bridge_memory.inventory.stack import chunk_units
+from bridge_memory.inventory.torch.blocks import embedding_block
 from bridge_memory.inventory.torch.chain import mask_bytes
 from bridge_memory.job.megatron.evaluation import as_evaluated, forward_passes
 from bridge_memory.job.torch.building import rank_of
@@ -35,7 +36,10 @@ def evaluation(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     rank, parts = rank_of(run, stage), stage_parts(run, stage)
     evaluated = _evaluated(run)
     ctx = context_of(as_evaluated(evaluated))
-    masks = mask_bytes(run.model, ctx) if ctx.torch_layers is not None else 0
+    # Variables of the model's forward: masks, and the rotary tables.
+    held = 0
+    if ctx.torch_layers is not None:
+        held = mask_bytes(run.model, ctx) + embedding_block(run.model, ctx).cost.retained
     engine = _engine_bytes(evaluated)
     moments = []
     at = 0
@@ -43,7 +47,7 @@ def evaluation(run: RunSpec, stage: int) -> tuple[Amount, ...]:
         beside = _beside(engine, moment.name, at)
         at += moment.name == Label.LAYER.value
         inside = moment.name not in (Label.EMBEDDING.value, Label.LOSS.value)
-        own = moment.nbytes + (masks if inside else 0) - (moment.held if not inside else 0)
+        own = moment.nbytes + (held if inside else 0) - (moment.held if not inside else 0)
         moments.append((max(own + beside.forward, beside.least_forward), own, moment.name))
     most, own, name = max(moments)
     batch = parts.batch * evaluated.batch.micro_batch_size // run.batch.micro_batch_size
@@ -62,8 +66,8 @@ def _evaluated(run: RunSpec) -> RunSpec:
     """The run with the batches of evaluation, without checkpoints."""
     batch = run.transformers.eval_micro_batch_size or run.batch.micro_batch_size
     hf = replace(
-        run.transformers, gradient_checkpointing=False, checkpoint_submodules=False, selective_ac_option=None,
-        enable_activation_offloading=False, lora_dropout=0.0,
+        run.transformers, gradient_checkpointing=False, use_reentrant=None, checkpoint_submodules=False,
+        selective_ac_option=None, enable_activation_offloading=False, lora_dropout=0.0,
     )
     return run.with_(transformers=hf, batch=replace(run.batch, micro_batch_size=batch, global_batch_size=None))
 
