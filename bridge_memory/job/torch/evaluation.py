@@ -91,7 +91,8 @@ def _beside(engine: EngineBytes | None, name: str, layer: int) -> Concurrent:
 
 
 def _cached(run: RunSpec) -> int:
-    """Bytes of a DynamicCache of transformers' classes, which the Trainer switches on or leaves as the config has it."""
+    """Bytes of the DynamicCache of transformers' classes where training has none: the Trainer leaves it to the config.
+    """
     if run.implementation.own_layers or run.transformers.use_cache:
         return 0
     return sum(_keys_and_values(run))

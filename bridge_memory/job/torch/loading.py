@@ -1,7 +1,7 @@
 """Loading into a built job of torch's engines or DeepSpeed's on one rank: weights, or a whole resume.
 
-Hugging Face checkpoints are read into host memory before anything is built, except under ZeRO-3, which fills modules one
-by one (transformers ``integrations/deepspeed.py: _load_state_dict_into_zero3_model``).
+Hugging Face checkpoints are read into host memory before anything is built, except under ZeRO-3, which fills modules
+one by one (transformers ``integrations/deepspeed.py: _load_state_dict_into_zero3_model``).
 
 A resume gives the optimizer its states (transformers ``trainer.py: _load_optimizer_and_scheduler``):
 

@@ -1,8 +1,8 @@
 """Saving from one rank of torch's engines or DeepSpeed's, after a training step, on the GPU.
 
 Tensors go to the host one by one as they are written. FSDP2's full state dict gathers one parameter or state at a time
-(torch ``checkpoint/state_dict.py: get_model_state_dict, get_optimizer_state_dict``), its sharded one nothing; accelerate
-takes the sharded one unless told otherwise. FSDP1 gathers a unit's parameters (``_state_dict_utils.py:
+(torch ``checkpoint/state_dict.py: get_model_state_dict, get_optimizer_state_dict``), its sharded one, which accelerate
+takes unless told otherwise, nothing. FSDP1 gathers a unit's parameters (``_state_dict_utils.py:
 _full_pre_state_dict_hook``), and then its states, all of them (``_optim_utils.py: _communicate_optim_state``), or, with
 ``use_orig_params``, one after the other (``_allgather_orig_param_states``). DeepSpeed saves partitions, and ZeRO-3 with
 ``stage3_gather_16bit_weights_on_model_save`` gathers weights module by module.
@@ -39,7 +39,7 @@ def between_steps(rank: Rank, stage: int) -> list[Amount]:
 
 
 def _gathered(rank: Rank) -> Amount:
-    run, engine = rank.run, engine_of(rank.run)
+    engine = engine_of(rank.run)
     weights = rank.state.saving or 0
     if isinstance(engine, FSDP1):
         found = max(weights, _states(rank, engine))
