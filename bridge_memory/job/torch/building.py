@@ -32,9 +32,9 @@ from bridge_memory.engines.zero3 import WHOLE_FOR_GOOD, Weight, ZeRO3, sub_group
 from bridge_memory.engines.zero_1_and_2 import ZeRO12
 from bridge_memory.estimation import stage_parts
 from bridge_memory.inventory.stack import chunk_units
-from bridge_memory.inventory.torch.quantized import is_quantized
+from bridge_memory.inventory.torch.quantized import is_quantized, weight_bytes
 from bridge_memory.outside.amount import Amount, exactly, total
-from bridge_memory.spec import RunSpec
+from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.tapes.context import context_of
 
@@ -96,7 +96,7 @@ def on_gpu(rank: Rank) -> list[Amount]:
 
 
 class Whole(NamedTuple):
-    """A parameter in bytes: whole, and this rank's shard."""
+    """A parameter in bytes: whole (a quantized one before that), and this rank's shard."""
 
     whole: int
     shard: int
@@ -105,17 +105,19 @@ class Whole(NamedTuple):
 
 
 def parameters(rank: Rank, ranks: int = 1) -> Iterator[Whole]:
-    """Every parameter in the dtype in which it is kept (a quantized one: before that), in the order of the model;
-    shards over ``ranks`` along the first dimension."""
+    """Every parameter in the order of the model; shards are over ``ranks`` along the first dimension."""
     run, width = rank.run, parameter_width(rank.run)
+    before = DTYPE_BYTES[run.precision.params_dtype]
     wide = trained_width(run, width)
     for module in rank.model.modules:
         for trains, of in ((True, module.trained), (False, module.frozen)):
             for held, times in of.rows:
                 for p in held:
                     own = wide if trains else width
-                    part = rounded(prod(shard(p.shape, ranks)) * own)
-                    found = Whole(p.numel * own, part, not trains and is_quantized(run, p), trains)
+                    if not trains and is_quantized(run, p):
+                        found = Whole(p.numel * before, weight_bytes(run, p), True, trains)
+                    else:
+                        found = Whole(p.numel * own, rounded(prod(shard(p.shape, ranks)) * own), False, trains)
                     yield from [found] * times
 
 
