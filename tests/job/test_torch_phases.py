@@ -1,5 +1,6 @@
-"""Phases of jobs of torch's engines and DeepSpeed's, counted by hand for Llama-3.1-8B; ``tests/engines/test_torch_jobs.py``
-compares them with the real engines."""
+"""Phases of jobs of torch's engines and DeepSpeed's, counted by hand for Llama-3.1-8B.
+
+``tests/engines/test_torch_jobs.py`` compares them with the real engines."""
 
 from __future__ import annotations
 
