@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bridge_memory.engines.fsdp2 import FSDP2, Group
-from bridge_memory.engines.torch_modules import Kept, Model, Module, rounded
+from bridge_memory.engines.torch_modules import Kept, Model, Module, broadcast_buffers, rounded
 from bridge_memory.engines.torch_optimizers import torch_states
 from bridge_memory.spec import RunSpec
 
@@ -69,7 +69,7 @@ class FSDP1(FSDP2):
     def _prefetches(self) -> bool:
         return self.run.fsdp.backward_prefetch == "BACKWARD_PRE"
 
-    def _units(self, modules: Sequence[Module]) -> list[Flat]:
+    def units(self, modules: Sequence[Module]) -> list[Flat]:
         """The flat tensors of a group's modules: one of all parameters; with adapters, one of the frozen parameters and
         then one for each parameter of an adapter."""
         run, flats, numel, tensors = self.run, list[Flat](), 0, 0
@@ -89,16 +89,16 @@ class FSDP1(FSDP2):
             flats.insert(0, one)
         return flats
 
-    def _whole(self, flat: Flat) -> int:
+    def whole_bytes(self, flat: Flat) -> int:
         """Bytes of a gathered flat tensor; 0 if the shard itself is used."""
         gathers = self.ranks > 1 or flat.computed != flat.width
         return rounded(flat.shard * self.ranks * flat.computed) if gathers else 0
 
     def _group(self, modules: Sequence[Module], *, root: bool) -> Group:
-        flats = self._units(modules)
+        flats = self.units(modules)
         frozen = [flat for flat in flats if not flat.trains]
         trained = [flat for flat in flats if flat.trains]
-        full = sum(map(self._whole, frozen)) + max(map(self._whole, trained), default=0)
+        full = sum(map(self.whole_bytes, frozen)) + max(map(self.whole_bytes, trained), default=0)
         casts = [rounded(flat.shard * flat.computed) for flat in flats if flat.computed != flat.width]
         return Group(
             tuple(m.place for m in modules), root, full, full if self._prefetches else 0, max(casts, default=0),
@@ -116,24 +116,30 @@ class FSDP1(FSDP2):
             part = rounded(whole * flat.width) if flat.width != self.reduce_width else 0
             # And the sum with gradients of earlier microbatches.
             part += rounded(whole * flat.computed) if self.waits else 0
-        return max(rounded(whole * flat.computed) + self._whole(flat), cast + part)
+        return max(rounded(whole * flat.computed) + self.whole_bytes(flat), cast + part)
 
-    def _building(self, model: Model, groups: Sequence[Group]) -> int | None:
-        """First the unsharded model. Then, unit by unit, inner units first: the unit's flat tensor, and the copy of
-        this rank's shard, before the unit's tensors are freed (``FlatParamHandle.flatten_tensors_into_flat_param,
-        shard``)."""
-        if self.run.fsdp.offload_params:
-            return None
+    def wrapping(self, model: Model, groups: Sequence[Group], *, on_gpu: bool) -> int:
+        """Peak bytes while units are wrapped, inner units first: the unit's flat tensor, and the copy of this rank's
+        shard, before the unit's tensors are freed (``FlatParamHandle.flatten_tensors_into_flat_param, shard``).
+
+        ``on_gpu``: all parameters are on the GPU before, else each unit is moved there by itself, and there receives
+        the first rank's parameters (``_init_utils.py: _move_module_to_device, _sync_module_parameters``)."""
         allocated = most = sum(
             times * rounded(p.numel * width)
             for module in model.modules for p, times, width, _ in self.gathered_parameters(module)
-        )  # fmt: skip
-        for modules in self._of_groups(model, groups):
-            for flat in reversed(self._units(modules)):
+        ) if on_gpu else 0  # fmt: skip
+        for modules in self.of_groups(model, groups):
+            flats = list(reversed(self.units(modules)))
+            if not on_gpu:
+                allocated += sum(flat.tensors for flat in flats)
+                sizes = [n for m in modules for p, times, w, _ in self.gathered_parameters(m)
+                         for n in [p.numel * w] * times]  # fmt: skip
+                most = max(most, allocated + broadcast_buffers(sizes))
+            for flat in flats:
                 shard, whole = rounded(flat.shard * flat.width), rounded(flat.shard * self.ranks * flat.width)
                 copied = shard if self.strategy != "NO_SHARD" else 0
                 most = max(most, allocated + whole + copied)
-                allocated += shard - flat.tensors
+                allocated += (0 if self.run.fsdp.offload_params else shard) - flat.tensors
         return most
 
     def _saving(self, model: Model) -> int | None:
@@ -145,10 +151,10 @@ class FSDP1(FSDP2):
         if self.ranks == 1:
             return 0
         groups = self.groups(model)
-        flats = [f for modules in self._of_groups(model, groups) for f in self._units(modules)]
+        flats = [f for modules in self.of_groups(model, groups) for f in self.units(modules)]
         return max((rounded(f.shard * self.ranks * f.width) for f in flats), default=0)
 
-    def _of_groups(self, model: Model, groups: Sequence[Group]) -> list[list[Module]]:
+    def of_groups(self, model: Model, groups: Sequence[Group]) -> list[list[Module]]:
         of_place = {place: i for i, g in enumerate(groups) for place in g.places}
         modules: list[list[Module]] = [[] for _ in groups]
         for module in model.modules:
@@ -159,8 +165,8 @@ class FSDP1(FSDP2):
         """Model state of the flat tensors."""
         states = torch_states(self.run)
         found = []
-        for modules in self._of_groups(model, groups):
-            for flat in self._units(modules):
+        for modules in self.of_groups(model, groups):
+            for flat in self.units(modules):
                 nbytes = rounded(flat.shard * flat.width)
                 sizes = [s.nbytes((flat.shard,), flat.width, False) if flat.trains else 0 for s in states]
                 held = flat.shard if flat.trains else 0

@@ -133,19 +133,23 @@ class FSDP2:
         )
 
     def _building(self, model: Model, groups: Sequence[Group]) -> int | None:
-        """The model whole, and unit by unit its shards, for which the unit's parameters go; the root comes last."""
-        if self.run.fsdp.offload_params:
-            return None
+        return None if self.run.fsdp.offload_params else self.wrapping(model, groups, on_gpu=True)
+
+    def wrapping(self, model: Model, groups: Sequence[Group], *, on_gpu: bool) -> int:
+        """Peak bytes while units are wrapped: the unit's parameters and its shards, for which its parameters go; the
+        root comes last. ``on_gpu``: all parameters are on the GPU before, else each unit is moved there by itself
+        (``_fsdp_init.py: _move_states_to_device``)."""
         whole, shards = [0] * len(groups), [0] * len(groups)
         of_place = {place: i for i, g in enumerate(groups) for place in g.places}
         for module in model.modules:
             for p, times, width, _ in self.gathered_parameters(module):
                 whole[of_place[module.place]] += times * rounded(prod(p.shape) * width)
                 shards[of_place[module.place]] += times * rounded(prod(shard(p.shape, self.ranks)) * width)
-        allocated = most = sum(whole)
+        allocated = most = sum(whole) if on_gpu else 0
         for of_unit, its_shards in zip(whole, shards, strict=True):
+            allocated += 0 if on_gpu else of_unit
             most = max(most, allocated + its_shards)
-            allocated += its_shards - of_unit
+            allocated += (0 if self.run.fsdp.offload_params else its_shards) - of_unit
         return most
 
     def _saving(self, model: Model) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
@@ -86,6 +87,24 @@ def model_of(run: RunSpec, units: Sequence[Unit]) -> Model:
 def rounded(nbytes: int) -> int:
     """Bytes that torch's allocator takes for a separate tensor."""
     return pad(nbytes, ALLOCATION_UNIT)
+
+
+#: Bytes at which a flat tensor of a broadcast of parameters is full (``nn/parallel/distributed.py:
+#: DistributedDataParallel.broadcast_bucket_size``, ``fsdp/_init_utils.py: PARAM_BROADCAST_BUCKET_SIZE``).
+BROADCAST_BUCKET = 250 << 20
+
+
+def broadcast_buffers(sizes: Iterable[int]) -> int:
+    """Bytes of the two flat tensors in flight while tensors of ``sizes`` bytes are broadcast; a tensor alone is its own
+    (``csrc/distributed/c10d/comm.cpp: broadcast_coalesced``, ``torch/csrc/utils/tensor_flatten.h``)."""
+    flats, filled, number = [0], 0, 0
+    for nbytes in sizes:
+        filled, number = filled + nbytes, number + 1
+        if filled >= BROADCAST_BUCKET:
+            flats.append(rounded(filled) if number > 1 else 0)
+            filled = number = 0
+    flats.append(rounded(filled) if number > 1 else 0)
+    return max(a + b for a, b in itertools.pairwise(flats))
 
 
 def made_before(model: Model, sizes: Sequence[int]) -> list[int]:

@@ -33,6 +33,8 @@ from bridge_memory.tapes.parameters import Parameter
 
 #: Between the name of a linear and those of its adapter's parameters (``peft.py: lora_parameters``).
 ADAPTER = ".adapter."
+#: Parameters of up to ``stage3_param_persistence_threshold`` elements, from the end of the first step on.
+WHOLE_FOR_GOOD = "persistent small weights, not sharded"
 
 
 class Weight(NamedTuple):
@@ -162,7 +164,7 @@ class ZeRO3:
             rounded(trained * self.width) + frozen
         )
         whole = 0 if self.first else sum(rounded(w.numel * self.width) for w in weights if w.stays)
-        yield Line(Role.WEIGHTS, State.PARAMETERS, "persistent small weights, not sharded", False), whole
+        yield Line(Role.WEIGHTS, State.PARAMETERS, WHOLE_FOR_GOOD, False), whole
         yield Line(Role.GRADIENTS, State.GRADIENTS, "gradients", False, exact, adapters, shard), rounded(
             trained * self.accumulated_width
         )

@@ -8,7 +8,7 @@ context, communicators that a collective has opened, and buffers of libraries.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,10 @@ from bridge_memory.job.megatron import building, evaluation, loading, saving
 from bridge_memory.job.megatron.graphs import graphs
 from bridge_memory.job.megatron.loading import How
 from bridge_memory.job.overload import Overload, overload
+from bridge_memory.job.torch import building as torch_building
+from bridge_memory.job.torch import evaluation as torch_evaluation
+from bridge_memory.job.torch import loading as torch_loading
+from bridge_memory.job.torch import saving as torch_saving
 from bridge_memory.outside.amount import Amount, Range, exactly, total
 from bridge_memory.outside.context import outside
 from bridge_memory.outside.phase import Phase
@@ -171,7 +175,9 @@ def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Gene
         exact += sum(c.bytes for c in result.stages[training.stage].components if c.part is Part.CALIBRATION)
         every[training.stage] = tuple(_phases(run, gpu, stages[training.stage], exact))
         replayed.add(training.stage)
-    reasons = (building.why_not(run) or loading.why_not_resumed(run), evaluation.why_not(run))
+    reasons = () if _of_torch(run) else (
+        building.why_not(run) or loading.why_not_resumed(run), evaluation.why_not(run)
+    )  # fmt: skip
     return Job(
         gpu, worst, tuple(every), overload(run, gpu.capacity_bytes, total(training.outside).most),
         host_memory(run, node_of(gpu), saving=saving.host_of_saving(run, training.stage) or ()),
@@ -202,18 +208,41 @@ class _Stage(NamedTuple):
     graphs: Range
 
 
+def _of_torch(run: RunSpec) -> bool:
+    return run.data_parallel.engine in torch_building.ENGINES
+
+
+_Amounts = tuple[Amount, ...] | None
+
+
+class _Phases(NamedTuple):
+    """What the phases beside the step hold on a rank of a stage; None where that is not modelled."""
+
+    build: Callable[[RunSpec, int], _Amounts]
+    load: Callable[[RunSpec, int, How], _Amounts]
+    evaluate: Callable[[RunSpec, int], _Amounts]
+    save: Callable[[RunSpec, int], _Amounts]
+
+
+_OF_MEGATRON = _Phases(building.building, loading.loading, evaluation.evaluation, saving.saving)
+_OF_TORCH = _Phases(
+    torch_building.building, torch_loading.loading, torch_evaluation.evaluation, torch_saving.saving
+)
+
+
 def _stage(result: Estimate, stage: int) -> _Stage:
     run, of = result.run, result.stages[stage]
     peaks = dict(of.phases)
     first = max(peaks[str(phase)] for phase in _FIRST)
+    phases = _OF_TORCH if _of_torch(run) else _OF_MEGATRON
     found = {
-        Phase.BUILD: building.building(run, stage),
-        Phase.LOAD: loading.loading(run, stage, How.HUGGING_FACE),
+        Phase.BUILD: phases.build(run, stage),
+        Phase.LOAD: phases.load(run, stage, How.HUGGING_FACE),
         Phase.FIRST_STEP: (exactly("model, activations and temporaries of the first step", first),),
         Phase.TRAINING: tuple(exactly(c.name, c.bytes, c.provenance) for c in of.components),
-        Phase.EVALUATION: evaluation.evaluation(run, stage),
-        Phase.SAVE: saving.saving(run, stage),
-        Phase.RESUME: loading.loading(run, stage, How.RESUME),
+        Phase.EVALUATION: phases.evaluate(run, stage),
+        Phase.SAVE: phases.save(run, stage),
+        Phase.RESUME: phases.load(run, stage, How.RESUME),
     }
     parts = {phase: amounts for phase, amounts in found.items() if amounts is not None}
     return _Stage(stage, parts, total(graphs(run, stage) or ()))

@@ -107,7 +107,7 @@ class TransformersSpec(Checked):
     #: How experts are computed, from transformers 5 on ("eager": a loop); None: the release's default.
     experts_implementation: str | None = choice(None, "eager", "batched_mm", "grouped_mm")
     #: Sequences per GPU and batch in evaluation between steps; None: no more than in training.
-    eval_micro_batch_size: int | None = positive(None)
+    eval_micro_batch_size: int | None = positive(None, below=2**20)
 
     @property
     def quantized(self) -> bool:

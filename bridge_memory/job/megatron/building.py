@@ -29,7 +29,7 @@ _BUFFERS = "param_and_grad_buffer.py: _ParamAndGradBuffer.__init__"
 def why_not(run: RunSpec) -> str | None:
     """Why the phases beside the step are not modelled for ``run``; None where they are."""
     if run.data_parallel.engine != "megatron_ddp":
-        return f"engine {run.data_parallel.engine}: build, load, save and resume are modelled for megatron_ddp only"
+        return f"engine {run.data_parallel.engine}: build, load, save and resume are not modelled"
     if run.optimizer.use_layer_wise_distributed_optimizer:
         return "use_layer_wise_distributed_optimizer: build, load, save and resume are not modelled"
     if run.teacher is not None:

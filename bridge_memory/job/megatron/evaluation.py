@@ -28,7 +28,7 @@ _SCHEDULE = "schedules.py: forward_only"
 def why_not(run: RunSpec) -> str | None:
     """Why evaluation is not modelled for ``run``; None where it is."""
     if run.data_parallel.engine != "megatron_ddp":
-        return f"engine {run.data_parallel.engine}: evaluation is modelled for megatron_ddp only"
+        return f"engine {run.data_parallel.engine}: evaluation is not modelled"
     if run.teacher is not None or run.implementation.distillation != "none":
         return "a teacher: evaluation is not modelled"
     return None

@@ -1,0 +1,1 @@
+"""torch's engines and DeepSpeed's in the phases of a job, as Trainer, accelerate, torchtitan and torchtune run them."""
