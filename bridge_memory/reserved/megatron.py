@@ -135,7 +135,7 @@ class _Job:
     def __init__(self, run: RunSpec, stage: int, allocators: Sequence[CachingAllocator]) -> None:
         self.run, self.stage, self.allocators = run, stage, allocators
         self.streams = _Streams(allocators)
-        self.storages = Storages(self.streams.report)
+        self.storages = Storages(self._report)
         self.ctx = context_of(run)
         self.shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
         self.known: dict[object, Passes] = {}
@@ -145,6 +145,9 @@ class _Job:
         for shape in self.shapes:
             for parameter in named_parameters(chunk_units(run.model, shape, self.ctx)):
                 self.numels[parameter.expert].append(parameter.numel)
+
+    def _report(self, number: int, nbytes: int | None) -> None:
+        self.streams.report(number, nbytes)
 
     # ---- the model ----
 
