@@ -80,6 +80,10 @@ VP = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size":
         pytest.param(run_of(QWEN, 6, implementation=LATER, **EP), id="overlapped, weight gradients later"),
         pytest.param(run_of(NANO, 14, implementation={**OVERLAP, **HYBRID_EP}, **EP), id="overlapped HybridEP"),
         pytest.param(run_of(QWEN, 8, world=16, implementation=OVERLAP, **VP), id="overlapped, interleaved"),
+        pytest.param(
+            run_of(QWEN, 6, implementation=OVERLAP, **EP).with_fields(global_batch_size=8),
+            id="overlapped, one microbatch",
+        ),
     ],
 )
 def test_most_is_allocated_where_the_estimate_says(run: RunSpec) -> None:
@@ -156,11 +160,12 @@ def test_a_discarded_output_comes_back_under_another_number(refills: bool) -> No
     [
         ({"cuda_graph_impl": "local"}, "CUDA graphs"),
         ({"offload_modules": ("core_attn",)}, "offloaded activations"),
+        ({**OVERLAP, "recompute_granularity": "selective", "recompute_modules": ("moe",)}, "experts that are recomputed"),
     ],
-    ids=["graphs", "offloading"],
+    ids=["graphs", "offloading", "recomputed experts"],
 )
 def test_what_is_not_replayed_says_why(fields: dict[str, Any], words: str) -> None:
-    run = run_of(QWEN, 4, implementation=fields, **EP)
+    run = run_of(QWEN, 4, **EP).with_fields(**fields)
     assert words in (why_not(run) or "")
 
 

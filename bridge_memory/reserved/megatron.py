@@ -48,6 +48,8 @@ def why_not(run: RunSpec) -> str | None:
     asked = {
         "MTP": run.model.mtp_num_layers > 0 and run.model.mtp_layer is not None,
         "deferred weight gradients of the output layer": impl.defer_embedding_wgrad_compute,
+        "experts that are recomputed while exchanges overlap": impl.overlap_moe_expert_parallel_comm
+        and (run.recompute.granularity == "full" or "moe" in run.recompute.modules),
         "offloaded activations": bool(impl.cpu_offloading_num_layers or impl.offload_modules),
         "CUDA graphs": impl.cuda_graph_impl != "none",
         "a teacher": run.teacher is not None or impl.distillation != "none",
@@ -293,7 +295,15 @@ class _Job:
                     self.storages.drop(number)
 
     def _order(self) -> Iterator[tuple[bool, int, int]]:
-        """(forward, microbatch, chunk) of every pass of this rank, of as many microbatches as there are moments."""
+        """(forward, microbatch, chunk) of every pass of this rank."""
+        for forward, back in self._pairs():
+            for is_forward, one in ((True, forward), (False, back)):
+                if one is not None:
+                    yield is_forward, *one
+
+    def _pairs(self) -> Iterator[tuple[tuple[int, int] | None, tuple[int, int] | None]]:
+        """(microbatch, chunk) of a pass forward and of the one backward after it, of this rank, of as many microbatches
+        as there are moments. None: only the other."""
         p, v = self.run.parallel, len(self.shapes)
         group = p.microbatch_group_size_per_vp_stage or p.pp
         extra = self.run.implementation.overlap_moe_expert_parallel_comm
@@ -302,29 +312,24 @@ class _Job:
         first = num_warmup(p.pp, self.stage, number, v, group, extra)
         backward = [(microbatch, v - 1 - chunk) for microbatch, chunk in table]
         for place in range(len(table) + first):
-            if place < len(table):
-                yield True, *table[place]
-            if place >= first:
-                yield False, *backward[place - first]
+            yield table[place] if place < len(table) else None, backward[place - first] if place >= first else None
 
     # ---- overlapped ----
 
     def _overlapped(self, hidden: int) -> None:
         """The passes of a step, where a forward and a backward pass run in turns."""
         waiting: dict[tuple[int, int], _Pass] = {}
-        forward: tuple[int, int] | None = None
-        for is_forward, microbatch, chunk in self._order():
-            if is_forward:
-                if forward is not None:  # of the warm-up
-                    waiting[forward] = self._both(hidden, forward[1], None, 0)
-                forward = microbatch, chunk
-                continue
-            other = forward
-            found = self._both(hidden, None if other is None else other[1], waiting.pop((microbatch, chunk)), chunk)
-            if other is not None:
-                waiting[other] = found
-            forward = None
+        for forward, back in self._pairs():
+            of_back = None if back is None else waiting.pop(back)
+            found = self._both(hidden, None if forward is None else forward[1], of_back, 0 if back is None else back[1])
+            if forward is not None:
+                waiting[forward] = found
         self.streams.wait(everything=True)  # the norm of the gradients
+
+    def _after(self, shape: ChunkShape) -> int:
+        """Blocks of a chunk after its layers, which run when all of these have. (The final norm is of the last layer's
+        last node.)"""
+        return holds_final_norm(self.run.model, shape, self.ctx) + shape.output
 
     def _both(self, hidden: int, forward: int | None, back: _Pass | None, chunk: int) -> _Pass:
         """One pass forward of chunk ``forward`` and one backward of ``chunk``, layer by layer in turns. Returns the
@@ -347,7 +352,8 @@ class _Job:
             held = None if gradient is None else storages.hold(gradient)
             while back.after:
                 gradient = back.after.pop()(gradient).get(0)
-        last = blocks.pop() if forward is not None and self.shapes[forward].output else None
+        after = len(blocks) - (0 if forward is None else self._after(self.shapes[forward]))
+        blocks, tail = blocks[:after], blocks[after:]
         to_the_end: list[int] = []
         done = storages.drop if OVERLAPPED_LAYERS_FREED(self.run.implementation) else to_the_end.append
         for place in range(max(len(blocks), len(back.layers) if back is not None else 0)):
@@ -361,8 +367,8 @@ class _Job:
                 if inside is not None:
                     storages.drop(inside)
                 inside = out
-        if last is not None:
-            out, its_back = last.forward(inside)
+        for block in tail:
+            out, its_back = block.forward(inside)
             new.after.append(its_back)
             if inside is not None:
                 storages.drop(inside)
