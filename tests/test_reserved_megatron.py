@@ -160,7 +160,10 @@ def test_a_discarded_output_comes_back_under_another_number(refills: bool) -> No
     [
         ({"cuda_graph_impl": "local"}, "CUDA graphs"),
         ({"offload_modules": ("core_attn",)}, "offloaded activations"),
-        ({**OVERLAP, "recompute_granularity": "selective", "recompute_modules": ("moe",)}, "experts that are recomputed"),
+        (
+            {**OVERLAP, "recompute_granularity": "selective", "recompute_modules": ("moe",)},
+            "experts that are recomputed",
+        ),
     ],
     ids=["graphs", "offloading", "recomputed experts"],
 )
