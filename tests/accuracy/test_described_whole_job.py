@@ -205,7 +205,7 @@ def test_nothing_but_graphs_is_lacking_of_these_rows(name: str) -> None:
     (found,) = (o for o in scored(ROWS[f"geodesic/nano30b-pretrain/{name}"]) if o.range_bytes is not None)
     assert found.meaning is Meaning.RESERVED
     assert not any("is not replayed" in sentence for sentence in found.unmodelled)
-        assert not any("memory pools of CUDA graphs" in sentence for sentence in found.unmodelled)
+    assert not any("memory pools of CUDA graphs" in sentence for sentence in found.unmodelled)
 
 
 # --------------------------------------------------------------------------------------------------
