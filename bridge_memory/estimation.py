@@ -30,12 +30,14 @@ from bridge_memory.schedule.peak import dynamic_peak, peak_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.spec.ranks import stage_of_rank
-from bridge_memory.spec.unmodelled import NoEffect
+from bridge_memory.spec.unmodelled import Bounds, NoEffect
 from bridge_memory.tapes.chain import AtPeak, ChunkInventory, EngineBytes, Label, Links
 from bridge_memory.tapes.context import TRACE_CACHE, BlockContext, context_of
 from bridge_memory.tapes.symbolic import largest
 from bridge_memory.workspaces.batch import batch_bytes, input_buffers
+from bridge_memory.workspaces.chunk_costs import chunk_costs
 from bridge_memory.workspaces.dispatcher import held_by_nodes
+from bridge_memory.workspaces.graphs import GraphMemory, Passes, graph_memory
 from bridge_memory.workspaces.persistent import ChunkFacts, chunk_facts, persistent_buffers
 from bridge_memory.workspaces.teacher import teacher_buffers
 
@@ -49,7 +51,7 @@ __all__ = [
     "explain",
     "model_state",
     "peaks",
-    "stage_costs",
+    "stage_graphs",
     "stage_parts",
     "stage_peaks",
     "stage_phases",
@@ -127,6 +129,7 @@ def estimate(run: RunSpec) -> Estimate:
              if link.label not in (Label.EMBEDDING, Label.LOSS)),
             default=None,
         ),
+        _captured(stages),
     )
     return Estimate(
         run=run,
@@ -248,6 +251,34 @@ def stage_parts(run: RunSpec, stage: int) -> StageParts:
         held.state.accumulated, held.deferred, held.state.in_step, stages.ctx.hidden_bytes, stages.moment(stage, held),
         held.state.freed_between_steps,
     )
+
+
+def stage_graphs(run: RunSpec, stage: int, *, left: int | None = None) -> GraphMemory | None:
+    """What CUDA graphs add to the reserved memory of one pipeline stage; None: the run has none. ``left``: as for
+    ``graph_memory``. Raises SpecError."""
+    stages = _LATEST.of(run)
+    _checked(stages, stage)
+    return _graphs(stages, stage, left)
+
+
+def _graphs(stages: _Stages, rank: int, left: int | None = None) -> GraphMemory | None:
+    held = stages[rank]
+    if stages.run.implementation.cuda_graph_impl == "none":
+        return None
+    activations = stages.moment(rank, held).bytes
+    return graph_memory(
+        Passes(
+            stages.run, rank, held.inventories, held.costs, held.static_bytes, held.between_bytes + held.state.in_step,
+            stages.peak(rank, held).peak_bytes, held.in_passes(0), activations,
+        ),
+        left,
+    )
+
+
+def _captured(stages: _Stages) -> Bounds | None:
+    """Bounds, on every rank, of what CUDA graphs add; None: the run has none."""
+    found = [graphs.total for rank, _ in enumerate(stages) if (graphs := _graphs(stages, rank)) is not None]
+    return Bounds(min(g.least for g in found), max(g.most for g in found)) if found else None
 
 
 def stage_phases(run: RunSpec, stage: int) -> dict[Phase, int]:
@@ -409,7 +440,7 @@ class StageContents:
         return nbytes
 
     def _costs(self, inventories: Sequence[ChunkInventory], chunks: Sequence[_Chunk]) -> list[ChunkCost]:
-        costs = stage_costs(inventories)
+        costs = chunk_costs(inventories)
         if not self.run.implementation.overlap_moe_expert_parallel_comm:
             return costs
         overlap = [
@@ -523,16 +554,6 @@ def by_lifetime(buffers: Iterable[Component]) -> tuple[list[Component], list[Com
     for b in buffers:
         (between if b.lifetime is Lifetime.BETWEEN_STEPS else persistent).append(b)
     return persistent, between
-
-
-def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
-    """The chunks of a stage for the schedule."""
-    # The only chunk of a stage counts what it carries over itself.
-    several = len(inventories) > 1
-    return [
-        ChunkCost(i.retained, i.forward_peak, i.backward_peak, None, i.carried_over if several else 0)
-        for i in inventories
-    ]
 
 
 def _explained(stages: _Stages, rank: int) -> StageEstimate:

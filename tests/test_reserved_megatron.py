@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +11,14 @@ import pytest
 
 from bridge_memory import RunSpec
 from bridge_memory.cli import main
-from bridge_memory.estimation import estimate
+from bridge_memory.estimation import estimate, stage_parts
 from bridge_memory.readers import resolve_model
 from bridge_memory.reserved import replayed, why_not
-from bridge_memory.spec import BatchSpec, ImplementationSpec, MambaSpec, ParallelSpec, RecomputeSpec, SpecError
+from bridge_memory.reserved.megatron import COMPUTE, EXCHANGE, _Streams
+from bridge_memory.spec import BatchSpec, ImplementationSpec, MambaSpec, MoESpec, ParallelSpec, RecomputeSpec, SpecError
 from bridge_memory.tapes.allocation_trace import Passes, Storages
 from bridge_memory.tapes.tape import Tape
+from bridge_memory.workspaces.caching_allocator import CachingAllocator
 
 MIB = 1 << 20
 
@@ -46,6 +48,10 @@ def full(number: int, method: str = "uniform") -> RecomputeSpec:
 LLAMA, QWEN, NANO = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP = {"expert_model_parallel_size": 8}
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+LATER = {**OVERLAP, "delay_wgrad_compute": True}
+HYBRID_EP = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+VP = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, **EP}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,18 @@ EP = {"expert_model_parallel_size": 8}
         pytest.param(run_of(QWEN, 6, modules("moe"), **EP), id="MoE layers run again"),
         pytest.param(run_of(NANO, 14, modules("moe", "shared_experts"), **EP), id="hybrid"),
         pytest.param(run_of("meta-llama/Llama-3.2-1B", 8, pipeline_model_parallel_size=2), id="tied"),
+        pytest.param(run_of(QWEN, 6, implementation=OVERLAP, **EP), id="overlapped"),
+        pytest.param(
+            run_of(QWEN, 6, modules("moe_act", "layernorm"), implementation=OVERLAP, **EP),
+            id="overlapped, discarded outputs",
+        ),
+        pytest.param(run_of(QWEN, 6, implementation=LATER, **EP), id="overlapped, weight gradients later"),
+        pytest.param(run_of(NANO, 14, implementation={**OVERLAP, **HYBRID_EP}, **EP), id="overlapped HybridEP"),
+        pytest.param(run_of(QWEN, 8, world=16, implementation=OVERLAP, **VP), id="overlapped, interleaved"),
+        pytest.param(
+            run_of(QWEN, 6, implementation=OVERLAP, **EP).with_fields(global_batch_size=8),
+            id="overlapped, one microbatch",
+        ),
     ],
 )
 def test_most_is_allocated_where_the_estimate_says(run: RunSpec) -> None:
@@ -141,14 +159,132 @@ def test_a_discarded_output_comes_back_under_another_number(refills: bool) -> No
     ("fields", "words"),
     [
         ({"cuda_graph_impl": "local"}, "CUDA graphs"),
-        ({"delay_wgrad_compute": True, "overlap_moe_expert_parallel_comm": True}, "the overlap of"),
         ({"offload_modules": ("core_attn",)}, "offloaded activations"),
+        (
+            {**OVERLAP, "recompute_granularity": "selective", "recompute_modules": ("moe",)},
+            "experts that are recomputed",
+        ),
     ],
-    ids=["graphs", "overlap", "offloading"],
+    ids=["graphs", "offloading", "recomputed experts"],
 )
 def test_what_is_not_replayed_says_why(fields: dict[str, Any], words: str) -> None:
-    run = run_of(QWEN, 4, implementation=fields, **EP)
+    run = run_of(QWEN, 4, **EP).with_fields(**fields)
     assert words in (why_not(run) or "")
+
+
+# ---- overlapped exchanges ----
+
+
+def test_streams_do_not_share_memory() -> None:
+    """Beside an equal run one after the other: what the exchanges need is not there for what computes. The most that
+    either stream has is reserved, though not at one time."""
+    run = run_of(QWEN, 6, implementation=OVERLAP, **EP)
+    one = replayed(run.with_fields(overlap_moe_expert_parallel_comm=False))
+    two = replayed(run)
+    assert [name for name, _ in one.expandable_of] == ["compute"]
+    assert [name for name, _ in two.expandable_of] == ["compute", "communication"]
+    assert two.expandable - two.allocated > 3 * (one.expandable - one.allocated)
+    # The rows that one exchange brings: 4096 tokens to 8 experts, 2048 wide, in bf16.
+    assert dict(two.expandable_of)["communication"] > 6 * 2 * 4096 * 8 * 2048
+
+
+def test_shared_experts_outputs_stay_until_backward() -> None:
+    """[s, b, h] in bf16 of every layer with shared experts, which otherwise only the sum refers to."""
+    run = run_of(NANO, 14, implementation=HYBRID_EP, **EP)
+    layers = sum(isinstance(layer.ffn, MoESpec) for layer in run.model.layers)
+    tables = 4 * 4096 * 128  # the probabilities, which the exchange takes
+    one = stage_parts(run, 0).inventories[0].retained
+    two = stage_parts(run.with_fields(overlap_moe_expert_parallel_comm=True), 0).inventories[0].retained
+    assert two - one == pytest.approx(layers * 2 * 4096 * 2688, abs=layers * tables)
+
+
+def of_two_streams() -> tuple[_Streams, Callable[[str, int, int | None], None], CachingAllocator]:
+    allocator = CachingAllocator()
+    streams = _Streams([allocator])
+
+    def report(stream: str, number: int, nbytes: int | None) -> None:
+        streams.running = stream
+        streams.report(number, nbytes)
+
+    return streams, report, allocator
+
+
+def test_a_recorded_block_waits_for_the_other_stream() -> None:
+    """20 MiB made by one stream and used by the other: once freed, a second 20 MiB need a segment of their own until
+    the other stream has come so far."""
+    streams, report, allocator = of_two_streams()
+    report(COMPUTE, 1, 20 * MIB)
+    streams.running = EXCHANGE
+    streams.record(1)
+    report(COMPUTE, 1, None)
+    assert allocator.allocated == 0
+    report(COMPUTE, 2, 20 * MIB)
+    assert allocator.reserved == 40 * MIB
+    streams.wait()
+    report(COMPUTE, 3, 20 * MIB)
+    assert allocator.reserved == 40 * MIB
+
+
+def test_what_computes_after_the_mark_is_not_waited_for() -> None:
+    streams, report, allocator = of_two_streams()
+    for number in (1, 2):
+        report(EXCHANGE, number, 20 * MIB)
+    for number in (1, 2):
+        streams.running = COMPUTE
+        streams.record(number)
+        streams.report(number, None)
+        if number == 1:
+            streams.mark()
+    streams.wait()
+    report(EXCHANGE, 3, 20 * MIB)
+    assert allocator.reserved == 40 * MIB  # the first's block
+    report(EXCHANGE, 4, 20 * MIB)
+    assert allocator.reserved == 60 * MIB
+    streams.wait(everything=True)
+    report(EXCHANGE, 5, 20 * MIB)
+    assert allocator.reserved == 60 * MIB
+
+
+def in_two_nodes() -> Tape:
+    """A node makes r and s of x, another their sum."""
+    tape = Tape()
+    x = tape.input("x", 1024)
+    r, s = (tape.make(name, x, 1024, saves=(x,)) for name in "rs")
+    tape.cut()
+    tape.output(tape.make("y", (r, s), 1024, alias=True))
+    return tape
+
+
+def test_leaves_get_gradients_of_their_own() -> None:
+    """The sum's gradient is that of both its inputs; between graphs each gets a copy, since whoever runs the node
+    refers to the sum's until it has run."""
+    alive: dict[int, int] = {}
+
+    def report(number: int, nbytes: int | None) -> None:
+        if nbytes is None:
+            del alive[number]
+        else:
+            alive[number] = nbytes
+
+    storages = Storages(report)
+    x = storages.make(1024)
+    passes = Passes(in_two_nodes(), storages)
+    nodes = passes.nodes(x)
+    assert len(nodes) == passes.number_of_nodes == 2
+    assert nodes.forward(0) is None
+    out = nodes.forward(1)
+    assert out is not None
+    storages.drop(out)
+    assert set(alive) == {x}
+    gradient, taken = storages.make(1024), list[int]()
+    assert nodes.backward(1, gradient, taken.append) == {}
+    assert taken == [gradient]
+    assert len(alive) == 2 + 2  # x, the sum's, and the copies
+    storages.drop_all(taken)
+    (grad,) = nodes.backward(0, None, storages.drop).values()
+    assert set(alive) == {x, grad}
+    storages.drop_all((x, grad))
+    assert not alive
 
 
 def test_estimate_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +304,8 @@ def drawn(number: int) -> Iterator[RunSpec]:
         ))  # fmt: skip
         try:
             run = run_of(
-                name, rng.choice((4, 7, 8)), recompute, 16, tensor_model_parallel_size=rng.choice((1, 2)),
+                name, rng.choice((4, 7, 8)), recompute, 16, implementation=rng.choice(({}, {}, OVERLAP, LATER)),
+                tensor_model_parallel_size=rng.choice((1, 2)),
                 sequence_parallel=True, pipeline_model_parallel_size=rng.choice((1, 2)),
                 expert_model_parallel_size=rng.choice((1, 4)), context_parallel_size=rng.choice((1, 2)),
             )  # fmt: skip

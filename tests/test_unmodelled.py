@@ -23,6 +23,7 @@ from bridge_memory.spec import (
 from bridge_memory.spec.graphs import static_masks
 from bridge_memory.spec.unmodelled import Unmodelled
 from bridge_memory.tapes.context import context_of
+from bridge_memory.verdict import Verdict, fits
 
 DENSE, EXPERTS, SHARED = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V2-Lite"
 
@@ -190,16 +191,42 @@ def gap_of(answer: Estimate, field: str) -> Unmodelled:
     return found
 
 
-def test_a_graphs_pool_holds_at_most_what_the_passes_need() -> None:
-    """The bound is the peak less what is there between steps, on the rank that needs most of it."""
+def of_graphs(**fields: object) -> Estimate:
     parallel = ParallelSpec(world_size=2, pipeline_model_parallel_size=2)
     run = RunSpec(model=short(DENSE), parallel=parallel, implementation=ImplementationSpec(cuda_graph_impl="local"))
-    answer = estimate(run)
+    return estimate(run.with_fields(**fields))
+
+
+def test_graphs_add_at_most_what_the_passes_need() -> None:
+    """A pool of their own for the layers: at most the peak less what is there between steps, on the rank that needs
+    most of it; where nothing is left behind, no more than the layers do not share with what runs beside them."""
+    answer = of_graphs()
+    found = gap_of(answer, "cuda_graph_impl")
+    static = [s.static_bytes - sum(c.bytes for c in s.carried_over) for s in answer.stages]
+    assert found.of_job and found.least is not None and found.most is not None
+    assert 0 <= found.least < found.most < max(s.peak_bytes - n for s, n in zip(answer.stages, static, strict=True))
+    assert answer.peak_bounds.most == answer.peak_stage.peak_bytes + found.most
+    expandable = gap_of(of_graphs(expandable_segments=True), "cuda_graph_impl")
+    assert expandable.most is not None
+    assert found.least == expandable.least <= expandable.most < found.most
+
+
+def test_graphs_that_add_everything_again_have_a_bound() -> None:
+    """Where layers are not divided: nothing to all that the passes need."""
+    answer = of_graphs(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     found = gap_of(answer, "cuda_graph_impl")
     static = [s.static_bytes - sum(c.bytes for c in s.carried_over) for s in answer.stages]
     assert found.least == 0
     assert found.most == max(s.peak_bytes - n for s, n in zip(answer.stages, static, strict=True))
-    assert answer.peak_bounds.most == answer.peak_stage.peak_bytes + found.most
+
+
+def test_graphs_alone_leave_no_verdict_unknown() -> None:
+    """On a card with room for both ends, and on one with room for neither."""
+    answer = of_graphs(micro_batch_size=8, global_batch_size=64)
+    assert [feature for feature in answer.unmodelled if not feature.of_job] == []
+    large, small = fits(answer, ["B300", "A10"])
+    assert large.verdict in (Verdict.FITS, Verdict.TIGHT)
+    assert small.verdict is Verdict.DOES_NOT_FIT
 
 
 def deferring(limit: int, **fields: object) -> RunSpec:
@@ -307,10 +334,11 @@ def test_graphs_of_transformer_engine_keep_a_mask_for_every_layer_and_microbatch
     fields: dict[str, object], least: float
 ) -> None:
     """[2, 1, 4096, 4096] in bool each: ``TransformerLayer.get_layer_static_inputs``."""
-    found = gap_of(estimate(graphed(resolve_model(DENSE), **fields)), "cuda_graph_impl")
-    assert found.least == least * 2 * 4096 * 4096
-    assert found.most is not None
-    assert found.most > found.least
+    run = graphed(resolve_model(DENSE), **fields)
+    assert static_masks(run).least == least * 2 * 4096 * 4096
+    found = gap_of(estimate(run), "cuda_graph_impl")
+    assert found.least is not None and found.most is not None
+    assert least * 2 * 4096 * 4096 <= found.least <= found.most
 
 
 @pytest.mark.parametrize(("rank", "masks"), [(0, 4), (3, 1)])

@@ -16,7 +16,7 @@ from bridge_memory.spec.graphs import static_masks
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec
 from bridge_memory.spec.run import RunSpec
-from bridge_memory.spec.unmodelled import ADAPTERS, ENCODER, Effect, Unmodelled
+from bridge_memory.spec.unmodelled import ADAPTERS, ENCODER, Bounds, Effect, Unmodelled
 from bridge_memory.workspaces.driver import DISPATCHERS, driver_buffers
 
 
@@ -27,6 +27,8 @@ class Needs(NamedTuple):
     passes: int | None = None
     #: The backward pass of one layer with its saved tensors.
     layer: int | None = None
+    #: What CUDA graphs add on every rank; None for runs without them too.
+    graphs: Bounds | None = None
 
 
 def unmodelled_features(run: RunSpec, needs: Needs | None = None) -> tuple[Unmodelled, ...]:
@@ -37,15 +39,11 @@ def unmodelled_features(run: RunSpec, needs: Needs | None = None) -> tuple[Unmod
 def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
     impl, precision, optimizer = run.implementation, run.precision, run.optimizer
     if impl.cuda_graph_impl != "none":
-        # A graph's pool is apart from what runs outside of it, static inputs and outputs among it: at most, what the
-        # passes need is there twice (TE graph.py: _make_graphed_callables; core transformer/cuda_graphs.py,
-        # full_cuda_graph.py). Hidden states are no more than without graphs: an input is the output before it or takes
-        # its place, and outputs go when they are copied (_reuse_graph_input_output_buffers, CudagraphBufferMetadata).
-        masks = static_masks(run)
+        found = needs.graphs or Bounds(static_masks(run).least, None)
         yield Unmodelled(
             f"cuda_graph_impl ({impl.cuda_graph_impl}): the private memory pools of CUDA graphs", Effect.UP,
             order="static inputs of every graph, up to what forward and backward passes need",
-            least=masks.least, most=None if needs.passes is None else needs.passes + masks.most,
+            least=found.least, most=found.most, of_job=True,
         )
     flex = impl.moe_token_dispatcher_type == "flex" and run.model.has_experts and not impl.torch_layers
     if flex and not any(found.name in DISPATCHERS for found in driver_buffers(run)):

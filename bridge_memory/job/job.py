@@ -166,10 +166,12 @@ def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Gene
         stages.append(_stage(result, each.stage))
         every.append(tuple(_phases(run, gpu, stages[-1])))
         yield
+    # Pages that a capture empties are returned, so that what runs beside graphs reserves what it needs (``graphs``).
+    eager = run.with_fields(cuda_graph_impl="none") if run.implementation.expandable_segments else run
     replayed: set[int] = set()
     # A replay lowers the upper end of a stage, below which another may be that is not replayed yet.
-    while (training := _training(worst := _worst(every))).stage not in replayed and reserved.why_not(run) is None:
-        found = reserved.replayed(run, training.stage)
+    while (training := _training(worst := _worst(every))).stage not in replayed and reserved.why_not(eager) is None:
+        found = reserved.replayed(eager, training.stage)
         yield
         exact = found.held(expandable=run.implementation.expandable_segments)
         exact += sum(c.bytes for c in result.stages[training.stage].components if c.part is Part.CALIBRATION)
@@ -182,7 +184,7 @@ def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Gene
         gpu, worst, tuple(every), overload(run, gpu.capacity_bytes, total(training.outside).most),
         host_memory(run, node_of(gpu), saving=saving.host_of_saving(run, training.stage) or ()),
         tuple(filter(None, reasons)), bool(replayed), host_bytes,
-        tuple(feature for feature in result.unmodelled if not feature.startswith("cuda_graph_impl ")),  # graphs(...)
+        tuple(feature for feature in result.unmodelled if not feature.of_job),
     )
 
 

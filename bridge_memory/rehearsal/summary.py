@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from bridge_memory.components import Component, Lifetime, Part, Role, State
-from bridge_memory.estimation import estimate, explain, stage_costs
+from bridge_memory.estimation import estimate, explain
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.rehearsal.results import Rehearsal
 from bridge_memory.residual import REHEARSED, REHEARSED_PERCENT, percent, relative, residual
@@ -15,6 +15,7 @@ from bridge_memory.schedule.events import ChunkCost
 from bridge_memory.schedule.peak import dynamic_peak
 from bridge_memory.spec.layout import layout
 from bridge_memory.tapes.context import context_of
+from bridge_memory.workspaces.chunk_costs import chunk_costs
 
 
 class Quantity(str, Enum):
@@ -93,7 +94,7 @@ def rows(rehearsal: Rehearsal) -> list[ComparedQuantity]:
             ComparedQuantity(Quantity.FORWARD, ours.forward_peak, passes.forward_bytes, chunk),
             ComparedQuantity(Quantity.BACKWARD, ours.backward_peak, passes.backward_bytes, chunk),
         ]
-    costs = stage_costs(inventories)
+    costs = chunk_costs(inventories)
     found = [
         ChunkCost(p.saved_bytes, p.forward_bytes, p.backward_bytes, None, ours.carried_over)
         for p, ours in zip((chunk.passes for chunk in rehearsal.chunks), costs, strict=True)

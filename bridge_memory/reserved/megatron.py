@@ -1,13 +1,21 @@
 """A stage of megatron-core, storage by storage: model and buffers, microbatches in the order of the schedule, steps.
 
 DDP copies the parameters into its flat buffers and frees them (``param_and_grad_buffer.py: _ParamAndGradBuffer``), the
-optimizer's states come one a parameter, and those of Adam at the end of the first step. All is on one stream: NCCL's
-allocate nothing here.
+optimizer's states come one a parameter, and those of Adam at the end of the first step. All is on one stream, on which
+NCCL's streams allocate nothing, but for overlapped exchanges of experts.
+
+Overlapped, a layer runs in nodes: exchanges with what follows the second one (the sum with shared experts, the
+residual) on a stream of their own, in turns with the nodes of another microbatch's backward pass. What a node allocates
+is of its stream. Inputs that a node frees, and gradients that it takes, are recorded on its stream: blocks of the other
+one are free when the GPU has come so far. The host runs ahead of it until it waits for the number of tokens that a
+forward exchange brings (``models/common/model_chunk_schedule_plan.py: TransformerLayerSchedulePlan.run``;
+``pipeline_parallel/utils.py: ScheduleNode``; ``models/gpt/fine_grained_callables.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Role
 from bridge_memory.estimation import peaks, stage_parts
@@ -15,18 +23,19 @@ from bridge_memory.inventory.layer import embedding_block, final_norm_block, lay
 from bridge_memory.inventory.layer_links import fully_recomputed, ignores_full_recompute
 from bridge_memory.inventory.stack import chunk_units, named_parameters
 from bridge_memory.inventory.tail import final_norm_name, has_own_output_weight, holds_final_norm
+from bridge_memory.releases import OVERLAPPED_LAYERS_FREED
 from bridge_memory.schedule.events import num_warmup, schedule_table
 from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.spec import LayerSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, layout
-from bridge_memory.tapes.allocation_trace import Passes, Storages, tape_of
+from bridge_memory.tapes.allocation_trace import Nodes, Passes, Storages, tape_of
 from bridge_memory.tapes.context import context_of
 from bridge_memory.workspaces.caching_allocator import CachingAllocator, Reserved, reserved_by
 
 ENGINE = "megatron_ddp"
 #: Training steps that are replayed; after the second, more memory is reserved only by chance.
 STEPS = 3
-COMPUTE = "compute"
+COMPUTE, EXCHANGE = "compute", "communication"
 #: An optimizer's state for each parameter is in fp32, or half of it.
 _STATE_WIDTH = 4
 
@@ -38,8 +47,9 @@ def why_not(run: RunSpec) -> str | None:
     impl = run.implementation
     asked = {
         "MTP": run.model.mtp_num_layers > 0 and run.model.mtp_layer is not None,
-        "the overlap of expert-parallel exchanges": impl.overlap_moe_expert_parallel_comm,
-        "delayed weight gradients": impl.delay_wgrad_compute or impl.defer_embedding_wgrad_compute,
+        "deferred weight gradients of the output layer": impl.defer_embedding_wgrad_compute,
+        "experts that are recomputed while exchanges overlap": impl.overlap_moe_expert_parallel_comm
+        and (run.recompute.granularity == "full" or "moe" in run.recompute.modules),
         "offloaded activations": bool(impl.cpu_offloading_num_layers or impl.offload_modules),
         "CUDA graphs": impl.cuda_graph_impl != "none",
         "a teacher": run.teacher is not None or impl.distillation != "none",
@@ -62,11 +72,71 @@ def replayed(run: RunSpec, stage: int | None = None, steps: int = STEPS) -> Rese
     return reserved_by(plain, expandable)
 
 
+class _Streams:
+    """Allocators, as the host sees them: what runs allocates on its stream; what another stream may still use is free
+    later."""
+
+    def __init__(self, allocators: Sequence[CachingAllocator]) -> None:
+        self.allocators = allocators
+        self.running = COMPUTE
+        #: Whether storages that are freed are recorded on the stream that runs.
+        self.recording = False
+        self._of: dict[int, str] = {}
+        self._recorded: dict[int, str] = {}
+        #: Freed, in order: (the number, the stream whose work until then must be done).
+        self._waiting: list[tuple[int, str]] = []
+        self._done = 0
+
+    def report(self, number: int, nbytes: int | None) -> None:
+        if nbytes is not None:
+            self._of[number] = self.running
+            for allocator in self.allocators:
+                allocator.allocate(number, nbytes, self.running)
+            return
+        stream = self._of.pop(number)
+        by = self._recorded.pop(number, self.running if self.recording else stream)
+        if by != stream:
+            self._waiting.append((number, by))
+        for allocator in self.allocators:
+            (allocator.free if by == stream else allocator.free_later)(number)
+
+    def record(self, number: int) -> None:
+        """``number`` is used by the stream that runs, until it is freed."""
+        if self._of.get(number, self.running) != self.running:
+            self._recorded[number] = self.running
+
+    def mark(self) -> None:
+        """What is on the compute stream by now, the next exchange waits for."""
+        self._done = len(self._waiting)
+
+    def wait(self, *, everything: bool = False) -> None:
+        """The host waits for the exchange's stream, or for the GPU."""
+        left = []
+        for place, (number, by) in enumerate(self._waiting):
+            if everything or by == EXCHANGE or place < self._done:
+                for allocator in self.allocators:
+                    allocator.reuse(number)
+            else:
+                left.append((number, by))
+        self._waiting, self._done = left, 0
+
+
+class _Pass(NamedTuple):
+    """A microbatch in a chunk, between its overlapped passes."""
+
+    x: int | None
+    #: Its layers in nodes, and the blocks before and after them.
+    layers: list[Nodes]
+    before: list[Back]
+    after: list[Back]
+
+
 class _Job:
     """A rank of one stage, storage by storage."""
 
     def __init__(self, run: RunSpec, stage: int, allocators: Sequence[CachingAllocator]) -> None:
         self.run, self.stage, self.allocators = run, stage, allocators
+        self.streams = _Streams(allocators)
         self.storages = Storages(self._report)
         self.ctx = context_of(run)
         self.shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
@@ -79,11 +149,7 @@ class _Job:
                 self.numels[parameter.expert].append(parameter.numel)
 
     def _report(self, number: int, nbytes: int | None) -> None:
-        for allocator in self.allocators:
-            if nbytes is None:
-                allocator.free(number)
-            else:
-                allocator.allocate(number, nbytes, COMPUTE)
+        self.streams.report(number, nbytes)
 
     # ---- the model ----
 
@@ -176,7 +242,10 @@ class _Job:
         for step in range(steps):
             batch = self.storages.make(parts.batch)
             self.storages.drop_all(between)
-            self._microbatches(parts.hidden_state)
+            if self.run.implementation.overlap_moe_expert_parallel_comm:
+                self._overlapped(parts.hidden_state)
+            else:
+                self._microbatches(parts.hidden_state)
             self.storages.drop(batch)
             if not step:
                 for component in parts.persistent:
@@ -226,15 +295,143 @@ class _Job:
                     self.storages.drop(number)
 
     def _order(self) -> Iterator[tuple[bool, int, int]]:
-        """(forward, microbatch, chunk) of every pass of this rank, of as many microbatches as there are moments."""
+        """(forward, microbatch, chunk) of every pass of this rank."""
+        for forward, back in self._pairs():
+            for is_forward, one in ((True, forward), (False, back)):
+                if one is not None:
+                    yield is_forward, *one
+
+    def _pairs(self) -> Iterator[tuple[tuple[int, int] | None, tuple[int, int] | None]]:
+        """(microbatch, chunk) of a pass forward and of the one backward after it, of this rank, of as many microbatches
+        as there are moments. None: only the other."""
         p, v = self.run.parallel, len(self.shapes)
         group = p.microbatch_group_size_per_vp_stage or p.pp
-        number = few_microbatches(p.pp, self.run.num_microbatches, v, group)
+        extra = self.run.implementation.overlap_moe_expert_parallel_comm
+        number = few_microbatches(p.pp, self.run.num_microbatches, v, group, extra)
         table = schedule_table(number, v, group)
-        first = num_warmup(p.pp, self.stage, number, v, group)
+        first = num_warmup(p.pp, self.stage, number, v, group, extra)
         backward = [(microbatch, v - 1 - chunk) for microbatch, chunk in table]
         for place in range(len(table) + first):
-            if place < len(table):
-                yield True, *table[place]
-            if place >= first:
-                yield False, *backward[place - first]
+            yield table[place] if place < len(table) else None, backward[place - first] if place >= first else None
+
+    # ---- overlapped ----
+
+    def _overlapped(self, hidden: int) -> None:
+        """The passes of a step, where a forward and a backward pass run in turns."""
+        waiting: dict[tuple[int, int], _Pass] = {}
+        for forward, back in self._pairs():
+            of_back = None if back is None else waiting.pop(back)
+            found = self._both(hidden, None if forward is None else forward[1], of_back, 0 if back is None else back[1])
+            if forward is not None:
+                waiting[forward] = found
+        self.streams.wait(everything=True)  # the norm of the gradients
+
+    def _after(self, shape: ChunkShape) -> int:
+        """Blocks of a chunk after its layers, which run when all of these have. (The final norm is of the last layer's
+        last node.)"""
+        return holds_final_norm(self.run.model, shape, self.ctx) + shape.output
+
+    def _both(self, hidden: int, forward: int | None, back: _Pass | None, chunk: int) -> _Pass:
+        """One pass forward of chunk ``forward`` and one backward of ``chunk``, layer by layer in turns. Returns the
+        pass that has run forward."""
+        storages = self.storages
+        new = _Pass(None, [], [], [])
+        inside = gradient = held = None
+        blocks: list[Passes] = []
+        if forward is not None:
+            blocks = [block for block in self.chunks[forward] if isinstance(block, Passes)]
+            assert len(blocks) == len(self.chunks[forward]), "layers are not recomputed together where they overlap"
+            shape = self.shapes[forward]
+            new = new._replace(x=None if shape.embedding else storages.make(hidden))
+            inside = new.x if new.x is None else storages.hold(new.x)
+            if shape.embedding:
+                inside, its_back = blocks.pop(0).forward(None)
+                new.before.append(its_back)
+        if back is not None:
+            gradient = None if self.shapes[chunk].output else storages.make(hidden)
+            held = None if gradient is None else storages.hold(gradient)
+            while back.after:
+                gradient = back.after.pop()(gradient).get(0)
+        after = len(blocks) - (0 if forward is None else self._after(self.shapes[forward]))
+        blocks, tail = blocks[:after], blocks[after:]
+        to_the_end: list[int] = []
+        done = storages.drop if OVERLAPPED_LAYERS_FREED(self.run.implementation) else to_the_end.append
+        for place in range(max(len(blocks), len(back.layers) if back is not None else 0)):
+            f = blocks[place] if place < len(blocks) else None
+            b = back.layers.pop() if back is not None and back.layers else None
+            turns = _Turns(self.streams, done, None if f is None else f.nodes(inside), b)
+            out, gradient = turns.run(gradient)
+            if f is not None:
+                assert turns.forward is not None
+                new.layers.append(turns.forward)
+                if inside is not None:
+                    storages.drop(inside)
+                inside = out
+        for block in tail:
+            out, its_back = block.forward(inside)
+            new.after.append(its_back)
+            if inside is not None:
+                storages.drop(inside)
+            inside = out
+        if inside is not None:
+            storages.drop(inside)
+        if back is not None:
+            while back.before:
+                gradient = back.before.pop()(gradient).get(0)
+            for number in (gradient, held, back.x):
+                if number is not None:
+                    storages.drop(number)
+        storages.drop_all(to_the_end)
+        return new
+
+
+class _Turns:
+    """A layer forward and another backward, node by node in turns; either may be missing."""
+
+    def __init__(
+        self, streams: _Streams, done: Callable[[int], None], forward: Nodes | None, back: Nodes | None
+    ) -> None:
+        self.streams, self.forward, self._back, self._done = streams, forward, back, done
+
+    def run(self, gradient: int | None) -> tuple[int | None, int | None]:
+        """(the output of the one, the gradient of the other's input); ``gradient``: that of the other's output."""
+        f, b, out, grads = self.forward, self._back, None, {} if gradient is None else {0: gradient}
+        for backwards, node in _ORDER:
+            nodes = b if backwards else f
+            if nodes is None or (len(nodes) == 1 and node):
+                continue
+            assert len(nodes) in (1, NODES), "a layer in nodes"
+            self.streams.running = EXCHANGE if node % 2 else COMPUTE
+            if not backwards:
+                out = self._forward(nodes, node)
+            else:
+                grads = nodes.backward(node, grads.get(0), self._taken)
+        self.streams.running = COMPUTE
+        return out, grads.get(0)
+
+    def _forward(self, nodes: Nodes, node: int) -> int | None:
+        streams = self.streams
+        if node == 1:
+            streams.wait()
+        if node == 3:
+            for number in nodes.taken(node):
+                streams.record(number)
+        streams.recording = bool(node)
+        out = nodes.forward(node)
+        streams.recording = False
+        if not node:
+            streams.mark()
+        return out
+
+    def _taken(self, number: int) -> None:
+        self.streams.recording = True
+        self._done(number)
+        self.streams.recording = False
+
+
+#: Nodes of a layer with experts: up to the router, the exchange, the experts, the exchange back. Odd ones exchange.
+NODES = 4
+#: Their order in two layers, one of which runs backward: (backward, node).
+_ORDER = (
+    (True, 3), (False, 0), (True, 2), (False, 1), (True, 1), (False, 2), (False, 3), (True, 0),
+)  # fmt: skip

@@ -32,6 +32,7 @@ class Unmodelled(str):
         most: Upper bound, likewise. 0 by default for DOWN.
         outside: Whether ``torch.cuda.max_memory_allocated`` of training steps leaves it out: memory outside torch's
             allocator, or used while a checkpoint is saved.
+        of_job: Whether a whole job counts it (``job.Job``), within these bounds.
     """
 
     effect: Effect
@@ -39,6 +40,7 @@ class Unmodelled(str):
     least: int | None
     most: int | None
     outside: bool
+    of_job: bool
 
     def __new__(
         cls,
@@ -49,18 +51,19 @@ class Unmodelled(str):
         least: int | None = None,
         most: int | None = None,
         outside: bool = False,
+        of_job: bool = False,
     ) -> Unmodelled:
         feature = super().__new__(cls, sentence)
         feature.effect = effect
         feature.order = order
         feature.least = 0 if least is None and effect is Effect.UP else least
         feature.most = 0 if most is None and effect is Effect.DOWN else most
-        feature.outside = outside
+        feature.outside, feature.of_job = outside, of_job
         return feature
 
     def __getnewargs_ex__(self) -> tuple[tuple[str, Effect], dict[str, str | int | bool | None]]:
         """The arguments from which pickle and copy rebuild it."""
-        names = ("order", "least", "most", "outside")
+        names = ("order", "least", "most", "outside", "of_job")
         return (str(self), self.effect), {name: getattr(self, name) for name in names}
 
 

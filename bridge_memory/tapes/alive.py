@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.components import Part, Provenance
 from bridge_memory.tapes.symbolic import SymInt
-from bridge_memory.tapes.tape import Discard, Flush, Landmark, Node, Op, Region, Tape, Tensor
+from bridge_memory.tapes.tape import Cut, Discard, Flush, Landmark, Node, Op, Region, Tape, Tensor
 
 #: Bits of one count. The highest bit is for comparisons, so no size may be alive 2^23 times at once.
 _FIELD = 24
@@ -470,7 +470,7 @@ class _DiscardPoint(NamedTuple):
     part: _Part
 
 
-_Node = _Step | _Part | _Scope | _DiscardPoint | Landmark | Flush
+_Node = _Step | _Part | _Scope | _DiscardPoint | Landmark | Flush | Cut
 
 
 class _Plan:
@@ -544,7 +544,7 @@ class _Plan:
                 part = self._parts[id(node.region)]
                 part.outputs = [storage[i] for i in map(number, node.region.outputs)]
                 out.append(_DiscardPoint(part))
-            elif isinstance(node, (Landmark, Flush)):
+            elif isinstance(node, (Landmark, Flush, Cut)):
                 out.append(node)
             for i in read:
                 last[i] = at
@@ -745,7 +745,7 @@ class _Run:
                         if self.refs[i] and i not in self.discarded:
                             self._discard(i)
                 continue
-            elif kind is Flush:
+            elif kind is Flush or kind is Cut:
                 continue
             else:
                 self.landmark = len(self.moments)
@@ -811,7 +811,7 @@ class _Run:
             kind = type(step)
             if kind is _Step:
                 self._back_step(step)  # type: ignore[arg-type]
-            elif kind is _Scope:
+            elif kind is _Scope or kind is Cut:
                 pass
             elif kind is _Part:
                 inner = self._back_part(step)  # type: ignore[arg-type]

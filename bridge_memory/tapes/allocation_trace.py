@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bridge_memory.tapes.alive import Atoms, _Grad, _Plan, _Run, _Step
+from bridge_memory.tapes.alive import Atoms, _Grad, _Node, _Plan, _Run, _Step
 from bridge_memory.tapes.blocks import PlainTraces
 from bridge_memory.tapes.context import BlockContext
 from bridge_memory.tapes.recorder import Recorder
-from bridge_memory.tapes.tape import Tape
+from bridge_memory.tapes.tape import Cut, Flush, Tape
 
 
 class Storages:
@@ -93,6 +93,8 @@ class _Walk(_Run):
         self.until: dict[int, int] = {}
         #: Second storages of discarded ones, by number in the plan.
         self._seconds: dict[int, int] = {}
+        #: What delayed weight gradients made, by the point at which they are made.
+        self._for_weights: dict[int, list[int]] = {}
 
     # ---- storages ----
 
@@ -157,11 +159,18 @@ class _Walk(_Run):
 
         ``gradient``: the storage of the output's gradient; the caller's reference passes to this.
         """
+        self._arrives(gradient)
+        self._back(self.plan.steps)
+        return self._left()
+
+    def _arrives(self, gradient: int | None) -> None:
         self.leave()
         for i in self.plan.outputs:
             if self.plan.tensors[i].has_gradient:
                 self._grads[i] = self._gradient(i) if gradient is None else _Gradient(gradient)
-        self._back(self.plan.steps)
+
+    def _left(self) -> dict[int, int]:
+        """The gradients of inputs, as ``back`` returns them; others are released."""
         found = {}
         for place, i in enumerate(self.plan.inputs):
             left = self._grads.pop(i, None)
@@ -175,6 +184,19 @@ class _Walk(_Run):
 
     def _gradient(self, i: int) -> _Gradient:
         return _Gradient(self._storages.make(self.plan.tensors[i].grad_bytes))
+
+    def gradients(self) -> dict[int, int]:
+        """The storage of every gradient that is there, by tensor."""
+        return {i: g.number for i, g in self._grads.items() if isinstance(g, _Gradient)}
+
+    def copy_shared_gradients(self, before: dict[int, int]) -> None:
+        """New gradients become storages of their own where they are one storage, or one of ``before``."""
+        known = set(before.values())
+        for i, g in list(self._grads.items()):
+            assert isinstance(g, _Gradient)
+            if before.get(i) != g.number and (g.refs > 1 or g.number in known):
+                self._grads[i] = self._gradient(i)
+                self._release_grad(g)
 
     def _release_grad(self, g: _Grad) -> None:
         g.refs -= 1
@@ -195,6 +217,16 @@ class _Walk(_Run):
             self._release_grad(drop)
             self._grads[i] = keep
 
+    def _delay(self, step: _Step, grads: Sequence[int]) -> None:
+        super()._delay(step, grads)
+        assert step.delayed is not None
+        made = [self._storages.make(self._atoms.sizes[at]) for at in self._atoms.positions(step.delayed.made)]
+        self._for_weights.setdefault(id(step.delayed.flush), []).extend(made)
+
+    def _flush(self, point: Flush) -> None:
+        super()._flush(point)
+        self._storages.drop_all(self._for_weights.pop(id(point), ()))
+
     def _back_step(self, step: _Step) -> None:
         found = self._grads
         grads = [i for i in step.outputs if i in found]
@@ -213,10 +245,66 @@ class _Walk(_Run):
             self._mark(step.name, step.backward_workspace)
             for i, g in made:
                 self._add_grad(i, g, step.name)
+        if grads and step.delayed is not None:
+            self._delay(step, grads)
         for i in saves:
             self._release(i)
         for i in grads:
             self._release_grad(found.pop(i))
+
+
+class Nodes:
+    """The passes of one microbatch through a block that an overlapped schedule runs node by node.
+
+    Each node is a graph of its own: what it takes from others are leaves, whose gradients autograd copies where
+    something else refers to them (``accumulate_grad.h: accumulateGrad``). Whoever runs a node backward refers to the
+    gradients that it takes until it has run.
+    """
+
+    def __init__(self, walk: _Walk, parts: Sequence[Sequence[_Node]], storages: Storages) -> None:
+        self._walk, self._parts, self._storages = walk, parts, storages
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def forward(self, number: int) -> int | None:
+        """Run a node; the storage of the output after the last, of which the caller gets a reference."""
+        walk, plan = self._walk, self._walk.plan
+        if not number:
+            walk._enter_scope([plan.storage[i] for i in plan.inputs])
+        walk._run(self._parts[number], True, set(plan.output_storages), None)
+        if number + 1 < len(self._parts):
+            return None
+        out = self._storages.hold(walk.numbers[plan.output_storages[0]])
+        walk.leave()
+        return out
+
+    def taken(self, number: int) -> list[int]:
+        """Storages that a node is about to take from those before it."""
+        plan = self._walk.plan
+        read = [plan.storage[i] for step in self._parts[number] if isinstance(step, _Step) for i in step.inputs]
+        return [self._walk.numbers[i] for i in dict.fromkeys(read) if i in self._walk.numbers]
+
+    def backward(self, number: int, gradient: int | None, done: Callable[[int], None]) -> dict[int, int]:
+        """Run a node; the gradients of the block's inputs after the first, as ``_Walk.back`` returns them.
+
+        ``gradient``: of the output, for the last node; the caller's reference passes to this. ``done``: called with a
+        reference to each gradient that the node took.
+        """
+        walk, last = self._walk, number + 1 == len(self._parts)
+        if last:
+            walk._arrives(gradient)
+        before = walk.gradients()
+        for each in before.values():
+            self._storages.hold(each)
+        walk._back(self._parts[number])
+        if number:
+            walk.copy_shared_gradients(before)
+        after = walk.gradients()
+        found = {} if number else walk._left()
+        for i, each in before.items():
+            (self._storages.drop if after.get(i) == each else done)(each)
+        return found
 
 
 class Passes:
@@ -248,6 +336,20 @@ class Passes:
         out = self._storages.hold(walk.numbers[self._plan.output_storages[0]])
         walk.leave()
         return out
+
+    @property
+    def number_of_nodes(self) -> int:
+        return 1 + sum(isinstance(step, Cut) for step in self._plan.steps)
+
+    def nodes(self, x: int | None) -> Nodes:
+        """Passes node by node. ``x``: as for ``forward``."""
+        parts: list[list[_Node]] = [[]]
+        for step in self._plan.steps:
+            if isinstance(step, Cut):
+                parts.append([])
+            else:
+                parts[-1].append(step)
+        return Nodes(self._walk(self._given(x)), parts, self._storages)
 
     def forward(self, x: int | None) -> tuple[int, Callable[[int | None], dict[int, int]]]:
         """Run forward; returns (storage of the output, backward pass).

@@ -17,6 +17,8 @@ What a tape can hold, with its source:
 * ``delays``: weight gradients of the operations inside are made only when all of these have run backward; their inputs
   stay until then (Transformer Engine ``module/_common.py: WeightGradStore``).
 * ``landmark``: peaks before it and after it are found separately.
+* ``cut``: the block runs in nodes, between which another microbatch's may run (``pipeline_parallel/utils.py:
+  ScheduleNode``). What is alive within one microbatch does not depend on it.
 
 Units are bytes: numbers, or ``symbolic.SymInt``s. Nothing here knows what a layer is.
 """
@@ -73,6 +75,12 @@ class Flush:
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+
+class Cut:
+    """Where an overlapped schedule runs something else: operations after it are a node of their own."""
+
+    __slots__ = ()
 
 
 class Delayed(NamedTuple):
@@ -174,7 +182,7 @@ class Landmark:
         self.name = name
 
 
-Node = Op | Region | Discard | Landmark | Flush
+Node = Op | Region | Discard | Landmark | Flush | Cut
 
 
 class Tape:
@@ -300,6 +308,10 @@ class Tape:
         """Peaks of the forward pass up to here, and of the backward pass from here on, are found separately
         (``BlockCost.before_landmark``)."""
         self._stack[-1].nodes.append(Landmark(name))
+
+    def cut(self) -> None:
+        """Operations from here on are another node of an overlapped schedule."""
+        self._stack[-1].nodes.append(Cut())
 
     def output(self, *tensors: Tensor) -> None:
         """What the block returns to its caller."""

@@ -8,8 +8,8 @@ stream's address range. Nothing is returned before the device is full.
 Source: ``c10/cuda/CUDACachingAllocator.cpp: DeviceCachingAllocator`` of torch 2.5 to 2.13 (``malloc``,
 ``get_free_block``, ``alloc_found_block``, ``should_split``, ``find_expandable_block``, ``map_block``, ``free_block``,
 ``try_merge_blocks``, ``release_cached_blocks``, ``unmap_block``). Not modelled: ``max_split_size_mb``,
-``garbage_collection_threshold`` and ``roundup_power2_divisions``, which are off by default, private pools of CUDA
-graphs, and ``record_stream``, which FSDP2 does not use.
+``garbage_collection_threshold`` and ``roundup_power2_divisions``, which are off by default, and private pools of CUDA
+graphs. When a stream has come far enough is for the caller to say (``free_later``).
 """
 
 from __future__ import annotations
@@ -145,8 +145,17 @@ class CachingAllocator:
 
     def free(self, tensor: int) -> None:
         """Free a tensor. Raises KeyError if it is not allocated; a tensor of 0 bytes never is."""
+        self.free_later(tensor)
+        self.reuse(tensor)
+
+    def free_later(self, tensor: int) -> None:
+        """Free a tensor that another stream still uses (``record_stream``): its block waits for ``reuse``, when that
+        stream has come so far (``insert_events``, ``process_events``). Raises KeyError."""
+        self.allocated -= self._blocks[tensor].size
+
+    def reuse(self, tensor: int) -> None:
+        """The block of a tensor of ``free_later`` is free. Raises KeyError."""
         block = self._blocks.pop(tensor)
-        self.allocated -= block.size
         block.allocated = False
         self._merge(block)
         block.pool.add(block)

@@ -199,7 +199,9 @@ def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | N
             shared_output = (shared,)
             shared = r.norm("mlp.post_shared_expert_layernorm", shared, ctx.hidden_size, ctx.tokens_sp)
     if shared is not None:
-        y = tape.make("routed + shared output", (y, shared), hidden, alias=True)
+        # Overlapped, the node that made it refers to it until it has run backward (``TransformerLayerNode.detach``).
+        kept = (shared,) if ctx.impl.overlap_moe_expert_parallel_comm else ()
+        y = tape.make("routed + shared output", (y, shared), hidden, alias=True, saves=kept)
     tape.keep_alive(held)  # a variable of ``MoELayer.forward``, whatever ``postprocess`` makes of it
     if gemma:
         # Variables of ``forward_with_separate_inputs``, which calls the norms.
@@ -397,10 +399,12 @@ def _dispatch(
     steps = [permuted]
     if overlapped is not None:
         overlapped.first_half()
+    _cut(r)
     if ctx.ep > 1:
         permuted = tape.make("tokens after all-to-all", permuted, n.arrived * row)
         permuted_probs = tape.make("probabilities after all-to-all", permuted_probs, n.arrived * prob_bytes)
     steps.append(permuted)
+    _cut(r)
     _node_of_experts(r)
     if ctx.etp > 1:
         permuted = tape.make("tokens gathered over ETP", permuted, n.received * row)
@@ -446,6 +450,13 @@ def _node_of_experts(r: Recorder) -> None:
         r.tape.delay("experts' weight gradients")
 
 
+def _cut(r: Recorder) -> None:
+    """Before either exchange and after the first, if overlapped, a node of the schedule ends (``models/gpt/
+    fine_grained_callables.py: build_transformer_layer_callables``)."""
+    if r.ctx.impl.overlap_moe_expert_parallel_comm:
+        r.tape.cut()
+
+
 def _sorts(r: Recorder, local_experts: Any) -> bool:
     """Whether rows that came rank by rank are copied expert by expert. Padded to capacity they are a transposed view
     [ranks, experts, capacity, h], which is contiguous if only one rank sends (``MoEAlltoAllTokenDispatcher:
@@ -474,18 +485,23 @@ def _flex_dispatch(
     tape = r.tape
     steps: list[Tensor] = []
     ranks, once = r.ctx.ep * r.ctx.etp, n.arriving_once
+    made: tuple[Tensor, ...]
     kept: tuple[Tensor, ...]
+    # Overlapped, the node of the exchange refers to its inputs (``models/common/utils.py: should_free_input``).
+    sent = (x, probs) if r.ctx.impl.overlap_moe_expert_parallel_comm else ()
+    _cut(r)
     if r.ctx.impl.moe_flex_dispatcher_backend == "deepep":
         handle = tape.tensor("DeepEP's handle", _deepep_handle(r.ctx, spec, n), grad=False)
         chosen_experts = tape.tensor("experts of every token", 8 * n.entering * spec.topk, grad=False)
         saves = (handle, chosen_experts)
-        x = tape.make("dispatched tokens", (x, probs), once * row, saves=saves, also=saves)
+        x = tape.make("dispatched tokens", (x, probs), once * row, saves=(*saves, *sent), also=saves)
         steps.append(x)
+        _cut(r)
         _node_of_experts(r)
         row_map, by_expert = _permutation(r, once, local_experts, n.received, 4, alltoall=True)
         # Probabilities are scattered into a table of all experts, which saves its indices (``_indices_to_multihot``).
         places = tape.tensor("places of probabilities", once * spec.topk + 16 * n.received, grad=False)
-        kept = (row_map, *by_expert, places)
+        made = kept = (row_map, *by_expert, places)
     else:
         # Of ``handle``: places of every token on every rank, which local experts a token of the group goes to, and rows
         # of every received one (DeepEP ``csrc/hybrid_ep/executor/executor.cu: metadata_preprocess_core``,
@@ -493,12 +509,13 @@ def _flex_dispatch(
         row_map = tape.tensor(
             "HybridEP's handle", n.entering * ranks * (4 + local_experts) + 4 * once * local_experts, grad=False
         )
-        kept = (row_map,)
+        made, kept = (row_map,), (row_map, *sent)
     permuted_probs = tape.tensor("permuted probabilities", n.received * 4)
     permuted = tape.make(
-        "permuted tokens", (x, probs), n.received * row, saves=kept, also=(*kept, permuted_probs)
+        "permuted tokens", (x, probs), n.received * row, saves=kept, also=(*made, permuted_probs)
     )
     if r.ctx.impl.moe_flex_dispatcher_backend != "deepep":
+        _cut(r)
         _node_of_experts(r)
     if overlapped is not None:
         overlapped.first_half()
@@ -785,6 +802,7 @@ def _combine(
     ``overlapped``: shared experts whose second half runs during the exchange, and whose output is added."""
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     row = width * ctx.act
+    by_layer = not impl.overlap_moe_expert_parallel_comm  # then these are no variables of one function
     if impl.moe_token_dispatcher_type == "allgather":
         everyone, taken = ctx.tokens_sp * ctx.ep * ctx.etp, y
         y = _unpermuted(r, "unpermuted tokens", y, row_map, everyone * row)
@@ -797,13 +815,14 @@ def _combine(
     if impl.moe_token_dispatcher_type == "flex":
         if impl.moe_flex_dispatcher_backend == "deepep":
             y = tape.make("unpermuted tokens", y, n.arriving_once * row, saves=(row_map,))
+        _cut(r)
         if overlapped is not None:
             overlapped.second_half()
         combined = tape.make("combined tokens", y, n.entering * row, saves=(row_map,))
         if overlapped is not None:
             overlapped.finish()
             combined = overlapped.add_to(combined)
-        tape.keep_alive(*dispatched[:-1])
+        tape.keep_alive(*dispatched[: -1 if by_layer else 0])
         return combined, y, combined
     experts_out = y
     if _sorts(r, divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size")):
@@ -815,6 +834,7 @@ def _combine(
     # Variables of ``MoELayer.routed_experts_compute``, which ends here.
     tape.keep_alive(experts_out, unsorted, dispatched[-1])
     sent = y
+    _cut(r)
     if overlapped is not None:
         overlapped.second_half()
     if ctx.ep > 1:
@@ -827,7 +847,7 @@ def _combine(
     if overlapped is not None:
         unpermuted = overlapped.add_to(unpermuted)
         tape.keep_alive(y)  # an argument of ``combine_postprocess``
-    tape.keep_alive(*dispatched[:-1])
+    tape.keep_alive(*dispatched[: -1 if by_layer else 0])
     return unpermuted, y, y if COMBINED_IN_TWO_STEPS(impl) else sent
 
 

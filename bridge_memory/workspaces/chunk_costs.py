@@ -1,0 +1,18 @@
+"""Chunks of a stage, as the schedule takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bridge_memory.schedule.events import ChunkCost
+from bridge_memory.tapes.chain import ChunkInventory
+
+
+def chunk_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
+    """The chunks of a stage for the schedule."""
+    # The only chunk of a stage counts what it carries over itself.
+    several = len(inventories) > 1
+    return [
+        ChunkCost(i.retained, i.forward_peak, i.backward_peak, None, i.carried_over if several else 0)
+        for i in inventories
+    ]
