@@ -134,8 +134,8 @@ class PhaseRecord:
     #: torch's peaks.
     allocated: Bounds | None = None
     reserved: Bounds | None = None
-    #: At the end of the stretch, the highest of several: the GPU's used memory, that of all its processes; without
-    #: torch's reserved memory; and what NVML counts for this process.
+    #: At its end, of several the one with most: the GPU's used memory, that of all its processes; that without torch's
+    #: reserved memory; and what NVML counts for this process.
     driver: int | None = None
     outside: int | None = None
     process: int | None = None

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from bridge_memory.calibration.records import Bounds, bounds_of, is_figure
@@ -20,7 +21,7 @@ class PhaseReading:
     #: torch's peaks: between a least and a most.
     allocated: Bounds
     reserved: Bounds
-    #: As in ``Reading``, the highest at an end of the phase.
+    #: As in ``Reading``, at the end of that stretch of it at which the GPU's used memory was highest.
     device_used: int = 0
     outside: int = 0
     process: int = 0
@@ -145,11 +146,11 @@ def _of_process(device: int) -> int:
 def _nvml(device: int) -> tuple[Any, Any] | None:
     """pynvml and its handle of ``device``, whatever CUDA_VISIBLE_DEVICES says; None without them."""
     try:
-        import pynvml
         import torch
 
-        pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        nvml: Any = import_module("pynvml")
+        nvml.nvmlInit()
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     except Exception as error:
         pass_on(error)
         return None

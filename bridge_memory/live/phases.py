@@ -93,10 +93,10 @@ def _peak(level: int, peak: int, ever: int, last_peak: int, last_ever: int, seen
 def _merged(one: PhaseReading | None, other: PhaseReading) -> PhaseReading:
     if one is None:
         return other
+    end = max(one, other, key=lambda stretch: stretch.device_used)
     return PhaseReading(
         one.phases, _highest(one.allocated, other.allocated), _highest(one.reserved, other.reserved),
-        max(one.device_used, other.device_used), max(one.outside, other.outside), max(one.process, other.process),
-        one.times + other.times,
+        end.device_used, end.outside, end.process, one.times + other.times,
     )  # fmt: skip
 
 

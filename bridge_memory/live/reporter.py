@@ -206,12 +206,12 @@ class Reporter:
     ) -> tuple[list[Reading], list[int]]:
         """On rank 0: its own reading and those of the others, and the ranks that are missing. ``deadline``: a shorter
         one."""
-        if store is None:
-            readings, missing = [reading], []
-        else:
+        more: list[Reading] = []
+        missing: list[int] = []
+        if store is not None:
             wait = self.deadline if deadline is None else min(deadline, self.deadline)
             more, missing = self._collector.collect(store, key, range(1, where.world_size), deadline=wait)
-            readings = [reading, *more]
+        readings = [reading, *more]
         self._passed.update((one.rank, one) for one in readings if one.phases)
         return readings, missing
 
