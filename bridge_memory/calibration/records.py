@@ -128,7 +128,7 @@ class PhaseRecord:
     phases: Sequence[str]
     stage: int
     ranks: int = 0
-    #: How often the worst rank went through it.
+    #: Stretches of it on the worst rank.
     times: int = 0
     worst_rank: int | None = None
     #: torch's peaks.
@@ -146,21 +146,21 @@ class PhaseRecord:
     @classmethod
     def from_json(cls, record: Json) -> PhaseRecord | None:
         """None where the stage or the names are missing."""
-        stage = _integer(record.get("stage"))
+        stage = _natural(record.get("stage"))
         names = tuple(filter(None, map(_text, _listed(record.get("phases")))))
         if stage is None or not names:
             return None
         return cls(
             phases=names,
             stage=stage,
-            ranks=_integer(record.get("ranks")) or 0,
-            times=_integer(record.get("times")) or 0,
-            worst_rank=_integer(record.get("worst_rank")),
+            ranks=_natural(record.get("ranks")) or 0,
+            times=_natural(record.get("times")) or 0,
+            worst_rank=_natural(record.get("worst_rank")),
             allocated=bounds_of(record.get("allocated")),
             reserved=bounds_of(record.get("reserved")),
-            driver=_integer(record.get("driver")),
-            outside=_integer(record.get("outside")),
-            process=_integer(record.get("process")),
+            driver=_natural(record.get("driver")),
+            outside=_natural(record.get("outside")),
+            process=_natural(record.get("process")),
         )
 
 
@@ -356,6 +356,10 @@ def bounds_of(value: object) -> Bounds | None:
 
 def _integer(value: object) -> int | None:
     return value if is_figure(value) else None
+
+
+def _natural(value: object) -> int | None:
+    return value if is_figure(value) and value >= 0 else None
 
 
 def _seconds(value: object) -> float:

@@ -208,7 +208,7 @@ class MemoryReport:
         if self._ended:
             self._reporter.finish(self._config)
         else:
-            self._reporter.begin_phase(self._config, *before)
+            self._reporter.return_to(self._config, before)
 
     @never_raises
     def _train(self) -> None:

@@ -158,7 +158,7 @@ class Installed:
 
     @never_raises
     def _back(self, before: tuple[Phase, ...]) -> None:
-        self._reporter.begin_phase(self._config, *before)
+        self._reporter.return_to(self._config, before)
         if self._active and Phase.BUILD not in before:
             self._reporter.gather_phases(self._reporter.place(self._config), f"{self._reporter.name}/latest", 0.0)
 

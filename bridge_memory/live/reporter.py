@@ -350,6 +350,12 @@ class Reporter:
         return self.begin_phase(config, Phase(name))
 
     @never_raises
+    def return_to(self, config: Any, before: tuple[Phase, ...]) -> None:
+        """A phase of the loop's own is over. What follows loading until training counts to it: building is before."""
+        if Phase.BUILD not in before or self.phases.open not in ((Phase.LOAD,), (Phase.RESUME,)):
+            self.begin_phase(config, *before)
+
+    @never_raises
     def built(self, resumed: bool, loaded: bool) -> None:
         """The phase that ends is building and what was loaded in it, unless that was named."""
         named = self.phases.passed(Phase.LOAD) or self.phases.passed(Phase.RESUME)
