@@ -88,6 +88,8 @@ class Installed:
         original."""
         self._active = False
         self._watch.stop()
+        if self._config is not None:
+            self._reporter.finish(self._config)
         for original, ours in reversed(self._replaced):
             _replace(ours, original)
         self._replaced.clear()

@@ -347,6 +347,8 @@ class Reporter:
     @never_raises
     def begin_named(self, config: Any, name: str) -> tuple[Phase, ...] | None:
         """As ``begin_phase``; None where ``name`` is no phase."""
+        if name not in tuple(Phase):
+            raise SpecError(f"phase ({show(name)}) is not a phase; name {', '.join(Phase)}")
         return self.begin_phase(config, Phase(name))
 
     @never_raises

@@ -155,7 +155,12 @@ def test_steps_between_reports_read_nothing_and_phases_read_once(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["saving", "", None, 3, [], "SAVE"], ids=repr)
-def test_an_unknown_phase_is_no_error(tmp_path: Path, name: Any) -> None:
+def test_an_unknown_phase_is_no_error(
+    tmp_path: Path, name: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bridge_memory.live import guard
+
+    monkeypatch.setattr(guard, "_warned", set())
     gpu = Allocator()
     report = MemoryReport(tmp_path / "r.jsonl", run=RUN, emit=quiet, read=gpu.read)
     report.start()
@@ -163,9 +168,8 @@ def test_an_unknown_phase_is_no_error(tmp_path: Path, name: Any) -> None:
         gpu.use(1)
     report.step()
     report.end()
-    assert list(phases_in(tmp_path / "r.jsonl")) == ["build", "first step"] or list(
-        phases_in(tmp_path / "r.jsonl")
-    ) == ["build", "first step", "training"]
+    assert list(phases_in(tmp_path / "r.jsonl")) == ["build", "first step", "training"]
+    assert "is not a phase; name build, load, first step, training" in capsys.readouterr().err
 
 
 def test_an_error_in_a_phase_is_the_loops(tmp_path: Path) -> None:
@@ -284,3 +288,31 @@ def test_what_is_no_phase_is_left_out(wrong: dict[str, Any]) -> None:
 def test_what_is_no_range_is_not_known(wrong: Any) -> None:
     record = PhaseRecord.from_json({"phases": ["save"], "stage": 0, "allocated": wrong, "driver": "x"})
     assert record == PhaseRecord(phases=("save",), stage=0)
+
+
+def test_threads_and_handlers_that_name_phases_meanwhile_end_nothing(tmp_path: Path) -> None:
+    import threading
+
+    gpu = Allocator()
+    gpu.use(1)
+    report = MemoryReport(tmp_path / "r.jsonl", run=RUN, every=1, emit=quiet, read=gpu.read)
+    report.start()
+    failed: list[BaseException] = []
+
+    def saves() -> None:
+        try:
+            for _ in range(50):
+                with report.phase("save"):
+                    report.phase("evaluation")
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=saves) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(30):
+        report.step()
+    for thread in threads:
+        thread.join()
+    report.end()
+    assert not failed and {"save", "training"} <= set(phases_in(tmp_path / "r.jsonl"))
