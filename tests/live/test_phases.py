@@ -315,4 +315,6 @@ def test_threads_and_handlers_that_name_phases_meanwhile_end_nothing(tmp_path: P
     for thread in threads:
         thread.join()
     report.end()
-    assert not failed and {"save", "training"} <= set(phases_in(tmp_path / "r.jsonl"))
+    # Phases are of one thread: what others name may be lost, and the reports are whole.
+    assert not failed and phases_in(tmp_path / "r.jsonl")
+    assert len(list(journal.read(tmp_path / "r.jsonl"))) == 32
