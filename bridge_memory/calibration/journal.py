@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bridge_memory.calibration.records import ReportRecord, RunRecord, record_of
+from bridge_memory.calibration.records import PhasesRecord, ReportRecord, RunRecord, record_of
 from bridge_memory.files import parse_json
 from bridge_memory.spec import SpecError
 
@@ -16,7 +16,7 @@ SCHEMA = "bridge-memory/live-1"
 _ANY_SCHEMA = re.compile(r'"schema": ?"(bridge-memory/live-\d{1,9})"')
 
 
-def append(path: str | os.PathLike[str], record: RunRecord | ReportRecord) -> None:
+def append(path: str | os.PathLike[str], record: RunRecord | ReportRecord | PhasesRecord) -> None:
     """Append one line. An unfinished line of a killed process is ended first. Raises OSError."""
     line = json.dumps({"schema": SCHEMA, **record.to_json()}, separators=(",", ":"), ensure_ascii=True) + "\n"
     target = Path(path)
@@ -32,13 +32,29 @@ def append(path: str | os.PathLike[str], record: RunRecord | ReportRecord) -> No
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[RunRecord | ReportRecord]:
-    """The records of a journal, without cut-off lines and unknown events. Raises OSError."""
+    """Runs and reports of a journal, without cut-off lines and unknown events. Raises OSError."""
     with open(path, "rb") as file:
         yield from records(file)
 
 
 def records(lines: Iterable[str | bytes]) -> Iterator[RunRecord | ReportRecord]:
     """The same, from the lines of a journal."""
+    return (record for record in _every(lines) if not isinstance(record, PhasesRecord))
+
+
+def phases(lines: Iterable[str | bytes]) -> tuple[RunRecord | None, PhasesRecord | None]:
+    """The last run of a journal, and its phases."""
+    run: RunRecord | None = None
+    found: PhasesRecord | None = None
+    for record in _every(lines):
+        if isinstance(record, RunRecord):
+            run, found = record, None
+        elif isinstance(record, PhasesRecord):
+            found = record
+    return run, found
+
+
+def _every(lines: Iterable[str | bytes]) -> Iterator[RunRecord | ReportRecord | PhasesRecord]:
     for line in lines:
         try:
             value = parse_json(line)

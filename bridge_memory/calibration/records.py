@@ -1,4 +1,4 @@
-"""Records of a run: one at its start, one per report. Sizes are ints of bytes; None: not known.
+"""Records of a run: one at its start, one per report, and its phases. Sizes are ints of bytes; None: not known.
 
 ``to_json`` returns plain JSON values, ``from_json`` reads them. Unknown keys are ignored, missing or invalid values
 count as not known, and nothing is refused, so older and newer journals can be read.
@@ -14,6 +14,8 @@ from bridge_memory.residual import relative
 from bridge_memory.spec import show
 
 Json = Mapping[str, object]
+#: Bytes: a least, and a most, which may be unknown.
+Bounds = tuple[int, int | None]
 #: Moments of a report, in order.
 BUILT, FIRST_STEP, STEADY = "model built", "after step 1", "steady"
 
@@ -117,6 +119,76 @@ class ReportRecord:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseRecord:
+    """What a pipeline stage held in a stretch of a job, on its worst rank (highest driver memory). Ranges: [least,
+    most]; ``most`` is None where others reset torch's statistics meanwhile."""
+
+    #: Names of phases in order of time; several where nothing separated them.
+    phases: Sequence[str]
+    stage: int
+    ranks: int = 0
+    #: Stretches of it on the worst rank.
+    times: int = 0
+    worst_rank: int | None = None
+    #: torch's peaks.
+    allocated: Bounds | None = None
+    reserved: Bounds | None = None
+    #: At its end, of several the one with most: the GPU's used memory, that of all its processes; that without torch's
+    #: reserved memory; and what NVML counts for this process.
+    driver: int | None = None
+    outside: int | None = None
+    process: int | None = None
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Json) -> PhaseRecord | None:
+        """None where the stage or the names are missing."""
+        stage = _natural(record.get("stage"))
+        names = tuple(filter(None, map(_text, _listed(record.get("phases")))))
+        if stage is None or not names:
+            return None
+        return cls(
+            phases=names,
+            stage=stage,
+            ranks=_natural(record.get("ranks")) or 0,
+            times=_natural(record.get("times")) or 0,
+            worst_rank=_natural(record.get("worst_rank")),
+            allocated=bounds_of(record.get("allocated")),
+            reserved=bounds_of(record.get("reserved")),
+            driver=_natural(record.get("driver")),
+            outside=_natural(record.get("outside")),
+            process=_natural(record.get("process")),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasesRecord:
+    """All phases of the run so far; the last one of a run counts."""
+
+    #: Seconds since the epoch.
+    time: float = 0.0
+    world_size: int = 1
+    phases: Sequence[PhaseRecord] = ()
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "event": "phases", "time": self.time, "world_size": self.world_size,
+            "phases": [phase.to_json() for phase in self.phases],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, record: Json) -> PhasesRecord:
+        phases = (PhaseRecord.from_json(phase) for phase in _mappings(record.get("phases")))
+        return cls(
+            time=_seconds(record.get("time")),
+            world_size=_integer(record.get("world_size")) or 1,
+            phases=tuple(phase for phase in phases if phase is not None),
+        )
+
+
 class ComponentRecord(TypedDict, total=False):
     """A ``components.Component`` with its enums as text."""
 
@@ -208,9 +280,11 @@ class RunRecord:
         )
 
 
-def record_of(record: Json) -> RunRecord | ReportRecord | None:
+def record_of(record: Json) -> RunRecord | ReportRecord | PhasesRecord | None:
     """The record of a line of a journal; None for an unknown event."""
-    kinds: dict[object, type[RunRecord] | type[ReportRecord]] = {"run": RunRecord, "report": ReportRecord}
+    kinds: dict[object, type[RunRecord] | type[ReportRecord] | type[PhasesRecord]] = {
+        "run": RunRecord, "report": ReportRecord, "phases": PhasesRecord,
+    }  # fmt: skip
     kind = kinds.get(_text(record.get("event")))
     return None if kind is None else kind.from_json(record)
 
@@ -270,8 +344,22 @@ def is_time(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LAST_SECOND
 
 
+def bounds_of(value: object) -> Bounds | None:
+    """A range of bytes; None for anything else."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        return None
+    least, most = value
+    if not is_figure(least) or least < 0 or not (most is None or (is_figure(most) and least <= most)):
+        return None
+    return least, most
+
+
 def _integer(value: object) -> int | None:
     return value if is_figure(value) else None
+
+
+def _natural(value: object) -> int | None:
+    return value if is_figure(value) and value >= 0 else None
 
 
 def _seconds(value: object) -> float:

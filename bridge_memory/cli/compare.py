@@ -11,6 +11,7 @@ from bridge_memory.arguments.flags import FILES, add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.comparison.compare import SCHEMA, LogComparison, SnapshotComparison, compare
+from bridge_memory.comparison.phases import FIGURES, PhaseComparison
 from bridge_memory.components import GIB
 from bridge_memory.report.document import Block, Bullets, Chart, Column, Drawn, Grid, Pairs, Words
 from bridge_memory.report.printing import print_blocks
@@ -19,6 +20,7 @@ from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.gpus import find_gpu
 
 if TYPE_CHECKING:
+    from bridge_memory.cards.gpu import Gpu
     from bridge_memory.comparison.residuals import StageResidual
     from bridge_memory.comparison.snapshot import Attribution
 
@@ -56,30 +58,39 @@ def run(args: argparse.Namespace) -> int:
     if tolerance is not None and isinstance(found, SnapshotComparison) and found.estimate is None:
         raise SpecError("--tolerance needs a prediction; name the MODEL and its flags, or give --megatron-args")
     beyond = found.beyond(tolerance)
-    if args.json:
-        print(json.dumps(found.as_json(args.measured, tolerance), indent=2))
-    elif isinstance(found, SnapshotComparison):
-        _print_snapshot(args, found, bool(beyond))
+    phases = None if isinstance(found, SnapshotComparison) else found.phases(_gpu(args))
+    if isinstance(found, SnapshotComparison):
+        if args.json:
+            print(json.dumps(found.as_json(args.measured, tolerance), indent=2))
+        else:
+            _print_snapshot(args, found, bool(beyond))
+    elif args.json:
+        print(json.dumps(found.as_json(args.measured, tolerance, phases), indent=2))
     elif args.format == "html":
-        print(_page(args, found, beyond), end="")
+        print(_page(args, found, beyond, _phase_blocks(phases)), end="")
     else:
-        print_blocks([_words(found.stages, bool(beyond)), _table(found.stages, beyond, args.tolerance)])
+        table = _table(found.stages, beyond, args.tolerance)
+        print_blocks([_words(found.stages, bool(beyond)), table, *_phase_blocks(phases)])
     return EXIT_BEYOND if beyond else 0
 
 
 def given_run(args: argparse.Namespace) -> RunSpec | None:
     """The run of the flags; None where they name none."""
-    gpus = [] if args.gpu is None else [find_gpu(args.gpu)]
+    gpu = _gpu(args)
     sources = ("model", "custom_config", "megatron_args", "container", "bridge_recipe", *FILES)
     if all(getattr(args, source) is None for source in sources):
         return None
-    return run_on_gpus(args, gpus)
+    return run_on_gpus(args, [] if gpu is None else [gpu])
+
+
+def _gpu(args: argparse.Namespace) -> Gpu | None:
+    return None if args.gpu is None else find_gpu(args.gpu)
 
 
 # ---- logs and JSON lines ----
 
 
-def _page(args: argparse.Namespace, found: LogComparison, beyond: list[int]) -> str:
+def _page(args: argparse.Namespace, found: LogComparison, beyond: list[int], phases: Sequence[Drawn]) -> str:
     """The estimate with what was measured over it; of a journal also its steps, which is all there is without a run."""
     from bridge_memory.calibration import journal
     from bridge_memory.report.history import History
@@ -90,11 +101,11 @@ def _page(args: argparse.Namespace, found: LogComparison, beyond: list[int]) -> 
     history = History(journal.records(found.text.splitlines()))
     if result is None:
         said = [Words("", table.notes, "bad" if beyond else "")] if table.notes else []
-        return blocks_page(history.title, [*said, *history.blocks()], args.command_line, under=history.under())
+        return blocks_page(history.title, [*said, *history.blocks(), *phases], args.command_line, under=history.under())
     stages = {r.stage: (r.max_allocated, r.allocated) for r in rows if r.ranks}
     steps = [block for block in history.blocks() if isinstance(block, Chart) and block.kind == "plot"]
     return estimate_page(
-        result, flags=args.command_line, measured=Measured(_words(rows, bool(beyond)), stages, [table, *steps])
+        result, flags=args.command_line, measured=Measured(_words(rows, bool(beyond)), stages, [table, *phases, *steps])
     )
 
 
@@ -143,6 +154,59 @@ def _table(rows: Sequence[StageResidual], beyond: list[int], tolerance: float | 
         notes.append(f"beyond {tolerance:g} %: stage {', '.join(map(str, beyond))}")
     columns = tuple(Column(h) for h in heads)
     return Grid(f"Predicted and measured, GiB; diff: {SIGN_PERCENT}", columns, cells, notes=tuple(notes))
+
+
+# ---- phases of a journal ----
+
+
+def _phase_blocks(phases: PhaseComparison | None) -> list[Words | Grid]:
+    """What a journal says of the phases of its job."""
+    if phases is None:
+        return []
+    from bridge_memory.report.history import words_off
+
+    rows: list[tuple[str, ...]] = []
+    for row in phases.worst_of_each:
+        figures = [getattr(row, name) for name in FIGURES]
+        first = (row.name, str(row.record.stage))
+        rows.append((*first, "measured", *(_range(figure.measured) for figure in figures)))
+        if any(figure.predicted for figure in figures):
+            rows.append(("", "", "predicted", *(_range(figure.predicted) for figure in figures)))
+            rows.append(("", "", "diff %", *(percent(figure.error) for figure in figures)))
+    words, worst = "Phases: nothing to compare them with", phases.worst
+    tone = "open"
+    if worst is not None:
+        off, figure = worst.error or 0.0, getattr(worst, worst.decisive)
+        what = "memory of the driver" if worst.decisive == "driver" else "allocated memory"
+        found = f"{_range(figure.measured)} GiB measured, {_range(figure.predicted)} predicted"
+        where = f"Phases on {phases.gpu}:"
+        if off:
+            which = f"{worst.name} (stage {worst.record.stage})"
+            words = f"{where} furthest off is {which}, {words_off(off)}: {what} {found}"
+            tone = "good" if abs(off) <= 0.03 else "open" if abs(off) <= 0.10 else "bad"
+        else:
+            words, tone = f"{where} all within their ranges", "good"
+    notes = (
+        *phases.notes,
+        "of each phase the stage that is furthest off; allocated, reserved: torch's peaks, a range where another phase "
+        "was higher, as they are never reset; driver: reserved, and outside at the end of the phase, of the whole GPU "
+        "unless NVML tells its processes apart; diff: 0 where the ranges meet",
+        *(("load: predicted as an import from Hugging Face",) if any("load" in r.record.phases for r in phases.rows)
+          else ()),
+    )  # fmt: skip
+    columns = (
+        Column("phase", words=True), Column("stage"), Column("", words=True), *(Column(name) for name in FIGURES)
+    )  # fmt: skip
+    return [Words("", (words,), tone), Grid(f"Phases, GiB; diff: {SIGN_PERCENT}", columns, tuple(rows), notes=notes)]
+
+
+def _range(found: tuple[int, int | None] | None) -> str:
+    if found is None:
+        return "-"
+    least, most = found
+    if most is None:
+        return f"{_gib(least)} or more"
+    return _gib(least) if _gib(least) == _gib(most) else f"{_gib(least)}-{_gib(most)}"
 
 
 # ---- snapshots ----

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from bridge_memory.calibration import journal
 from bridge_memory.calibration.records import ReportRecord
+from bridge_memory.cards.gpu import Gpu
 from bridge_memory.comparison.logs import MeasuredRank, arguments_in, latest_of_each_rank
+from bridge_memory.comparison.phases import PhaseComparison, compare_phases
 from bridge_memory.comparison.residuals import Predicted, StageResidual, predicted_of, residuals
 from bridge_memory.comparison.snapshot import (
     MOST_OF_A_SNAPSHOT,
@@ -41,10 +43,17 @@ class LogComparison(NamedTuple):
         """Stages whose peak is off by more than ``tolerance``, a share of what was measured."""
         return [] if tolerance is None else [s.stage for s in self.stages if s.beyond(tolerance)]
 
-    def as_json(self, measured: str, tolerance: float | None = None) -> dict[str, Any]:
+    def phases(self, gpu: Gpu | None = None) -> PhaseComparison | None:
+        """The phases of a journal that has them, on ``gpu`` or on the one that it names."""
+        return compare_phases(self.text.splitlines(), None if self.estimate is None else self.estimate.run, gpu)
+
+    def as_json(
+        self, measured: str, tolerance: float | None = None, phases: PhaseComparison | None = None
+    ) -> dict[str, Any]:
         """``measured``: what the file is called."""
         return {
             "schema": SCHEMA, "measured": measured, "stages": [s.as_json() for s in self.stages],
+            **({} if phases is None else {"phases": phases.as_json()}),
             "tolerance": tolerance, "beyond": self.beyond(tolerance),
         }  # fmt: skip
 

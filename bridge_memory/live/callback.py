@@ -25,6 +25,7 @@ from bridge_memory.live.guard import never_raises, pass_on, warn_once
 from bridge_memory.live.prediction import BUILT, FIRST_STEP, STEADY
 from bridge_memory.live.reporter import Reporter
 from bridge_memory.live.table import THRESHOLD
+from bridge_memory.outside.phase import Phase
 from bridge_memory.spec import RunSpec, SpecError, show
 
 
@@ -34,6 +35,9 @@ class MemoryReport:
     It is a callback of Megatron Bridge, and a context of any other loop.
     One table is printed when the model is built, after the first and second optimizer step, and then every ``every``
     steps. Rank 0 prints it. Nothing in it raises into training, takes part in a collective, or synchronises the GPU.
+    The journal also has each phase of the job with torch's peaks in it, which are never reset, and the driver's memory
+    at its end: that of the whole GPU, other processes included. Bridge's loop and the Trainer have events for
+    evaluation; saves are those that their configs announce. Elsewhere name phases with ``phase``.
 
     Args:
         path: The journal, a file of JSON lines that ``compare`` reads. None: no file is written.
@@ -90,6 +94,8 @@ class MemoryReport:
         self._optimizer_steps = 0
         self._config: Any = None
         self._watch = oom.Watch(self._report_out_of_memory)
+        self._ended = False
+        self._before_evaluation: tuple[Phase, ...] = ()
 
     # ---- Bridge's events ----
 
@@ -97,8 +103,16 @@ class MemoryReport:
     def on_train_start(self, context: Any) -> None:
         self._config = context.state.cfg
         self._optimizer_steps = 0
+        self._ended = False
         self._watch.start()
-        self._reporter.report(self._config, BUILT, _iteration(context.state), state=context.state)
+        self._reporter.built(*how_started(self._config, _iteration(context.state)))
+        self._reporter.report(
+            self._config, BUILT, _iteration(context.state), state=context.state, then=Phase.FIRST_STEP
+        )
+
+    @never_raises
+    def on_train_step_start(self, context: Any) -> None:
+        self._train()
 
     @never_raises
     def on_train_step_end(self, context: Any) -> None:
@@ -107,13 +121,34 @@ class MemoryReport:
         if not getattr(context, "skipped_iter", False):
             self._optimizer_steps += 1
         moment = self._due(context, iteration)
+        # Bridge saves, if it does, before the next step begins.
+        then = Phase.SAVE if _saves(self._config, iteration) else None
         if moment is not None:
-            self._reporter.report(self._config, moment, iteration, state=context.state)
+            if then is None and self._optimizer_steps == 1:
+                then = Phase.TRAINING
+            self._reporter.report(self._config, moment, iteration, state=context.state, then=then)
+        elif then is not None:
+            self._reporter.begin_phase(self._config, then)
 
     @never_raises
     def on_train_end(self, context: Any) -> None:
-        self._watch.stop()
-        self._reporter.finish()
+        self.end()
+
+    @never_raises
+    def on_eval_start(self, context: Any) -> None:
+        self._before_evaluation = self._reporter.begin_phase(self._config, Phase.EVALUATION) or ()
+
+    @never_raises
+    def on_eval_end(self, context: Any) -> None:
+        self._back(self._before_evaluation)
+
+    @never_raises
+    def on_test_start(self, context: Any) -> None:
+        self.on_eval_start(context)
+
+    @never_raises
+    def on_test_end(self, context: Any) -> None:
+        self.on_eval_end(context)
 
     # ---- any other loop ----
 
@@ -122,8 +157,9 @@ class MemoryReport:
         """Call once the model and the optimizer are built, before the first step."""
         self._config = self._run_given()
         self._optimizer_steps = 0
+        self._ended = False
         self._watch.start()
-        self._reporter.report(self._config, BUILT, 0)
+        self._reporter.report(self._config, BUILT, 0, then=Phase.FIRST_STEP)
 
     @never_raises
     def step(self) -> None:
@@ -131,16 +167,55 @@ class MemoryReport:
         out."""
         self._optimizer_steps = steps = self._optimizer_steps + 1
         moment = _moment(steps, self.every or 100)
+        if Phase.BUILD in self._reporter.phases.open:
+            self._reporter.phases.also(Phase.FIRST_STEP)
         if moment is not None:
             if self._config is None:
                 self._config = self._run_given()
-            self._reporter.report(self._config, moment, steps)
+            self._reporter.report(self._config, moment, steps, then=Phase.TRAINING if steps == 1 else None)
+        else:
+            self._train()
 
     @never_raises
     def end(self) -> None:
         """Training is over."""
         self._watch.stop()
-        self._reporter.finish()
+        self._ended = True
+        self._reporter.finish(self._config)
+
+    def phase(self, name: str) -> Within:
+        """A phase of the job begins: "build", "load", "first step", "training", "evaluation", "save" or "resume".
+
+        It lasts until the next one begins, or as a context until that ends. On every rank, from one thread. Building
+        begins by itself, and so does training after the first step; ``step`` ends any other phase. An unknown name is a
+        warning and no error.
+
+        Example:
+            >>> from bridge_memory import MemoryReport
+            >>> report = MemoryReport()
+            >>> with report.phase("load"):
+            ...     pass  # load_checkpoint(...)
+        """
+        return Within(self._reporter.begin_named(self._config, name), self._back)
+
+    def built(self, *, resumed: bool, loaded: bool) -> None:
+        """What was loaded while building, with nothing between the two."""
+        self._reporter.built(resumed, loaded)
+
+    @never_raises
+    def _back(self, before: tuple[Phase, ...]) -> None:
+        """The phases before begin again."""
+        if self._ended:
+            self._reporter.finish(self._config)
+        else:
+            self._reporter.return_to(self._config, before)
+
+    @never_raises
+    def _train(self) -> None:
+        """A step begins or has ended, and so has what was between steps."""
+        phase = Phase.TRAINING if self._optimizer_steps else Phase.FIRST_STEP
+        if self._reporter.phases.open != (phase,):
+            self._reporter.begin_phase(self._config, phase)
 
     def write_to(self, path: str | os.PathLike[str] | None, *, html: str | os.PathLike[str] | None = None) -> None:
         """From the next report on, write these files: the journal and the page. None: no file."""
@@ -189,7 +264,42 @@ class MemoryReport:
     def _report_out_of_memory(self, wanted: int | None) -> None:
         where = self._reporter.place(self._config)
         prediction = self._reporter.prediction(self._config)
-        self._reporter.emit(oom.report(prediction, self._reporter.reading(where), wanted))
+        phase = " and ".join(self._reporter.phases.open)
+        self._reporter.emit(oom.report(prediction, self._reporter.reading(where), wanted, phase))
+
+
+class Within:
+    """The rest of a phase that has begun; see ``MemoryReport.phase``."""
+
+    def __init__(self, before: tuple[Phase, ...] | None, back: Callable[[tuple[Phase, ...]], object]) -> None:
+        self._before, self._go_back = before, back
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            self._go_back(self._before)
+
+
+def how_started(config: Any, iteration: int) -> tuple[bool, bool]:
+    """(resumed, loaded) by a container of Megatron Bridge, or by arguments of Megatron-LM."""
+    how = getattr(config, "checkpoint", config)
+    tuned = getattr(how, "load", None) and getattr(how, "finetune", False)
+    # AutoBridge's import of weights from Hugging Face (models/conversion/auto_bridge.py).
+    imports = getattr(getattr(config, "model", None), "_pre_wrap_hooks", None)
+    return iteration > 0, bool(tuned or imports or getattr(how, "pretrained_checkpoint", None))
+
+
+@never_raises
+def _saves(config: Any, iteration: int) -> bool:
+    """Whether Bridge saves after this iteration (``training/train.py: checkpoint_and_decide_exit``, and its end)."""
+    how = getattr(config, "checkpoint", None)
+    if not getattr(how, "save", None):
+        return False
+    interval = getattr(how, "save_interval", None)
+    last = iteration == getattr(getattr(config, "train", None), "train_iters", None) and interval != 0
+    return last or bool(interval and iteration % interval == 0)
 
 
 def _moment(steps: int, every: int) -> str | None:

@@ -75,6 +75,7 @@ class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # 
         self._model: Any = None
         self._seen: tuple[int, int] | None = None
         self._unhook: Callable[[], None] | None = None
+        self._evaluating = False
         self._files = path, html
         self._report = MemoryReport(None, run=self._run, every=every, **options)
 
@@ -94,6 +95,9 @@ class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # 
         path, html = (_placed(file, args) for file in self._files)
         self._report.write_to(path, html=html)
         self._watch_batches()
+        self._report.built(
+            resumed=bool(getattr(state, "global_step", 0)), loaded=bool(getattr(self._model, "name_or_path", ""))
+        )
         self._report.start()
 
     @never_raises
@@ -101,6 +105,29 @@ class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # 
         self._report.step()
         if self._report.steps >= 2:
             self._stop_watching()
+        self._announced(control)
+
+    @never_raises
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._announced(control)
+
+    @never_raises
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._evaluating:
+            self._report.phase("save" if control.should_save else "training")
+        self._evaluating = False
+
+    @never_raises
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._report.phase("training")
+
+    def _announced(self, control: Any) -> None:
+        """The Trainer evaluates and then saves at the end of a step, as its own callback has decided before ours."""
+        if control.should_evaluate:
+            self._evaluating = True
+            self._report.phase("evaluation")
+        elif control.should_save:
+            self._report.phase("save")
 
     @never_raises
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -32,9 +32,11 @@ def best_options(run: RunSpec, stage: int, most: int = 3) -> list[tuple[str, int
     return sorted(found.items(), key=lambda item: -item[1])[:most]
 
 
-def report(prediction: Prediction | None, reading: Reading, wanted: int | None = None) -> str:
-    """The text for the rank that ran out of memory. ``wanted``: bytes of the failed allocation."""
+def report(prediction: Prediction | None, reading: Reading, wanted: int | None = None, phase: str = "") -> str:
+    """The text for the rank that ran out of memory. ``wanted``: bytes of the failed allocation; ``phase``: of the
+    job."""
     asked = "" if wanted is None else f" asking for {wanted / GIB:.2f} GiB"
+    asked += f" in the phase {phase}" if phase else ""
     lines = [f"bridge-memory: rank {reading.rank} (pipeline stage {reading.stage}) ran out of GPU memory{asked}"]
     if reading.error:
         lines.append(f"  no live figures ({reading.error})")

@@ -18,9 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bridge_memory.live import gather, oom
+from bridge_memory.live.callback import Within, how_started
 from bridge_memory.live.cuda import Reading, read_cuda
 from bridge_memory.live.guard import never_raises
-from bridge_memory.live.reporter import Reporter
+from bridge_memory.live.reporter import Reporter, first_logged
+from bridge_memory.outside.phase import Phase
 from bridge_memory.readers.megatron_args import container
 
 #: The first release of Megatron Bridge whose closed forms ``theoretical_memory_utils.remarks`` speaks of has this.
@@ -86,6 +88,8 @@ class Installed:
         original."""
         self._active = False
         self._watch.stop()
+        if self._config is not None:
+            self._reporter.finish(self._config)
         for original, ours in reversed(self._replaced):
             _replace(ours, original)
         self._replaced.clear()
@@ -126,7 +130,9 @@ class Installed:
         if not self._active:
             return
         where = self._reporter.place(self._config)
-        reading = self._reporter.reading(where)
+        if self._due:
+            self._name_phases()
+        reading = self._reporter.reading_of_phases(where)
         store = gather.default_store() if where.world_size > 1 else None
         key = f"{self._reporter.name}/latest"
         if where.rank:
@@ -135,11 +141,34 @@ class Installed:
             self._due = False
             readings, missing = self._reporter.collect(store, key, reading, where)
             self._reporter.show_patched(self._config, readings, missing, where.world_size, remark=self._remarks)
+        if Phase.BUILD in self._reporter.phases.open:
+            self._reporter.phases.begin((Phase.TRAINING,), reading)
+
+    @never_raises
+    def _name_phases(self) -> None:
+        """Megatron first reports after some steps, and nothing comes before it."""
+        phases = self._reporter.phases
+        self._reporter.built(*how_started(self._given, int(getattr(self._given, "iteration", 0) or 0)))
+        if Phase.BUILD in phases.open:
+            phases.also(Phase.FIRST_STEP)
+            if first_logged(self._config) > 1:
+                phases.also(Phase.TRAINING)
+
+    def phase(self, name: str) -> Within:
+        """As ``MemoryReport.phase``."""
+        return Within(self._reporter.begin_named(self._config, name), self._back)
+
+    @never_raises
+    def _back(self, before: tuple[Phase, ...]) -> None:
+        self._reporter.return_to(self._config, before)
+        if self._active and Phase.BUILD not in before:
+            self._reporter.gather_phases(self._reporter.place(self._config), f"{self._reporter.name}/latest", 0.0)
 
     def _report_out_of_memory(self, wanted: int | None) -> None:
         where = self._reporter.place(self._config)
         prediction = self._reporter.prediction(self._config) if self._config is not None else None
-        self._reporter.emit(oom.report(prediction, self._reporter.reading(where), wanted))
+        phase = " and ".join(self._reporter.phases.open)
+        self._reporter.emit(oom.report(prediction, self._reporter.reading(where), wanted, phase))
 
 
 def install(

@@ -12,16 +12,25 @@ from typing import Any, cast
 
 from bridge_memory import calibration
 from bridge_memory.calibration import journal
-from bridge_memory.calibration.records import ComponentRecord, PredictedStage, ReportRecord, RunRecord
+from bridge_memory.calibration.records import (
+    ComponentRecord,
+    PhaseRecord,
+    PhasesRecord,
+    PredictedStage,
+    ReportRecord,
+    RunRecord,
+)
 from bridge_memory.calibration.residuals import versions
 from bridge_memory.files import write_whole
 from bridge_memory.live import gather, loggers
 from bridge_memory.live.cuda import Reading, read_cuda
 from bridge_memory.live.guard import Alone, Attempts, error_words, never_raises, pass_on, warn_once
 from bridge_memory.live.machine import Machine
+from bridge_memory.live.phases import Phases, phase_records
 from bridge_memory.live.place import Place, place
 from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predict
 from bridge_memory.live.table import THRESHOLD, notes, runs_with, stage_records, text_table, verdict
+from bridge_memory.outside.phase import Phase
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.readers.run_spec import run_to_json
 from bridge_memory.report.history import History
@@ -84,6 +93,11 @@ class Reporter:
         self._predicted = False
         self._started = False
         self._line_printed = False
+        #: Phases of this rank; on rank 0 the last known ones of all ranks, and what is in the journal of them.
+        self.phases = Phases()
+        self._passed: dict[int, Reading] = {}
+        self._written: list[PhaseRecord] = []
+        self._gathered = 0
 
     def write_to(self, path: str | os.PathLike[str] | None, html: str | os.PathLike[str] | None) -> None:
         """The journal and the page, from the next report on."""
@@ -143,21 +157,25 @@ class Reporter:
 
     @never_raises
     def report(
-        self, config: Any, moment: str, iteration: int, *, state: Any = None, num_microbatches: int | None = None
+        self, config: Any, moment: str, iteration: int, *, state: Any = None, num_microbatches: int | None = None,
+        then: Phase | None = None,
     ) -> None:
         """Every rank calls this at the same steps; only rank 0 (and the logging rank) wait for anything. Does nothing
-        while another thread's report goes on, or the one that a signal's handler interrupts."""
+        while another thread's report goes on, or the one that a signal's handler interrupts. ``then``: the phase that
+        begins after the reading."""
         if self._alone.taken():
             try:
-                self._report(config, moment, iteration, state, num_microbatches)
+                self._report(config, moment, iteration, state, num_microbatches, then)
             finally:
                 self._alone.release()
 
     def _report(
-        self, config: Any, moment: str, iteration: int, state: Any, num_microbatches: int | None
+        self, config: Any, moment: str, iteration: int, state: Any, num_microbatches: int | None, then: Phase | None
     ) -> None:
         where = self.place(config)
-        reading = self.reading(where)
+        reading = self.reading_of_phases(where)
+        if then is not None:
+            self.phases.begin((then,), reading)
         store = gather.default_store() if where.world_size > 1 else None
         key = f"{self.name}/{iteration}/{moment}"
         table: ReportRecord | None = None
@@ -184,13 +202,18 @@ class Reporter:
             self._publishing(self._publisher.publish, store, key, reading)
 
     def collect(
-        self, store: gather.Store | None, key: str, reading: Reading, where: Place
+        self, store: gather.Store | None, key: str, reading: Reading, where: Place, deadline: float | None = None
     ) -> tuple[list[Reading], list[int]]:
-        """On rank 0: its own reading and those of the others, and the ranks that are missing."""
-        if store is None:
-            return [reading], []
-        more, missing = self._collector.collect(store, key, range(1, where.world_size), deadline=self.deadline)
-        return [reading, *more], missing
+        """On rank 0: its own reading and those of the others, and the ranks that are missing. ``deadline``: a shorter
+        one."""
+        more: list[Reading] = []
+        missing: list[int] = []
+        if store is not None:
+            wait = self.deadline if deadline is None else min(deadline, self.deadline)
+            more, missing = self._collector.collect(store, key, range(1, where.world_size), deadline=wait)
+        readings = [reading, *more]
+        self._passed.update((one.rank, one) for one in readings if one.phases)
+        return readings, missing
 
     def table(
         self,
@@ -217,8 +240,7 @@ class Reporter:
         """The table of a patched ``report_memory``, which prints Megatron's line itself. ``remark``: the line is
         Bridge's, so remarks on it follow. Raises."""
         self._line_printed = True
-        # Megatron logs memory at the first logged step.
-        iteration = getattr(getattr(config, "logger", None), "log_interval", None) or 1
+        iteration = first_logged(config)
         moment = STEADY if iteration >= 2 else FIRST_STEP
         self._show(config, self.table(config, readings, missing, moment, iteration, world_size), None, remark=remark)
 
@@ -230,6 +252,7 @@ class Reporter:
         if first:
             self._write(self._run_record(config))
         self._write(table)
+        self._write_phases(table.world_size)
         self._keep_residuals(config, table)
         if first and not self._line_printed:
             remark = self._print_line(config, num_microbatches)
@@ -293,10 +316,77 @@ class Reporter:
                 self._drawing(draw, self.html, self.history, refresh=REFRESH)
 
     @never_raises
-    def finish(self) -> None:
-        """Training is over: write the page without reloading."""
+    def finish(self, config: Any) -> None:
+        """Training is over, and once more after every later phase: write the page without reloading, and the phases of
+        all ranks, for which rank 0 waits shortly."""
         if self.html is not None and self.history.reports:
             self._drawing(draw, self.html, self.history)
+        self.begin_phase(config)
+        where = self.place(config)
+        self.gather_phases(where, f"{self.name}/end{self._gathered}", gather.GRACE)
+        self._gathered += 1
+
+    # ---- phases ----
+
+    def reading_of_phases(self, where: Place) -> Reading:
+        """This rank's reading, with its phases up to now."""
+        reading = self.reading(where)
+        return replace(reading, phases=self.phases.now(reading))
+
+    @never_raises
+    def begin_phase(self, config: Any, *phases: Phase) -> tuple[Phase, ...]:
+        """Others begin, none at the end. Returns those before. What rank 0 knows is written."""
+        where = self.place(config)
+        reading = self.reading_of_phases(where)
+        before = self.phases.begin(phases, reading)
+        if where.rank == 0 and reading.phases:
+            self._passed[0] = reading
+            self._write_phases(where.world_size)
+        return before
+
+    @never_raises
+    def begin_named(self, config: Any, name: str) -> tuple[Phase, ...] | None:
+        """As ``begin_phase``; None where ``name`` is no phase."""
+        if name not in tuple(Phase):
+            raise SpecError(f"phase ({show(name)}) is not a phase; name {', '.join(Phase)}")
+        return self.begin_phase(config, Phase(name))
+
+    @never_raises
+    def return_to(self, config: Any, before: tuple[Phase, ...]) -> None:
+        """A phase of the loop's own is over. What follows loading until training counts to it: building is before."""
+        if Phase.BUILD not in before or self.phases.open not in ((Phase.LOAD,), (Phase.RESUME,)):
+            self.begin_phase(config, *before)
+
+    @never_raises
+    def built(self, resumed: bool, loaded: bool) -> None:
+        """The phase that ends is building and what was loaded in it, unless that was named."""
+        named = self.phases.passed(Phase.LOAD) or self.phases.passed(Phase.RESUME)
+        if Phase.BUILD in self.phases.open and not named and (resumed or loaded):
+            self.phases.also(Phase.RESUME if resumed else Phase.LOAD)
+
+    def gather_phases(self, where: Place, key: str, deadline: float) -> None:
+        """Leave this rank's phases for rank 0, which collects and writes them. Raises."""
+        reading = self.reading_of_phases(where)
+        store = gather.default_store() if where.world_size > 1 and reading.phases else None
+        if where.rank:
+            self.publish(store, key, reading)
+        elif self.path is not None:
+            self.collect(store, key, reading, where, deadline)
+            self._write_phases(where.world_size)
+
+    def _write_phases(self, world_size: int) -> None:
+        """Not before the run's own line, and not twice the same."""
+        found = phase_records(self._passed.values())
+        figures = [replace(one, times=0) for one in found]
+        if self.path is not None and self._started and found and figures != self._written:
+            self._written = figures
+            record = PhasesRecord(time=time.time(), world_size=world_size, phases=found)
+            self._writing(journal.append, self.path, record)
+
+
+def first_logged(config: Any) -> int:
+    """The step at which Megatron first logs memory."""
+    return getattr(getattr(config, "logger", None), "log_interval", None) or 1
 
 
 def check_file(name: str, file: object) -> None:

@@ -73,7 +73,8 @@ def test_the_real_callback_manager_fires_our_events(job: Any, capsys: pytest.Cap
     manager = normalize_callbacks([MemoryReport(path, read=reading)])
     assert manager is not None
     assert {e for e in manager.events if manager.has_callbacks(e)} == {
-        "on_train_start", "on_train_step_end", "on_train_end",
+        "on_train_start", "on_train_step_start", "on_train_step_end", "on_train_end",
+        "on_eval_start", "on_eval_end", "on_test_start", "on_test_end",
     }  # fmt: skip
 
     def fire(event: str, **more: Any) -> None:
@@ -99,6 +100,66 @@ def test_the_real_callback_manager_fires_our_events(job: Any, capsys: pytest.Cap
     events.Reload()
     values = {s.step: s.value for s in events.Scalars("memory/stage_0/max_allocated_gib")}
     assert values == {0: 60.0, 1: 60.0, 3: 60.0, 4: 60.0, 6: 60.0}
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=("pretrained", "resumed"))
+def test_the_phases_of_bridges_loop(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+) -> None:
+    """Events in the order of ``training/train.py``: evaluation at step 2 of 4, saves at 2 and 4, and the final
+    validation after training is over. Truth by the allocator's own account."""
+    from allocator import Allocator
+    from megatron.bridge.training.callbacks import CallbackContext, normalize_callbacks
+
+    gpu = Allocator()
+    manager = normalize_callbacks([MemoryReport(tmp_path / "r.jsonl", read=gpu.read, emit=lambda text: None)])
+    checkpoint = SimpleNamespace(
+        save="somewhere", save_interval=2, load=None, finetune=False, pretrained_checkpoint=None if resumed else "there"
+    )
+    monkeypatch.setattr(job.config, "checkpoint", checkpoint)
+    monkeypatch.setattr(job.config.train, "train_iters", 4 + 10 * resumed)
+    assert manager is not None
+
+    def fire(event: str, **more: Any) -> None:
+        manager.fire(event, CallbackContext(state=job.state, model=[], user_state=manager.user_state, **more))
+
+    first = 10 * resumed
+    job.state.train_state.step = first
+    with gpu.phase("build + load"):
+        gpu.use(40, keep=10)
+    fire("on_train_start")
+    for step in range(first, first + 4):
+        job.state.train_state.step = step
+        fire("on_train_step_start")
+        with gpu.phase("first step" if step == first else "training"):
+            gpu.use(20 if step == first else 34, keep=5 * (step == first))
+        fire("on_train_step_end", loss_dict={}, skipped_iter=False)
+        job.state.train_state.step = step + 1
+        if step == first + 1:
+            fire("on_eval_start")
+            with gpu.phase("evaluation"):
+                gpu.use(3)
+            fire("on_eval_end")
+        if step in (first + 1, first + 3):
+            with gpu.phase("save"):
+                gpu.use(1)
+    fire("on_train_end")
+    fire("on_eval_start")
+    with gpu.phase("evaluation"):
+        gpu.use(4)
+    fire("on_eval_end")
+    job.state.train_state.step = 0
+    _, found = journal.phases((tmp_path / "r.jsonl").read_text().splitlines())
+    assert found is not None
+    start = ("build", "resume" if resumed else "load")
+    assert [(phase.phases, phase.times) for phase in found.phases] == [
+        (start, 1), (("first step",), 1), (("training",), 2), (("evaluation",), 2), (("save",), 3),
+    ]  # fmt: skip
+    for phase, name in zip(found.phases, ("build + load", "first step", "training", "evaluation", "save"), strict=True):
+        gpu.holds(phase, name)
+    # A save allocates little, so the range is narrow although training went higher.
+    save = found.phases[-1].allocated
+    assert save is not None and save[1] is not None and save[1] - save[0] <= 2 * GIB
 
 
 def test_no_event_is_claimed_that_changes_how_bridge_sets_up(job: Any) -> None:

@@ -72,6 +72,54 @@ def test_a_report_when_built_and_after_steps(tmp_path: Path) -> None:
     assert any(isinstance(r, RunRecord) for r in records)
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_the_phases_of_the_trainer(tmp_path: Path, strategy: str) -> None:
+    """Its own loop, saves and evaluations, which a hook of the model and a save beside it count independently."""
+    from allocator import Allocator
+
+    gpu = Allocator()
+    callback = MemoryReportCallback(tmp_path / "r.jsonl", emit=lambda text: None, read=gpu.read)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"), per_device_train_batch_size=4, max_steps=8, use_cpu=True, report_to=[],
+        save_strategy=strategy, eval_strategy=strategy, eval_steps=2, save_steps=4, logging_steps=4, disable_tqdm=True,
+    )  # fmt: skip
+    model = tiny()
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=Sequences(), eval_dataset=Sequences(), callbacks=[callback]
+    )
+    gpu.begin("build")
+    gpu.use(10, keep=10)
+    steps = []
+
+    def forward(module: Any, args: Any) -> None:
+        if module.training:
+            steps.append(1)
+        with gpu.phase(("training" if len(steps) > 1 else "first step") if module.training else "evaluation"):
+            gpu.use(8 if module.training else 3)
+
+    saved = trainer._save_checkpoint
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        with gpu.phase("save"):
+            gpu.use(1)
+        saved(*args, **kwargs)
+
+    model.register_forward_pre_hook(forward)
+    trainer._save_checkpoint = save
+    gpu.begin("between")
+    trainer.train()
+    _, phases = journal.phases((tmp_path / "r.jsonl").read_text().splitlines())
+    assert phases is not None
+    found = {phase.phases[0]: phase for phase in phases.phases}
+    assert list(found) == ["build", "first step", "training", "evaluation", "save"]
+    for name, phase in found.items():
+        gpu.holds(phase, name)
+    # 8 steps of 4 to an epoch: evaluated every 2 steps or every epoch, saved every 4 either way.
+    assert (found["evaluation"].times, found["save"].times) == ({"steps": 4, "epoch": 2}[strategy], 2)
+    (least, most) = found["save"].allocated or (0, 0)
+    assert (least, most) == (10 * GIB, 11 * GIB)
+
+
 @pytest.mark.parametrize("options, written", [
     ({}, ["out/memory_report.jsonl"]),
     ({"path": None}, []),

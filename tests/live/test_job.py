@@ -55,6 +55,15 @@ def test_a_job_of_four_ranks_reports_whatever_happens_to_one_of_them(tmp_path: P
         assert stage.residual == stage.max_allocated - stage.predicted_peak
     assert steady.stages[0].predicted_peak > steady.stages[2].predicted_peak
 
+    # Every stage has its phases, also the rank that was slow and the one whose reading failed once.
+    _, phases = journal.phases((tmp_path / "report.jsonl").read_text().splitlines())
+    assert phases is not None and phases.world_size == 4
+    by_name = {
+        name: [p.stage for p in phases.phases if p.phases == (name,)] for name in ("build", "first step", "training")
+    }
+    assert by_name == {"build": [0, 1, 2, 3], "first step": [0, 1, 3], "training": [0, 1, 2, 3]}
+    assert all(p.outside == GIB and p.worst_rank == p.stage for p in phases.phases)
+
     # One rank's reading failed: named, the others stand.
     failed = reports[1].stages[2]
     assert failed.allocated is None and "the reading failed" in failed.failed["2"]

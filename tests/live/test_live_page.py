@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bridge_memory import ParallelSpec, RunSpec, estimate
+from bridge_memory.calibration import journal
 from bridge_memory.calibration.records import ReportRecord, RunRecord, StageRecord
 from bridge_memory.live import MemoryReport
 from bridge_memory.live.cuda import Reading
@@ -75,7 +76,7 @@ def test_a_page_that_cannot_be_written_ends_nothing(tmp_path: Path, bad: str) ->
     for _ in range(4):
         report.step()
     report.end()
-    assert len(emitted) == 5 and len((tmp_path / "r.jsonl").read_text().splitlines()) == 6
+    assert len(emitted) == 5 and len(list(journal.read(tmp_path / "r.jsonl"))) == 6
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".bridge")]
 
 

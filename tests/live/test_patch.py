@@ -221,3 +221,37 @@ def test_threads_that_install_at_a_time_patch_once(megatron_training: Any) -> No
         assert megatron_training.report_memory.__wrapped__ is original
         uninstall()
         assert megatron_training.report_memory is original
+
+
+@pytest.mark.parametrize(("changes", "start"), [
+    ({}, ["build", "first step", "training"]), ({"log_interval": 1}, ["build", "first step"]),
+    ({"iteration": 7}, ["build", "first step", "training", "resume"]),
+    ({"finetune": True, "load": "x"}, ["build", "load", "first step", "training"]),
+], ids=("pretraining", "logged at once", "resumed", "tuned"))  # fmt: skip
+def test_phases_of_a_script(
+    megatron_training: Any, tmp_path: Path, changes: dict[str, Any], start: list[str]
+) -> None:
+    """Megatron-LM's first report comes after some steps; a script names what follows."""
+    from allocator import Allocator
+
+    gpu, args = Allocator(), megatron_lm_args(**changes)
+    with install(tmp_path / "report.jsonl", read=gpu.read) as installed:
+        with gpu.phase("start"):
+            gpu.use(30, keep=20)
+        megatron_training.report_theoretical_memory(args)
+        megatron_training.report_memory("x")
+        with gpu.phase("training"):
+            gpu.use(12)
+        with installed.phase("save"), gpu.phase("save"):
+            gpu.use(3)
+        with installed.phase("no such phase"):
+            pass
+        with gpu.phase("training"):
+            gpu.use(13)
+    _, found = journal.phases((tmp_path / "report.jsonl").read_text().splitlines())
+    assert found is not None
+    by_name = {p.phases: p for p in found.phases}
+    assert set(by_name) == {tuple(start), ("training",), ("save",)}
+    for names, true in ((tuple(start), "start"), (("training",), "training"), (("save",), "save")):
+        gpu.holds(by_name[names], true)
+    assert by_name["training",].allocated == (33 * GIB, 33 * GIB)
