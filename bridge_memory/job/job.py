@@ -173,7 +173,9 @@ def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Gene
         every[training.stage] = tuple(_phases(run, gpu, stages[training.stage], exact))
         replayed.add(training.stage)
     margin = partial(_beyond, outside=total(training.outside).most)
-    reasons = (building.why_not(run) or loading.why_not_resumed(run), evaluation.why_not(run))
+    reasons = (
+        building.why_not(run) or loading.why_not_resumed(run) or loading.refusal(run), evaluation.why_not(run)
+    )
     return Job(
         gpu, worst, tuple(every), overload(run, gpu.capacity_bytes, margin),
         host_memory(run, node_of(gpu), saving=saving.host_of_saving(run, training.stage) or ()),
@@ -236,7 +238,8 @@ def _phases(run: RunSpec, gpu: Gpu, stage: _Stage, replayed: int | None = None) 
             least, most = least + stage.graphs.least, most + stage.graphs.most
         before = built if phase is Phase.RESUME else kept  # another start of the job
         found = Range(max(least, before.least), max(most, before.most))
-        yield PhaseMemory(phase, stage.number, parts, found, outside(run, gpu, stage.number, phase))
+        beyond = (*outside(run, gpu, stage.number, phase), *saving.worker(run, gpu, phase))
+        yield PhaseMemory(phase, stage.number, parts, found, beyond)
         if phase is Phase.BUILD:
             built = found
         kept = Range(kept.least, found.most) if phase is Phase.LOAD else found

@@ -4,8 +4,8 @@
 ``validation`` <- ``run`` <- ``unmodelled``.
 """
 
-from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.checkpoint import CheckpointSpec
+from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.engine_options import DDPOptions, DeepSpeedOptions, FSDPOptions
 from bridge_memory.spec.errors import SpecError, divide, show
 from bridge_memory.spec.model import (

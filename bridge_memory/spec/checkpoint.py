@@ -43,5 +43,10 @@ class CheckpointSpec(Checked):
     load_optim: bool = flag(True)
     save_optim: bool = flag(True)
 
+    @property
+    def resumes_optimizer(self) -> bool:
+        """Whether a resume loads an optimizer."""
+        return self.load_optim and self.save_optim
+
 
 DEFAULT_CHECKPOINT_SPEC = CheckpointSpec()

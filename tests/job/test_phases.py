@@ -7,13 +7,15 @@ A model of two layers: hidden size 256, 4 heads, a gated MLP of width 512, 1,024
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from bridge_memory import ParallelSpec, RunSpec, SpecError
+from bridge_memory import CheckpointSpec, ParallelSpec, RunSpec, SpecError
 from bridge_memory.estimation import stage_phases
 from bridge_memory.job.megatron.building import building, built
 from bridge_memory.job.megatron.evaluation import evaluation
-from bridge_memory.job.megatron.loading import How, Sharding, loading
+from bridge_memory.job.megatron.loading import How, loading
 from bridge_memory.job.megatron.saving import host_of_saving, saving
 from bridge_memory.outside.amount import Amount, total
 from bridge_memory.spec import DataParallelSpec, ImplementationSpec, OptimizerSpec
@@ -30,6 +32,7 @@ MODEL = ModelSpec(
 TABLE, FC1 = 1024 * 256, 2 * 256 * 512
 NUMEL = 2 * (4 * 256**2 + 3 * 256 * 512 + 2 * 256) + 256 + 2 * TABLE
 LOW = OptimizerSpec(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+RESHARDABLE = CheckpointSpec(dist_ckpt_optim_fully_reshardable=True)
 
 
 def run_of(gpus: int = 1, **more: object) -> RunSpec:
@@ -92,11 +95,11 @@ def test_resume_of_bf16_moments_holds_28_bytes_for_6() -> None:
 
 
 def test_whole_states_are_loaded_in_host_memory() -> None:
-    """No unscaled states of the state dict on the GPU: 6 + 8 + 6 bytes."""
-    run = run_of(2, optimizer=LOW)
-    found = loading(run, 0, How.RESUME, sharding=Sharding.FULLY_RESHARDABLE)
-    more = bytes_of(found) - bytes_of(loading(run, 0, How.TORCH_DIST))
-    assert more == pytest.approx(20 * NUMEL / 2, rel=1e-3)
+    """No unscaled states of the state dict on the GPU: 8 bytes of states (main parameters are whole), 8 unscaled and 6
+    in the dtype of weights."""
+    run = run_of(2, optimizer=replace(LOW, store_param_remainders=False), checkpoint=RESHARDABLE)
+    more = bytes_of(loading(run, 0, How.RESUME)) - bytes_of(loading(run, 0, How.TORCH_DIST))
+    assert more == pytest.approx(22 * NUMEL / 2, rel=1e-3)
 
 
 def test_import_scatters_one_table() -> None:
@@ -113,7 +116,7 @@ def test_a_save_stages_what_the_rank_writes() -> None:
     least, most = total(host_of_saving(run_of(2), 0) or ())
     assert least == pytest.approx((2 + 12) * NUMEL / 2, rel=1e-2)
     assert least < most < 2 * least
-    whole = host_of_saving(run_of(2), 0, fully_parallel=False)
+    whole = host_of_saving(run_of(2, checkpoint=CheckpointSpec(ckpt_fully_parallel_save=False)), 0)
     assert parts(whole, "weights") >= 2 * NUMEL
 
 

@@ -9,11 +9,11 @@ from job_oracle import forward_only, job
 
 from bridge_memory.job.megatron.building import building, built
 from bridge_memory.job.megatron.evaluation import forward_passes
-from bridge_memory.job.megatron.loading import How, Sharding, loading
+from bridge_memory.job.megatron.loading import How, loading
 from bridge_memory.job.megatron.saving import saving
 from bridge_memory.outside.amount import Amount, total
 from bridge_memory.readers import resolve_model
-from bridge_memory.spec import DataParallelSpec, OptimizerSpec, ParallelSpec, RunSpec
+from bridge_memory.spec import CheckpointSpec, DataParallelSpec, OptimizerSpec, ParallelSpec, RunSpec
 from bridge_memory.spec.model import ModelSpec
 
 #: Bytes of each chunk's rotary frequencies, and of the scales of states, which are in no amount.
@@ -115,23 +115,24 @@ def test_resume_and_save(run: RunSpec, stage: int) -> None:
 
 
 #: megatron-core gathers in host memory here, which has data.
+RESHARDABLE = CheckpointSpec(dist_ckpt_optim_fully_reshardable=True)
 TINY = replace(LLAMA, layers=LLAMA.layers[:1], vocab_size=1024)
 GATHERED = {
-    "fp32": RunSpec(model=TINY, parallel=ParallelSpec(world_size=2)),
+    "fp32": RunSpec(model=TINY, parallel=ParallelSpec(world_size=2), checkpoint=RESHARDABLE),
     "bf16 moments": RunSpec(
-        model=TINY, parallel=ParallelSpec(world_size=2), optimizer=OptimizerSpec(**LOW, store_param_remainders=False)
+        model=TINY, parallel=ParallelSpec(world_size=2), optimizer=OptimizerSpec(**LOW, store_param_remainders=False),
+        checkpoint=RESHARDABLE,
     ),
 }
 
 
 @pytest.mark.parametrize("name", GATHERED)
 def test_resume_from_whole_states(name: str) -> None:
-    with job(GATHERED[name], sharding="fully_reshardable") as real:
+    with job(GATHERED[name]) as real:
         real.load(with_optimizer=True)
         real.save()
-    found = loading(GATHERED[name], 0, How.RESUME, sharding=Sharding.FULLY_RESHARDABLE)
-    within(found, real.phases["resume"].peak)
-    within(_states(saving(GATHERED[name], 0, sharding=Sharding.FULLY_RESHARDABLE)), real.phases["save"].peak)
+    within(loading(GATHERED[name], 0, How.RESUME), real.phases["resume"].peak)
+    within(_states(saving(GATHERED[name], 0)), real.phases["save"].peak)
 
 
 def _states(saved: tuple[Amount, ...] | None) -> tuple[Amount, ...]:
