@@ -72,8 +72,8 @@ class Job:
         self.metadata = {
             "distrib_optim_sharding_type": "fully_reshardable" if whole else "dp_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient":
-                run.checkpoint.distrib_optim_fully_reshardable_mem_efficient, "chained_optim_avoid_prefix": True, "dp_cp_group": None,
-            "singleton_local_shards": False,
+                run.checkpoint.distrib_optim_fully_reshardable_mem_efficient,
+            "chained_optim_avoid_prefix": True, "dp_cp_group": None, "singleton_local_shards": False,
         }  # fmt: skip
         tracker.reset_peak()
         self.chunks = build_chunks(run)

@@ -24,7 +24,6 @@ from bridge_memory.engines.optimizer_states import optimizer_states
 from bridge_memory.estimation import stage_parts
 from bridge_memory.job.megatron.building import built, stage_parameters
 from bridge_memory.outside.amount import Amount, exactly, total
-from bridge_memory.releases import release_words
 from bridge_memory.spec import DTYPE_BYTES, LayerSpec, MambaSpec, RunSpec
 from bridge_memory.spec.model import GatedDeltaNetSpec, MLPSpec, MoESpec
 from bridge_memory.tapes.parameters import Parameter
@@ -153,8 +152,8 @@ def refusal(run: RunSpec) -> str | None:
     """Why megatron-core cannot resume from the checkpoints of this run, and what to change; None where it can.
 
     ``distrib_optimizer.py: _set_main_param_and_optimizer_states`` hands every state to TE's ``FusedAdam.
-    set_scaled_state``: from 0.14 to 0.16 of dp_reshardable also ``padding``, which is no tensor; and of fully_reshardable main
-    parameters in fp32, where TE asserts 16-bit remainders.
+    set_scaled_state``: from 0.14 to 0.16 of dp_reshardable also ``padding``, which is no tensor; and of
+    fully_reshardable main parameters in fp32, where TE asserts 16-bit remainders.
     """
     held, c = run.optimizer, run.checkpoint
     if not (held.fused_main_parameters and _whole_or_buckets(run) and c.resumes_optimizer):
@@ -169,7 +168,7 @@ def refusal(run: RunSpec) -> str | None:
     core = run.implementation.megatron_core
     if core is not None and (0, 14) <= core <= (0, 16):
         return (
-            f"resume of a precision-aware optimizer fails in megatron-core {release_words(core)} (AttributeError); set "
+            "resume of a precision-aware optimizer fails in megatron-core 0.14 to 0.16 (AttributeError); set "
             "dist_ckpt_optim_fully_reshardable, and store_param_remainders to False"
         )
     return None
@@ -361,9 +360,11 @@ def _exchanged(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     replicated = resumes and not run.data_parallel.use_distributed_optimizer
     one = 4 * max((p.numel for p in parameters), default=0) if whole_states else 0
     experts, least = [p.numel for p in parameters if p.expert], 0
+    halved = {p.name for p in _in_parts(run, stage) if _GATED.search(p.name)}  # a tensor each
     others = _others_experts(run)
     if others and experts:
-        least = max(width, 4 * (whole_states or replicated)) * max(experts)
+        largest = max(p.numel // (1 + (p.name in halved)) for p in parameters if p.expert)
+        least = max(width, 4 * (whole_states or replicated)) * largest
     dropped = others * sum(experts) * (width + 12 * (whole_states or replicated))
     found = Amount("tensors that data-parallel ranks exchange", max(one, least), one + dropped, Provenance.FORMULA,
                    _EXCHANGED)  # fmt: skip

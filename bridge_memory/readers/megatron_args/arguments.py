@@ -108,7 +108,8 @@ NUMBERS: dict[str, float | None] = {
     "rotary_percent": 1.0, "sgd_momentum": 0.9,
 }  # fmt: skip
 WORDS: dict[str, str | None] = {
-    "attention_backend": "auto", "ckpt_format": "torch_dist", "cross_entropy_fusion_impl": "native", "cuda_graph_impl": "none",
+    "attention_backend": "auto", "ckpt_format": "torch_dist", "cross_entropy_fusion_impl": "native",
+    "cuda_graph_impl": "none",
     "data_parallel_sharding_strategy": None, "dsa_kernel_backend": "none",
     "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32",
     "experimental_attention_variant": None, "fp4": None, "fp8": None, "fp8_recipe": "delayed",
