@@ -79,6 +79,9 @@ class Job:
         self.chunks = build_chunks(run)
         self.wrapped = [distributed(run, chunk, i) for i, chunk in enumerate(self.chunks)]
         self.optimizer = optimizer(run, self.wrapped)
+        if run.checkpoint.distrib_optim_fully_reshardable_mem_efficient:
+            for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+                one.data_parallel_group_gloo = one.data_parallel_group
         self._note("build")
 
     def _note(self, name: str) -> None:
