@@ -301,6 +301,8 @@ def _resuming(run: RunSpec, stage: int) -> Iterator[tuple[Amount, ...]]:
 #: ``ssm/utils.py: _split_tensor_factory``), and those of experts in one tensor, which are saved transposed.
 _GATED = re.compile(r"(^|\.)linear_fc1\.(weight|bias)\d*$")
 _MIXER = re.compile(r"(^|\.)(in_proj\.weight|conv1d\.(weight|bias))$")
+#: Parameters that every tensor-parallel rank has whole: norms, routers, gates and MLA's down projections.
+_REPLICATED = re.compile(r"norm\.(weight|bias)$|layer_norm_(weight|bias)$|router\.|gate_weight$|_down_proj\.(weight|bias)$")
 _TRANSPOSED = re.compile(r"(^|\.)experts\.weight[12]$")
 
 
@@ -381,20 +383,35 @@ def _others_experts(run: RunSpec) -> int:
 
 
 def _imported(run: RunSpec, stage: int) -> tuple[Amount, ...]:
-    """Tensor by tensor from host memory. The first tensor-parallel rank holds the shards of all ranks and its own."""
-    width = DTYPE_BYTES[run.precision.params_dtype]
-    p = run.parallel
-    most = 0
-    for chunk in stage_parameters(run, stage):
-        for parameter in chunk:
-            ranks = (p.etp if parameter.expert else p.tp) if parameter.sharded else 1
-            if (p.etp if parameter.expert else p.tp) > 1:
-                most = max(most, width * parameter.numel * (ranks + (ranks > 1)))
+    """Tensor by tensor from host memory. The first tensor-parallel rank holds the shards of all ranks and its own,
+    beside what it made of the tensor before; what ranks replicate is copied whole."""
+    width, p = DTYPE_BYTES[run.precision.params_dtype], run.parallel
+    tied = run.model.share_embeddings_and_output_weights
+    parameters = [
+        (_import_key(at, one.name), one) for at, chunk in enumerate(stage_parameters(run, stage)) for one in chunk
+        if not (tied and one.name.startswith("output_layer."))
+    ]  # fmt: skip
+    most = before = 0
+    for _, one in sorted(parameters, key=lambda pair: pair[0]):
+        group = p.etp if one.expert else p.tp
+        ranks = group if one.sharded else 1
+        # Of a group of one, what could be divided is copied from the host into the parameter.
+        nbytes = width * one.numel if group > 1 or _REPLICATED.search(one.name) else 0
+        most, before = max(most, before + nbytes * (ranks + (ranks > 1))), nbytes
     if not most:
         return ()
     return (
         exactly(
-            "one tensor's shards for all tensor-parallel ranks", most, Provenance.FORMULA,
-            "Bridge param_mapping.py: MegatronParamMapping.scatter_to_tp_ranks",
+            "one tensor's shards for all tensor-parallel ranks, and the tensor before", most, Provenance.FORMULA,
+            "Bridge param_mapping.py: MegatronParamMapping.scatter_to_tp_ranks, ReplicatedMapping",
         ),
     )
+
+
+def _import_key(chunk: int, name: str) -> tuple[int, int, int, str]:
+    """Bridge imports by layer, then by expert, then by name, and first what is in no layer (``utils.py:
+    extract_sort_key``)."""
+    layer, expert = re.search(r"layers\.(\d+)", name), re.search(r"(?:(?:bias|weight)|local_experts\.)(\d+)", name)
+    if layer is None:
+        return -1, -1, -1, name
+    return chunk, int(layer[1]), int(expert[1]) if expert else -1, name
