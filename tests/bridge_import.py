@@ -1,7 +1,7 @@
 """Megatron Bridge's import of a small Hugging Face checkpoint, onto a rank whose tensors have no data.
 
-A process of its own, as ``bridge_rehearsal.py``: ``python tests/bridge_import.py CASE ...``. Prints one JSON line a case:
-bytes above the built model at the highest moment of the import, predicted and measured.
+A process of its own, as ``bridge_rehearsal.py``: ``python tests/bridge_import.py CASE ...``. Prints one JSON line a
+case: bytes above the built model at the highest moment of the import, predicted and measured.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def answer(name: str) -> dict[str, Any]:
 
     config, sizes, grouped = CASES[name]
     implementation = ImplementationSpec(moe_grouped_gemm=grouped)
-    run = RunSpec(model=model_from_hf_config(config, name="small"), parallel=ParallelSpec(**sizes), implementation=implementation)
+    model = model_from_hf_config(config, name="small")
+    run = RunSpec(model=model, parallel=ParallelSpec(**sizes), implementation=implementation)
     with tempfile.TemporaryDirectory() as folder:
         written(config, Path(folder))
         bridge = AutoBridge.from_hf_pretrained(folder)

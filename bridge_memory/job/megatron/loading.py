@@ -302,7 +302,9 @@ def _resuming(run: RunSpec, stage: int) -> Iterator[tuple[Amount, ...]]:
 _GATED = re.compile(r"(^|\.)linear_fc1\.(weight|bias)\d*$")
 _MIXER = re.compile(r"(^|\.)(in_proj\.weight|conv1d\.(weight|bias))$")
 #: Parameters that every tensor-parallel rank has whole: norms, routers, gates and MLA's down projections.
-_REPLICATED = re.compile(r"norm\.(weight|bias)$|layer_norm_(weight|bias)$|router\.|gate_weight$|_down_proj\.(weight|bias)$")
+_REPLICATED = re.compile(
+    r"norm\.(weight|bias)$|layer_norm_(weight|bias)$|router\.|gate_weight$|_down_proj\.(weight|bias)$"
+)
 _TRANSPOSED = re.compile(r"(^|\.)experts\.weight[12]$")
 
 
