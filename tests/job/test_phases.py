@@ -171,8 +171,8 @@ RESHARDABLE_RUN = run_of(2, checkpoint=RESHARDABLE)
 
 
 def test_whole_states_over_gloo_stay_in_host_memory() -> None:
-    """On the GPU nothing is gathered; of two ranks the first holds 12 bytes a parameter, 6 of its own shards, and of one
-    state 4 received and 4 put together; on 64 ranks it holds more once it has copied all 12 to write them."""
+    """On the GPU nothing is gathered; of two ranks the first holds 12 bytes a parameter, 6 of its own shards, and of
+    one state 4 received and 4 put together; on 64 ranks it holds more once it has copied all 12 to write them."""
     run = RESHARDABLE_RUN.with_fields(distrib_optim_fully_reshardable_mem_efficient=True)
     assert parts(saving(RESHARDABLE_RUN, 0), "gathered states") == pytest.approx(4 * 1.5 * NUMEL, rel=1e-2)
     assert parts(saving(run, 0), "gathered states") == 0
