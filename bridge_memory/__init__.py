@@ -23,6 +23,7 @@ from bridge_memory.readers import list_presets, model_from_hf_config, resolve_mo
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,
+    CheckpointSpec,
     CompressedAttentionSpec,
     DataParallelSpec,
     DDPOptions,
@@ -80,6 +81,7 @@ __all__ = [
     "Balanced",
     "BatchSpec",
     "Change",
+    "CheckpointSpec",
     "Comparison",
     "Component",
     "CompressedAttentionSpec",

@@ -65,17 +65,23 @@ def _of_no_folder(sharded: Any) -> dict[str, Any]:
 class Job:
     """One rank: ``phases`` has every phase that has run."""
 
-    def __init__(self, run: RunSpec, tracker: Tracker, sharding: str) -> None:
+    def __init__(self, run: RunSpec, tracker: Tracker) -> None:
         self.run, self.tracker = run, tracker
         self.phases: dict[str, Measured] = {}
+        whole = run.checkpoint.dist_ckpt_optim_fully_reshardable
         self.metadata = {
-            "distrib_optim_sharding_type": sharding, "chained_optim_avoid_prefix": True, "dp_cp_group": None,
-            "singleton_local_shards": False,
+            "distrib_optim_sharding_type": "fully_reshardable" if whole else "dp_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient":
+                run.checkpoint.distrib_optim_fully_reshardable_mem_efficient,
+            "chained_optim_avoid_prefix": True, "dp_cp_group": None, "singleton_local_shards": False,
         }  # fmt: skip
         tracker.reset_peak()
         self.chunks = build_chunks(run)
         self.wrapped = [distributed(run, chunk, i) for i, chunk in enumerate(self.chunks)]
         self.optimizer = optimizer(run, self.wrapped)
+        if run.checkpoint.distrib_optim_fully_reshardable_mem_efficient:
+            for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+                one.data_parallel_group_gloo = one.data_parallel_group
         self._note("build")
 
     def _note(self, name: str) -> None:
@@ -124,12 +130,12 @@ class Job:
 
 
 @contextmanager
-def job(run: RunSpec, stage: int = 0, sharding: str = "dp_reshardable") -> Iterator[Job]:
+def job(run: RunSpec, stage: int = 0) -> Iterator[Job]:
     """A rank of ``stage`` that has built its model and optimizer."""
     with on_rank(run, rank_in_stage(run, stage)):
         tracker = Tracker()
         with tracker, tensors_call_themselves_cuda():
-            yield Job(run, tracker, sharding)
+            yield Job(run, tracker)
 
 
 def forward_only(run: RunSpec, stage: int) -> list[int]:

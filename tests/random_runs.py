@@ -66,6 +66,17 @@ GROUPS: dict[str, dict[str, st.SearchStrategy]] = {
         "optimizer_cpu_offload": st.booleans(),
         "optimizer_offload_fraction": st.sampled_from([0.0, 0.5, 1.0]),
     },
+    "checkpoint": {
+        "ckpt_format": st.sampled_from(["torch_dist", "torch_dist", "torch_dcp"]),
+        "dist_ckpt_optim_fully_reshardable": st.booleans(),
+        "distrib_optim_fully_reshardable_mem_efficient": st.booleans(),
+        "ckpt_fully_parallel_save": st.booleans(),
+        "ckpt_fully_parallel_load": st.booleans(),
+        "async_save": st.booleans(),
+        "stream_ckpt_dequant": st.booleans(),
+        "load_optim": st.booleans(),
+        "save_optim": st.booleans(),
+    },
     "lora": {"peft_scheme": st.just("lora"), "peft_dim": st.sampled_from([0, 8, 32])},
     "fp8": {
         "fp8": st.sampled_from(["hybrid", "e4m3"]),

@@ -285,12 +285,14 @@ def _engine_words(engine: str | Sequence[str] | None, run: RunSpec) -> tuple[str
 
 def _with_engine(run: RunSpec, engine: str) -> RunSpec:
     """The run under an engine, without the options of others."""
-    from bridge_memory.spec.parts import ENGINE_OPTIONS
+    from bridge_memory.spec.parts import ENGINE_OPTIONS, MEGATRON_ENGINES
 
     if engine == run.data_parallel.engine:
         return run
     own = ENGINE_OPTIONS.get(engine)
     others = {name: GROUPS[name]() for name in ("ddp", "fsdp", "deepspeed") if name != own}
+    if engine not in MEGATRON_ENGINES:
+        others["checkpoint"] = GROUPS["checkpoint"]()
     return run.with_(data_parallel=replace(run.data_parallel, engine=engine), **others)
 
 

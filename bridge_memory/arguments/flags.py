@@ -26,7 +26,7 @@ _TITLES = {
     "data_parallel": "gradients and data parallelism", "peft": "adapters",
     "recompute": "activation recomputation", "implementation": "implementation",
     "transformers": "Hugging Face transformers", "ddp": "PyTorch DDP", "fsdp": "PyTorch FSDP",
-    "deepspeed": "DeepSpeed ZeRO",
+    "deepspeed": "DeepSpeed ZeRO", "checkpoint": "checkpoints of Megatron",
 }  # fmt: skip
 #: Groups of a RunSpec that flags describe.
 SPECS = {name: GROUPS[name] for name in _TITLES}
@@ -318,6 +318,21 @@ FLAGS = (
     Flag("--bf16-optimizer-states", "deepspeed.bf16_optimizer_states", "optimizer states in bf16"),
     Flag("--stage3-gather-16bit-weights-on-model-save", "deepspeed.stage3_gather_16bit_weights_on_model_save",
          "ZeRO-3: gather 16-bit weights when saving"),
+    # Checkpoints
+    Flag("--ckpt-format", "checkpoint.ckpt_format", "format of checkpoints"),
+    Flag("--dist-ckpt-optim-fully-reshardable", "checkpoint.dist_ckpt_optim_fully_reshardable",
+         "save the distributed optimizer's states parameter by parameter, for any layout"),
+    Flag("--distrib-optim-fully-reshardable-mem-efficient", "checkpoint.distrib_optim_fully_reshardable_mem_efficient",
+         "gather those states over gloo, on one data-parallel rank"),
+    Flag("--ckpt-fully-parallel-save", "checkpoint.ckpt_fully_parallel_save",
+         "divide what is saved among data-parallel ranks (default: on)"),
+    Flag("--ckpt-fully-parallel-load", "checkpoint.ckpt_fully_parallel_load",
+         "divide what is loaded among data-parallel ranks, which broadcast it"),
+    Flag("--async-save", "checkpoint.async_save", "write checkpoints in a persistent process beside training"),
+    Flag("--stream-ckpt-dequant", "checkpoint.stream_ckpt_dequant",
+         "load quantized weights one at a time (default: on)"),
+    Flag("--load-optim", "checkpoint.load_optim", "load the optimizer when resuming (default: on)"),
+    Flag("--save-optim", "checkpoint.save_optim", "save the optimizer (default: on)"),
 )
 
 #: Megatron's switches that say one value of a field: spelling -> (field, value).

@@ -16,6 +16,8 @@ from bridge_memory.releases import (
     release_words,
 )
 from bridge_memory.spec.adapters import idle_targets
+from bridge_memory.spec.canonical import idle_checkpoint_options
+from bridge_memory.spec.checkpoint import DEFAULT_CHECKPOINT_SPEC
 from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT_FSDP_OPTIONS
 from bridge_memory.spec.errors import show
 from bridge_memory.spec.layout import Layout
@@ -126,6 +128,9 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
             run.peft, run.model, limits_of(run.model), torch_layers=impl.torch_layers
         ):
             yield NoEffect(f"peft.target_modules ({target}) names no linear of this model")
+    for name, needed in idle_checkpoint_options(run).items():
+        if getattr(run.checkpoint, name) != getattr(DEFAULT_CHECKPOINT_SPEC, name):
+            yield NoEffect(f"{name} does nothing without {needed}")
     if impl.use_legacy_models:
         yield "use_legacy_models: the layers of the removed legacy model are counted as megatron-core's local ones"
 

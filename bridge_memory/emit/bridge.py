@@ -241,8 +241,24 @@ def _others(run: RunSpec) -> dict[str, Any]:
     }  # fmt: skip
     if run.implementation.cuda_graph_impl == "full_iteration":
         found["rerun_state_machine.check_for_nan_in_loss"] = False
+    c = run.checkpoint
+    found |= {
+        f"checkpoint.{name}": value
+        for name, value in {
+            "ckpt_format": "fsdp_dtensor" if d.fsdp else c.ckpt_format,
+            "dist_ckpt_optim_fully_reshardable": c.dist_ckpt_optim_fully_reshardable,
+            # True is refused with the above.
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "fully_parallel_save": c.ckpt_fully_parallel_save, "fully_parallel_load": c.ckpt_fully_parallel_load,
+            "async_save": c.async_save, "stream_ckpt_dequant": c.stream_ckpt_dequant, "load_optim": c.load_optim,
+            "save_optim": c.save_optim,
+        }.items()
+    }  # fmt: skip
+    if c.async_save:
+        found["checkpoint.use_persistent_ckpt_worker"] = True
+    if c.load_optim:
+        found["checkpoint.finetune"] = False
     if d.fsdp:
-        found["checkpoint.ckpt_format"] = "fsdp_dtensor"
         found |= {
             f"ddp.{name}": value
             for name, value in {

@@ -140,7 +140,7 @@ def _arguments(run: RunSpec) -> dict[str, Any]:
     if run.model.has_experts:
         said["expert_model_parallel_size"] = p.ep
         said["expert_tensor_parallel_size"] = None if p.etp == p.tp else p.etp
-    said |= _precision(run) | _optimizer(run) | _data_parallel(run) | _recompute(run)
+    said |= _precision(run) | _optimizer(run) | _data_parallel(run) | _recompute(run) | _checkpoint(run)
     for name in _ALIKE:
         if run.model.has_experts or not name.startswith("moe_"):
             said[name] = getattr(impl, name)
@@ -225,6 +225,19 @@ def _data_parallel(run: RunSpec) -> dict[str, Any]:
             "megatron_fsdp_max_pool_double_buffer": d.megatron_fsdp_max_pool_double_buffer,
         }  # fmt: skip
     return said
+
+
+def _checkpoint(run: RunSpec) -> dict[str, Any]:
+    c = run.checkpoint
+    return {
+        "ckpt_format": "fsdp_dtensor" if run.data_parallel.fsdp else c.ckpt_format,
+        "dist_ckpt_optim_fully_reshardable": c.dist_ckpt_optim_fully_reshardable,
+        "distrib_optim_fully_reshardable_mem_efficient": c.distrib_optim_fully_reshardable_mem_efficient,
+        "ckpt_fully_parallel_save": c.ckpt_fully_parallel_save, "ckpt_fully_parallel_load": c.ckpt_fully_parallel_load,
+        "async_save": c.async_save, "use_persistent_ckpt_worker": c.async_save,
+        "stream_ckpt_dequant": c.stream_ckpt_dequant, "no_load_optim": not c.load_optim,
+        "no_save_optim": not c.save_optim,
+    }  # fmt: skip
 
 
 def _recompute(run: RunSpec) -> dict[str, Any]:

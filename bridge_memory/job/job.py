@@ -178,7 +178,7 @@ def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Gene
         every[training.stage] = tuple(_phases(run, gpu, stages[training.stage], exact))
         replayed.add(training.stage)
     reasons = () if _of_torch(run) else (
-        building.why_not(run) or loading.why_not_resumed(run), evaluation.why_not(run)
+        building.why_not(run) or loading.why_not_resumed(run) or loading.refusal(run), evaluation.why_not(run)
     )  # fmt: skip
     return Job(
         gpu, worst, tuple(every), overload(run, gpu.capacity_bytes, total(training.outside).most),
@@ -261,7 +261,8 @@ def _phases(run: RunSpec, gpu: Gpu, stage: _Stage, replayed: int | None = None) 
             least, most = least + stage.graphs.least, most + stage.graphs.most
         before = built if phase is Phase.RESUME else kept  # another start of the job
         found = Range(max(least, before.least), max(most, before.most))
-        yield PhaseMemory(phase, stage.number, parts, found, outside(run, gpu, stage.number, phase))
+        beyond = (*outside(run, gpu, stage.number, phase), *saving.worker(run, gpu, phase))
+        yield PhaseMemory(phase, stage.number, parts, found, beyond)
         if phase is Phase.BUILD:
             built = found
         kept = Range(kept.least, found.most) if phase is Phase.LOAD else found

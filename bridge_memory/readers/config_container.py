@@ -67,6 +67,7 @@ from bridge_memory.spec import (
     SpecError,
     divide,
 )
+from bridge_memory.spec.checkpoint import CheckpointSpec
 from bridge_memory.spec.dtypes import dtype_name
 from bridge_memory.spec.layout_string import layout_string
 from bridge_memory.spec.parts import GRAPHED_MODULES
@@ -218,6 +219,7 @@ def run_of_container(
         optimizer=_optimizer(config, view),
         data_parallel=_data_parallel_spec(config, view, running),
         peft=_peft(getattr(config, "peft", None)),
+        checkpoint=_checkpoint(getattr(config, "checkpoint", None), fsdp=view.fsdp),
         recompute=_recompute(view),
         implementation=_on_machine(
             _implementation(config, view, gpu_arch, running),
@@ -640,6 +642,22 @@ def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
         log_params_norm=bool(_get(getattr(config, "logger", None), "log_params_norm", False)),
         use_layer_wise_distributed_optimizer=name.startswith("dist_")
         or bool(_get(o, "use_layer_wise_distributed_optimizer", False)),
+    )
+
+
+def _checkpoint(c: Any, *, fsdp: bool) -> CheckpointSpec:
+    """``ConfigContainer.checkpoint``. Megatron-FSDP has one format, fsdp_dtensor."""
+    alike = ("dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient")
+    return CheckpointSpec(
+        ckpt_format="torch_dist" if fsdp else str(_get(c, "ckpt_format", "torch_dist")),
+        ckpt_fully_parallel_save=bool(_get(c, "fully_parallel_save", True)),
+        ckpt_fully_parallel_load=bool(_get(c, "fully_parallel_load", False)),
+        # Without the persistent process it is switched off (``arguments.py: validate_args``).
+        async_save=bool(_get(c, "async_save", False) and _get(c, "use_persistent_ckpt_worker", True)),
+        stream_ckpt_dequant=bool(_get(c, "stream_ckpt_dequant", True)),
+        load_optim=bool(_get(c, "load_optim", True)) and not _get(c, "finetune", False),
+        save_optim=bool(_get(c, "save_optim", True)),
+        **{name: bool(_get(c, name, False)) for name in alike},
     )
 
 

@@ -108,6 +108,12 @@ READ: dict[str, frozenset[str]] = {
         """
     ),
     "logger": _names("log_params_norm"),
+    "checkpoint": _names(
+        """
+        async_save ckpt_format dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient finetune
+        fully_parallel_load fully_parallel_save load_optim save_optim stream_ckpt_dequant use_persistent_ckpt_worker
+        """
+    ),
     "tokenizer": _names("tokenizer_type vocab_size"),
     "peft": _names("dim target_modules"),
     "mixed_precision": _names(
@@ -365,9 +371,9 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "checkpoint": {
         "checkpoints: what is read and written between training steps": """
-            also_save_hf_checkpoint async_write_results_mp_mode custom_manager_class fully_parallel_load
-            fully_parallel_save hf_distributed_save hf_save_every_n_ranks hf_source_path hf_trust_remote_code
-            load_optim load_rng most_recent_k save_optim save_rng save_tokenizer_assets storage_writers_per_rank
+            also_save_hf_checkpoint async_write_results_mp_mode custom_manager_class hf_distributed_save
+            hf_save_every_n_ranks hf_source_path hf_trust_remote_code load_rng most_recent_k save_rng
+            save_tokenizer_assets storage_writers_per_rank
         """,
     },
     "ft": {

@@ -4,6 +4,7 @@
 ``validation`` <- ``run`` <- ``unmodelled``.
 """
 
+from bridge_memory.spec.checkpoint import CheckpointSpec
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.engine_options import DDPOptions, DeepSpeedOptions, FSDPOptions
 from bridge_memory.spec.errors import SpecError, divide, show
@@ -40,6 +41,7 @@ __all__ = [
     "DTYPE_BYTES",
     "AttentionSpec",
     "BatchSpec",
+    "CheckpointSpec",
     "CompressedAttentionSpec",
     "DDPOptions",
     "DataParallelSpec",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from bridge_memory.spec.checkpoint import CheckpointSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.layout_string import parse_layout_string
 from bridge_memory.spec.limits import limits_of
@@ -47,13 +48,16 @@ def canonical(run: RunSpec) -> RunSpec:
         fsdp=run.fsdp,
         deepspeed=run.deepspeed,
         transformers=_transformers(run),
+        checkpoint=_checkpoint(run),
     )
 
 
 _DEFAULTS = {cls: {f.name: f.default for f in fields(cls)} for cls in GROUPS.values()}
 
 
-_Group = TypeVar("_Group", PrecisionSpec, OptimizerSpec, DataParallelSpec, RecomputeSpec, ImplementationSpec)
+_Group = TypeVar(
+    "_Group", PrecisionSpec, OptimizerSpec, DataParallelSpec, RecomputeSpec, ImplementationSpec, CheckpointSpec
+)
 
 
 def _reset(group: _Group, *names: str) -> _Group:
@@ -161,6 +165,26 @@ def _data_parallel(run: RunSpec) -> DataParallelSpec:
     if not d.fsdp_double_buffer:
         d = _reset(d, "fsdp_db_use_persist_buf_on_alloc_fail", "megatron_fsdp_max_pool_double_buffer")
     return d
+
+
+def idle_checkpoint_options(run: RunSpec) -> dict[str, str]:
+    """Fields of ``run.checkpoint`` without effect on it -> what they need, in words."""
+    c, idle = run.checkpoint, {}
+    if not run.data_parallel.use_distributed_optimizer:
+        idle["dist_ckpt_optim_fully_reshardable"] = "use_distributed_optimizer"
+    if idle or not c.dist_ckpt_optim_fully_reshardable:
+        idle["distrib_optim_fully_reshardable_mem_efficient"] = "dist_ckpt_optim_fully_reshardable"
+    if not (run.precision.quantized_param and run.implementation.te):
+        idle["stream_ckpt_dequant"] = "parameters in fp8 or fp4"
+    if run.parallel.data_parallel_size * run.parallel.cp == 1:
+        what = "more than one data-parallel rank"
+        idle |= {"ckpt_fully_parallel_save": what, "ckpt_fully_parallel_load": what}
+    return idle
+
+
+def _checkpoint(run: RunSpec) -> CheckpointSpec:
+    # Megatron-FSDP has one format.
+    return _reset(run.checkpoint, *idle_checkpoint_options(run), *["ckpt_format"] * run.data_parallel.fsdp)
 
 
 def _recompute(r: RecomputeSpec) -> RecomputeSpec:

@@ -14,6 +14,7 @@ from functools import cache
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.spec.checkpoint import DEFAULT_CHECKPOINT_SPEC, CheckpointSpec
 from bridge_memory.spec.engine_options import (
     DEFAULT_DDP_OPTIONS,
     DEFAULT_DEEPSPEED_OPTIONS,
@@ -61,6 +62,7 @@ GROUPS: dict[str, type] = {
     "fsdp": FSDPOptions,
     "deepspeed": DeepSpeedOptions,
     "transformers": TransformersSpec,
+    "checkpoint": CheckpointSpec,
 }
 _TYPES = (ModelSpec, *GROUPS.values(), tuple, tuple)
 
@@ -109,6 +111,8 @@ class RunSpec:
     deepspeed: DeepSpeedOptions = DEFAULT_DEEPSPEED_OPTIONS
     #: How transformers runs the model; for ``transformer_impl`` transformers, torchtitan and torchtune only.
     transformers: TransformersSpec = DEFAULT_TRANSFORMERS_SPEC
+    #: Of megatron-core's engines only.
+    checkpoint: CheckpointSpec = DEFAULT_CHECKPOINT_SPEC
     #: The teacher of a distillation, as a separate run: frozen, on the student's ranks.
     teacher: RunSpec | None = None
     #: Assumptions and unmodelled features that the source of the run adds to the model's.
@@ -133,6 +137,7 @@ class RunSpec:
             fsdp: FSDPOptions = ...,
             deepspeed: DeepSpeedOptions = ...,
             transformers: TransformersSpec = ...,
+            checkpoint: CheckpointSpec = ...,
             teacher: RunSpec | None = ...,
             assumptions: tuple[str, ...] = ...,
             not_modelled: tuple[str, ...] = ...,
@@ -142,8 +147,8 @@ class RunSpec:
         if (
             type(self.model), type(self.parallel), type(self.batch), type(self.precision), type(self.optimizer),
             type(self.data_parallel), type(self.peft), type(self.recompute), type(self.implementation),
-            type(self.ddp), type(self.fsdp), type(self.deepspeed), type(self.transformers), type(self.assumptions),
-            type(self.not_modelled),
+            type(self.ddp), type(self.fsdp), type(self.deepspeed), type(self.transformers), type(self.checkpoint),
+            type(self.assumptions), type(self.not_modelled),
         ) != _TYPES:  # fmt: skip
             object.__setattr__(self, "model", _model(self.model))
             _check_groups(self)

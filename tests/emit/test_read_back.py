@@ -197,6 +197,12 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "dataset": {"seq_length": 128, "skip_getting_attention_mask_from_dataset": False},
     "logger": {"log_params_norm": True},
     "dist": {"use_megatron_fsdp": True},
+    "checkpoint": {
+        "ckpt_format": "torch_dcp", "dist_ckpt_optim_fully_reshardable": True,
+        "distrib_optim_fully_reshardable_mem_efficient": True, "fully_parallel_save": False, "finetune": True,
+        "fully_parallel_load": True, "async_save": True, "use_persistent_ckpt_worker": False, "load_optim": False,
+        "save_optim": False, "stream_ckpt_dequant": False,
+    },
     "ddp": {
         "use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 99,
         "num_distributed_optimizer_instances": 4, "use_megatron_fsdp": True, "grad_reduce_in_fp32": False,
@@ -233,7 +239,7 @@ def recipe(run: RunSpec, *, own: bool) -> Any:
     overlap = SimpleNamespace(data_parallel_size=None, overlap_grad_reduce=True, bucket_size=77, tp_comm_overlap=True)
     return SimpleNamespace(
         model=model, **parts, comm_overlap=overlap, mixed_precision="fp16_with_fp8_delayed_scaling_mixed",
-        peft=LoRA(dim=5, target_modules=["linear_qkv"]), checkpoint=SimpleNamespace(ckpt_format="torch_dist"),
+        peft=LoRA(dim=5, target_modules=["linear_qkv"]),
         rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=True),
         env_vars={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     )  # fmt: skip

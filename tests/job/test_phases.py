@@ -7,16 +7,19 @@ A model of two layers: hidden size 256, 4 heads, a gated MLP of width 512, 1,024
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from bridge_memory import ParallelSpec, RunSpec, SpecError
+from bridge_memory import CheckpointSpec, ParallelSpec, RunSpec, SpecError, estimate, find_gpu
 from bridge_memory.estimation import stage_phases
+from bridge_memory.job.job import job_of
 from bridge_memory.job.megatron.building import building, built
 from bridge_memory.job.megatron.evaluation import evaluation
-from bridge_memory.job.megatron.loading import How, Sharding, loading
+from bridge_memory.job.megatron.loading import How, loading, refusal, to_try
 from bridge_memory.job.megatron.saving import host_of_saving, saving
 from bridge_memory.outside.amount import Amount, total
-from bridge_memory.spec import DataParallelSpec, ImplementationSpec, OptimizerSpec
+from bridge_memory.spec import DataParallelSpec, ImplementationSpec, OptimizerSpec, PrecisionSpec
 from bridge_memory.spec.model import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
 
 LAYER = LayerSpec(
@@ -30,6 +33,7 @@ MODEL = ModelSpec(
 TABLE, FC1 = 1024 * 256, 2 * 256 * 512
 NUMEL = 2 * (4 * 256**2 + 3 * 256 * 512 + 2 * 256) + 256 + 2 * TABLE
 LOW = OptimizerSpec(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+RESHARDABLE = CheckpointSpec(dist_ckpt_optim_fully_reshardable=True)
 
 
 def run_of(gpus: int = 1, **more: object) -> RunSpec:
@@ -92,20 +96,20 @@ def test_resume_of_bf16_moments_holds_28_bytes_for_6() -> None:
 
 
 def test_whole_states_are_loaded_in_host_memory() -> None:
-    """No unscaled states of the state dict on the GPU: 6 + 8 + 6 bytes."""
-    run = run_of(2, optimizer=LOW)
-    found = loading(run, 0, How.RESUME, sharding=Sharding.FULLY_RESHARDABLE)
-    more = bytes_of(found) - bytes_of(loading(run, 0, How.TORCH_DIST))
-    assert more == pytest.approx(20 * NUMEL / 2, rel=1e-3)
+    """No unscaled states of the state dict on the GPU: 8 bytes of states (main parameters are whole), 8 unscaled and 6
+    in the dtype of weights."""
+    run = run_of(2, optimizer=replace(LOW, store_param_remainders=False), checkpoint=RESHARDABLE)
+    more = bytes_of(loading(run, 0, How.RESUME)) - bytes_of(loading(run, 0, How.TORCH_DIST))
+    assert more == pytest.approx(22 * NUMEL / 2, rel=1e-3)
 
 
 def test_import_scatters_one_table() -> None:
-    """The first of two tensor-parallel ranks: 2 x 2 bytes x 131,072 of both shards, and its own. With one there is
-    nothing to scatter."""
-    assert bytes_of(loading(run_of(2), 0, How.HUGGING_FACE)) == bytes_of(built(run_of(2), 0))
+    """The first of two tensor-parallel ranks: 2 x 2 bytes x 131,072 of both shards of the output layer, its own, and
+    the shard of the embedding, which comes before. With one there is nothing to scatter: a norm is copied."""
+    assert bytes_of(loading(run_of(2), 0, How.HUGGING_FACE)) - bytes_of(built(run_of(2), 0)) == 2 * 256
     run = RunSpec(model=MODEL, parallel=ParallelSpec(world_size=2, tensor_model_parallel_size=2))
     more = bytes_of(loading(run, 0, How.HUGGING_FACE)) - bytes_of(built(run, 0))
-    assert more == 2 * (TABLE + TABLE // 2)
+    assert more == 2 * (TABLE + TABLE // 2 + TABLE // 2)
 
 
 def test_a_save_stages_what_the_rank_writes() -> None:
@@ -113,7 +117,7 @@ def test_a_save_stages_what_the_rank_writes() -> None:
     least, most = total(host_of_saving(run_of(2), 0) or ())
     assert least == pytest.approx((2 + 12) * NUMEL / 2, rel=1e-2)
     assert least < most < 2 * least
-    whole = host_of_saving(run_of(2), 0, fully_parallel=False)
+    whole = host_of_saving(run_of(2, checkpoint=CheckpointSpec(ckpt_fully_parallel_save=False)), 0)
     assert parts(whole, "weights") >= 2 * NUMEL
 
 
@@ -161,3 +165,87 @@ def test_the_load_of_a_warm_start_is_explained() -> None:
     assert parts(found, "weights of experts, transposed") == pytest.approx(13.679 * 2**30, rel=1e-4)
     measured = 89.9e9 - 55.19 * 2**30
     assert bytes_of(found) - bytes_of(built(run, 0)) == pytest.approx(measured, rel=0.01)
+
+
+RESHARDABLE_RUN = run_of(2, checkpoint=RESHARDABLE)
+
+
+def test_whole_states_over_gloo_stay_in_host_memory() -> None:
+    """On the GPU nothing is gathered; of two ranks the first holds 12 bytes a parameter, 6 of its own shards, and of
+    one state 4 received and 4 put together; on 64 ranks it holds more once it has copied all 12 to write them."""
+    run = RESHARDABLE_RUN.with_fields(distrib_optim_fully_reshardable_mem_efficient=True)
+    assert parts(saving(RESHARDABLE_RUN, 0), "gathered states") == pytest.approx(4 * 1.5 * NUMEL, rel=1e-2)
+    assert parts(saving(run, 0), "gathered states") == 0
+    least, most = total(tuple(a for a in host_of_saving(run, 0) or () if a.name.startswith("optimizer")))
+    assert most == pytest.approx((12 + 6 + 4 + 4) * NUMEL, rel=1e-2)
+    assert least == pytest.approx(12 * NUMEL / 2, rel=1e-2)
+    many = host_of_saving(run.with_fields(world_size=64), 0) or ()
+    assert sum(a.most for a in many if a.name.startswith("optimizer")) == pytest.approx(2 * 12 * NUMEL, rel=1e-2)
+
+
+def test_without_an_optimizer_weights_are_loaded_and_saved() -> None:
+    for field in ("load_optim", "save_optim"):
+        run = run_of(2).with_fields(**{field: False})
+        assert loading(run, 0, How.RESUME) == loading(run, 0, How.TORCH_DIST)
+    run = run_of(2, optimizer=LOW).with_fields(save_optim=False)
+    assert parts(saving(run, 0), "fp32 states in the state dict", "fp32 copies of states") == 0
+    assert [a.name for a in host_of_saving(run, 0) or ()] == ["weights"]
+
+
+def test_another_format_is_not_modelled_and_named() -> None:
+    run = run_of(2).with_fields(ckpt_format="torch_dcp")
+    assert loading(run, 0, How.RESUME) is loading(run, 0, How.TORCH_DIST) is saving(run, 0) is None
+    assert loading(run, 0, How.HUGGING_FACE) is not None
+    assert [why for why in job_of(estimate(run), find_gpu("H100")).not_modelled if "ckpt_format (torch_dcp)" in why]
+
+
+def test_quantized_weights_are_dequantized_one_by_one_or_all() -> None:
+    """Of 16 bits, the largest (a table is none of them: 2 x 2 x 256 x 512), or all linears."""
+    precision = PrecisionSpec(fp8="hybrid", fp8_recipe="blockwise", fp8_param=True)
+    linears = 2 * (4 * 256**2 + 3 * 256 * 512)
+    found = {}
+    for core in ((0, 16), (0, 19), None):
+        for streams in (True, False):
+            run = run_of(precision=precision, implementation=ImplementationSpec(megatron_core=core))
+            amounts = loading(run.with_fields(stream_ckpt_dequant=streams), 0, How.TORCH_DIST) or ()
+            (one,) = (a for a in amounts if a.name == "dequantized weights")
+            found[core, streams] = [one.least, one.most]
+    one, whole = 2 * FC1, 2 * linears
+    assert found == {
+        ((0, 16), True): [whole, whole], ((0, 16), False): [whole, whole], ((0, 19), True): [one, one],
+        ((0, 19), False): [whole, whole], (None, True): [one, whole], (None, False): [whole, whole],
+    }  # fmt: skip
+
+
+def test_what_to_try_lowers_the_resume_and_is_named_only_then() -> None:
+    """Unscaled states of the state dict leave the GPU: 8 bytes a parameter of the shard. States in fp32 are in the
+    state dict as they are, and again in FusedAdam: those are the same in host memory."""
+    run = run_of(2, optimizer=replace(LOW, store_param_remainders=False))
+    found = to_try(run, 0)
+    assert found is not None and found.flag == "--dist-ckpt-optim-fully-reshardable"
+    peaks = [bytes_of(loading(each, 0, How.RESUME)) for each in (run, found.run)]
+    assert found.less == peaks[0] - peaks[1]
+    assert found.less == pytest.approx(8 * NUMEL / 2, rel=1e-2)
+    assert to_try(found.run, 0) is None
+    # It would fail (refusal), and needs no less.
+    assert to_try(run_of(2, optimizer=LOW), 0) is None
+    assert to_try(run_of(1, data_parallel=DataParallelSpec(use_distributed_optimizer=False)), 0) is None
+
+
+@pytest.mark.parametrize("core", [(0, 13), (0, 14), (0, 16), (0, 17), (0, 19), None], ids=str)
+def test_resumes_that_fail_in_megatron_core_are_named(core: tuple[int, int] | None) -> None:
+    run = run_of(2, optimizer=LOW, implementation=ImplementationSpec(megatron_core=core))
+    fails = core in ((0, 14), (0, 16))
+    assert (refusal(run) is not None) is (loading(run, 0, How.RESUME) is None) is fails
+    assert (refusal(run.with_(checkpoint=RESHARDABLE)) or "").endswith("set store_param_remainders to False")
+    assert refusal(run.with_(checkpoint=RESHARDABLE).with_fields(store_param_remainders=False)) is None
+    assert refusal(run.with_fields(load_optim=False)) is None
+    job = job_of(estimate(run), find_gpu("H100"))
+    assert [why for why in job.not_modelled if why.startswith("resume of a precision-aware")] == [refusal(run)] * fails
+
+
+def test_the_process_that_writes_has_a_context_on_the_gpu() -> None:
+    plain, beside = (job_of(estimate(run_of(2).with_fields(async_save=on)), find_gpu("H100")) for on in (False, True))
+    for one, other in zip(plain.phases, beside.phases, strict=True):
+        assert one.driver.most < other.driver.most <= one.driver.most + 2**29
+        assert (one.driver.least < other.driver.least) is (str(one.phase) in ("training", "evaluation", "save"))

@@ -106,6 +106,7 @@ _OTHER_DEFAULTS = {
     # Nothing before 0.18, and no_shard; the reader knows.
     "data_parallel_sharding_strategy": ("no_shard", "optim_grads_params"),
     "moe_router_load_balancing_type": ("aux_loss",),
+    "no_load_optim": (None,), "no_save_optim": (None,),
 }
 
 
@@ -115,7 +116,8 @@ def test_defaults_of_what_is_read_are_megatron_lms(parser: Any) -> None:
         ours = list(unset[name]) if isinstance(unset[name], tuple) else unset[name]
         assert parser["defaults"][name] in (ours, *_OTHER_DEFAULTS.get(name, ())), name
     for name in (OFF | ON) & parser["defaults"].keys():
-        assert parser["defaults"][name] is (name in ON), name
+        default = parser["defaults"][name]
+        assert (default or False if name in ("no_load_optim", "no_save_optim") else default) is (name in ON), name
     assert set(SWITCHED_OFF_BY.values()) <= ON | {name for name, entry in UNMODELLED.items() if entry.default is True}
 
 

@@ -14,7 +14,7 @@ Resuming has three moments (megatron-core ``optimizer/distrib_optimizer.py``; TE
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -42,17 +42,14 @@ class How(str, Enum):
     RESUME = "resume"
 
 
-class Sharding(str, Enum):
-    """How a checkpoint divides the distributed optimizer's state (``distrib_optim_sharding_type``)."""
-
-    DP_RESHARDABLE = "dp_reshardable"
-    FULLY_RESHARDABLE = "fully_reshardable"
-
-
 _SHARDED = "distrib_optimizer.py: sharded_state_dict(is_loading=True)"
 _ADAM = "TE fused_adam.py: FusedAdam.load_state_dict"
 _UNSCALED = "TE fused_adam.py: FusedAdam.get_unscaled_state"
 _MERGED = "dist_checkpointing/mapping.py: apply_factory_merges"
+_DEQUANTIZED = "dist_checkpointing/serialization.py: load, stream_ckpt_dequant"
+_EXCHANGED = "dist_checkpointing/exchange_utils.py: exchange_loaded_tensors_broadcast"
+#: Releases without and with ``stream_ckpt_dequant``; between them it is not known.
+_UPFRONT, _STREAMS = (0, 16), (0, 19)
 
 
 class Tensors(NamedTuple):
@@ -115,8 +112,7 @@ def optimizers(run: RunSpec, stage: int) -> list[HeldBy]:
     }
     widths = {s.state: s.width for s in optimizer_states(run)}
     if o.fused_main_parameters:
-        remainders = o.store_param_remainders and o.main_params_dtype == "fp32" and run.precision.params_dtype == "bf16"
-        dtypes[State.MAIN_PARAMETERS] = "int16" if remainders else o.main_params_dtype
+        dtypes[State.MAIN_PARAMETERS] = "int16" if _remainders(run) else o.main_params_dtype
     lines = [c for c in stage_parts(run, stage).persistent if c.role is Role.OPTIMIZER and c.state in dtypes]
     found = []
     for experts in (False, True) if experts_apart(run) else (None,):
@@ -135,6 +131,10 @@ def _elements(lines: Sequence[Component], state: State, widths: dict[State, int]
 def why_not_resumed(run: RunSpec) -> str | None:
     """Why save and resume are not modelled, in addition to ``building.why_not``; None where it is."""
     o = run.optimizer
+    if (reason := why_not_read(run)) is not None:
+        return reason
+    if not run.checkpoint.resumes_optimizer:
+        return None
     if o.optimizer != "adam":
         return f"optimizer {o.optimizer}: save and resume are modelled for Adam only"
     if o.optimizer_cpu_offload:
@@ -142,13 +142,91 @@ def why_not_resumed(run: RunSpec) -> str | None:
     return None
 
 
-def loading(
-    run: RunSpec, stage: int, how: How, *, sharding: Sharding = Sharding.DP_RESHARDABLE
-) -> tuple[Amount, ...] | None:
-    """What is alive at the highest moment of loading; None if it is not modelled.
+def why_not_read(run: RunSpec) -> str | None:
+    """Why loading from a checkpoint is not modelled, in addition to ``building.why_not``; None where it is."""
+    found = run.checkpoint.ckpt_format
+    return None if found == "torch_dist" else f"ckpt_format ({found}): save and resume are modelled for torch_dist only"
 
-    ``sharding``: how the checkpoint was saved, of a resume with the distributed optimizer. Raises SpecError: there is
-    no such stage.
+
+def refusal(run: RunSpec) -> str | None:
+    """Why megatron-core cannot resume from the checkpoints of this run, and what to change; None where it can.
+
+    ``distrib_optimizer.py: _set_main_param_and_optimizer_states`` hands every state to TE's ``FusedAdam.
+    set_scaled_state``: from 0.14 to 0.16 of dp_reshardable also ``padding``, which is no tensor; and of
+    fully_reshardable main parameters in fp32, where TE asserts 16-bit remainders.
+    """
+    held, c = run.optimizer, run.checkpoint
+    if not (held.fused_main_parameters and _whole_or_buckets(run) and c.resumes_optimizer):
+        return None
+    if c.dist_ckpt_optim_fully_reshardable:
+        if _remainders(run):
+            return (
+                "resume fails in megatron-core: fully reshardable states of main parameters are fp32, where "
+                "store_param_remainders expects 16 bits; set store_param_remainders to False"
+            )
+        return None
+    core = run.implementation.megatron_core
+    if core is not None and (0, 14) <= core <= (0, 16):
+        return (
+            "resume of a precision-aware optimizer fails in megatron-core 0.14 to 0.16 (AttributeError); set "
+            "dist_ckpt_optim_fully_reshardable, and store_param_remainders to False"
+        )
+    return None
+
+
+def _whole_or_buckets(run: RunSpec) -> bool:
+    """Whether the distributed optimizer's own functions load the states."""
+    return run.data_parallel.use_distributed_optimizer and run.optimizer.optimizer == "adam"
+
+
+def _remainders(run: RunSpec) -> bool:
+    """Whether FusedAdam's main parameters are the 16 bits that bf16 weights lack."""
+    o = run.optimizer
+    return o.store_param_remainders and o.main_params_dtype == "fp32" and run.precision.params_dtype == "bf16"
+
+
+class ToTry(NamedTuple):
+    """An option that lowers the peak of a phase: as a flag, the run with it, and bytes less, at the upper end."""
+
+    flag: str
+    run: RunSpec
+    less: int
+
+
+#: Field of ``CheckpointSpec`` -> the value that can need less, and its flag. Without the optimizer a resume starts
+#: another training: never proposed.
+_TO_TRY: dict[str, tuple[bool, str]] = {
+    "dist_ckpt_optim_fully_reshardable": (True, "--dist-ckpt-optim-fully-reshardable"),
+    "ckpt_fully_parallel_load": (False, "--no-ckpt-fully-parallel-load"),
+    "stream_ckpt_dequant": (True, "--stream-ckpt-dequant"),
+}
+
+
+def to_try(run: RunSpec, stage: int, how: How = How.RESUME) -> ToTry | None:
+    """The option of checkpoints that lowers the peak of loading most; None if none does, or it is not modelled.
+
+    How states are divided is the checkpoint's, which has to be saved so before. Raises SpecError: there is no such
+    stage.
+    """
+    now = loading(run, stage, how)
+    if now is None:
+        return None
+    found = []
+    for name, (value, flag) in _TO_TRY.items():
+        if getattr(run.checkpoint, name) is value:
+            continue
+        other = run.with_fields(**{name: value})
+        then = loading(other, stage, how)
+        if then is not None:
+            found.append(ToTry(flag, other, total(now).most - total(then).most))
+    best = max(found, key=lambda option: option.less, default=None)
+    return best if best is not None and best.less > 0 else None
+
+
+def loading(run: RunSpec, stage: int, how: How) -> tuple[Amount, ...] | None:
+    """What is alive at the highest moment of loading; None if it is not modelled, or fails (``refusal``).
+
+    A resume is from a checkpoint that was saved with the same options. Raises SpecError: there is no such stage.
     """
     ready = built(run, stage)
     if ready is None:
@@ -157,22 +235,44 @@ def loading(
         return ready
     if how is How.HUGGING_FACE:
         return (*ready, *_imported(run, stage))
-    ready = (*ready, *_loaded_weights(run, stage))
-    if how is How.TORCH_DIST:
-        return ready
-    if why_not_resumed(run) is not None:
+    if why_not_read(run) is not None:
         return None
-    return (*ready, *max(_resuming(run, stage, sharding), key=lambda amounts: total(amounts).most, default=()))
+    weights, exchanged = _loaded_weights(run, stage), _exchanged(run, stage)
+    if how is How.TORCH_DIST or not run.checkpoint.resumes_optimizer:
+        return (*ready, *_highest([weights, exchanged]))
+    if why_not_resumed(run) is not None or refusal(run) is not None:
+        return None
+    last = [(*weights, *moment) for moment in _resuming(run, stage)]
+    return (*ready, *_highest([*last, (*_in_dict(run, stage), *exchanged)]))
 
 
-def _resuming(run: RunSpec, stage: int, sharding: Sharding) -> Iterator[tuple[Amount, ...]]:
-    """The moments of a resume that can be the highest: what is alive beside the built model.
+def _highest(moments: Iterable[tuple[Amount, ...]]) -> tuple[Amount, ...]:
+    return max(moments, key=lambda amounts: total(amounts).most, default=())
+
+
+def _in_place(run: RunSpec) -> bool:
+    """Whether a checkpoint fills states where they are; else in host memory."""
+    return not (run.data_parallel.use_distributed_optimizer and run.checkpoint.dist_ckpt_optim_fully_reshardable)
+
+
+def _in_dict(run: RunSpec, stage: int) -> tuple[Amount, ...]:
+    """States of optimizers while tensors are read."""
+    held = optimizers(run, stage)
+    unscaled = sum(h.unscaled_in_dict for h in held) if _in_place(run) else 0
+    found = (
+        exactly("states of optimizers", sum(h.nbytes for h in held), Provenance.FORMULA, _ADAM),
+        exactly("fp32 states in the state dict", unscaled, Provenance.FORMULA, _UNSCALED),
+    )
+    return tuple(a for a in found if a.most)
+
+
+def _resuming(run: RunSpec, stage: int) -> Iterator[tuple[Amount, ...]]:
+    """The moments of a resume after all is read: what is alive beside the built model.
 
     Merged weights count in the first moment too, which is before they are made: the third is always higher.
     """
     held = optimizers(run, stage)
-    distributed = run.data_parallel.use_distributed_optimizer
-    in_place = not distributed or sharding is Sharding.DP_RESHARDABLE
+    distributed, in_place = run.data_parallel.use_distributed_optimizer, _in_place(run)
     merged = 0 if distributed else sum(4 * 3 * p.numel for p in _in_parts(run, stage))
     for at, one in enumerate(held):
         others = [h for h in held if h is not one]
@@ -201,6 +301,10 @@ def _resuming(run: RunSpec, stage: int, sharding: Sharding) -> Iterator[tuple[Am
 #: ``ssm/utils.py: _split_tensor_factory``), and those of experts in one tensor, which are saved transposed.
 _GATED = re.compile(r"(^|\.)linear_fc1\.(weight|bias)\d*$")
 _MIXER = re.compile(r"(^|\.)(in_proj\.weight|conv1d\.(weight|bias))$")
+#: Parameters that every tensor-parallel rank has whole: norms, routers, gates and MLA's down projections.
+_REPLICATED = re.compile(
+    r"norm\.(weight|bias)$|layer_norm_(weight|bias)$|router\.|gate_weight$|_down_proj\.(weight|bias)$"
+)
 _TRANSPOSED = re.compile(r"(^|\.)experts\.weight[12]$")
 
 
@@ -231,30 +335,85 @@ def _loaded_weights(run: RunSpec, stage: int) -> tuple[Amount, ...]:
         exactly("weights of experts, transposed", transposed, Provenance.FORMULA, "experts.py: GroupedMLP"),
     ]
     if run.precision.quantized_param and run.implementation.te:
-        # Since streaming (0.17 or later) one tensor at a time; before, all of them before the first is filled.
+        # One tensor at a time, or all of them before the first is filled.
         quantized = [p.numel for chunk in stage_parameters(run, stage) for p in chunk if p.is_gemm]
-        found.append(Amount(
-            "dequantized weights", width * max(quantized, default=0), width * sum(quantized), Provenance.FORMULA,
-            "dist_checkpointing/serialization.py: load, stream_ckpt_dequant",
-        ))  # fmt: skip
+        one, whole = width * max(quantized, default=0), width * sum(quantized)
+        core, streams = run.implementation.megatron_core, run.checkpoint.stream_ckpt_dequant
+        if not streams or (core is not None and core <= _UPFRONT) or _divides_load(run):
+            one = whole
+        elif core is not None and core >= _STREAMS:
+            whole = one
+        found.append(Amount("dequantized weights", one, whole, Provenance.FORMULA, _DEQUANTIZED))
     return tuple(a for a in found if a.most)
 
 
-def _imported(run: RunSpec, stage: int) -> tuple[Amount, ...]:
-    """Tensor by tensor from host memory. The first tensor-parallel rank holds the shards of all ranks and its own."""
+def _divides_load(run: RunSpec) -> bool:
+    return run.checkpoint.ckpt_fully_parallel_load and run.parallel.data_parallel_size * run.parallel.cp > 1
+
+
+def _exchanged(run: RunSpec, stage: int) -> tuple[Amount, ...]:
+    """What data-parallel ranks broadcast to each other that is not filled in place: tensors of other ranks' experts,
+    which every rank receives and drops, one or all of them before the first has arrived; states that are read in host
+    memory pass through the GPU one by one."""
+    if not _divides_load(run):
+        return ()
+    resumes = run.checkpoint.resumes_optimizer and run.optimizer.optimizer == "adam"
     width = DTYPE_BYTES[run.precision.params_dtype]
+    parameters = [p for chunk in stage_parameters(run, stage) for p in chunk]
+    whole_states = resumes and not _in_place(run)
+    replicated = resumes and not run.data_parallel.use_distributed_optimizer
+    one = 4 * max((p.numel for p in parameters), default=0) if whole_states else 0
+    experts, least = [p.numel for p in parameters if p.expert], 0
+    halved = {p.name for p in _in_parts(run, stage) if _GATED.search(p.name)}  # a tensor each
+    others = _others_experts(run)
+    if others and experts:
+        largest = max(p.numel // (1 + (p.name in halved)) for p in parameters if p.expert)
+        least = max(width, 4 * (whole_states or replicated)) * largest
+    dropped = others * sum(experts) * (width + 12 * (whole_states or replicated))
+    found = Amount("tensors that data-parallel ranks exchange", max(one, least), one + dropped, Provenance.FORMULA,
+                   _EXCHANGED)  # fmt: skip
+    return (found,) if found.most else ()
+
+
+def _others_experts(run: RunSpec) -> int:
+    """Expert-parallel ranks beside this one in its data-parallel group, if each has a copy there (tensors that one rank
+    alone needs are not exchanged)."""
     p = run.parallel
-    most = 0
-    for chunk in stage_parameters(run, stage):
-        for parameter in chunk:
-            ranks = (p.etp if parameter.expert else p.tp) if parameter.sharded else 1
-            if (p.etp if parameter.expert else p.tp) > 1:
-                most = max(most, width * parameter.numel * (ranks + (ranks > 1)))
+    group = p.data_parallel_size * p.cp
+    kinds = {(rank % p.etp, rank // p.etp % p.ep) for rank in range(0, group * p.tp, p.tp)}
+    return len(kinds) - 1 if len(kinds) < group else 0
+
+
+def _imported(run: RunSpec, stage: int) -> tuple[Amount, ...]:
+    """Tensor by tensor from host memory. The first tensor-parallel rank holds the shards of all ranks and its own,
+    beside what it made of the tensor before; what ranks replicate is copied whole."""
+    width, p = DTYPE_BYTES[run.precision.params_dtype], run.parallel
+    tied = run.model.share_embeddings_and_output_weights
+    parameters = [
+        (_import_key(at, one.name), one) for at, chunk in enumerate(stage_parameters(run, stage)) for one in chunk
+        if not (tied and one.name.startswith("output_layer."))
+    ]  # fmt: skip
+    most = before = 0
+    for _, one in sorted(parameters, key=lambda pair: pair[0]):
+        group = p.etp if one.expert else p.tp
+        ranks = group if one.sharded else 1
+        # Of a group of one, what could be divided is copied from the host into the parameter.
+        nbytes = width * one.numel if group > 1 or _REPLICATED.search(one.name) else 0
+        most, before = max(most, before + nbytes * (ranks + (ranks > 1))), nbytes
     if not most:
         return ()
     return (
         exactly(
-            "one tensor's shards for all tensor-parallel ranks", most, Provenance.FORMULA,
-            "Bridge param_mapping.py: MegatronParamMapping.scatter_to_tp_ranks",
+            "one tensor's shards for all tensor-parallel ranks, and the tensor before", most, Provenance.FORMULA,
+            "Bridge param_mapping.py: MegatronParamMapping.scatter_to_tp_ranks, ReplicatedMapping",
         ),
     )
+
+
+def _import_key(chunk: int, name: str) -> tuple[int, int, int, str]:
+    """Bridge imports by layer, then by expert, then by name, and first what is in no layer (``utils.py:
+    extract_sort_key``)."""
+    layer, expert = re.search(r"layers\.(\d+)", name), re.search(r"(?:(?:bias|weight)|local_experts\.)(\d+)", name)
+    if layer is None:
+        return -1, -1, -1, name
+    return chunk, int(layer[1]), int(expert[1]) if expert else -1, name

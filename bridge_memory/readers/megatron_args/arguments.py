@@ -31,7 +31,9 @@ def _names(text: str) -> frozenset[str]:
 #: Switches that are off by default.
 OFF = _names(
     """
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split async_save
+    ckpt_fully_parallel_load dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient finetune
+    no_load_optim no_save_optim use_persistent_ckpt_worker
     accumulate_allreduce_grads_in_fp32 add_qkv_bias apply_query_key_layer_scaling attention_output_gate
     attention_softmax_in_fp32 bf16 calculate_per_token_loss cpu_offloading cross_entropy_loss_fusion
     defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode distribute_saved_activations
@@ -57,6 +59,7 @@ OFF = _names(
 ON = _names(
     """
     add_bias_linear apply_rope_fusion bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion
+    ckpt_fully_parallel_save stream_ckpt_dequant
     create_attention_mask_in_dataloader dsa_indexer_rotate_activation dsa_indexer_scoring_relu
     gradient_accumulation_fusion masked_softmax_fusion pad_vocab_size
     store_param_remainders
@@ -105,7 +108,8 @@ NUMBERS: dict[str, float | None] = {
     "rotary_percent": 1.0, "sgd_momentum": 0.9,
 }  # fmt: skip
 WORDS: dict[str, str | None] = {
-    "attention_backend": "auto", "cross_entropy_fusion_impl": "native", "cuda_graph_impl": "none",
+    "attention_backend": "auto", "ckpt_format": "torch_dist", "cross_entropy_fusion_impl": "native",
+    "cuda_graph_impl": "none",
     "data_parallel_sharding_strategy": None, "dsa_kernel_backend": "none",
     "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32",
     "experimental_attention_variant": None, "fp4": None, "fp8": None, "fp8_recipe": "delayed",

@@ -40,6 +40,7 @@ class MegatronLM:
     ddp: SimpleNamespace
     logger: SimpleNamespace
     dataset: SimpleNamespace
+    checkpoint: SimpleNamespace
     world_size: int | None
     #: Environment variables that the source of the arguments states.
     env: Mapping[str, str] = field(default_factory=dict)
@@ -75,11 +76,24 @@ def container_of(a: Arguments, running: Running, world_size: int | None) -> Mega
         dataset=SimpleNamespace(
             skip_getting_attention_mask_from_dataset=not a["create_attention_mask_in_dataloader"]
         ),
+        checkpoint=SimpleNamespace(**_checkpoint(a)),
         world_size=world_size,
         env=a.env,
         assumptions=(assumed,) if assumed else (),
         not_modelled=tuple(unmodelled),
     )
+
+
+def _checkpoint(a: Arguments) -> dict[str, Any]:
+    """Under the names of Megatron Bridge."""
+    alike = (
+        "ckpt_format", "dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient",
+        "stream_ckpt_dequant", "async_save", "use_persistent_ckpt_worker", "finetune",
+    )  # fmt: skip
+    return {name: a[name] for name in alike} | {
+        "fully_parallel_save": a["ckpt_fully_parallel_save"], "fully_parallel_load": a["ckpt_fully_parallel_load"],
+        "load_optim": not a["no_load_optim"], "save_optim": not a["no_save_optim"],
+    }  # fmt: skip
 
 
 def _architecture(a: Arguments) -> dict[str, Any]:

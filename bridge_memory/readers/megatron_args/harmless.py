@@ -12,7 +12,7 @@ REASONS: dict[str, str] = {
         cuda_graph_use_single_mempool cuda_graph_warmup_steps
         decode_only_cuda_graphs disable_symmetric_registration disable_tp_comm_bulk_dgrad disable_tp_comm_bulk_wgrad
         disable_tp_comm_overlap_ag disable_tp_comm_overlap_rs disable_tp_comm_split_ag disable_tp_comm_split_rs
-        distrib_optim_fully_reshardable_mem_efficient dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32
+        dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32
         dsa_indexer_rope_interleaved fp4_recipe
         fp8_dot_product_attention_scaling fsdp_manual_registration hierarchical_context_parallel_sizes
         logits_load_decode_threads logits_load_ignore_errors logits_load_kd_loss_alpha
@@ -77,22 +77,20 @@ REASONS: dict[str, str] = {
     """,
     "checkpoints: what is read and written between training steps": """
         async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cached_metadata async_ckpt_use_cpu_shm
-        async_save async_strategy auto_detect_ckpt_format ckpt_assume_constant_structure ckpt_convert_format
-        ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format ckpt_format ckpt_fully_parallel_load
-        ckpt_fully_parallel_load_exchange_algo ckpt_fully_parallel_load_process_group ckpt_fully_parallel_save
-        ckpt_fully_parallel_save_deprecated ckpt_fully_parallel_save_process_group
-        ckpt_load_validate_sharding_integrity ckpt_step disable_ckpt_load_validate_sharding_integrity
-        disable_stream_ckpt_dequant disable_strict_fsdp_dtensor_load dist_ckpt_format dist_ckpt_format_deprecated
-        dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness dist_ckpt_workers exit_on_missing_checkpoint finetune
-        hetereogenous_dist_checkpoint keep_last load load_main_params_from_ckpt load_model_opt_format
-        no_ckpt_fully_parallel_save no_ckpt_load_validate_sharding_integrity no_dist_ckpt_validation no_load_optim
-        no_load_rng no_save_optim no_save_rng no_stream_ckpt_dequant no_strict_fsdp_dtensor_load
-        non_persistent_ckpt_type non_persistent_global_ckpt_dir non_persistent_local_ckpt_algo
-        non_persistent_local_ckpt_dir non_persistent_save_interval override_ckpt_iteration
-        override_opt_param_scheduler persistent_save_interval pretrained_checkpoint pretrained_checkpoint_format
-        safe_mode save save_interval save_retain_interval save_tokens_per_expert_interval stream_ckpt_dequant
+        async_strategy auto_detect_ckpt_format ckpt_assume_constant_structure ckpt_convert_format ckpt_convert_save
+        ckpt_convert_update_legacy_dist_opt_format ckpt_fully_parallel_load_exchange_algo
+        ckpt_fully_parallel_load_process_group ckpt_fully_parallel_save_deprecated
+        ckpt_fully_parallel_save_process_group ckpt_load_validate_sharding_integrity ckpt_step
+        disable_ckpt_load_validate_sharding_integrity disable_strict_fsdp_dtensor_load dist_ckpt_format
+        dist_ckpt_format_deprecated dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness dist_ckpt_workers
+        exit_on_missing_checkpoint hetereogenous_dist_checkpoint keep_last load load_main_params_from_ckpt
+        load_model_opt_format no_ckpt_load_validate_sharding_integrity no_dist_ckpt_validation no_load_rng no_save_rng
+        no_strict_fsdp_dtensor_load non_persistent_ckpt_type non_persistent_global_ckpt_dir
+        non_persistent_local_ckpt_algo non_persistent_local_ckpt_dir non_persistent_save_interval
+        override_ckpt_iteration override_opt_param_scheduler persistent_save_interval pretrained_checkpoint
+        pretrained_checkpoint_format safe_mode save save_interval save_retain_interval save_tokens_per_expert_interval
         strict_fsdp_dtensor_load use_checkpoint_opt_param_scheduler use_dist_ckpt use_dist_ckpt_deprecated
-        use_persistent_ckpt_worker verify_integrity
+        verify_integrity
     """,
     "tokenizers: the size of the vocabulary is read": """
         allow_ambiguous_pad_tokens chat_template disable_tokenizer_sentencepiece_ignore_extra_whitespaces

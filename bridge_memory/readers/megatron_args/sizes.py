@@ -222,9 +222,6 @@ ORDERS: dict[str, str] = {
     "up to a second copy of the weights, a key-value cache, and a reference model's logits": """
         perform_rl perform_rl_step rl_offload_optimizer_during_inference
     """,
-    "the optimizer states of one bucket, 12 bytes for each of its parameters, times the data-parallel ranks": """
-        dist_ckpt_optim_fully_reshardable
-    """,
     "as large as a rank's checkpoint, for each rank whose copy it holds": """
         replication
     """,

@@ -318,10 +318,6 @@ _UNMODELLED: dict[str, Feature] = {
     ),
     "yaml_cfg": Feature(None, UNKNOWN, "arguments in a file, which is not read", _specified_elsewhere),
     # ---- between training steps, at intervals ----
-    # distrib_optimizer.py: sharded_param_state_fully_reshardable gathers the states of every bucket on the GPU.
-    "dist_ckpt_optim_fully_reshardable": Feature(
-        False, UP, "optimizer states that are gathered while a checkpoint is saved", outside=True
-    ),
     "replication": Feature(False, UP, "copies of other ranks' checkpoints on their way", outside=True),
     "save_activations_interval": Feature(None, UP, "activations that are kept to be saved, in some steps"),
     "save_dgrads_interval": Feature(None, UP, "gradients that are kept to be saved, in some steps"),

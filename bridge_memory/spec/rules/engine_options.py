@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.spec.checkpoint import CheckpointSpec
 from bridge_memory.spec.engine_options import (
     DEFAULT_DDP_OPTIONS,
     DEFAULT_DEEPSPEED_OPTIONS,
@@ -28,6 +29,7 @@ _OF_MEGATRON: tuple[tuple[str, str, Any], ...] = (
     ("optimizer", "use_precision_aware_optimizer", False), ("optimizer", "use_layer_wise_distributed_optimizer", False),
     ("optimizer", "optimizer_cpu_offload", False), ("optimizer", "log_params_norm", False),
     ("precision", "fp8", None), ("precision", "fp4", None), ("precision", "fp32_residual_connection", False),
+    *(("checkpoint", f.name, f.default) for f in fields(CheckpointSpec)),
 )  # fmt: skip
 _SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
