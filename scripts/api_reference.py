@@ -74,7 +74,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Specs: what is trained, and how": (
         "RunSpec", "ParallelSpec", "BatchSpec", "PrecisionSpec", "OptimizerSpec", "DataParallelSpec", "PeftSpec",
-        "RecomputeSpec", "ImplementationSpec",
+        "RecomputeSpec", "ImplementationSpec", "CheckpointSpec",
     ),
     "Options of PyTorch's and DeepSpeed's engines": (
         "DDPOptions", "FSDPOptions", "DeepSpeedOptions", "TransformersSpec",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge_memory import find_gpu
 from bridge_memory.arguments.flags import FLAGS, add_run_arguments
 from bridge_memory.arguments.run import run_from_arguments
 from bridge_memory.cli import accuracy as accuracy_command
@@ -17,6 +18,7 @@ from bridge_memory.cli import estimate as estimate_command
 from bridge_memory.cli import main
 from bridge_memory.cli import search as search_command
 from bridge_memory.estimation import Estimate, estimate
+from bridge_memory.job.job import job_of
 from bridge_memory.spec import SpecError
 
 DENSE = "Llama-3.2-1B --num-gpus 16 --global-batch-size 48"
@@ -50,6 +52,9 @@ BUDGET = (
     "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --use-transformer-engine-op-fuser "
     "--megatron-core 0.19"
 )
+#: Jobs of which the whole is compared: their checkpoints.
+SAVED = "Llama-3.2-1B --num-gpus 2 --megatron-core 0.19"
+SHARED_EXPERTS = "Qwen3-30B-A3B --ep 4 --num-gpus 8 --num-layers 2"
 CASES = {
     "--tp": (DENSE, "2"), "--pp": (DENSE, "2"), "--vpp": (PIPED, "2"), "--cp": (DENSE, "2"), "--ep": (EXPERTS, "8"),
     "--etp": (f"{EXPERTS} --tp 2", "1"), "--num-gpus": ("Llama-3.2-1B", "8"),
@@ -188,6 +193,11 @@ CASES = {
     "--zero-hpz-partition-size": (ZERO3, "2"), "--communication-data-type": (ZERO3, "fp32"),
     "--grad-accum-dtype": (ZERO2, "fp32"), "--bf16-master-weights-and-grads": (ZERO2, ""),
     "--bf16-optimizer-states": (ZERO2, ""), "--stage3-gather-16bit-weights-on-model-save": (ZERO3, ""),
+    "--ckpt-format": (SAVED, "torch_dcp"), "--dist-ckpt-optim-fully-reshardable": (SAVED, ""),
+    "--distrib-optim-fully-reshardable-mem-efficient": (f"{SAVED} --dist-ckpt-optim-fully-reshardable", ""),
+    "--ckpt-fully-parallel-save": (SAVED, "no"), "--ckpt-fully-parallel-load": (SHARED_EXPERTS, ""),
+    "--async-save": (SAVED, ""), "--stream-ckpt-dequant": (f"{SAVED} --fp8 hybrid --fp8-param-gather", "no"),
+    "--load-optim": (SAVED, "no"), "--save-optim": (SAVED, "no"),
 }  # fmt: skip
 
 
@@ -202,7 +212,15 @@ def said(command: str) -> tuple[object, ...]:
         found = estimated(command)
     except SpecError as error:
         return (str(error),)
-    return tuple((s.components, s.host, s.phases) for s in found.stages), found.assumptions, found.not_modelled
+    stages: object = tuple((s.components, s.host, s.phases) for s in found.stages)
+    if command.startswith((SAVED, SHARED_EXPERTS)):  # which read or write checkpoints
+        stages = stages, whole_of(found)
+    return stages, found.assumptions, found.not_modelled
+
+
+def whole_of(found: Estimate) -> object:
+    """The phases of the whole job on one card."""
+    return job_of(found, find_gpu("H200")).as_json()
 
 
 @pytest.mark.parametrize("flag", [f.names.split()[0] for f in FLAGS])
