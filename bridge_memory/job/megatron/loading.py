@@ -339,9 +339,10 @@ def _loaded_weights(run: RunSpec, stage: int) -> tuple[Amount, ...]:
         quantized = [p.numel for chunk in stage_parameters(run, stage) for p in chunk if p.is_gemm]
         one, whole = width * max(quantized, default=0), width * sum(quantized)
         core, streams = run.implementation.megatron_core, run.checkpoint.stream_ckpt_dequant
-        if not streams or (core is not None and core <= _UPFRONT) or _divides_load(run):
+        tensorwise = run.precision.recipe == "tensorwise"  # Megatron-LM switches streaming off, Bridge does not
+        if (core is not None and core <= _UPFRONT) or not (streams or tensorwise) or _divides_load(run):
             one = whole
-        elif core is not None and core >= _STREAMS:
+        elif core is not None and core >= _STREAMS and not tensorwise:
             whole = one
         found.append(Amount("dequantized weights", one, whole, Provenance.FORMULA, _DEQUANTIZED))
     return tuple(a for a in found if a.most)
