@@ -250,8 +250,7 @@ def _others(run: RunSpec) -> dict[str, Any]:
             # True is refused with the above.
             "distrib_optim_fully_reshardable_mem_efficient": False,
             "fully_parallel_save": c.ckpt_fully_parallel_save, "fully_parallel_load": c.ckpt_fully_parallel_load,
-            "async_save": c.async_save, "stream_ckpt_dequant": c.stream_ckpt_dequant, "load_optim": c.load_optim,
-            "save_optim": c.save_optim,
+            "async_save": c.async_save, "load_optim": c.load_optim, "save_optim": c.save_optim,
         }.items()
     }  # fmt: skip
     if c.async_save:

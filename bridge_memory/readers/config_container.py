@@ -219,7 +219,7 @@ def run_of_container(
         optimizer=_optimizer(config, view),
         data_parallel=_data_parallel_spec(config, view, running),
         peft=_peft(getattr(config, "peft", None)),
-        checkpoint=_checkpoint(getattr(config, "checkpoint", None), fsdp=view.fsdp),
+        checkpoint=_checkpoint(getattr(config, "checkpoint", None), fsdp=view.fsdp, bridge=bridge is not None),
         recompute=_recompute(view),
         implementation=_on_machine(
             _implementation(config, view, gpu_arch, running),
@@ -645,8 +645,8 @@ def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
     )
 
 
-def _checkpoint(c: Any, *, fsdp: bool) -> CheckpointSpec:
-    """``ConfigContainer.checkpoint``. Megatron-FSDP has one format, fsdp_dtensor."""
+def _checkpoint(c: Any, *, fsdp: bool, bridge: bool) -> CheckpointSpec:
+    """``ConfigContainer.checkpoint``. Megatron-FSDP has one format, fsdp_dtensor; Bridge always streams."""
     alike = ("dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient")
     return CheckpointSpec(
         ckpt_format="torch_dist" if fsdp else str(_get(c, "ckpt_format", "torch_dist")),
@@ -654,7 +654,7 @@ def _checkpoint(c: Any, *, fsdp: bool) -> CheckpointSpec:
         ckpt_fully_parallel_load=bool(_get(c, "fully_parallel_load", False)),
         # Without the persistent process it is switched off (``arguments.py: validate_args``).
         async_save=bool(_get(c, "async_save", False) and _get(c, "use_persistent_ckpt_worker", True)),
-        stream_ckpt_dequant=bool(_get(c, "stream_ckpt_dequant", True)),
+        stream_ckpt_dequant=bridge or bool(_get(c, "stream_ckpt_dequant", True)),
         load_optim=bool(_get(c, "load_optim", True)) and not _get(c, "finetune", False),
         save_optim=bool(_get(c, "save_optim", True)),
         **{name: bool(_get(c, name, False)) for name in alike},

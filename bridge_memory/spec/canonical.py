@@ -176,6 +176,8 @@ def idle_checkpoint_options(run: RunSpec) -> dict[str, str]:
         idle["distrib_optim_fully_reshardable_mem_efficient"] = "dist_ckpt_optim_fully_reshardable"
     if not (run.precision.quantized_param and run.implementation.te):
         idle["stream_ckpt_dequant"] = "parameters in fp8 or fp4"
+    elif run.precision.recipe == "tensorwise":
+        idle["stream_ckpt_dequant"] = "another fp8_recipe than tensorwise"
     if run.parallel.data_parallel_size * run.parallel.cp == 1:
         what = "more than one data-parallel rank"
         idle |= {"ckpt_fully_parallel_save": what, "ckpt_fully_parallel_load": what}

@@ -52,6 +52,8 @@ MAY_LEAVE = {
         "batch.packed_sequences", "implementation.use_legacy_models",
         "peft.scheme",  # adapters of an unknown rank
         "optimizer.fp8_recipe",  # MixedPrecisionConfig sets that of the model and the optimizer's
+        "checkpoint.stream_ckpt_dequant",  # Bridge always streams
+        "checkpoint.distrib_optim_fully_reshardable_mem_efficient",  # which Bridge refuses
     },
 }  # fmt: skip
 

@@ -249,3 +249,19 @@ def test_the_process_that_writes_has_a_context_on_the_gpu() -> None:
     for one, other in zip(plain.phases, beside.phases, strict=True):
         assert one.driver.most < other.driver.most <= one.driver.most + 2**29
         assert (one.driver.least < other.driver.least) is (str(one.phase) in ("training", "evaluation", "save"))
+
+
+@pytest.mark.parametrize("states", [{}, {"dist_ckpt_optim_fully_reshardable": True}, {"load_optim": False}], ids=str)
+def test_exchanging_tensors_lowers_no_peak(states: dict[str, bool]) -> None:
+    """What is certain without a fully parallel load is certain with one; the upper end is the exchange."""
+    run = RunSpec(
+        model="Qwen/Qwen3-30B-A3B", parallel=ParallelSpec(world_size=16, expert_model_parallel_size=8),
+        optimizer=replace(LOW, store_param_remainders=False),
+    ).with_fields(**states)
+    plain = total(loading(run, 0, How.RESUME) or ())
+    least, most = total(loading(run.with_fields(ckpt_fully_parallel_load=True), 0, How.RESUME) or ())
+    assert plain.least == plain.most == least < most
+    if "load_optim" not in states:
+        return
+    found = to_try(run.with_fields(ckpt_fully_parallel_load=True, dist_ckpt_optim_fully_reshardable=True), 0)
+    assert found is not None and found.flag == "--no-ckpt-fully-parallel-load"

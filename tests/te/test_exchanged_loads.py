@@ -10,7 +10,7 @@ import torch
 from job_oracle import job
 from test_job_loads import QWEN
 
-from bridge_memory.job.megatron.loading import How, loading
+from bridge_memory.job.megatron.loading import exchanged
 from bridge_memory.outside.amount import Range, total
 from bridge_memory.rehearsal.patches.replace import replaced
 from bridge_memory.spec import ParallelSpec, RunSpec
@@ -55,10 +55,7 @@ def measured(run: RunSpec, *, at_once: bool) -> int:
 
 
 def predicted(run: RunSpec) -> Range:
-    dense = total(loading(run.with_fields(ckpt_fully_parallel_load=False), 0, How.NONE) or ())
-    found = [a for a in loading(run, 0, How.TORCH_DIST) or () if a.name == "tensors that data-parallel ranks exchange"]
-    assert dense.most
-    return total(found)
+    return total(exchanged(run, 0))
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["one by one", "at once"])

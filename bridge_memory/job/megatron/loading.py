@@ -14,7 +14,7 @@ Resuming has three moments (megatron-core ``optimizer/distrib_optimizer.py``; TE
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -237,17 +237,24 @@ def loading(run: RunSpec, stage: int, how: How) -> tuple[Amount, ...] | None:
         return (*ready, *_imported(run, stage))
     if why_not_read(run) is not None:
         return None
-    weights, exchanged = _loaded_weights(run, stage), _exchanged(run, stage)
+    weights, received = _loaded_weights(run, stage), exchanged(run, stage)
     if how is How.TORCH_DIST or not run.checkpoint.resumes_optimizer:
-        return (*ready, *_highest([weights, exchanged]))
+        return (*ready, *_highest([weights, received]))
     if why_not_resumed(run) is not None or refusal(run) is not None:
         return None
     last = [(*weights, *moment) for moment in _resuming(run, stage)]
-    return (*ready, *_highest([*last, (*_in_dict(run, stage), *exchanged)]))
+    return (*ready, *_highest([*last, (*_in_dict(run, stage), *received)]))
 
 
-def _highest(moments: Iterable[tuple[Amount, ...]]) -> tuple[Amount, ...]:
-    return max(moments, key=lambda amounts: total(amounts).most, default=())
+def _highest(moments: Sequence[tuple[Amount, ...]]) -> tuple[Amount, ...]:
+    """The moment that can be the highest; its widest amount is at least what makes it as high as any is for certain."""
+    highest = max(moments, key=lambda amounts: total(amounts).most, default=())
+    lacks = max((total(amounts).least for amounts in moments), default=0) - total(highest).least
+    if not lacks:
+        return highest
+    widest = max(highest, key=lambda amount: amount.most - amount.least)
+    raised = widest._replace(least=min(widest.least + lacks, widest.most))
+    return tuple(raised if amount is widest else amount for amount in highest)
 
 
 def _in_place(run: RunSpec) -> bool:
@@ -339,9 +346,10 @@ def _loaded_weights(run: RunSpec, stage: int) -> tuple[Amount, ...]:
         quantized = [p.numel for chunk in stage_parameters(run, stage) for p in chunk if p.is_gemm]
         one, whole = width * max(quantized, default=0), width * sum(quantized)
         core, streams = run.implementation.megatron_core, run.checkpoint.stream_ckpt_dequant
-        if not streams or (core is not None and core <= _UPFRONT) or _divides_load(run):
+        tensorwise = run.precision.recipe == "tensorwise"  # Megatron-LM switches streaming off, Bridge does not
+        if (core is not None and core <= _UPFRONT) or not (streams or tensorwise) or _divides_load(run):
             one = whole
-        elif core is not None and core >= _STREAMS:
+        elif core is not None and core >= _STREAMS and not tensorwise:
             whole = one
         found.append(Amount("dequantized weights", one, whole, Provenance.FORMULA, _DEQUANTIZED))
     return tuple(a for a in found if a.most)
@@ -351,7 +359,7 @@ def _divides_load(run: RunSpec) -> bool:
     return run.checkpoint.ckpt_fully_parallel_load and run.parallel.data_parallel_size * run.parallel.cp > 1
 
 
-def _exchanged(run: RunSpec, stage: int) -> tuple[Amount, ...]:
+def exchanged(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     """What data-parallel ranks broadcast to each other that is not filled in place: tensors of other ranks' experts,
     which every rank receives and drops, one or all of them before the first has arrived; states that are read in host
     memory pass through the GPU one by one."""

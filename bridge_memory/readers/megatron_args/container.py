@@ -88,9 +88,11 @@ def _checkpoint(a: Arguments) -> dict[str, Any]:
     """Under the names of Megatron Bridge."""
     alike = (
         "ckpt_format", "dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient",
-        "stream_ckpt_dequant", "async_save", "use_persistent_ckpt_worker", "finetune",
+        "async_save", "use_persistent_ckpt_worker", "finetune",
     )  # fmt: skip
     return {name: a[name] for name in alike} | {
+        # validate_args
+        "stream_ckpt_dequant": a["stream_ckpt_dequant"] and not (a["fp8"] and a["fp8_recipe"] == "tensorwise"),
         "fully_parallel_save": a["ckpt_fully_parallel_save"], "fully_parallel_load": a["ckpt_fully_parallel_load"],
         "load_optim": not a["no_load_optim"], "save_optim": not a["no_save_optim"],
     }  # fmt: skip
