@@ -226,7 +226,7 @@ def _of_transformers(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
         passes = None if spec.liger_kernel or needs.passes is None else needs.passes
         yield Unmodelled(
             f"eval_strategy: evaluation, of {batch} sequences per GPU where training has {of_training}", Effect.UP,
-            order="activations of one layer and the logits, of that batch", outside=True,
+            order="activations of one layer and the logits, of that batch", outside=True, of_job=True,
             most=None if passes is None else -(-passes * (batch - of_training) // of_training),
         )
     if spec.torch_compile and not run.layers_compiled:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bridge_memory import PeftSpec, RunSpec, SpecError, TransformersSpec, whole_job
+from bridge_memory import PeftSpec, RunSpec, SpecError, TransformersSpec, estimate, whole_job
 from bridge_memory.components import Role
 from bridge_memory.job.job import Job
 from bridge_memory.job.megatron.loading import How
@@ -20,6 +20,7 @@ from bridge_memory.job.torch.saving import saving
 from bridge_memory.outside.amount import total
 from bridge_memory.outside.phase import Phase
 from bridge_memory.spec import DeepSpeedOptions
+from bridge_memory.verdict import Verdict
 
 N, TABLE = 8_030_261_248, 128_256 * 4096
 
@@ -103,6 +104,17 @@ def test_evaluation_does_not_depend_on_what_backward_needs() -> None:
 def test_a_batch_of_evaluation_has_the_bound_of_trainings() -> None:
     with pytest.raises(SpecError, match="eval_micro_batch_size"):
         a_run("ddp", eval_micro_batch_size=2**20)
+
+
+def test_a_larger_batch_of_evaluation_is_in_the_job_and_leaves_no_verdict_open() -> None:
+    """The step lists it as not modelled; of the job it is a phase."""
+    run = a_run("fsdp2", eval_micro_batch_size=64)
+    job, plain = whole_job(run, "H100"), whole_job(a_run("fsdp2"), "H100")
+    assert [f.partition(":")[0] for f in estimate(run).unmodelled] == ["eval_strategy"] and not job.unmodelled
+    more, less = (total(phases(one)[Phase.EVALUATION].allocated).most for one in (job, plain))
+    # The logits of 63 more sequences of 4096 tokens, in fp32 at least.
+    assert more - less > 63 * 4096 * 128_256 * 4 > job.gpu.capacity_bytes
+    assert job.verdict is Verdict.DOES_NOT_FIT and plain.verdict is Verdict.FITS
 
 
 def phases(job: Job) -> dict[Phase, Any]:
