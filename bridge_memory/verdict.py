@@ -118,9 +118,9 @@ def within(needed: Range, capacity: int) -> Verdict:
     return Verdict.TIGHT if needed.least <= capacity else Verdict.DOES_NOT_FIT
 
 
-def reserved_bytes(peak_bytes: int) -> int:
-    """What the allocator reserves beyond a peak."""
-    return int(peak_bytes * FRAGMENTATION)
+def reserved_bytes(peak_bytes: int, share: float = FRAGMENTATION) -> int:
+    """What the allocator reserves beyond a peak, of which that is the ``share``."""
+    return int(peak_bytes * share)
 
 
 def most_outside(run: RunSpec, gpu: Gpu) -> int:
@@ -134,10 +134,12 @@ class MemoryLimit(NamedTuple):
     capacity: int
     #: Of ``capacity``, what lies outside of torch's allocator.
     outside: int = 0
+    #: Of a peak, what the allocator reserves beyond it.
+    fragmentation: float = FRAGMENTATION
 
     def headroom(self, peak: int) -> int:
         """What is left beside a peak and its margin; never more of a higher one."""
-        return self.capacity - self.outside - peak - reserved_bytes(peak)
+        return self.capacity - self.outside - peak - reserved_bytes(peak, self.fragmentation)
 
     def holds(self, peak: int) -> bool:
         """Whether ``peak`` fits with its margin."""

@@ -19,7 +19,7 @@ from bridge_memory.engines.engine import Phase as StepPhase
 from bridge_memory.job.host import HostMemory, host_memory
 from bridge_memory.job.megatron import building, evaluation, loading, saving
 from bridge_memory.job.megatron.graphs import graphs
-from bridge_memory.job.megatron.loading import How
+from bridge_memory.job.megatron.loading import How, ToTry
 from bridge_memory.job.overload import Overload, overload
 from bridge_memory.job.torch import building as torch_building
 from bridge_memory.job.torch import evaluation as torch_evaluation
@@ -31,7 +31,7 @@ from bridge_memory.outside.phase import Phase
 from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.unmodelled import Unmodelled, bounds
-from bridge_memory.verdict import Verdict, reserved_bytes, within
+from bridge_memory.verdict import MemoryLimit, Verdict, reserved_bytes, within
 
 SCHEMA = "bridge-memory/job/1"
 _FIRST = (StepPhase.FIRST_FORWARD, StepPhase.FIRST_BACKWARD, StepPhase.STEP)
@@ -103,6 +103,8 @@ class Job:
     host_bytes: int | None = None
     #: What the estimate does not model of the step, and the whole job neither.
     unmodelled: tuple[Unmodelled, ...] = ()
+    #: Where a resume does not fit for sure: the option of checkpoints that lowers it most.
+    to_try: ToTry | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -145,6 +147,9 @@ class Job:
                 "capacity_bytes": self.host_bytes, "verdict": self.host_verdict and str(self.host_verdict),
             },
             "not_modelled": list(self.not_modelled), "reserved_replayed": self.replayed,
+            "try_first": self.to_try and {
+                "phase": str(Phase.RESUME), "flag": self.to_try.flag, "less_bytes": self.to_try.less,
+            },
         }  # fmt: skip
 
 
@@ -180,12 +185,24 @@ def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Gene
     reasons = () if _of_torch(run) else (
         building.why_not(run) or loading.why_not_resumed(run) or loading.refusal(run), evaluation.why_not(run)
     )  # fmt: skip
+    # Of a replayed stage the share that is reserved beyond its peak is known; routing is taken not to change it.
+    beyond = total(training.outside).most + stages[training.stage].graphs.most
+    peak = total(training.allocated).most
+    share = training.reserved.most - stages[training.stage].graphs.most - peak if replayed else reserved_bytes(peak)
+    card = MemoryLimit(gpu.capacity_bytes, beyond, max(0, share) / peak)
     return Job(
-        gpu, worst, tuple(every), overload(run, gpu.capacity_bytes, total(training.outside).most),
+        gpu, worst, tuple(every), overload(run, card),
         host_memory(run, node_of(gpu), saving=saving.host_of_saving(run, training.stage) or ()),
         tuple(filter(None, reasons)), bool(replayed), host_bytes,
-        tuple(feature for feature in result.unmodelled if not feature.of_job),
+        tuple(feature for feature in result.unmodelled if not feature.of_job), _to_try(run, gpu, worst),
     )
+
+
+def _to_try(run: RunSpec, gpu: Gpu, phases: Sequence[PhaseMemory]) -> ToTry | None:
+    resume = next((phase for phase in phases if phase.phase is Phase.RESUME), None)
+    if resume is None or resume.verdict(gpu.capacity_bytes) is Verdict.FITS or _of_torch(run):
+        return None
+    return loading.to_try(run, resume.stage)
 
 
 def _worst(stages: Sequence[tuple[PhaseMemory, ...]]) -> tuple[PhaseMemory, ...]:

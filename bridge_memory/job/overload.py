@@ -90,13 +90,12 @@ def _most_of(experts: MoESpec, run: RunSpec, ep: int) -> float:
     return max(1.0, min(most, capacity / chosen))
 
 
-def overload(run: RunSpec, capacity_bytes: int, outside: int) -> Overload | None:
+def overload(run: RunSpec, card: MemoryLimit) -> Overload | None:
     """The overload factor up to which every stage of ``run`` fits a card, whatever ``moe_imbalance`` it has.
 
     Args:
         run: The run.
-        capacity_bytes: The card's memory.
-        outside: Bytes of it outside of torch's allocator.
+        card: What each stage has to fit.
 
     Returns:
         None where routing does not change memory: dense models, one expert-parallel rank, experts padded to capacity.
@@ -108,13 +107,13 @@ def overload(run: RunSpec, capacity_bytes: int, outside: int) -> Overload | None
         >>> from bridge_memory import ParallelSpec, RunSpec
         >>> parallel = ParallelSpec(world_size=8, expert_model_parallel_size=8)
         >>> run = RunSpec(model="Qwen/Qwen3-30B-A3B", parallel=parallel)
-        >>> overload(run, 140 << 30, 2 << 30).factor
+        >>> overload(run, MemoryLimit(140 << 30, 2 << 30)).factor
         4.2
     """
     most = most_overload(run)
     if most <= 1.0:
         return None
-    return _Solver(run, MemoryLimit(capacity_bytes, outside), most).solved()
+    return _Solver(run, card, most).solved()
 
 
 #: In place of a stage: the highest peak of all.

@@ -372,16 +372,20 @@ class Reporter:
             self.publish(store, key, reading)
         elif self.path is not None:
             self.collect(store, key, reading, where, deadline)
-            self._write_phases(where.world_size)
+            self._write_phases(where.world_size, last=True)
 
-    def _write_phases(self, world_size: int) -> None:
-        """Not before the run's own line, and not twice the same."""
+    def _write_phases(self, world_size: int, *, last: bool = False) -> None:
+        """Not before the run's own line, and not twice the same; how often a phase passed alone is news at the end."""
         found = phase_records(self._passed.values())
-        figures = [replace(one, times=0) for one in found]
-        if self.path is not None and self._started and found and figures != self._written:
-            self._written = figures
+        same = found == self._written if last else _figures(found) == _figures(self._written)
+        if self.path is not None and self._started and found and not same:
+            self._written = found
             record = PhasesRecord(time=time.time(), world_size=world_size, phases=found)
             self._writing(journal.append, self.path, record)
+
+
+def _figures(found: Sequence[PhaseRecord]) -> list[PhaseRecord]:
+    return [replace(one, times=0) for one in found]
 
 
 def first_logged(config: Any) -> int:

@@ -62,8 +62,8 @@ def job_table(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdi
     differs: tuple[str, ...] = ()
     if step is not None and step is not job.verdict:
         differs = (
-            f"the estimate above says {step}, the whole job {job.verdict}: the estimate adds an assumed margin to the "
-            "peak of a step; the whole job counts every phase, and what lies outside of torch in it",
+            f"the estimate above says {step}, the whole job {job.verdict}: the estimate judges the peak of a step, "
+            "with a margin for fragmentation; the whole job counts every phase, and what it reserves",
         )
     emphasis = next((i for i, phase in enumerate(phases) if phase is job.tightest), None)
     return Grid(f"The whole job, phase by phase, {unit}", columns, rows, emphasis, (*differs, *_notes(job, unit)))
@@ -117,6 +117,8 @@ def _notes(job: Job, unit: str) -> list[str]:
     judged = "" if job.host_verdict is None else f": {job.host_verdict}"
     saves = ", while it saves" if any(phase.phase is Phase.SAVE for phase in job.phases) else ""
     notes.append(f"host memory of a node of {host.ranks}{saves}: {_short(host.node, unit)}{of} {unit}{judged}")
+    if job.to_try is not None:
+        notes.append(f"resume: try first: {job.to_try.flag} ({_number(job.to_try.less, unit)} {unit} less)")
     notes += [f"not modelled: {reason}" for reason in job.not_modelled]
     return notes
 

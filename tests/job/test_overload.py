@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from bridge_memory import ParallelSpec, RunSpec, SpecError, peaks
 from bridge_memory.job.overload import PER_UNIT, most_overload, overload
+from bridge_memory.verdict import MemoryLimit
 
 EXPERTS = (
     "deepseek-ai/DeepSeek-V2-Lite", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b", "zai-org/GLM-4.5-Air",
@@ -85,7 +86,7 @@ def test_it_fits_and_a_hundredth_above_it_does_not(case: tuple[RunSpec, float]) 
     assume(most > 1)
     least, worst = max(needed(run, 1.0)), max(needed(run, most))
     card = least + int(share * (worst - least))
-    found = overload(run, card, OUTSIDE)
+    found = overload(run, MemoryLimit(card, OUTSIDE))
     assert found is not None
     assert found.most == most
     assert found.factor == last_that_fits(lambda factor: max(needed(run, factor)), card, most)
@@ -109,7 +110,7 @@ def test_no_stage_needs_less_with_more_overload(case: tuple[RunSpec, float], fir
 
 def test_a_larger_card_takes_no_less() -> None:
     run = run_of(pp=4)
-    found = [overload(run, card * GIB, OUTSIDE) for card in range(10, 120, 10)]
+    found = [overload(run, MemoryLimit(card * GIB, OUTSIDE)) for card in range(10, 120, 10)]
     factors = [0 if one is None or one.factor is None else one.factor for one in found]
     assert factors == sorted(factors)
     assert factors[0] == 0 < factors[-1]
@@ -124,7 +125,7 @@ NO_MATTER = {
 
 @pytest.mark.parametrize("case", NO_MATTER)
 def test_nothing_where_routing_does_not_matter(case: str) -> None:
-    assert overload(NO_MATTER[case](), 80 * GIB, OUTSIDE) is None
+    assert overload(NO_MATTER[case](), MemoryLimit(80 * GIB, OUTSIDE)) is None
 
 
 def test_the_most_is_every_token_on_one_rank() -> None:
@@ -146,7 +147,7 @@ def test_a_budget_of_rows_bounds_what_experts_take() -> None:
     }  # fmt: skip
     free, bound = run_of(**flex), run_of(**flex, moe_expert_rank_capacity_factor=1.3)
     card = max(needed(bound, 2.0))
-    limited, other = overload(bound, card, OUTSIDE), overload(free, card, OUTSIDE)
+    limited, other = overload(bound, MemoryLimit(card, OUTSIDE)), overload(free, MemoryLimit(card, OUTSIDE))
     assert limited is not None
     assert other is not None
     assert other.factor is not None

@@ -15,7 +15,7 @@ from bridge_memory.components import GIB, Component, Part, Provenance, Role
 from bridge_memory.job.job import Job, job_of
 from bridge_memory.outside.amount import Range, total
 from bridge_memory.outside.phase import Phase
-from bridge_memory.report.phases import job_words
+from bridge_memory.report.phases import job_blocks, job_words
 from bridge_memory.spec.unmodelled import Effect, Unmodelled
 from bridge_memory.verdict import Verdict
 
@@ -215,3 +215,33 @@ def test_a_calibrated_peak_is_reserved_too() -> None:
         next(p for p in job_of(r, find_gpu("H100")).phases if p.phase is Phase.TRAINING) for r in (result, more)
     )
     assert calibrated.reserved.least == plain.reserved.least + 9 * GIB
+
+
+def test_a_resume_that_does_not_fit_names_the_option_that_lowers_it() -> None:
+    """Moments of bf16 are loaded as fp32; fully reshardable states are gathered in host memory, one by one."""
+    fields = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    narrow = RunSpec(model="Qwen/Qwen3-30B-A3B").with_fields(
+        world_size=16, expert_model_parallel_size=8, store_param_remainders=False, **fields
+    )
+    job = whole_job(narrow, "H100")
+    assert job.to_try is not None and job.to_try.flag == "--dist-ckpt-optim-fully-reshardable"
+    resumes = [
+        next(p for p in whole_job(run, "H100").phases if p.phase is Phase.RESUME) for run in (narrow, job.to_try.run)
+    ]
+    before, after = (total(phase.allocated).most for phase in resumes)
+    assert before - after == job.to_try.less > 10 * GIB
+    words = f"resume: try first: {job.to_try.flag} ({job.to_try.less / GIB:.1f} GiB less)"
+    assert words in [note for block in job_blocks(job) for note in getattr(block, "notes", ())]
+    assert whole_job(narrow, "B300").to_try is None  # it fits
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_balanced_routing_fits_where_training_does(free: int) -> None:
+    """The overload factor and the phases are of one margin, replayed or not, with graphs or without; to a MiB."""
+    for fields in ({}, {"cuda_graph_impl": "transformer_engine"}, {"offload_modules": ("moe_act",)}):
+        run = RunSpec(model="Qwen/Qwen3-30B-A3B").with_fields(world_size=16, expert_model_parallel_size=8, **fields)
+        card = find_gpu("H200")
+        training = next(p for p in whole_job(run, card).phases if p.phase is Phase.TRAINING)
+        tight = replace(card, capacity_bytes=training.driver.most + (1 << 20) * (2 * free - 1))
+        found = whole_job(run, tight).overload
+        assert found is not None and (found.factor is not None) is bool(free)
