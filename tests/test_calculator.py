@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bridge_memory import SpecError, estimate, peaks
+from bridge_memory import SpecError, estimate, peaks, search
 from bridge_memory.calculator import (
     EngineConfig,
     GPUConfig,
@@ -288,3 +290,55 @@ def test_quick(capsys: pytest.CaptureFixture[str]) -> None:
     for size in ("seven", "999999999B"):
         assert main(["quick", size]) == 2
         assert "SIZE (" in capsys.readouterr().err
+
+
+def _offered(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The command that `quick` prints for a layout that fits; no words where there is none."""
+    main(["quick", *argv])
+    lines = capsys.readouterr().out.splitlines()
+    return next((shlex.split(line)[2:] for line in lines if line.startswith("  bridge-memory quick")), [])
+
+
+def test_quick_offers_the_layout_that_search_finds(capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan` searches the same two axes, as arrays and by its own margins."""
+    offered = _offered(["70", "--gpus", "64", "--engine", "megatron"], capsys)
+    rows = []
+    for tp in (1, 2, 4, 8):
+        parallel = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1}
+        asked = {"model": {"num_parameters": "70B"}, "engine": {"type": "megatron"}, "hardware": {"num_gpus": 64}}
+        run = GPUMemoryCalculator.from_dict({**asked, "parallelism": parallel}).run
+        rows += search(run, gpu="H100", num_gpus=64, global_batch_size=64, vary=["pp"]).rows[:1]
+    best = min(rows, key=lambda row: row.time.seconds).run.parallel
+    said = dict(pairwise(offered))
+    sizes = best.tensor_model_parallel_size, best.pipeline_model_parallel_size
+    assert (int(said["--tp"]), int(said["--pp"])) == sizes
+    assert "--sequence-parallel" in offered and best.sequence_parallel
+    assert int(said["--gradient-accumulation-steps"]) * best.data_parallel_size == 64
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["70 --gpus 64 --engine megatron", "13 --gpus 8 --engine megatron_deepspeed --batch-size 4",
+     "70 --gpus 48 --tp 8 --engine megatron_lm --seq-length 4096 --optimizer sgd",
+     "7 --gpus 16 --engine megatron --gpu-mem 24 --seq-length 8192", "Mixtral-8x7B-v0.1 --gpus 32 --engine megatron"],
+)  # fmt: skip
+def test_the_command_that_quick_offers_fits(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    """Typed, it says so itself, of the same model, sequences of a step and card, and offers nothing more."""
+    main(["quick", *words.split(), "--json"])
+    before = json.loads(capsys.readouterr().out)
+    assert before["result"]["verdict"] == "does not fit"
+    offered = _offered(words.split(), capsys)
+    assert offered and main(["quick", *offered, "--json"]) == 0
+    after = json.loads(capsys.readouterr().out)
+    assert after["result"]["verdict"] in ("fits", "tight")
+    batches = [one["estimate"]["run"]["batch"].split(", ") for one in (before, after)]
+    assert batches[0][:3] == batches[1][:3] and "global batch" in batches[0][2]
+    assert before["estimate"]["run"]["model"] == after["estimate"]["run"]["model"]
+    assert before["estimate"]["fits"][0]["gpu"] == after["estimate"]["fits"][0]["gpu"]
+    assert _offered(offered, capsys) == []
+
+
+def test_quick_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights in bf16, gradients and optimizer states of 405e9 parameters are 7.3e12 bytes; 8 GPUs have 0.64e12."""
+    assert main(["quick", "405B", "--gpus", "8", "--engine", "megatron"]) == 0
+    assert "No TP with an even split over PP fits 80 GB on 8 GPUs" in capsys.readouterr().out

@@ -159,5 +159,5 @@ def test_a_search_counts_it() -> None:
             for batched in (True, False)
         )  # fmt: skip
         assert list(ours.rows) == list(theirs.rows) and ours.refused == theirs.refused
-        assert ours._replace(rows=theirs.rows, one_by_one=theirs.one_by_one) == theirs
+        assert ours._replace(rows=theirs.rows, one_by_one=theirs.one_by_one, keeps=theirs.keeps) == theirs
         assert {row.run.parallel.pp for row in ours.rows} == pipelines

@@ -83,7 +83,7 @@ class MemoryResult:
     #: Host memory of offloaded states, on all GPUs together.
     cpu_memory_gb: float
     breakdown: MemoryBreakdown
-    #: ``fit.verdict`` is "fits" or "tight"; False also where an unmodelled feature may decide.
+    #: The verdict of ``fit`` is "fits" or "tight"; False also where an unmodelled feature may decide.
     fits_on_gpu: bool
     #: Peak and margin (context, NCCL, fragmentation) as a share of the GPU's memory.
     memory_utilization_percent: float

@@ -26,6 +26,8 @@ COMMANDS = {
     "calculate": ("bridge_memory.cli.calculate", "an estimate from the JSON of a GPU memory calculator"),
     "validate": ("bridge_memory.cli.validate", "all errors of a configuration file, with a fix for each"),
     "search": ("bridge_memory.cli.search", "layouts that fit a GPU, the fastest first"),
+    "sweep": ("bridge_memory.cli.sweep", "the best layout of many models, cards and sizes, in one table"),
+    "fit": ("bridge_memory.cli.fit", "what to recompute so that a layout fits a GPU, in the least time"),
     "whatif": ("bridge_memory.cli.whatif", "what each single change of an option frees, and its cost in step time"),
     "balance": ("bridge_memory.cli.balance", "the split of layers over pipeline stages with the lowest peak"),
     "models": ("bridge_memory.cli.models", "the embedded models and their parameters"),
@@ -40,7 +42,7 @@ COMMANDS = {
 }
 
 #: Commands that take the flags of a run (``run_flags.add_run_arguments``).
-_WITH_A_RUN = ("estimate", "search", "whatif", "balance", "compare", "record", "rehearse")
+_WITH_A_RUN = ("estimate", "search", "fit", "whatif", "balance", "compare", "record", "rehearse")
 #: Set it to see the traceback of what should not have happened.
 TRACEBACK_VARIABLE = "BRIDGE_MEMORY_TRACEBACK"
 EXIT_USAGE = 2
@@ -64,6 +66,7 @@ _TYPICAL = {
     "estimate": "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --gpu H100",
     "search": "Qwen/Qwen3-8B --num-gpus 8 --global-batch-size 64 --gpu H100",
     "whatif": "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --gpu H100",
+    "fit": "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --seq-length 16384 --gpu H100",
     "balance": "Qwen/Qwen3-32B --num-gpus 16 --tp 4 --pp 4 --gpu H100",
     "compare": "train.log Qwen/Qwen3-8B --num-gpus 8 --tp 2",
     "record": "memory_report.jsonl -o rows.jsonl",

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bridge_memory.arguments.flags import add_run_arguments, number
@@ -15,7 +16,7 @@ from bridge_memory.components import GIB
 from bridge_memory.releases import known_releases, nearest_known, release_words
 from bridge_memory.report.document import one_line
 from bridge_memory.report.json import SCHEMA
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.release import read_release
 
 if TYPE_CHECKING:
@@ -41,9 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--reserved", action="store_true",
                         help="also reserved memory: some steps replayed in torch's allocator (engines "
                              "megatron_ddp, fsdp2 and single)")
-    output.add_argument("--phases", action="store_true",
-                        help="also the whole job on one --gpu: build, load, training, evaluation, save and resume, as "
-                             "torch and the driver count them")
+    output.add_argument("--phases", action=argparse.BooleanOptionalAction, default=None,
+                        help="the whole job on one --gpu (build, load, training, evaluation, save and resume) as torch "
+                             "and the driver count it, with training's reserved memory replayed; --no-phases: the step "
+                             "alone (default: in short)")
     output.add_argument("--host-memory", type=number, metavar="GiB",
                         help="with --phases: host memory of a node, to be judged too")
     output.add_argument("--require-fit", action="store_true",
@@ -107,18 +109,36 @@ def run(args: argparse.Namespace) -> int:
             f"are 0 to {len(result.stages) - 1}"
         )
     fitting = fits(result, gpus)
-    fix = ""
-    if len(gpus) == 1 and fitting[0].verdict is Verdict.DOES_NOT_FIT and not fitting[0].lacks:
-        fix = try_first(spec, gpus[0])
     job = None
-    if args.phases:
+    asked = args.phases or (args.phases is None and args.format in ("text", "md", "json", "html"))
+    if asked and len(gpus) == 1 and not fitting[0].lacks:
         from bridge_memory.job.job import job_of
 
-        job = job_of(result, gpus[0], None if args.host_memory is None else int(args.host_memory * GIB))
+        host = None if args.host_memory is None else int(args.host_memory * GIB)
+        job = job_of(result, gpus[0], host, replay=bool(args.phases))
+    fix = ""
+    if len(gpus) == 1 and fitting[0].verdict is Verdict.DOES_NOT_FIT and not fitting[0].lacks:
+        fix = try_first(spec, gpus[0]) if job is None else try_first(spec, gpus[0], partial(_needs, job))
     _print(args, result, fitting, unit, fix, job)
     of_job = () if job is None else (job.verdict, job.host_verdict)
     fit = all(fit.fits for fit in fitting) and not {Verdict.DOES_NOT_FIT, Verdict.UNKNOWN} & set(of_job)
     return EXIT_DOES_NOT_FIT if args.require_fit and not fit else 0
+
+
+def _needs(job: Job, spec: RunSpec) -> str | None:
+    """The option of checkpoints that ``spec``, a change of the run of ``job``, needs for its whole job to fit; "" where
+    it needs none, None if it does not fit."""
+    from bridge_memory.estimation import estimate
+    from bridge_memory.job.job import may_fit
+
+    stage = job.tightest.stage
+    if may_fit(estimate(spec), job.gpu, stage):
+        return ""
+    other = job.to_try
+    if other is None:
+        return None
+    changed = spec.with_(checkpoint=other.run.checkpoint)
+    return other.flag if may_fit(estimate(changed), job.gpu, stage) else None
 
 
 def _print(
@@ -139,15 +159,13 @@ def _print(
     if args.brief:
         from bridge_memory.report.answer import answer_of, brief
 
-        print(one_line(brief(result, fitting, answer_of(result, fitting, unit=unit, fix=fix), unit)))
+        print(one_line(brief(result, fitting, answer_of(result, fitting, unit=unit, fix=fix, job=job), unit)))
     elif args.json:
         from bridge_memory.report.json import estimate_to_json
 
-        document = estimate_to_json(result, fitting, stage=args.stage, details=details, fix=fix)
+        document = estimate_to_json(result, fitting, stage=args.stage, details=details, fix=fix, job=job)
         if reserved is not None:
             document["reserved"] = reserved.as_json()
-        if job is not None:
-            document["job"] = job.as_json()
         json.dump(document, sys.stdout, indent=2)
         print()
     elif args.format == "snapshot":
@@ -161,14 +179,17 @@ def _print(
     elif args.verbose or args.format == "md":
         from bridge_memory.report.table import estimate_blocks
 
-        blocks = estimate_blocks(result, fitting, unit=unit, stage=args.stage, details=details, fix=fix)
+        blocks = estimate_blocks(result, fitting, unit=unit, stage=args.stage, details=details, fix=fix, job=job)
         print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(job, unit, args.stage, fitting)])
     else:
         from bridge_memory.report.short import short_blocks
 
         more = "-v lists them, with every table"
-        blocks = short_blocks(result, fitting, unit=unit, stage=args.stage, fix=fix, more=more)
-        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(job, unit, args.stage, fitting)])
+        blocks = short_blocks(
+            result, fitting, unit=unit, stage=args.stage, fix=fix, more=more, job=job, phases=not args.phases
+        )
+        whole = job if args.phases else None
+        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(whole, unit, args.stage, fitting)])
 
 
 def _job_blocks(job: Job | None, unit: str, stage: int | None, fitting: Sequence[Fit]) -> list[Block]:

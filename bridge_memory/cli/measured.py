@@ -44,6 +44,10 @@ def _measured(text: str, space: Space) -> MeasuredStep:
     base = space.base
     parallel: dict[str, Any] = {"world_size": space.num_gpus}
     batch: dict[str, Any] = {"global_batch_size": space.global_batch_size or base.batch.global_batch_size}
+    for axis, (low, high) in space.ranges.items():
+        if low == high:
+            field = AXES[axis][0].split(".")[1]
+            (batch if axis == "mbs" else parallel)[field] = None if axis == "vpp" and low == 1 else low
     recompute = base.recompute
     seen: set[str] = set()
     for item in filter(None, name.split(",")):

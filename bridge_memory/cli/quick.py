@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.arguments.flags import integer, number
 from bridge_memory.cli.calculate import add_output
 from bridge_memory.cli.calculate import show as printed
 from bridge_memory.spec import SpecError, show
+
+if TYPE_CHECKING:
+    from bridge_memory.calculator import GPUMemoryCalculator
+    from bridge_memory.verdict import Fit
 
 #: argparse's name -> (table, key) of the form.
 _KEYS = {
@@ -18,8 +24,13 @@ _KEYS = {
     "optimizer": ("training", "optimizer"), "activation_checkpointing": ("training", "activation_checkpointing"),
     "offload_optimizer": ("engine", "offload_optimizer"), "offload_param": ("engine", "offload_param"),
     "sharding_strategy": ("engine", "sharding_strategy"), "tp": ("parallelism", "tensor_parallel_size"),
-    "pp": ("parallelism", "pipeline_parallel_size"),
+    "pp": ("parallelism", "pipeline_parallel_size"), "sequence_parallel": ("parallelism", "sequence_parallel"),
+    "gradient_accumulation_steps": ("training", "gradient_accumulation_steps"),
 }  # fmt: skip
+#: Tensor parallel sizes that are tried where a run does not fit: within the GPUs of a node.
+_TENSOR = (1, 2, 4, 8)
+#: Most layouts whose verdict is asked for.
+_MOST = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sharding-strategy", metavar="NAME", help="no_shard, shard_grad_op or full_shard (FSDP)")
     group.add_argument("--tp", type=integer, metavar="N", help="tensor parallel size (Megatron)")
     group.add_argument("--pp", type=integer, metavar="N", help="pipeline parallel size (Megatron)")
+    group.add_argument("--sequence-parallel", action="store_true", default=None,
+                       help="split norms and dropout over the tensor parallel ranks (Megatron)")
+    group.add_argument("--gradient-accumulation-steps", type=integer, metavar="N", help="microbatches per step (1)")
     add_output(parser)
 
 
@@ -61,7 +75,96 @@ def run(args: argparse.Namespace) -> int:
         calculator = GPUMemoryCalculator.from_dict(form, "quick")
     except SpecError as error:
         raise SpecError(_in_flags(str(error))) from None
-    return printed(calculator, args)
+    code = printed(calculator, args)
+    if not args.json and calculator.form.engine.type.startswith("megatron"):
+        for line in _otherwise(calculator, form, args):
+            print(line)
+    return code
+
+
+class _Layout(NamedTuple):
+    """A layout of the same GPUs, sequences of a step and micro batch."""
+
+    form: dict[str, Any]
+    calculator: GPUMemoryCalculator
+    #: Of a step on an H100, whose generation is taken for the card.
+    seconds: float
+
+
+def _otherwise(calculator: GPUMemoryCalculator, form: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    """Where the run does not fit: the fastest layout that does, in words and as the command that says so."""
+    from bridge_memory.estimation import estimate
+    from bridge_memory.verdict import Verdict, fits
+
+    def fit_of(run: Any) -> Fit:
+        return fits(estimate(run), [calculator.gpu])[0]
+
+    if fit_of(calculator.run).verdict is not Verdict.DOES_NOT_FIT:
+        return []
+    gpu, gpus = calculator.gpu.name, calculator.run.parallel.world_size
+    layouts = sorted(_layouts(calculator, form), key=lambda layout: layout.seconds)
+    verdicts = [(fit_of(layout.calculator.run), layout) for layout in layouts[:_MOST]]
+    for verdict in (Verdict.FITS, Verdict.TIGHT):
+        for fit, layout in verdicts:
+            if fit.verdict is verdict:
+                run = layout.calculator.run
+                p = run.parallel
+                return [
+                    f"A layout that {'is tight on' if verdict is Verdict.TIGHT else 'fits'} {gpu}: "
+                    f"TP {p.tensor_model_parallel_size}, PP {p.pipeline_model_parallel_size}, "
+                    f"DP {p.data_parallel_size}, {run.num_microbatches} microbatches per step, "
+                    f"recompute {run.recompute.granularity or 'none'}:",
+                    f"peak {fit.peak_bytes / 2**30:.1f} GiB; the fastest of those tried at these sequences per step",
+                    f"  {_command(layout.form, args)}",
+                ]
+    return [f"No TP with an even split over PP fits {gpu} on {gpus} GPU{'s' * (gpus > 1)}, nor with every layer "
+            "recomputed; `bridge-memory search` varies more"]  # fmt: skip
+
+
+def _layouts(calculator: GPUMemoryCalculator, form: dict[str, Any]) -> Iterator[_Layout]:
+    """Layouts whose peak fits with its margin, of those that change TP, PP and whether layers are recomputed."""
+    from bridge_memory.calculator import GPUMemoryCalculator
+    from bridge_memory.estimation import peaks
+    from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.speed.step_time import step_time
+    from bridge_memory.verdict import headroom
+
+    asked, hardware = calculator.run, hardware_of("H100")
+    gpus, batch = asked.parallel.world_size, calculator.form.training.batch_size
+    sequences = asked.sequences_per_step
+    for level in {calculator.form.training.activation_checkpointing: None, 4: None}:
+        for tp in _TENSOR:
+            for pp in range(1, min(gpus // tp, asked.model.num_layers) + 1):
+                if gpus % (tp * pp) or sequences % (batch * (gpus // (tp * pp))):
+                    continue
+                other = {table: dict(values) for table, values in form.items()}
+                other.setdefault("parallelism", {}).update(
+                    tensor_parallel_size=tp, pipeline_parallel_size=pp, sequence_parallel=tp > 1,
+                )
+                accumulated = sequences // (batch * (gpus // (tp * pp)))
+                other["training"].update(activation_checkpointing=level, gradient_accumulation_steps=accumulated)
+                try:
+                    one = GPUMemoryCalculator.from_dict(other, "quick")
+                    if headroom(one.gpu, max(stage.peak_bytes for stage in peaks(one.run)), one.run) >= 0:
+                        yield _Layout(other, one, step_time(one.run, hardware).seconds)
+                except SpecError:  # TP or PP divides no heads or layers, or the engine has no time
+                    continue
+
+
+def _command(form: dict[str, Any], args: argparse.Namespace) -> str:
+    """The quick command of ``form``: what ``args`` leave at its default is not written."""
+    plain = argparse.ArgumentParser()
+    add_arguments(plain)
+    words = ["bridge-memory", "quick", args.size]
+    for name, (table, key) in _KEYS.items():
+        value = form.get(table, {}).get(key)
+        default = plain.get_default(name)
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [flag] * value
+        elif value not in (None, default) and (value, default) != (1, None):
+            words += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(words)
 
 
 def _in_flags(message: str) -> str:

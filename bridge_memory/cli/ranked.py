@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.components import GIB
-from bridge_memory.plan.found import TIE, Found, Row, ties
+from bridge_memory.plan.found import TIE, Found, Ranked, Row, ties
 from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class Shown(NamedTuple):
     #: The row in the format of ``--emit``.
     emit: Callable[[Row[Any]], Emitted]
     last: Sequence[str] = ()
+    #: What rows leave that keep the reserve, in words.
+    reserve: str = ""
 
 
 def print_found(shown: Shown, args: argparse.Namespace) -> int:
@@ -79,14 +81,14 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
     elif args.format == "json":
         from bridge_memory.report.summary import runs_with
 
-        best, front = ([style.record(row) for row in rows] for rows in (found.best(args.top), found.front()))
-        fastest = next(iter(found.best(1)), None)
-        run = runs_with(fastest.run if fastest is not None else shown.base)
+        ranked = found.ranked(args.top)
+        best, front = _records(shown, ranked), [style.record(row) for row in found.front()]
+        run = runs_with(ranked.rows[0].run if ranked.rows else shown.base)
         print(json.dumps({**shown.document, "run": run, "best": best, "front": front}, indent=2))
     elif args.format == "csv":
-        print(_csv([style.record(row) for row in found.best(args.top)], style.headings))
+        print(_csv(_records(shown, found.ranked(args.top)), style.headings))
     else:
-        print(_markdown(style.headings, map(style.cells, found.best(args.top))))
+        print(_markdown(style.headings, map(style.cells, found.ranked(args.top).rows)))
     return 0 if found.rows else 1
 
 
@@ -97,7 +99,7 @@ def how_words(found: Found) -> tuple[str, ...]:
 
 def _asked_row(shown: Shown, args: argparse.Namespace) -> Row[Any]:
     """``--row``, which counts from 1. Raises SpecError where there is no such row."""
-    best = shown.found.best(max(args.top, args.row))
+    best = shown.found.ranked(max(args.top, args.row)).rows
     if not best:
         raise SpecError("nothing fits; there is no row to emit")
     if args.row > len(best):
@@ -124,9 +126,12 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
     if not found.rows:
         title = "Nothing that fits was found before the search was stopped" if found.stopped else "Nothing fits"
         return [Bullets(title, (*notes, *shown.otherwise))]
-    best, front = found.best(args.top), found.front(args.top)
+    (best, keeping), front = found.ranked(args.top), found.front(args.top)
     notes.insert(0, f"the fastest: {runs_with(best[0].run)}")
-    if (tied := ties(best)) > 1:
+    if found.keeps is not None and keeping < len(best):
+        rows = f"row {keeping + 1}" if keeping + 1 == len(best) else f"rows {keeping + 1} to {len(best)}"
+        notes.append(f"{rows}: tight, without that room, and after the rows that keep it however fast")
+    if (tied := ties(best[:keeping] or best)) > 1:
         notes.append(f"rows 1 to {tied} are a tie: step times within {TIE:.0%}, the precision of the prediction")
     notes += shown.times
     if names := shown.not_timed(best):
@@ -135,17 +140,17 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
     notes += shown.last
     kept = _kept(style, (*best, *front))
     drawn: list[Drawn] = [_chart(found, style, gpu)] if args.format == "html" else []
-    drawn.append(_answer(best[0], shown, args))
+    drawn.append(_answer(best[0], shown, args, keeping > 0))
     title = f"Fastest {style.noun}s of {shown.base.model.name} on {shown.num_gpus} x {gpu.name}"
-    drawn.append(_grid(title, best, style, kept, tuple(notes)))
+    drawn.append(_grid(title, best, style, kept, tuple(notes), found.keeps and keeping))
     if len(front) > 1:
         title = f"Memory against step time (Pareto front): no other {style.noun} is both faster and smaller"
         drawn.append(_grid(title, front, style, kept))
     return drawn
 
 
-def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace) -> Words:
-    """The fastest row, its time and how it fits."""
+def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace, keeps: bool) -> Words:
+    """The first row, its time, how it fits, and the reserve that it ``keeps``."""
     from bridge_memory.report.document import Words
 
     gpu, style = shown.gpu, shown.style
@@ -154,7 +159,8 @@ def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace) -> Words:
     return Words("", (
         f"Fastest {style.noun}: {style.words(row)}; {time}",
         fit_words(gpu, row.peak, row.headroom + int(args.headroom * GIB), stage),
-    ), "good")  # fmt: skip
+        *((f"{'Keeps' if keeps else 'Tight: does not keep'} {shown.reserve}",) if shown.found.keeps else ()),
+    ), "good" if keeps else "open")  # fmt: skip
 
 
 def fit_words(gpu: Gpu, peak: int, free: int, stage: int | None) -> str:
@@ -184,14 +190,19 @@ def _kept(style: Style, rows: Sequence[Row[Any]]) -> list[int]:
 
 
 def _grid(
-    title: str, rows: Sequence[Row[Any]], style: Style, kept: Sequence[int], notes: tuple[str, ...] = ()
-) -> Grid:
+    title: str, rows: Sequence[Row[Any]], style: Style, kept: Sequence[int], notes: tuple[str, ...] = (),
+    keeping: int | None = None,
+) -> Grid:  # fmt: skip
+    """``keeping``: after so many rows come tight ones."""
     from bridge_memory.report.document import Column, Grid
 
     titles = [style.headings[i] for i in kept]
     columns = (Column("#"), *(Column(title, words=title in style.of_words) for title in titles))
     cells = map(style.cells, rows)
-    numbered = tuple((str(n), *(row[i] for i in kept)) for n, row in enumerate(cells, 1))
+    tight = [keeping is not None and n >= keeping for n in range(len(rows))]
+    numbered = tuple(
+        (f"{n} tight" if tight[n - 1] else str(n), *(row[i] for i in kept)) for n, row in enumerate(cells, 1)
+    )
     return Grid(title, columns, numbered, None, notes)
 
 
@@ -214,6 +225,14 @@ def _chart(found: Found, style: Style, gpu: Gpu) -> Chart:
 
 
 # ---- tables for programs ----
+
+
+def _records(shown: Shown, ranked: Ranked) -> list[dict[str, Any]]:
+    records = [shown.style.record(row) for row in ranked.rows]
+    if shown.found.keeps is not None:
+        for number, record in enumerate(records):
+            record["tight"] = number >= ranked.keeping
+    return records
 
 
 def _csv(records: Sequence[Mapping[str, Any]], headings: Sequence[str]) -> str:

@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("search")
     group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
     group.add_argument("--vary", metavar="A,B",
-                       help="vary only these axes: tp, pp, vpp, cp, ep, etp, mbs, split, recompute; of other engines "
-                            "engine, mbs, checkpointing, reshard, shard, accumulation, overlap and, only if named, "
-                            "offload, attention, liger (all: every axis)")
+                       help="vary only these axes: tp, pp, vpp, cp, ep, etp, dispatcher, mbs, split, recompute; of "
+                            "other engines engine, mbs, checkpointing, reshard, shard, accumulation, overlap and, only "
+                            "if named, offload, attention, liger (all: every axis)")
     group.add_argument("--mixed-precision", choices=DTYPES,
                        help="dtypes as accelerate's mixed_precision sets them (engines outside of megatron-core)")
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",

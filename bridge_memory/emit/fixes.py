@@ -10,6 +10,8 @@ from bridge_memory.spec import RunSpec
 from bridge_memory.spec.fields import called
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bridge_memory.cards.gpu import Gpu
     from bridge_memory.plan.changes import Effect
 
@@ -18,17 +20,26 @@ if TYPE_CHECKING:
 _SET_BESIDE = ("optimizer.fp8_recipe",)
 
 
-def try_first(run: RunSpec, gpu: Gpu) -> str:
-    """"try first: --recompute-granularity full ... (9% slower)", or that no single option makes it fit."""
-    from bridge_memory.plan.changes import WhatIf, makes_it_fit, to_try_first
+def try_first(run: RunSpec, gpu: Gpu, needs: Callable[[RunSpec], str | None] = lambda run: "") -> str:
+    """"try first: --recompute-granularity full ... (9% slower)", or that no single option makes it fit.
+
+    ``needs``: what a run with which the step fits needs beside for the rest of its job, as flags; None: that does not
+    fit. A change with which it does not is named where there is no other.
+    """
+    from bridge_memory.plan.changes import WhatIf
     from bridge_memory.speed.hardware import HARDWARE
 
-    best = to_try_first(e for e in WhatIf(run, HARDWARE.get(gpu.name)).singles if makes_it_fit(e, gpu))
-    if best is None:
+    of_step = None
+    for effect in WhatIf(run, HARDWARE.get(gpu.name)).to_try(gpu):
+        more = needs(effect.run)
+        if more is not None:
+            return f"try first: {fix_words(effect, run)}{f' and {more}' if more else ''}"
+        of_step = of_step or effect
+    if of_step is None:
         if run.implementation.torch_layers:
             return "no single option makes it fit: `bridge-memory whatif --pairs` looks further"
         return "no single option makes it fit: `bridge-memory whatif` and `search` look further"
-    return f"try first: {fix_words(best, run)}"
+    return f"try first: {fix_words(of_step, run)}, with which only the step fits"
 
 
 def fix_words(effect: Effect, run: RunSpec) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from bridge_memory.emit.bridge import bridge_overrides
 from bridge_memory.emit.commands import Emitted, estimate_words, given_fields
 from bridge_memory.emit.megatron_args import megatron_arguments
-from bridge_memory.plan.megatron.space import AXES
+from bridge_memory.plan.megatron.space import AXES, DISPATCHER
 from bridge_memory.plan.megatron.splits import split_fields
 from bridge_memory.spec import ParallelSpec, RecomputeSpec, RunSpec
 
@@ -42,6 +42,8 @@ def layout_fields(run: RunSpec) -> dict[str, Any]:
         if value is False or value == default or value is None:
             continue
         found[name] = value
+    if run.model.has_experts and run.implementation.moe_token_dispatcher_type == "flex":
+        found |= {name: getattr(run.implementation, name.partition(".")[2]) for name in DISPATCHER}
     return found
 
 

@@ -21,10 +21,7 @@ from bridge_memory.job.megatron import building, evaluation, loading, saving
 from bridge_memory.job.megatron.graphs import graphs
 from bridge_memory.job.megatron.loading import How, ToTry
 from bridge_memory.job.overload import Overload, overload
-from bridge_memory.job.torch import building as torch_building
-from bridge_memory.job.torch import evaluation as torch_evaluation
-from bridge_memory.job.torch import loading as torch_loading
-from bridge_memory.job.torch import saving as torch_saving
+from bridge_memory.job.torch import ENGINES as OF_TORCH
 from bridge_memory.outside.amount import Amount, Range, exactly, total
 from bridge_memory.outside.context import outside
 from bridge_memory.outside.phase import Phase
@@ -153,9 +150,10 @@ class Job:
         }  # fmt: skip
 
 
-def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Job:
-    """The job of an estimate, which is of the generation of ``gpu``. ``host_bytes``: of a node. Raises SpecError."""
-    steps = job_steps(result, gpu, host_bytes)
+def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None, *, replay: bool = True) -> Job:
+    """The job of an estimate, which is of the generation of ``gpu``. ``host_bytes``: of a node; ``replay``: reserved
+    memory of training storage by storage, where that is possible, which takes longer. Raises SpecError."""
+    steps = job_steps(result, gpu, host_bytes, replay=replay)
     while True:
         try:
             next(steps)
@@ -164,7 +162,9 @@ def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Job:
             return job
 
 
-def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Generator[None, None, Job]:
+def job_steps(
+    result: Estimate, gpu: Gpu, host_bytes: int | None = None, *, replay: bool = True
+) -> Generator[None, None, Job]:
     """As ``job_of``, in steps: a stage each, and the replay. Other work may be done between two of them."""
     run, every, stages = result.run, [], []
     for each in result.stages:
@@ -175,7 +175,9 @@ def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Gene
     eager = run.with_fields(cuda_graph_impl="none") if run.implementation.expandable_segments else run
     replayed: set[int] = set()
     # A replay lowers the upper end of a stage, below which another may be that is not replayed yet.
-    while (training := _training(worst := _worst(every))).stage not in replayed and reserved.why_not(eager) is None:
+    while (training := _training(worst := _worst(every))).stage not in replayed and replay:
+        if reserved.why_not(eager) is not None:
+            break
         found = reserved.replayed(eager, training.stage)
         yield
         exact = found.held(expandable=run.implementation.expandable_segments)
@@ -195,6 +197,19 @@ def job_steps(result: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Gene
         host_memory(run, node_of(gpu), saving=saving.host_of_saving(run, training.stage) or ()),
         tuple(filter(None, reasons)), bool(replayed), host_bytes,
         tuple(feature for feature in result.unmodelled if not feature.of_job), _to_try(run, gpu, worst),
+    )
+
+
+def may_fit(result: Estimate, gpu: Gpu, first: int = 0) -> bool:
+    """Whether no phase of any stage is certain not to fit, or to fail, as the verdict of ``job_of`` says where
+    everything is modelled; stage ``first`` is asked first."""
+    run = result.run
+    if not _of_torch(run) and loading.refusal(run) is not None:
+        return False
+    return all(
+        phase.driver.least <= gpu.capacity_bytes
+        for stage in sorted(range(len(result.stages)), key=lambda stage: stage != first)
+        for phase in _phases(run, gpu, _stage(result, stage))
     )
 
 
@@ -228,7 +243,7 @@ class _Stage(NamedTuple):
 
 
 def _of_torch(run: RunSpec) -> bool:
-    return run.data_parallel.engine in torch_building.ENGINES
+    return run.data_parallel.engine in OF_TORCH
 
 
 _Amounts = tuple[Amount, ...] | None
@@ -244,16 +259,21 @@ class _Phases(NamedTuple):
 
 
 _OF_MEGATRON = _Phases(building.building, loading.loading, evaluation.evaluation, saving.saving)
-_OF_TORCH = _Phases(
-    torch_building.building, torch_loading.loading, torch_evaluation.evaluation, torch_saving.saving
-)
+
+
+def _phases_of(run: RunSpec) -> _Phases:
+    if not _of_torch(run):
+        return _OF_MEGATRON
+    from bridge_memory.job.torch import building, evaluation, loading, saving
+
+    return _Phases(building.building, loading.loading, evaluation.evaluation, saving.saving)
 
 
 def _stage(result: Estimate, stage: int) -> _Stage:
     run, of = result.run, result.stages[stage]
     peaks = dict(of.phases)
     first = max(peaks[str(phase)] for phase in _FIRST)
-    phases = _OF_TORCH if _of_torch(run) else _OF_MEGATRON
+    phases = _phases_of(run)
     found = {
         Phase.BUILD: phases.build(run, stage),
         Phase.LOAD: phases.load(run, stage, How.HUGGING_FACE),

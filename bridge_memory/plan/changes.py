@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bridge_memory.estimation import estimate, peaks
+from bridge_memory.estimation import estimate, model_state, peaks
 from bridge_memory.plan.megatron.space import useful_modules
 from bridge_memory.plan.megatron.splits import NO_SPLIT, splits
 from bridge_memory.spec import RunSpec, SpecError, show
@@ -53,6 +53,15 @@ class Change(NamedTuple):
     @property
     def words(self) -> str:
         return ", ".join(f"{name}={_shown(value)}" for name, value in self.fields)
+
+
+class _Changed(NamedTuple):
+    """A run with one or more changes, before its peaks are asked for."""
+
+    changes: tuple[Change, ...]
+    run: RunSpec
+    #: As ``Effect.slowdown``.
+    slowdown: float | None
 
 
 class Effect(NamedTuple):
@@ -287,6 +296,7 @@ class WhatIf:
         #: Highest peak of all stages, bytes.
         self.before = max(s.peak_bytes for s in peaks(run))
         self._seconds = _seconds(run, hardware) if hardware and not not_timed(run) else 0.0
+        self._changed: dict[tuple[Change, ...], _Changed | None] = {}
         self._applied: dict[tuple[Change, ...], Effect | None] = {}
 
     @cached_property
@@ -332,7 +342,23 @@ class WhatIf:
             self._applied[chosen] = self._apply(chosen)
         return self._applied[chosen]
 
-    def _apply(self, chosen: tuple[Change, ...]) -> Effect | None:
+    def to_try(self, gpu: Gpu) -> Iterator[Effect]:
+        """Single changes with which a step fits ``gpu``, in the order to try them. A peak is estimated when its change
+        has its turn, and only where model state alone leaves room."""
+        found = [c for c in (self._change((change,)) for change in dict.fromkeys(changes(self.run))) if c is not None]
+        for _, alike in groupby(sorted(found, key=_cost), key=_cost):
+            effects = [self.effect(c.changes) for c in alike if _has_room(c.run, gpu)]
+            for effect in in_order_to_try(e for e in effects if e is not None and e.freed > 0):
+                if makes_it_fit(effect, gpu):
+                    yield effect
+
+    def _change(self, chosen: tuple[Change, ...]) -> _Changed | None:
+        """The run with these changes, and its time; None where the run cannot have them."""
+        if chosen not in self._changed:
+            self._changed[chosen] = self._with(chosen)
+        return self._changed[chosen]
+
+    def _with(self, chosen: tuple[Change, ...]) -> _Changed | None:
         fields: dict[str, Any] = {}
         for change in chosen:
             for name, value in change.fields:
@@ -343,13 +369,22 @@ class WhatIf:
                 fields[name] = value
         try:
             changed = self.run.with_fields(**fields)
-            peak = max(s.peak_bytes for s in peaks(changed))
+            slowdown = None
+            if self.hardware is not None and self._seconds and not not_timed(changed):
+                slowdown = _seconds(changed, self.hardware) / self._seconds
         except SpecError:
             return None
-        slowdown = None
-        if self.hardware is not None and self._seconds and not not_timed(changed):
-            slowdown = _seconds(changed, self.hardware) / self._seconds
-        return Effect(chosen, changed, peak, self.before - peak, slowdown)
+        return _Changed(chosen, changed, slowdown)
+
+    def _apply(self, chosen: tuple[Change, ...]) -> Effect | None:
+        changed = self._change(chosen)
+        if changed is None:
+            return None
+        try:
+            peak = max(s.peak_bytes for s in peaks(changed.run))
+        except SpecError:
+            return None
+        return Effect(chosen, changed.run, peak, self.before - peak, changed.slowdown)
 
 
 def _sets(singles: Sequence[Effect], number: int) -> Iterator[tuple[Change, ...]]:
@@ -369,9 +404,24 @@ def makes_it_fit(effect: Effect, gpu: Gpu) -> bool:
     return headroom(gpu, effect.peak, effect.run) >= 0 and fits(estimate(effect.run), [gpu])[0].fits
 
 
+def _has_room(run: RunSpec, gpu: Gpu) -> bool:
+    """Whether model state alone, of which no peak is less, fits."""
+    try:
+        return headroom(gpu, max(model_state(run)), run) >= 0
+    except SpecError:
+        return False
+
+
+def _cost(of: Effect | _Changed) -> tuple[bool, bool, float]:
+    """By step time; fp8, and what has no time, only after all else."""
+    return of.slowdown is None, of.changes[0].kind == "fp8", of.slowdown or 0.0
+
+
+def in_order_to_try(effects: Iterable[Effect]) -> list[Effect]:
+    """Changes in the order to try them: those of equal cost by their peaks."""
+    return sorted(effects, key=lambda e: (*_cost(e), e.peak))
+
+
 def to_try_first(fitting: Iterable[Effect]) -> Effect | None:
-    """Of changes that make a run fit the one with the least step time; fp8, and what has no time, only where nothing
-    else does."""
-    return min(
-        fitting, key=lambda e: (e.slowdown is None, e.changes[0].kind == "fp8", e.slowdown or 0.0, e.peak), default=None
-    )
+    """Of changes that make a run fit the one to try first."""
+    return next(iter(in_order_to_try(fitting)), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -90,6 +90,15 @@ class Rows(Sequence[Row[TimeT]]):
     def peaks(self) -> Iterable[int]:
         """The highest peak of each row, bytes."""
 
+    def choices(self) -> Iterator[Row[TimeT]]:
+        """The fastest row of each choice, the fastest first."""
+        known = set()
+        for i in range(len(self)):
+            choice = self.choice(i)
+            if choice not in known:
+                known.add(choice)
+                yield self[i]
+
     def best(self, number: int | None = None) -> tuple[Row[TimeT], ...]:
         """The fastest row of each choice: all of them, or the first ``number``."""
         out: dict[object, int] = {}
@@ -149,6 +158,17 @@ class OneByOne(Enum):
         return f"searched one by one: {self.value}"
 
 
+#: Choices beyond those shown that are asked whether they keep the reserve; and where none of them does.
+LOOKED_FOR, LOOKED_FOR_ONE = 100, 1000
+
+
+class Ranked(NamedTuple):
+    """Rows of which the first ``keeping`` keep the reserve, and the others are tight."""
+
+    rows: tuple[Row[Any], ...]
+    keeping: int
+
+
 class Found(NamedTuple):
     """What a search found.
 
@@ -177,6 +197,22 @@ class Found(NamedTuple):
     tight: int = 0
     #: Why configurations were evaluated one by one; None: they were as arrays.
     one_by_one: OneByOne | None = None
+    #: Whether a row leaves the reserve (``plan.reserve``); None: none is asked for.
+    keeps: Callable[[Row[Any]], bool] | None = None
+
+    def ranked(self, number: int) -> Ranked:
+        """The first ``number`` choices, of which those that keep the reserve come first, each by time. At most
+        ``LOOKED_FOR`` more are looked at; where none of them keeps it, up to ``LOOKED_FOR_ONE``."""
+        if self.keeps is None:
+            rows = self.best(number)
+            return Ranked(rows, len(rows))
+        keeping: list[Row[Any]] = []
+        tight: list[Row[Any]] = []
+        for looked_at, row in enumerate(self.rows.choices()):
+            if len(keeping) == number or looked_at >= (number + LOOKED_FOR if keeping else number + LOOKED_FOR_ONE):
+                break
+            (keeping if self.keeps(row) else tight).append(row)
+        return Ranked((*keeping, *tight)[:number], min(len(keeping), number))
 
     def best(self, number: int | None = None) -> tuple[Row[Any], ...]:
         """The fastest row of each choice: all of them, or the first ``number``."""

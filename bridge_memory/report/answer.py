@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from bridge_memory.decisive import decisive
 from bridge_memory.evidence import evidence_of
 from bridge_memory.outside.amount import Range
 from bridge_memory.report.decided import of_releases
+from bridge_memory.report.said import VERDICT_WORDS, names_of
 from bridge_memory.report.summary import configuration, host_place
 from bridge_memory.report.units import coarser, format_bytes, format_ticks, ticks
 from bridge_memory.residual import percent
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate
 from bridge_memory.verdict import Fit, PeakBand, Verdict, answer, peak_band, verdict_of
+
+if TYPE_CHECKING:
+    from bridge_memory.job.job import Job
 
 #: Unmodelled features that one line names; the rest are counted.
 _FEATURES_NAMED = 2
@@ -33,8 +37,11 @@ class Answer(NamedTuple):
     band_words: str
 
 
-def answer_of(result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: str = "") -> Answer:
-    """``unit``: a name of ``units.UNITS``; ``fix``: a change that makes the run fit, in words, appended to the line."""
+def answer_of(
+    result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: str = "", job: Job | None = None
+) -> Answer:
+    """``unit``: a name of ``units.UNITS``; ``fix``: a change that makes the run fit, in words, appended to the line;
+    ``job``: the whole job on the one GPU of ``fits``, which is the answer where it is worse than that of the step."""
     verdict = answer(fits)
     if len(fits) == 1:
         evidence, band = fits[0].evidence, fits[0].band
@@ -58,7 +65,18 @@ def answer_of(result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: 
         f"not modelled: {feature_names(result)}" if result.unmodelled and not _names_features(fits) else "",
         fix,
     )
-    return Answer(verdict, "; ".join(filter(None, parts)), evidence, band, _band_words(result, band, unit))
+    words = "; ".join(filter(None, parts))
+    if decided_by(job, fits):
+        from bridge_memory.report.phases import worse_than_step
+
+        assert job is not None
+        verdict, words = str(job.verdict), f"{worse_than_step(job, unit)}; the step alone: {words}"
+    return Answer(verdict, words, evidence, band, _band_words(result, band, unit))
+
+
+def decided_by(job: Job | None, fits: Sequence[Fit]) -> bool:
+    """Whether the whole job is worse than its step, which ``fits`` judges."""
+    return job is not None and _BEST_FIRST.index(job.verdict) > _BEST_FIRST.index(fits[0].verdict)
 
 
 def _band_words(result: Estimate, band: PeakBand | None, unit: str) -> str:
@@ -86,11 +104,6 @@ def brief(result: Estimate, fits: Sequence[Fit], answer: Answer, unit: str = "Gi
 
 
 _BEST_FIRST = (Verdict.FITS, Verdict.TIGHT, Verdict.UNKNOWN, Verdict.DOES_NOT_FIT)
-#: A verdict as the line begins with it.
-VERDICT_WORDS = {
-    Verdict.FITS: "FITS", Verdict.TIGHT: "TIGHT on", Verdict.UNKNOWN: "UNKNOWN for",
-    Verdict.DOES_NOT_FIT: "DOES NOT FIT",
-}  # fmt: skip
 
 
 def peak_words(result: Estimate, unit: str = "GiB") -> str:
@@ -188,11 +201,6 @@ def _among_several(result: Estimate, fit: Fit, unit: str, with_bytes: bool) -> s
         room = f"{size} free" if fit.headroom_bytes >= 0 else f"over by {size}"
     more = ", ".join(filter(None, (peak, room)))
     return f"{fit.gpu} ({more})" if more else fit.gpu
-
-
-def names_of(features: Iterable[str]) -> list[str]:
-    """The field names that the sentences of unmodelled features begin with, each once."""
-    return list(dict.fromkeys(str(feature).partition(":")[0] for feature in features))
 
 
 def feature_names(result: Estimate) -> str:

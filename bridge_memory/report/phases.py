@@ -8,8 +8,8 @@ from typing import Any
 from bridge_memory.job.job import Job, PhaseMemory
 from bridge_memory.outside.amount import Range, total
 from bridge_memory.outside.phase import Phase
-from bridge_memory.report.answer import VERDICT_WORDS, names_of
 from bridge_memory.report.document import Block, Column, Grid, Words
+from bridge_memory.report.said import VERDICT_WORDS, names_of
 from bridge_memory.report.units import DECIMALS, format_ticks, ticks
 from bridge_memory.verdict import FRAGMENTATION, Verdict
 
@@ -30,6 +30,35 @@ def job_words(job: Job, unit: str = "GiB") -> str:
     if job.verdict is not Verdict.UNKNOWN:
         return words
     return f"{words}; not modelled: {', '.join(names_of(job.unmodelled))}"
+
+
+def worse_than_step(job: Job, unit: str = "GiB") -> str:
+    """"DOES NOT FIT H100: resume, driver peak 80.0-83.1 (stage 1) of 79.1 GiB, over by 0.9 or more; try first: ..."."""
+    worst, capacity = job.tightest, job.gpu.capacity_bytes
+    of = f" (stage {worst.stage})" if len(job.stages) > 1 else ""
+    peak = f"{_short(worst.driver, unit)}{of} of {_number(capacity, unit)} {unit}"
+    words = f"{VERDICT_WORDS[job.verdict]} {job.gpu.name}: {worst.phase}, driver peak {peak}"
+    words += f", {_room(worst, capacity, unit)}"
+    if job.verdict is Verdict.UNKNOWN:
+        return f"{words}; not modelled: {', '.join(names_of(job.unmodelled))}"
+    return words if job.to_try is None else f"{words}; try first: {job.to_try.flag}"
+
+
+def short_table(job: Job, unit: str = "GiB", stage: int | None = None) -> Grid:
+    """The phases in two rows, each at most; ``stage``: as for ``job_blocks``."""
+    phases = job.phases if stage is None else job.stages[stage]
+    columns = Column("at most", words=True), *(
+        Column(f"{phase.phase}{' *' if phase is job.tightest else ''}") for phase in phases
+    )  # fmt: skip
+    rows = (
+        ("allocated", *(_number(total(phase.allocated).most, unit) for phase in phases)),
+        ("driver peak", *(_number(phase.driver.most, unit) for phase in phases)),
+    )
+    notes = [_routing(job)] if job.overload is not None else []
+    if job.not_modelled:
+        notes.append("not modelled: " + "; ".join(job.not_modelled))
+    capacity = f"{_number(job.gpu.capacity_bytes, unit)} {unit} of {job.gpu.name}"
+    return Grid(f"The whole job beside {capacity}, {job.verdict}", columns, rows, None, tuple(notes))
 
 
 def job_blocks(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdict | None = None) -> list[Block]:
@@ -62,8 +91,8 @@ def job_table(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdi
     differs: tuple[str, ...] = ()
     if step is not None and step is not job.verdict:
         differs = (
-            f"the estimate above says {step}, the whole job {job.verdict}: the estimate judges the peak of a step, "
-            "with a margin for fragmentation; the whole job counts every phase, and what it reserves",
+            f"the step alone {step}, the whole job {job.verdict}: the step is judged by its peak and a margin for "
+            "fragmentation; the whole job counts every phase, and what it reserves",
         )
     emphasis = next((i for i, phase in enumerate(phases) if phase is job.tightest), None)
     return Grid(f"The whole job, phase by phase, {unit}", columns, rows, emphasis, (*differs, *_notes(job, unit)))
@@ -100,19 +129,8 @@ def _notes(job: Job, unit: str) -> list[str]:
     ratio = f"allocated and up to {FRAGMENTATION:.1%} more (measured elsewhere)"
     how = "replayed, storage by storage" if job.replayed else ratio
     notes = [f"reserved: of training {how}; outside: CUDA context, NCCL's communicators, buffers of libraries"]
-    found = job.overload
-    if found is not None:
-        from bridge_memory.job.overload import FROM_SCRATCH
-
-        if found.any:
-            notes.append("routing: fits however tokens are routed")
-        elif found.factor is None:
-            notes.append("routing: does not fit even if it is balanced")
-        else:
-            notes.append(
-                f"routing: fits up to an overload factor of {found.factor:.2f} (stage {found.stage}); "
-                f"from scratch {FROM_SCRATCH.least:g} to {FROM_SCRATCH.most:g} were seen in first steps"
-            )
+    if job.overload is not None:
+        notes.append(_routing(job))
     host, of = job.host, "" if job.host_bytes is None else f" of {_number(job.host_bytes, unit)}"
     judged = "" if job.host_verdict is None else f": {job.host_verdict}"
     saves = ", while it saves" if any(phase.phase is Phase.SAVE for phase in job.phases) else ""
@@ -121,6 +139,20 @@ def _notes(job: Job, unit: str) -> list[str]:
         notes.append(f"resume: try first: {job.to_try.flag} ({_number(job.to_try.less, unit)} {unit} less)")
     notes += [f"not modelled: {reason}" for reason in job.not_modelled]
     return notes
+
+
+def _routing(job: Job) -> str:
+    from bridge_memory.job.overload import FROM_SCRATCH
+
+    found = job.overload
+    if found is None or found.any:
+        return "routing: fits however tokens are routed"
+    if found.factor is None:
+        return "routing: does not fit even if it is balanced"
+    return (
+        f"routing: fits up to an overload factor of {found.factor:.2f} (stage {found.stage}); "
+        f"from scratch {FROM_SCRATCH.least:g} to {FROM_SCRATCH.most:g} were seen in first steps"
+    )
 
 
 def _fits(phase: PhaseMemory, capacity: int, unit: str) -> str:

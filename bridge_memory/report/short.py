@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from bridge_memory.components import Role
 from bridge_memory.decisive import decisive
@@ -19,6 +20,9 @@ from bridge_memory.report.units import check_unit, format_bytes, format_ticks, t
 from bridge_memory.result import Estimate, StageEstimate
 from bridge_memory.spec import DataParallelSpec, SpecError
 from bridge_memory.verdict import Fit
+
+if TYPE_CHECKING:
+    from bridge_memory.job.job import Job
 
 #: Components that are listed.
 LARGEST = 3
@@ -37,12 +41,14 @@ _NEAR = 1.6
 
 
 def short_blocks(
-    result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", stage: int | None = None, fix: str = "", more: str = ""
-) -> list[Block]:
+    result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", stage: int | None = None, fix: str = "",
+    more: str = "", job: Job | None = None, phases: bool = False,
+) -> list[Block]:  # fmt: skip
     """The blocks of the default text.
 
     ``stage``: explained instead of the stage with the highest peak; ``fix``: a change that makes the run fit, in words;
-    ``more``: how to get the rest, for the last line. Raises SpecError for an unknown unit or stage.
+    ``more``: how to get the rest, for the last line; ``job``: the whole job on the one GPU of ``fits``, with its
+    ``phases`` in two rows. Raises SpecError for an unknown unit or stage.
     """
     unit = check_unit(unit)
     if stage is not None and not 0 <= stage < len(result.stages):
@@ -56,8 +62,12 @@ def short_blocks(
     if result.run.data_parallel.engine != DataParallelSpec().engine or result.run.peft.freezes:
         wanted.append("optimizer")
     run = Pairs("The run", tuple(pair for pair in configuration(result) if pair[0] in wanted))
-    answer = answer_of(result, fits, unit=unit, fix=fix)
+    answer = answer_of(result, fits, unit=unit, fix=fix, job=job)
     blocks: list[Block] = [head(result, answer, unit), _stages(result, shown, fits, unit), largest, run]
+    if job is not None and phases:
+        from bridge_memory.report.phases import short_table
+
+        blocks.insert(2, short_table(job, unit, stage))
     decides = decisive(result)
     if decides:
         blocks.append(Bullets(TITLE, sentences(decides[:MOST], unit)))

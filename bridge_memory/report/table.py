@@ -27,6 +27,7 @@ from bridge_memory.spec import SpecError
 from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
 if TYPE_CHECKING:
+    from bridge_memory.job.job import Job
     from bridge_memory.report.details import DetailRow
     from bridge_memory.verdict import Fit
 
@@ -68,8 +69,9 @@ def estimate_blocks(
     stage: int | None = None,
     details: Mapping[int, Sequence[DetailRow]] | None = None,
     fix: str = "",
+    job: Job | None = None,
 ) -> list[Block]:
-    """The blocks that ``print_estimate`` prints."""
+    """The blocks that ``print_estimate`` prints; ``job``: the whole job on the one GPU of ``fits``."""
     unit = check_unit(unit)
     if stage is not None and not 0 <= stage < len(result.stages):
         raise SpecError(f"--stage is {stage}; the stages of this run are 0 to {len(result.stages) - 1}")
@@ -80,7 +82,7 @@ def estimate_blocks(
     marked = worst if len(result.stages) > 1 else None
     decides = sentences(decisive(result), unit)
     blocks: list[Block] = [
-        head(result, answer_of(result, fits, unit=unit, fix=fix), unit),
+        head(result, answer_of(result, fits, unit=unit, fix=fix, job=job), unit),
         Pairs("The run", configuration(result)),
         *((Bullets(TITLE, decides),) if decides else ()),
         _stages(groups, marked, unit),

@@ -9,20 +9,35 @@ step, where activations were.
 
 from __future__ import annotations
 
-from bridge_memory.reserved import megatron, torch_engines
+from typing import TYPE_CHECKING
+
 from bridge_memory.spec import RunSpec
-from bridge_memory.workspaces.caching_allocator import Reserved
+
+if TYPE_CHECKING:
+    from bridge_memory.workspaces.caching_allocator import Reserved
+
+_MEGATRON = "megatron_ddp"  # the other engines are imported where they are asked for
 
 
 def why_not(run: RunSpec) -> str | None:
     """Why a run cannot be replayed, in one line; None if it can."""
-    return megatron.why_not(run) if run.data_parallel.engine == megatron.ENGINE else torch_engines.why_not(run)
+    if run.data_parallel.engine == _MEGATRON:
+        from bridge_memory.reserved import megatron
+
+        return megatron.why_not(run)
+    from bridge_memory.reserved import torch_engines
+
+    return torch_engines.why_not(run)
 
 
 def replayed(run: RunSpec, stage: int | None = None, steps: int | None = None) -> Reserved:
     """Replays the whole model, or a pipeline stage (the one with the highest peak), on the rank with the largest
     shards. ``steps``: of Megatron's; by default as many as reserved memory needs to settle. Raises SpecError for what
     the estimate refuses; ``why_not`` says what cannot be replayed."""
-    if run.data_parallel.engine == megatron.ENGINE:
+    if run.data_parallel.engine == _MEGATRON:
+        from bridge_memory.reserved import megatron
+
         return megatron.replayed(run, stage, steps or megatron.STEPS)
+    from bridge_memory.reserved import torch_engines
+
     return torch_engines.replayed(run)

@@ -36,6 +36,9 @@ class Constants(NamedTuple):
     scan: float = 0.05
     #: Share of the memory's bandwidth that elementwise kernels reach.
     memory: float = 0.7
+    #: Share of the link to host memory that copies from pinned memory reach. Assumed, not fitted: packets of 128 bytes
+    #: carry 20 to 28 of headers and checksums (PCI Express Base Specification, "Transaction Layer Packet").
+    host_link: float = 0.85
     #: Host time of one layer's pass beyond what its kernels take, half of it for what is recomputed of a layer.
     layer: float = 5e-5
     #: The same where the host waits for each kernel, so that none of its time is hidden.

@@ -17,7 +17,7 @@ _COMPUTING = (
     ("layer", "layer_blocking", "launch", "launch_expert"),
 )
 _SENDING = (
-    ("nvlink", "nvlink_sharp", "network", "network_exchange", "efa_exchange"),
+    ("nvlink", "nvlink_sharp", "network", "network_exchange", "efa_exchange", "host_link"),
     ("nvlink_latency", "network_latency", "efa_latency", "efa_latency_deepep"),
 )
 #: A measured step so many times longer or shorter than predicted is a mistake and no measurement.

@@ -8,7 +8,7 @@ the same sharding share both.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from math import prod
 from typing import Any, NamedTuple
@@ -62,13 +62,17 @@ class Parameter:
         """A weight of Transformer Engine's GEMMs, which fp8 copies."""
         return self.is_matrix and self.use not in (Use.ROUTER, Use.UNQUANTIZED)
 
+    def named(self, name: str) -> Parameter:
+        """The same parameter by another name; a third of the time of ``dataclasses.replace``."""
+        return Parameter(name, self.shape, self.expert, self.sharded, self.use)
+
     def under(self, prefix: str) -> Parameter:
         """The same parameter inside a parent module."""
-        return replace(self, name=prefix + self.name)
+        return self.named(prefix + self.name)
 
     def numbered(self, number: int) -> Parameter:
         """The parameter of one expert."""
-        return replace(self, name=self.name.replace(EXPERT_NUMBER, str(number)))
+        return self.named(self.name.replace(EXPERT_NUMBER, str(number)))
 
 
 class Repeated(NamedTuple):
@@ -118,8 +122,8 @@ class ParameterList:
         for parameters, times in self.rows:
             for number in range(times):
                 for p in parameters:
-                    p = p.numbered(number) if EXPERT_NUMBER in p.name else p
-                    yield p.under(prefix) if prefix else p
+                    name = p.name.replace(EXPERT_NUMBER, str(number)) if EXPERT_NUMBER in p.name else p.name
+                    yield p.named(prefix + name)
 
 
 # ---- columns ----

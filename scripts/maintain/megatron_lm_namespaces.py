@@ -173,9 +173,10 @@ def _namespace(arguments: Any, line: str, ranks: int) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = str(ranks)
     if "fsdp" in line:
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    else:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     args = arguments.parse_args()
     arguments.validate_args(args)
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     from megatron.training.vocab_utils import calculate_padded_vocab_size
 
     # Set when the tokenizer is built (``megatron/core/tokenizers/utils/build_tokenizer.py``).

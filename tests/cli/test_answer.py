@@ -73,8 +73,10 @@ def test_it_fits_one_screen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    lines = run(capsys, *command)[1].splitlines()
+    lines = run(capsys, *command, "--no-phases")[1].splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
+    whole = run(capsys, *command)[1].splitlines()  # of one GPU with the phases
+    assert len(whole) <= 48 and max(map(len, whole)) <= 100
     full = run(capsys, *command, "-v")[1].splitlines()
     assert len(full) > len(lines) and "Assumed" in full
 

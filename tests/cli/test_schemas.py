@@ -64,9 +64,13 @@ def of_every_kind(capsys: pytest.CaptureFixture[str], command: str, tmp_path: Pa
     if command == "mcp":
         pytest.importorskip("mcp.server.mcpserver", reason="mcp 2 is not installed")
         return [printed(capsys, command)]
-    if command in ("search", "whatif", "balance"):
+    if command == "sweep":
+        question = tmp_path / "fleet.csv"
+        question.write_text("model,gpu,num_gpus,seq_length,global_batch_size\nLlama-3.2-1B,H100,2,4096,8\nx,H100,1,1,1\n")
+        return [printed(capsys, command, str(question))]
+    if command in ("search", "fit", "whatif", "balance"):
         flags = ["--gpu", "H100", "--global-batch-size", "8", "--num-gpus", "2"]
-        more = {"search": [], "whatif": ["--pairs", "--target-gib", "20"], "balance": ["--pp", "2"]}[command]
+        more = {"search": [], "fit": [], "whatif": ["--pairs", "--target-gib", "20"], "balance": ["--pp", "2"]}[command]
         return [printed(capsys, command, "Llama-3.2-1B", *flags, *more)]
     return {
         "estimate": [printed(capsys, "estimate", *model, "--verbose")], "models": [printed(capsys, "models")],

@@ -38,7 +38,8 @@ REFUSED = (
     "Transformer Engine >= 2.7", "--main-grads-dtype can only be fp32", "optimizer cpu offload must be used",
     "--fp8-param-gather only supported", "can distribute recomputed activations", "Must use --overlap-param-gather",
     "Transformer Engine cross entropy loss fusion is disabled", "--hierarchical-context-parallel-sizes",
-    "only supported with transformer_engine", "must be empty when --cuda-graph-impl=full_iteration",
+    "only supported with transformer_engine", "residual connection in fp32 only supported",
+    "must be empty when --cuda-graph-impl=full_iteration",
 )  # fmt: skip
 
 

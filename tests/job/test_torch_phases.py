@@ -13,7 +13,8 @@ from bridge_memory import PeftSpec, RunSpec, SpecError, TransformersSpec, estima
 from bridge_memory.components import Role
 from bridge_memory.job.job import Job
 from bridge_memory.job.megatron.loading import How
-from bridge_memory.job.torch.building import ENGINES, building, parameters, rank_of
+from bridge_memory.job.torch import ENGINES
+from bridge_memory.job.torch.building import building, parameters, rank_of
 from bridge_memory.job.torch.evaluation import evaluation
 from bridge_memory.job.torch.loading import loading
 from bridge_memory.job.torch.saving import saving

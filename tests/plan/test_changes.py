@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from random import Random
 
 import pytest
 
@@ -16,13 +17,18 @@ from bridge_memory import (
     RunSpec,
     SpecError,
     estimate,
+    find_gpu,
+    fits,
+    peaks,
 )
 from bridge_memory.cli import main
 from bridge_memory.emit.fixes import changed_flags
+from bridge_memory.plan import changes as all_changes
 from bridge_memory.plan.changes import Change, Effect, WhatIf, changes
 from bridge_memory.spec.transformers import TransformersSpec
-from bridge_memory.speed.hardware import hardware_of
+from bridge_memory.speed.hardware import HARDWARE, hardware_of
 from bridge_memory.speed.megatron.step_time import not_timed, step_time
+from bridge_memory.verdict import headroom
 
 RUN = RunSpec(
     model="Qwen/Qwen3-30B-A3B",
@@ -33,6 +39,7 @@ RUN = RunSpec(
     batch=BatchSpec(seq_length=8192, micro_batch_size=2, global_batch_size=256),
 )  # fmt: skip
 H100 = hardware_of("H100")
+RUN_FIELDS = {"world_size": 16, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
 
 def peak(run: RunSpec) -> int:
@@ -90,7 +97,7 @@ def test_the_cheapest_set_is_the_cheapest_of_all_sets() -> None:
     base = step_time(RUN, H100).seconds
     for i, one in enumerate(singles):
         for other in (None, *singles[i + 1 :]):
-            if "offload" in one.kind or (other and ("offload" in other.kind or other.kind == one.kind)):
+            if other and other.kind == one.kind:
                 continue
             both = [one] + ([other] if other else [])
             fields: dict[str, object] = {}
@@ -106,6 +113,38 @@ def test_the_cheapest_set_is_the_cheapest_of_all_sets() -> None:
                 if peak(changed) <= target:
                     assert step_time(changed, H100).seconds / base >= found.slowdown * (1 - 1e-9), (one, other)
     assert tried.cheapest(1 << 30, largest=1) is None
+
+
+CARDS = ("A100-40GB", "H100", "RTX-4090", "B200")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_changes_are_tried_by_their_time_and_no_more_are_estimated_than_asked_for(seed: int) -> None:
+    """All changes that fit, by estimates of each, in the same order; the first asks for fewer peaks."""
+    draw = Random(seed)
+    gpu = find_gpu(CARDS[seed % len(CARDS)])
+    engines = ({"engine": "fsdp2", "world_size": 8}, {"engine": "zero2", "world_size": 8}, RUN_FIELDS)
+    model = draw.choice(("Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-4B"))
+    fields = draw.choice(engines)
+    run = RunSpec(model=model).with_fields(
+        **fields, seq_length=draw.choice((2048, 8192, 32768)), micro_batch_size=draw.choice((1, 2)), gpu_arch=gpu.arch
+    )
+    tried = WhatIf(run, HARDWARE[gpu.name])
+    fitting = [
+        e for e in tried.singles
+        if headroom(gpu, e.peak, e.run) >= 0 and fits(estimate(e.run), [gpu])[0].fits
+    ]
+    fitting.sort(key=lambda e: (e.slowdown is None, e.changes[0].kind == "fp8", e.slowdown or 0.0, e.peak))
+    lazily = WhatIf(run, HARDWARE[gpu.name])
+    assert [e.changes for e in lazily.to_try(gpu)] == [e.changes for e in fitting]
+    asked: list[RunSpec] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(all_changes, "peaks", lambda run: (asked.append(run), peaks(run))[1])
+        first = next(WhatIf(run, HARDWARE[gpu.name]).to_try(gpu), None)
+    if fitting and fitting[0].slowdown is not None:
+        assert first is not None and first.changes == fitting[0].changes
+        slower = {e.run for e in tried.singles if (e.slowdown or 9e9) > first.slowdown}
+        assert not slower & {*asked}
 
 
 def test_without_a_global_batch_time_is_a_sequences() -> None:
@@ -209,10 +248,12 @@ def test_words_are_megatrons() -> None:
 
 
 def test_no_time_is_said_where_the_model_has_none() -> None:
-    """What offloading does to a step is not in the time model; what frozen weights do is."""
-    for effect in WhatIf(RUN, H100).singles:
-        offloads = effect.run.optimizer.optimizer_cpu_offload or bool(effect.run.implementation.offload_modules)
-        assert (effect.slowdown is None) == offloads, effect.words
+    """Muon has no optimizer on the host; what frozen weights do is known, and what offloading does."""
+    muon = RUN.with_fields(**{"optimizer.optimizer": "muon"}, use_distributed_optimizer=False)
+    for base in (RUN, muon):
+        for effect in WhatIf(base, H100).singles:
+            unknown = effect.run.optimizer.optimizer == "muon" and effect.run.optimizer.optimizer_cpu_offload
+            assert (effect.slowdown is None) == unknown, effect.words
     frozen = RUN.with_(peft=PeftSpec(scheme="lora", dim=16))
     assert not_timed(frozen) == () and step_time(frozen, H100).seconds < step_time(RUN, H100).seconds
 

@@ -80,7 +80,7 @@ def test_the_answer_comes_first_and_adds_up(command: list[str], capsys: pytest.C
     assert answer.startswith("Fastest ") and f"{best['step_seconds']:#.3g} s per step" in answer
     rate = 64 * 2048 / best["step_seconds"] / 8
     assert f"{rate:,.0f} tokens/s/GPU" in answer
-    words = answer.partition("FITS H100: peak ")[2].replace(",", "").split()
+    words = answer.partition("FITS H100: peak ")[2].partition(" free")[0].replace(",", "").split()
     numbers = [float(word) for word in words if word[0].isdigit() and not word.endswith(")")]
     peak, margin, capacity, free = numbers
     assert peak + margin + free == pytest.approx(capacity, abs=1e-9)  # as shown

@@ -82,4 +82,5 @@ def test_what_a_search_found_can_be_sent(engine: str | None) -> None:
     more = {"engine": engine} if engine else {"vary": ["tp", "pp"]}
     found = search("meta-llama/Llama-3.2-1B", gpu="H100", num_gpus=2, global_batch_size=8, **more)  # type: ignore[arg-type]
     again = pickle.loads(pickle.dumps(found))
-    assert list(again.rows) == list(found.rows) and again.best(3) == found.best(3) and again[1:] == found[1:]
+    assert list(again.rows) == list(found.rows) and again.best(3) == found.best(3) and again[1:8] == found[1:8]
+    assert again.ranked(3) == found.ranked(3)

@@ -21,14 +21,14 @@ from bridge_memory.emit.megatron_args import megatron_arguments
 from bridge_memory.outside.context import outside_bytes_of
 from bridge_memory.plan.found import Found, Refused, ties
 from bridge_memory.plan.megatron.search import search
-from bridge_memory.plan.megatron.space import Space, layouts, parallel_sizes, useful_modules
+from bridge_memory.plan.megatron.space import Space, dispatcher_words, layouts, parallel_sizes, useful_modules
 from bridge_memory.plan.megatron.splits import balanced_layout, splits
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.layout_string import parse_layout_string, short_layout_string
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.megatron.step_time import step_time
-from bridge_memory.verdict import headroom
+from bridge_memory.verdict import Verdict, fits, headroom
 
 LLAMA, QWEN = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"
 
@@ -224,7 +224,7 @@ def test_every_format_says_the_same(capsys: pytest.CaptureFixture[str], monkeypa
     assert [int(r["peak_bytes"]) for r in rows] == [r["peak_bytes"] for r in best] and len(best) == 3
     cells = [line.split("|") for line in shown["md"].splitlines()[2:]]
     gib = [f"{r['peak_bytes'] / 2**30:.2f}" for r in best]
-    assert [c[10].strip() for c in cells] == gib and all(n in shown["text"] for n in gib)
+    assert [c[11].strip() for c in cells] == gib and all(n in shown["text"] for n in gib)
     assert "Fastest layouts" in shown["text"] and "layouts evaluated" in shown["text"]
     held = re.search(r'id="charts">(.*?)</script>', shown["html"])
     assert held
@@ -251,6 +251,111 @@ def test_given_flags_stay(capsys: pytest.CaptureFixture[str]) -> None:
     wide = ["--micro-batch-size", "4..16", "--vary", "mbs"]
     assert main([*SMALL, *wide, "--global-batch-size", "128", "--gpu", "B200", "--json"]) == 0
     assert {r["mbs"] for r in json.loads(capsys.readouterr().out)["best"]} == {4, 8, 16}
+
+
+def test_dispatchers_are_one_space() -> None:
+    """The rows of every dispatcher's own space, by time, as arrays and one by one; DeepEP has no group of 6."""
+    card, hardware = find_gpu("B200"), hardware_of("B200")
+    parallel = ParallelSpec(world_size=2, expert_model_parallel_size=2)
+    base = RunSpec(model="Qwen/Qwen1.5-MoE-A2.7B", parallel=parallel, batch=BatchSpec(seq_length=4096))
+    runs = [
+        base.with_fields(moe_token_dispatcher_type=kind, moe_flex_dispatcher_backend=backend)
+        for kind, backend in (("alltoall", "deepep"), ("flex", "deepep"), ("flex", "hybridep"))
+    ]
+    fixed = frozenset({"tp", "cp", "vpp", "split", "recompute", "mbs"})
+    space = Space(runs[0], 12, hardware.domain, fixed, global_batch_size=24, others=tuple(runs[1:]))
+    outside = partial(outside_bytes_of, gpu=card)
+    alone = [
+        row for one in space.each()
+        for row in search(one, hardware, capacity=card.capacity_bytes, outside=outside).rows
+    ]  # fmt: skip
+    expected = sorted((row.time.seconds, row.peak, repr(row.run)) for row in alone)
+    for batched in (True, False):
+        together = search(space, hardware, capacity=card.capacity_bytes, outside=outside, batched=batched)
+        times = [row.time.seconds for row in together.rows]
+        assert times == pytest.approx(sorted(times)) and len(together.best()) == len(together.rows)
+        assert sorted((row.time.seconds, row.peak, repr(row.run)) for row in together.rows) == expected
+    groups = {
+        words: {row.run.parallel.ep for row in alone if dispatcher_words(row.run) == words}
+        for words in ("alltoall", "DeepEP", "HybridEP")
+    }  # fmt: skip
+    assert groups == {"alltoall": {1, 2, 3, 4, 6, 12}, "DeepEP": {2, 4}, "HybridEP": {1, 2, 3, 4, 6, 12}}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flags", "shown"),
+    (
+        ("H100", "", {"alltoall", "DeepEP"}), ("H100", "--vary dispatcher,ep", {"alltoall", "DeepEP", "HybridEP"}),
+        ("GB200", "", {"alltoall", "HybridEP"}), ("A100-80GB", "", {"alltoall"}), ("H100", "--vary ep", {"alltoall"}),
+        ("H100", "--moe-token-dispatcher-type alltoall", {"alltoall"}),
+    ),
+)  # fmt: skip
+def test_dispatchers_that_a_card_has(
+    gpu: str, flags: str, shown: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["search", "Qwen/Qwen1.5-MoE-A2.7B", "--num-gpus", "8", "--gpu", gpu, "--global-batch-size", "64"]
+    arguments += ["--tp", "2", "--cp", "1", "--top", "9999", "--json", *flags.split()]
+    assert main(arguments if "--vary" in flags else [*arguments, "--recompute-granularity", "selective"]) == 0
+    rows = json.loads(capsys.readouterr().out)["best"]
+    assert {row["dispatcher"] for row in rows} == shown
+
+
+def test_rows_that_keep_the_reserve_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each row in front fits by ``fits`` (the band included) and with 1.3 times the tokens; no tight one does both."""
+    card, hardware = find_gpu("H100"), hardware_of("H100")
+    base = RunSpec(model=QWEN, batch=BatchSpec(seq_length=4096))
+    space = Space(base, 16, 8, frozenset({"cp", "vpp", "split"}), global_batch_size=256)
+    outside = partial(outside_bytes_of, gpu=card)
+    found = search(space, hardware, capacity=card.capacity_bytes, outside=outside)
+    rows, keeping = found.ranked(40)
+    assert len(rows) == 40 and [row.time.seconds for row in rows[:keeping]] == sorted(
+        row.time.seconds for row in rows[:keeping]
+    )
+    kept = []
+    for row in rows:
+        factors = (1.0, 1.3) if row.run.parallel.ep > 1 else (1.0,)
+        even, *uneven = (fits(estimate(row.run.with_fields(moe_imbalance=factor)), [card])[0] for factor in factors)
+        kept.append(even.verdict is Verdict.FITS and all(one.headroom_bytes >= 0 for one in uneven))
+    assert kept == [True] * keeping + [False] * (40 - keeping)
+    # Some layouts that fit, and are faster, are passed over.
+    assert len(found.best(40)) == 40 and set(map(id, found.best(40))) != set(map(id, rows))
+    # Where none keeps it, they are shown all the same.
+    none = found._replace(keeps=lambda row: False).ranked(3)
+    assert none.keeping == 0 and none.rows == found.best(3)
+    arguments = ["search", QWEN, "--num-gpus", "16", "--gpu", "H100", "--global-batch-size", "256"]
+    arguments += ["--vary", "tp,pp,ep,etp,mbs,recompute", "--top", "40"]
+    assert main([*arguments, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert [row["tight"] for row in best] == [not one for one in kept]
+    assert [row["peak_bytes"] for row in best] == [row.peak for row in rows]
+    assert main(arguments) == 0
+    assert "Keeps room for the upper end" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("axis", ("--tp 2", "--cp 2", "--pp 3", "--micro-batch-size 3", "--vpp 2 --pp 2"))
+def test_one_size_is_a_range_of_one(axis: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also sizes that the grid leaves out, and stages that do not divide the layers."""
+    shown = []
+    for flags in (axis, re.sub(r"\b(\d)\b", r"\1..\1", axis)):
+        arguments = [*SMALL, *flags.split(), "--num-gpus", "12", "--global-batch-size", "72", "--exhaustive"]
+        assert main([*arguments, "--vary", "split,recompute", "--json"]) == 0
+        shown.append(json.loads(capsys.readouterr().out))
+    assert shown[0]["looked_at"] and shown[0] == shown[1]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    (
+        "--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex --ep 2..8", "--moe-imbalance 1.5",
+        "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --tp 2", "--sequence-parallel",
+    ),
+)  # fmt: skip
+def test_flags_need_not_go_with_one_gpu(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each layout goes with the flags, which the smallest one may not."""
+    arguments = ["search", QWEN, "--num-gpus", "16", "--gpu", "B200", "--global-batch-size", "64", *flags.split()]
+    assert main([*arguments, "--vary", "tp,ep" if "--tp" not in flags else "ep", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["best"]
+    assert rows and ("moe" not in flags or all(row["ep"] > 1 or row["etp"] > 1 for row in rows))
 
 
 def test_gpus_that_are_no_power_of_two_have_layouts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,7 +387,7 @@ def test_virtual_stages_vary_without_the_split(capsys: pytest.CaptureFixture[str
     ("flags", "words"),
     (
         ("--num-gpus 8 --tp 16", "--num-gpus (8) is divided by no layout of the space; change --tp (16)"),
-        ("--num-gpus 8 --pp 3..3", "is divided by no layout of the space; change --pp (3 to 3)"),
+        ("--num-gpus 8 --pp 3..3", "is divided by no layout of the space; change --pp (3)"),
         ("--num-gpus 0", "--num-gpus (0) is no number of GPUs"),
     ),
 )
@@ -299,6 +404,8 @@ def test_an_empty_space_is_said(flags: str, words: str, capsys: pytest.CaptureFi
         (["search", "--megatron-args=--bf16", *SMALL[2:]], "--megatron-args says a layout of its own"),
         ([*SMALL, "--vary", "tp,xp"], "--vary xp is none of"),
         ([*SMALL, "--vary", "tp", "--tp", "2"], "--vary tp does not go with a flag that fixes it"),
+        (["search", QWEN, *SMALL[2:], "--vary", "dispatcher", "--moe-token-dispatcher-type", "alltoall"],
+         "--vary dispatcher does not go with a flag that fixes it"),
         ([*SMALL, "--pp", "4..2"], "is neither a size nor a range; write it like 8 or 1..8"),
         ([*SMALL, "--vary", "mbs", "--cp", "x..2"], "is neither a size nor a range"),
         ([*SMALL, "--top", "0"], "--top and --row count from 1"),
@@ -341,10 +448,11 @@ def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_what_is_not_in_the_numbers_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--cpu-offloading-num-layers", "1", "--tp", "1", "--pp", "1", "--cp", "1"]
+    flags = ["--optimizer", "muon", "--optimizer-cpu-offload", "--no-use-distributed-optimizer", "--tp", "1", "--pp",
+             "1", "--cp", "1"]  # fmt: skip
     assert main([*SMALL, *flags]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "the time model does not know cpu_offloading_num_layers" in shown and "not modelled: " in shown
+    assert "the time model does not know optimizer_cpu_offload" in shown
 
 
 @pytest.mark.parametrize("engine", ("ddp", "fsdp2", "zero3"))

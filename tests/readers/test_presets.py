@@ -22,7 +22,7 @@ def refusal(source: str) -> str:
 
 
 def test_every_preset_is_read_under_its_own_name() -> None:
-    assert len(list_presets()) == 63
+    assert len(list_presets()) == 66
     for preset in list_presets():
         assert resolve_model(preset).name == preset
 

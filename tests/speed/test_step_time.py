@@ -18,7 +18,7 @@ from bridge_memory.spec.layout import layout
 from bridge_memory.speed.constants import DEFAULT, FITTED_ON, Constants
 from bridge_memory.speed.hardware import HARDWARE, hardware_of
 from bridge_memory.speed.megatron.kernels import Kernels, kernels_of
-from bridge_memory.speed.megatron.step_time import Step, StepTime, not_timed, step_time
+from bridge_memory.speed.megatron.step_time import LEAST_EXPOSED, Step, StepTime, not_timed, step_time
 from bridge_memory.speed.megatron.work import Product, Work, layer_work, output_work
 from bridge_memory.tapes.context import context_of
 
@@ -425,6 +425,61 @@ def test_groups_that_were_not_fitted_are_ranked(rows: list[MeasuredRun]) -> None
     assert len(unseen) >= 10
     assert median(s.spearman for s in unseen) >= 0.85 and median(s.regret for s in unseen) <= 0.02
     assert sorted(s.regret for s in unseen)[ceil(0.9 * len(unseen)) - 1] <= 0.10
+
+
+SLOW = 1e9, 2e9
+
+
+def _by_link(**fields: object) -> tuple[float, float]:
+    """Seconds of a step over links to host memory of ``SLOW`` bytes a second, which hide nothing."""
+    one, other = (step_time(run(**fields), H100._replace(host_link=rate)).seconds for rate in SLOW)
+    return one, other
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_offloaded_activations_by_hand(tp: int) -> None:
+    """Llama-3.1-8B, 32 layers: 4096 tokens' queries (4096 wide), keys and values (1024 each), in bf16, out and in. What
+    attention makes is saved by the projection too and stays; 8 microbatches."""
+    one, other = _by_link(offload_modules=("core_attn",), tensor_model_parallel_size=tp, global_batch_size=512 // tp)
+    nbytes = 32 * 8 * 4096 * (4096 + 2 * 1024) * 2 / tp
+    assert one - other == pytest.approx(2 * nbytes / DEFAULT.host_link * (1 / SLOW[0] - 1 / SLOW[1]), rel=1e-9)
+    fields = {"tensor_model_parallel_size": tp, "global_batch_size": 512 // tp}
+    there, plain = step_time(run(offload_modules=("core_attn",), **fields), H100), step_time(run(**fields), H100)
+    hidden = 2 * nbytes / DEFAULT.host_link / H100.host_link
+    assert there.passes.offload == pytest.approx(LEAST_EXPOSED * hidden, rel=1e-9)
+    assert there.seconds == pytest.approx(plain.seconds + there.passes.offload)
+
+
+def test_layers_that_run_again_offload_nothing() -> None:
+    full = {"recompute_granularity": "full", "recompute_method": "block", "offload_modules": ("core_attn",)}
+    for layers in (8, 32):
+        one, other = _by_link(**full, recompute_num_layers=layers)
+        plain, less = _by_link(offload_modules=("core_attn",))
+        assert one - other == pytest.approx((plain - less) * (32 - layers) / 32, rel=1e-9, abs=1e-9)
+
+
+def test_an_offloaded_optimizer_by_hand() -> None:
+    """A shard of 8,030,261,248 / 64 elements: 4 bytes out and 4 in, or 2 of weights without main parameters on the GPU;
+    28 bytes in host memory."""
+    shard = 8_030_261_248 / 64
+    for fraction in (0.25, 1.0):
+        for fused, width in ((False, 8), (True, 6)):
+            one = run(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction,
+                      use_precision_aware_optimizer=fused)  # fmt: skip
+            moved = shard * fraction * width / (64e9 * DEFAULT.host_link)
+            there = shard * fraction * 28 / (77e9 * DEFAULT.memory)
+            assert step_time(one, H100).optimizer == pytest.approx(moved + there, rel=2e-3), (fraction, fused)
+    none = run(optimizer_cpu_offload=True, optimizer_offload_fraction=0.0)
+    assert step_time(none, H100).optimizer == pytest.approx(step_time(run(), H100).optimizer)
+
+
+def test_whole_layers_are_offloaded_beside_all_layers() -> None:
+    """Half as many layers take half as long where nothing hides them, and nothing but the least where all can."""
+    times = [_by_link(cpu_offloading_num_layers=n) for n in (4, 8)]
+    (few, fewer), (many, more) = times
+    assert many - more == pytest.approx(2 * (few - fewer), rel=1e-9)
+    one = step_time(run(cpu_offloading_num_layers=1), H100)
+    assert 0 < one.passes.offload < 0.01 * one.seconds
 
 
 def test_the_constants_are_within_reach_of_the_hardware() -> None:

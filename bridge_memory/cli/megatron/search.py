@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,14 @@ from bridge_memory.components import GIB
 from bridge_memory.emit.formats import emitted, formats_of
 from bridge_memory.emit.megatron import recompute_words, split_words
 from bridge_memory.plan.found import OneByOne, Row
-from bridge_memory.plan.megatron.space import AXES, Space
+from bridge_memory.plan.megatron.space import AXES, DISPATCHER, Space, dispatcher_words, flex_backends
+from bridge_memory.plan.reserve import reserve_words
 from bridge_memory.spec import SpecError
 from bridge_memory.speed.megatron.step_time import StepTime, not_timed
 
 if TYPE_CHECKING:
     from bridge_memory.cards.gpu import Gpu
+    from bridge_memory.spec import RunSpec
     from bridge_memory.speed.hardware import Hardware
 
 _MORE = " (--exhaustive: every layout that divides)"
@@ -48,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError(f"{flag} is for engines outside of megatron-core; add --engine, such as --engine fsdp2")
     gpu = find_gpu(args.gpu)
     hardware = hardware_of(gpu.name)
-    space = _space(args, gpu, hardware, _ranges(args))
+    space, refusal = _space(args, gpu, hardware)
     steps = calibrated(measured_steps(args.measured_step_time, space), hardware) if args.measured_step_time else None
     if find_spec("numpy") is None and sys.stderr is not None:
         print(WITHOUT_NUMPY, file=sys.stderr)
@@ -60,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
                 constants=steps.constants if steps else DEFAULT, backend=args.backend, cache=args.cache,
                 jobs=args.jobs or (1 if args.backend is None else -1),
             )  # fmt: skip
+        if not found.looked_at and refusal is not None and not found.stopped:
+            raise refusal
         calibration = {"calibration": steps.words} if steps else {}
         document = {
             "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
@@ -69,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
             "one_by_one": found.one_by_one and found.one_by_one.value, **calibration,
         }  # fmt: skip
         base, experts = space.base, space.base.model.has_experts
+        hidden = frozenset({"dispatcher"} if not space.others else ()) | (set() if experts else {"ep", "etp"})
         times = (
             "step s is predicted, for ranking: work over rates fitted on measured runs; its parts are compute, exposed "
             "comm (communication not overlapped), bubble and recompute time", *calibration.values(),
@@ -76,11 +82,11 @@ def run(args: argparse.Namespace) -> int:
         last = ("how layouts with different EP compare is not tested: no group of measured runs varies EP",)
         return print_found(
             Shown(
-                STYLE if experts else STYLE._replace(hidden=frozenset({"ep", "etp"})), found, base, gpu, space.num_gpus,
+                STYLE._replace(hidden=hidden), found, base, gpu, space.num_gpus,
                 space=[f"searched: {space.rule()}" + _MORE * (not space.exhaustive), *how_words(found)],
                 otherwise=(), times=times, not_timed=lambda rows: not_timed(rows[0].run), document=document,
                 emit=lambda row: emitted(args.emit, "megatron", row.run, args, gpu.name, {}),
-                last=last if experts else (),
+                last=last if experts else (), reserve=reserve_words(experts),
             ),
             args,
         )  # fmt: skip
@@ -97,47 +103,114 @@ def _few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _space(
-    args: argparse.Namespace, gpu: Gpu, hardware: Hardware, ranges: dict[str, tuple[int, int]]
-) -> Space:
-    """The layouts that the flags leave open."""
-    given, run = template(args, gpu, ("parallel.world_size", "batch.global_batch_size"))
-    if "parallel.world_size" not in given:
+def _space(args: argparse.Namespace, gpu: Gpu, hardware: Hardware) -> tuple[Space, SpecError | None]:
+    """(the layouts that the flags leave open; what refused the flags as they stand, where other layouts may pass)."""
+    given = {axis for axis, fields in AXES.items() if vars(args).keys() & set(fields)}
+    ranges, sizes = _ranges(args)
+    total, run, refusal = _base(args, gpu, ranges, sizes)
+    if "parallel.world_size" not in total:
         raise SpecError("--num-gpus is missing; say on how many GPUs the layout has to run")
-    if given["parallel.world_size"] < 1:
-        raise SpecError(f"--num-gpus ({given['parallel.world_size']}) is no number of GPUs; give 1 or more")
-    if "batch.global_batch_size" not in given:
+    if total["parallel.world_size"] < 1:
+        raise SpecError(f"--num-gpus ({total['parallel.world_size']}) is no number of GPUs; give 1 or more")
+    if "batch.global_batch_size" not in total:
         raise SpecError("--global-batch-size is missing; layouts are compared at the same sequences per step")
-    fixed = {axis for axis, fields in AXES.items() if vars(args).keys() & set(fields)}
+    fixed = given - ranges.keys()
+    named = {"dispatcher"} & {name for name in (args.vary or "").replace(",", " ").split()}
+    others = () if args.vary is not None and not named else _others(args, gpu, run, ranges, sizes, named=bool(named))
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        fixed |= {"vpp"}
     if args.vary is not None:
         asked = [name for name in args.vary.replace(",", " ").split() if name]
         for name in asked:
-            if name not in AXES:
-                raise SpecError(f"--vary {name} is none of {', '.join(AXES)}; name some of these")
-            if name in fixed:
+            if name not in (*AXES, "dispatcher"):
+                raise SpecError(f"--vary {name} is none of {', '.join(AXES)}, dispatcher; name some of these")
+            if name in fixed | sizes.keys() or (name == "dispatcher" and hasattr(args, DISPATCHER[0])):
                 raise SpecError(f"--vary {name} does not go with a flag that fixes it; drop one of them")
         fixed |= AXES.keys() - set(asked) - ranges.keys()  # a range varies too
     return Space(
-        run, given["parallel.world_size"], hardware.domain, frozenset(fixed), ranges, args.exhaustive,
-        given["batch.global_batch_size"],
-    )  # fmt: skip
+        run, total["parallel.world_size"], hardware.domain, frozenset(fixed), ranges, args.exhaustive,
+        total["batch.global_batch_size"], others,
+    ), refusal  # fmt: skip
 
 
-def _ranges(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
-    """Axis -> its range, taken off the flags, which then fix nothing."""
-    ranges = {}
+def _others(
+    args: argparse.Namespace, gpu: Gpu, run: RunSpec, ranges: Mapping[str, tuple[int, int]], sizes: Mapping[str, int],
+    *, named: bool,
+) -> tuple[RunSpec, ...]:  # fmt: skip
+    """Runs with the flex dispatcher's backends that ``gpu`` has kernels for: all if the axis was ``named``, or else the
+    first, since the time model takes them for equals."""
+    if hasattr(args, DISPATCHER[0]) or not run.model.has_experts:
+        return ()
+    found = []
+    for backend in flex_backends(gpu):
+        flags = copy.copy(args)
+        for field, value in zip(DISPATCHER, ("flex", backend), strict=True):
+            setattr(flags, field, value)
+        with suppress(SpecError):
+            found.append(_base(flags, gpu, ranges, sizes)[1])
+    return tuple(found if named else found[:1])
+
+
+def _ranges(args: argparse.Namespace) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """(axis -> its range, of which one size is a range too; axis -> its one size), taken off the flags, which then fix
+    nothing. Where flags say how many layers a stage has, its sizes stay."""
+    stages = args.num_layers_per_virtual_pipeline_stage is not None or any(hasattr(args, f) for f in AXES["split"])
+    ranges, sizes = {}, {}
     for axis, field in RANGED.items():
         value = getattr(args, field, None)
         if isinstance(value, tuple):
             ranges[axis] = value
-            delattr(args, field)
-    return ranges
+        elif value is not None and not (stages and axis in ("pp", "vpp")):
+            ranges[axis], sizes[axis] = (value, value), value
+        else:
+            continue
+        delattr(args, field)
+    return ranges, sizes
+
+
+def _base(
+    args: argparse.Namespace, gpu: Gpu, ranges: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]
+) -> tuple[dict[str, Any], RunSpec, SpecError | None]:
+    """The template with the sizes of the flags; where these refuse it, with some that it goes with, and what refused
+    it: a space has a run around which its layouts vary, which need not be one of them. Raises SpecError."""
+    refusal: SpecError | None = None
+    for some in _placeholders(ranges, sizes):
+        flags = copy.copy(args)
+        for axis, size in some.items():
+            setattr(flags, RANGED[axis], size)
+        try:
+            return *template(flags, gpu, ("parallel.world_size", "batch.global_batch_size")), refusal
+        except SpecError as error:
+            refusal = refusal or error
+            if not _of_sizes(str(refusal)):
+                break
+    assert refusal is not None
+    raise refusal
+
+
+def _placeholders(ranges: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Sizes to try a template with, the most likely first."""
+    lowest = {axis: low for axis, (low, _) in ranges.items()}
+    yield dict(sizes)
+    beside: tuple[dict[str, int], ...] = (
+        {}, {"ep": 2}, {"ep": 3}, {"ep": 5}, {"ep": 2, "pp": 2, "vpp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2}, {"cp": 2},
+    )  # fmt: skip
+    for given in (lowest, {}):
+        for more in beside:
+            yield {**more, **given}
+
+
+def _of_sizes(refusal: str) -> bool:
+    """Whether another layout may pass what refused one."""
+    names = [flag for axis in RANGED for flag in (f"--{axis} ", RANGED[axis].partition(".")[2])]
+    return any(name in f"{refusal} " for name in names)
 
 
 # ---- what is printed ----
 
 _HEADINGS = (
-    "tp", "pp", "vpp", "cp", "ep", "etp", "mbs", "split", "recompute", "peak GiB", "free GiB", "step s", "compute",
+    "tp", "pp", "vpp", "cp", "ep", "etp", "dispatcher", "mbs", "split", "recompute", "peak GiB", "free GiB",
+    "step s", "compute",
     "exposed comm", "bubble", "recompute time",
 )  # fmt: skip
 
@@ -146,8 +219,9 @@ def _cells(row: Row[StepTime]) -> tuple[str, ...]:
     p, r, t = row.run.parallel, row.run.recompute, row.time
     compute = t.seconds - t.exposed_communication - t.bubble - t.recomputation
     return (
-        str(p.tp), str(p.pp), str(p.vpp), str(p.cp), str(p.ep), str(p.etp), str(row.run.batch.micro_batch_size),
-        split_words(p), recompute_words(r), f"{row.peak / GIB:.2f}", f"{row.headroom / GIB:.2f}", f"{t.seconds:.2f}",
+        str(p.tp), str(p.pp), str(p.vpp), str(p.cp), str(p.ep), str(p.etp), dispatcher_words(row.run),
+        str(row.run.batch.micro_batch_size), split_words(p), recompute_words(r), f"{row.peak / GIB:.2f}",
+        f"{row.headroom / GIB:.2f}", f"{t.seconds:.2f}",
         *(f"{part / t.seconds:.0%}" for part in (compute, t.exposed_communication, t.bubble, t.recomputation)),
     )  # fmt: skip
 
@@ -158,6 +232,7 @@ def _layout_words(row: Row[StepTime]) -> str:
     sizes = {"TP": p.tp, "PP": p.pp, "VPP": p.vpp, "CP": p.cp, "EP": p.ep}
     sizes |= {"ETP": p.etp} if row.run.model.has_experts else {}
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP")]
+    words += [dispatcher_words(row.run)] * (row.run.implementation.moe_token_dispatcher_type == "flex")
     words += [f"DP {p.data_parallel_size}", f"micro batch {row.run.batch.micro_batch_size}"]
     words += [f"split {split}"] * (split != "even")
     return ", ".join([*words, f"recompute {recompute_words(row.run.recompute)}"])
@@ -167,7 +242,8 @@ def _record(row: Row[StepTime]) -> dict[str, Any]:
     t, p = row.time, row.run.parallel
     return {
         "tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp,
-        "mbs": row.run.batch.micro_batch_size, "split": split_words(p), "recompute": recompute_words(row.run.recompute),
+        "dispatcher": dispatcher_words(row.run), "mbs": row.run.batch.micro_batch_size, "split": split_words(p),
+        "recompute": recompute_words(row.run.recompute),
         "peak_bytes": row.peak, "stage": row.stage, "headroom_bytes": row.headroom, "step_seconds": t.seconds,
         **{f"{name}_seconds": value for name, value in t.passes._asdict().items()},
         "recomputation_seconds": t.recomputation, "bubble_seconds": t.bubble, "pipeline_seconds": t.pipeline,
@@ -176,6 +252,7 @@ def _record(row: Row[StepTime]) -> dict[str, Any]:
 
 
 STYLE = Style(
-    "layout", _HEADINGS, of_words=frozenset({"split", "recompute"}), always=frozenset({"tp", "pp", "mbs"}),
+    "layout", _HEADINGS, of_words=frozenset({"dispatcher", "split", "recompute"}),
+    always=frozenset({"tp", "pp", "mbs"}),
     idle=frozenset({"1", "even", "none", "0%"}), cells=_cells, words=_layout_words, record=_record,
 )  # fmt: skip

@@ -9,6 +9,7 @@ distributed_data_parallel.py: DistributedDataParallel.__init__``, ``param_and_gr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Provenance, Role, State, allocated
@@ -70,6 +71,7 @@ def _made_early(run: RunSpec, component: Component) -> bool:
     return not (component.state is State.MAIN_PARAMETERS and run.optimizer.fused_main_parameters)
 
 
+@lru_cache(maxsize=1)  # asked for by every phase of a stage in turn
 def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
     """The parameters of every virtual stage, in the modules' order."""
     ctx = context_of(run)
@@ -100,7 +102,10 @@ def _buffers(run: RunSpec, stage: int) -> Iterator[_Buffer]:
             own = [(line, n) for line, n in amounts if line.experts in kinds and line.adapters is frozen]
             weights = sum(n for line, n in own if line.state is State.PARAMETERS)
             copies = sum(n for line, n in own if line.state is State.FP8_COPIES)
-            modules = sum(allocated(p.numel * width) for p in named_parameters(units) if p.expert in kinds)
+            modules = sum(
+                unit.times * times * allocated(p.numel * width)
+                for unit in units for some, times in unit.parameters.runs(*kinds) for p in some
+            )  # fmt: skip
             if run.precision.quantized_param or frozen:
                 modules = weights + copies * run.precision.quantized_param
             quantized_apart = run.precision.recipe == "mxfp8" and run.precision.quantized_param

@@ -38,8 +38,6 @@ from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.tapes.context import context_of
 
-#: Engines whose phases are modelled here.
-ENGINES = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
 _MOVED = "engine.py: _configure_distributed_model"
 _SENT = "csrc/distributed/c10d/comm.cpp: broadcast_coalesced"
 _INIT = "partition_parameters.py: Init"

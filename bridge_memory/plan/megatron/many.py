@@ -933,15 +933,18 @@ def _held(peaks: np.ndarray, limit: MemoryLimit) -> np.ndarray:
     return peaks < few[number] if number < len(few) else np.ones(len(peaks), bool)
 
 
-def sorted_batches(sheet: Sheet, found: Sequence[Fitting]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def sorted_batches(found: Sequence[tuple[Sheet, Fitting]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Layouts by step time, of equal ones by peak, of equal ones as the space lists them: in which of ``found`` each
     is, where in it, and its peak."""
     if not found:
         return (np.zeros(0, np.int64),) * 3
-    of = np.repeat(np.arange(len(found)), [len(few.peaks) for few in found])
-    at = np.concatenate([np.arange(len(few.peaks)) for few in found])
-    peaks = np.concatenate([few.peaks for few in found])
+    of = np.repeat(np.arange(len(found)), [len(few.peaks) for _, few in found])
+    at = np.concatenate([np.arange(len(few.peaks)) for _, few in found])
+    peaks = np.concatenate([few.peaks for _, few in found])
+    sheets = {id(sheet): number for number, sheet in enumerate(dict.fromkeys(sheet for sheet, _ in found))}
     order = np.lexsort((
-        np.concatenate([few.order(sheet) for few in found]), peaks, np.concatenate([few.seconds for few in found])
+        np.concatenate([few.order(sheet) for sheet, few in found]),
+        np.concatenate([np.full(len(few.peaks), sheets[id(sheet)]) for sheet, few in found]),
+        peaks, np.concatenate([few.seconds for _, few in found]),
     ))  # fmt: skip
     return of[order], at[order], peaks[order]

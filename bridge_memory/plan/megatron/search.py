@@ -17,7 +17,15 @@ from bridge_memory.estimation import model_state, peaks
 from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import Found, Limit, Listed, OneByOne, Refused, Row, Rows
 from bridge_memory.plan.jobs import spread
-from bridge_memory.plan.megatron.space import AXES, Space, layouts, parallel_sizes
+from bridge_memory.plan.megatron.space import (
+    AXES,
+    Space,
+    dispatcher_words,
+    layouts,
+    parallel_sizes,
+    split_choices,
+)
+from bridge_memory.plan.reserve import Reserve
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, show
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
@@ -33,7 +41,13 @@ class Layouts(Rows[StepTime]):
     def choice(self, number: int) -> object:
         row = self[number]
         p = row.run.parallel
-        return p.tp, p.pp, p.cp, p.ep, p.etp, row.run.batch.micro_batch_size, row.run.recompute
+        sizes = p.tp, p.pp, p.cp, p.ep, p.etp, row.run.batch.micro_batch_size
+        return sizes, row.run.recompute, dispatcher_words(row.run)
+
+    def choices(self) -> Iterator[Row[StepTime]]:
+        """As ``best``."""
+        one = next((False for number in range(1, len(self)) if self.choice(number) != self.choice(0)), True)
+        yield from iter(self) if one else super().choices()
 
     def best(self, number: int | None = None) -> tuple[Row[StepTime], ...]:
         """The fastest layout of each choice; where nothing but the split varied, every split."""
@@ -72,7 +86,7 @@ def search(
             f"transformer_impl ({i.transformer_impl}) has no layouts of megatron-core; search it under an engine of "
             "its own, `bridge-memory search --engine any`, or use transformer_engine"
         )
-    if not any(True for _ in parallel_sizes(space)):
+    if not any(map(_any_layout, space.each())):
         raise SpecError(f"world_size ({space.num_gpus}) is divided by no layout of the space{_bounds(space)}")
     limit = Limit(capacity, outside)
     report = progress or (lambda looked_at, fitting: None)
@@ -81,19 +95,29 @@ def search(
         from bridge_memory.tapes.many import TooLarge
 
         try:
-            return _in_batches(space, hardware, limit, constants, report, jobs, backend, cache)
+            found = _in_batches(space, hardware, limit, constants, report, jobs, backend, cache)
+            return found._replace(keeps=Reserve(limit).kept)
         except TooLarge:
             reason = OneByOne.LARGE
-    return _one_by_one(space, hardware, limit, constants, report, jobs, backend)._replace(one_by_one=reason)
+    found = _one_by_one(space, hardware, limit, constants, report, jobs, backend)
+    return found._replace(one_by_one=reason, keeps=Reserve(limit).kept)
+
+
+def _any_layout(space: Space) -> bool:
+    pipelines = dict.fromkeys(sizes.pp for sizes in parallel_sizes(space))
+    return any(True for pp in pipelines for _ in split_choices(space, pp))
 
 
 def _bounds(space: Space) -> str:
     """Of a space without layouts, what narrows it: "; change tensor_model_parallel_size (16) or ..."."""
     p = space.base.parallel
     given = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "ep": p.ep}
-    fields = {axis: AXES[axis][0].partition(".")[2] for axis in given}
+    fields = {axis: AXES[axis][0].partition(".")[2] for axis in (*given, "vpp")}
     bounds = [f"{fields[axis]} ({size})" for axis, size in given.items() if axis in space.fixed and size > 1]
-    bounds += [f"{fields[axis]} ({low} to {high})" for axis, (low, high) in space.ranges.items() if axis in given]
+    bounds += [
+        f"{fields[axis]} ({low if low == high else f'{low} to {high}'})"
+        for axis, (low, high) in space.ranges.items() if axis in fields
+    ]  # fmt: skip
     return f"; change {' or '.join(bounds)}" if bounds else ""
 
 
@@ -133,15 +157,16 @@ def _one_by_one(
                 else:
                     yield from (([run], [_row(run, hardware, limit, constants)]) for run in alike)
             return
-        groups = list(layouts(space, refused))
-        # Runs are not sent to other processes: their model would be each time.
-        tasks = [[(run.parallel, run.batch, run.recompute) for run in alike] for alike in groups]
-        work = _Alone(space.base, hardware, limit, constants)
-        for alike, found in zip(groups, spread(jobs, work, tasks, backend), strict=True):
-            yield alike, found and [
-                values if isinstance(values, bool) else Row(run, *values)
-                for run, values in zip(alike, found, strict=True)
-            ]
+        for one in space.each():
+            groups = list(layouts(one, refused))
+            # Runs are not sent to other processes: their model would be each time.
+            tasks = [[(run.parallel, run.batch, run.recompute) for run in alike] for alike in groups]
+            work = _Alone(one.base, hardware, limit, constants)
+            for alike, found in zip(groups, spread(jobs, work, tasks, backend), strict=True):
+                yield alike, found and [
+                    values if isinstance(values, bool) else Row(run, *values)
+                    for run, values in zip(alike, found, strict=True)
+                ]
 
     try:
         for alike, found in evaluated():
@@ -186,13 +211,16 @@ def _in_batches(
         from bridge_memory.plan.megatron.kept import KeptCosts
 
         costs = KeptCosts(cache)
-    sheet = Sheet(space)
-    found: list[Fitting] = []
+    sheets = [Sheet(one) for one in space.each()]
+    found: list[tuple[Sheet, Fitting]] = []
     looked_at = without_activations = fit = tight = 0
     stopped = False
     try:
-        for few in fitting(sheet, hardware, constants, limit, refused, jobs, backend, costs):
-            found.append(few)
+        for sheet, few in (
+            (one, some) for one in sheets
+            for some in fitting(one, hardware, constants, limit, refused, jobs, backend, costs)
+        ):  # fmt: skip
+            found.append((sheet, few))
             looked_at += few.looked_at
             without_activations += few.without_activations
             fit += len(few.peaks)
@@ -201,7 +229,7 @@ def _in_batches(
     except KeyboardInterrupt:
         stopped = True
     make = partial(_row, hardware=hardware, limit=limit, constants=constants)
-    rows = _Batched(sheet, found, make, cache)
+    rows = _Batched(found, make, cache)
     return Found(rows, looked_at, looked_at - fit, refused, stopped, without_activations, tight)
 
 
@@ -209,16 +237,17 @@ class _Batched(Layouts):
     """Rows that are made when they are asked for: of a hundred thousand a few are shown."""
 
     def __init__(
-        self, sheet: Sheet, found: Sequence[Fitting], make: Callable[[RunSpec], Row[StepTime] | bool], cache: str | None
-    ) -> None:
+        self, found: Sequence[tuple[Sheet, Fitting]], make: Callable[[RunSpec], Row[StepTime] | bool],
+        cache: str | None,
+    ) -> None:  # fmt: skip
         """``cache``: the folder that what blocks cost may be from."""
         from bridge_memory.plan.megatron.many import sorted_batches
 
         self._cache = cache
 
-        self._sheet, self._found, self._make = sheet, found, make
+        self._found, self._make = found, make
         #: In order: in which of ``found`` a row is, where in it, and its peak.
-        self._of, self._at, self._peaks = sorted_batches(sheet, found)
+        self._of, self._at, self._peaks = sorted_batches(found)
         self._made: dict[int, Row[StepTime]] = {}
 
     def __len__(self) -> int:
@@ -233,7 +262,8 @@ class _Batched(Layouts):
             raise IndexError(number)
         row = self._made.get(number)
         if row is None:
-            made = self._make(self._sheet.run(*self._place(number)))
+            sheet, *place = self._place(number)
+            made = self._make(sheet.run(*place))
             same = isinstance(made, Row) and made.peak == self._peaks[number]
             if not same and self._cache is not None:
                 raise SpecError(f"--cache ({show(self._cache)}) has costs that are not those of this model; delete it")
@@ -241,13 +271,14 @@ class _Batched(Layouts):
             row = self._made[number] = made
         return row
 
-    def _place(self, number: int) -> tuple[Any, int, int, int]:
-        few, at = self._found[self._of[number]], self._at[number]
-        return few.pipeline, int(few.sizes[at]), int(few.batch[at]), int(few.recompute[at])
+    def _place(self, number: int) -> tuple[Sheet, Any, int, int, int]:
+        (sheet, few), at = self._found[self._of[number]], self._at[number]
+        return sheet, few.pipeline, int(few.sizes[at]), int(few.batch[at]), int(few.recompute[at])
 
     def choice(self, number: int) -> object:
-        pipeline, sizes, batch, recompute = self._place(number)
-        return pipeline.pp, self._sheet.sizes[pipeline.at[sizes]], batch, pipeline.recomputes[recompute]
+        sheet, pipeline, sizes, batch, recompute = self._place(number)
+        sizes_of = sheet.sizes[pipeline.at[sizes]]
+        return pipeline.pp, sizes_of, batch, pipeline.recomputes[recompute], dispatcher_words(sheet.base)
 
     def peaks(self) -> Iterable[int]:
         peaks: list[int] = self._peaks.tolist()
@@ -255,4 +286,4 @@ class _Batched(Layouts):
 
     def seconds(self, number: int) -> float:
         """The step time by which row ``number`` stands where it does."""
-        return float(self._found[self._of[number]].seconds[self._at[number]])
+        return float(self._found[self._of[number]][1].seconds[self._at[number]])

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.caveats.ignored import idle_modules
 from bridge_memory.plan.found import Refused
@@ -20,6 +20,10 @@ from bridge_memory.plan.megatron.splits import NO_SPLIT, splits
 from bridge_memory.spec import ParallelSpec, RecomputeSpec, RunSpec, SpecError
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
+from bridge_memory.workspaces.driver import DEEPEP_TOKENS
+
+if TYPE_CHECKING:
+    from bridge_memory.cards.gpu import Gpu
 
 #: Axis -> "group.field" of what fixes it when it is given.
 AXES: dict[str, tuple[str, ...]] = {
@@ -33,6 +37,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "split": tuple(f"parallel.{name}" for name in NO_SPLIT),
     "recompute": ("recompute.granularity", "recompute.method", "recompute.num_layers", "recompute.modules"),
 }
+#: What an axis of settings beside sizes is, as ``AXES``; its values are runs (``Space.others``).
+DISPATCHER = ("implementation.moe_token_dispatcher_type", "implementation.moe_flex_dispatcher_backend")
 #: Axes of which the grid has powers of two alone.
 POWERS = ("tp", "cp", "mbs")
 #: Largest micro batch and context parallel size of the grid, where no range says another.
@@ -56,6 +62,17 @@ class Space(NamedTuple):
     exhaustive: bool = False
     #: Sequences of a step; None: those of ``base``.
     global_batch_size: int | None = None
+    #: Runs with other settings, around which the same sizes are looked at too.
+    others: tuple[RunSpec, ...] = ()
+
+    def each(self) -> tuple[Space, ...]:
+        """The space around every run."""
+        return tuple([self._replace(base=base, others=()) for base in (self.base, *self.others)])
+
+    def one(self, axis: str) -> bool:
+        """Whether an axis has one value, of ``base`` or of its range."""
+        low, high = self.ranges.get(axis, (0, 1))
+        return axis in self.fixed or low == high
 
     def sizes(
         self, axis: str, given: int, most: int, *, usual: int | None = None, among: Sequence[int] | None = None
@@ -66,27 +83,55 @@ class Space(NamedTuple):
         low, high = self.ranges.get(axis, (1, most if usual is None else usual))
         known = among if among is not None else range(1, most + 1)
         keep = [n for n in known if low <= n <= min(high, most)]
-        return keep if self.exhaustive or axis not in POWERS else [n for n in keep if n & (n - 1) == 0]
+        return keep if self.exhaustive or low == high or axis not in POWERS else [n for n in keep if n & (n - 1) == 0]
 
     def rule(self) -> str:
         """Which of all layouts are looked at, in words."""
         if self.exhaustive:
             return "every layout that divides"
         idle = set() if self.base.model.has_experts else {"ep"}
-        powers = [axis for axis in POWERS if axis not in self.fixed]
-        divisors = [axis for axis in ("pp", "ep") if axis not in self.fixed | idle]
+        powers = [axis for axis in POWERS if not self.one(axis)]
+        divisors = [axis for axis in ("pp", "ep") if axis not in idle and not self.one(axis)]
         parts = [f"{', '.join(powers)} in powers of two"] if powers else []
         if divisors:
             parts.append(f"every {' and '.join(divisors)} that divides")
         if "split" not in self.fixed:
             parts.append("one or two splits of the layers for each number of virtual stages")
+        if self.others:
+            parts.append(f"dispatcher {' or '.join(dispatcher_words(run) for run in (self.base, *self.others))}")
         if "recompute" not in self.fixed:
             parts.append("recompute none, one, two or all modules, or whole layers")
         return "; ".join(parts) or "nothing beyond what the flags give"
 
 
+def dispatcher_words(run: RunSpec) -> str:
+    """"alltoall", "DeepEP"; "none" without experts."""
+    impl = run.implementation
+    if not run.model.has_experts:
+        return "none"
+    if impl.moe_token_dispatcher_type != "flex":
+        return impl.moe_token_dispatcher_type
+    return {"deepep": "DeepEP", "hybridep": "HybridEP"}[impl.moe_flex_dispatcher_backend]
+
+
+def flex_backends(gpu: Gpu) -> tuple[str, ...]:
+    """Backends of the flex dispatcher with kernels for a card, the usual one first.
+
+    Source: Megatron Bridge ``training/flex_dispatcher_backend.py``, which takes Ampere too; DeepEP runs there only if
+    it was built without what Hopper has (``setup.py``: DISABLE_SM90_FEATURES).
+    """
+    if gpu.arch not in ("hopper", "blackwell") or gpu.capability[0] > 10:
+        return ()
+    return ("hybridep",) if gpu.name.startswith("GB") else ("deepep", "hybridep")
+
+
 def layouts(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:
     """Every layout of the space, those together that differ in micro batch and recomputation alone."""
+    for one in space.each():
+        yield from _layouts(one, refused)
+
+
+def _layouts(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:
     base, gpus = space.base, space.num_gpus
     total = space.global_batch_size or base.batch.global_batch_size
     for parallel in _parallel(space):
@@ -114,6 +159,9 @@ def micro_batches(space: Space) -> list[int]:
     """Sequences of a micro batch."""
     total = space.global_batch_size or space.base.batch.global_batch_size
     most = max(MOST_SEQUENCES, min(total or MOST_RANGE, MOST_RANGE))
+    low, high = space.ranges.get("mbs", (1, most))
+    if low == high:
+        return [low]  # refused where it does not divide the step
     return space.sizes("mbs", space.base.batch.micro_batch_size, most, usual=MOST_SEQUENCES)
 
 
@@ -149,7 +197,7 @@ def parallel_sizes(space: Space) -> Iterator[Sizes]:
     """Every combination of sizes that divides the GPUs."""
     base, gpus = space.base, space.num_gpus
     model, p = base.model, base.parallel
-    experts = limits_of(model).experts_gcd
+    experts, deepep = limits_of(model).experts_gcd, dispatcher_words(base) == "DeepEP"
     small = [n for n in range(1, isqrt(gpus) + 1) if gpus % n == 0]
     divisors = sorted({*small, *(gpus // n for n in small)})
     for tp in space.sizes("tp", p.tp, gpus, usual=space.domain, among=divisors):
@@ -158,9 +206,13 @@ def parallel_sizes(space: Space) -> Iterator[Sizes]:
                 if gpus % (tp * pp * cp):
                     continue
                 for ep in space.sizes("ep", p.ep, max(1, experts), among=divisors):
+                    if experts and 1 < base.implementation.moe_imbalance > ep:
+                        continue  # one rank cannot have more than every token
                     for etp in (p.etp,) if "etp" in space.fixed else sorted({1, tp}) if experts else (tp,):
                         if experts and (gpus % (ep * etp * pp) or experts % ep):
                             continue
+                        if deepep and 1 < ep * etp not in DEEPEP_TOKENS:
+                            continue  # deep_ep/buffer.py: Buffer.get_dispatch_config refuses other groups
                         yield Sizes(tp, pp, cp, ep, etp if experts else None)
 
 

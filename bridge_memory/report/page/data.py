@@ -53,7 +53,7 @@ def page_data(
     ``flags``: the command that reproduces it; ``fix``: a change that makes it fit, in words; ``drawn``: stages that get
     a timeline and a treemap (None: one of each group of equal stages); ``job``: its phases.
     """
-    answer = answer_of(result, fits, unit=unit, fix=fix)
+    answer = answer_of(result, fits, unit=unit, fix=fix, job=job)
     groups = alike(result.stages)
     chosen = {group[0].stage for group in groups} if drawn is None else set(drawn)
     return {

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 from bridge_memory.engines.megatron_ddp import BUCKET_MINIMUM, BUCKET_PER_RANK
 from bridge_memory.engines.optimizer_states import gradient_width, optimizer_states
 from bridge_memory.engines.peft import adapter_units
-from bridge_memory.inventory.layer_links import ignores_full_recompute, recomputed_layers
+from bridge_memory.inventory.layer import layer_block
+from bridge_memory.inventory.layer_links import ignores_full_recompute, offloaded_layers, recomputed_layers
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec import LayerSpec, MLASpec, MoESpec, RunSpec
 from bridge_memory.spec.dtypes import DTYPE_BYTES
@@ -35,8 +36,13 @@ T = TypeVar("T")
 
 #: Attention backward runs five products where forward runs two (FlashAttention, section 3: it makes the scores anew).
 _ATTENTION_BACKWARD = 2.5
-#: Of a reduction or gather that overlaps, what stays to be seen: assumed, a bucket in twenty, the first or last one.
+#: Of a reduction, gather or copy that overlaps, what stays to be seen: assumed, one in twenty, the first or last one.
 LEAST_EXPOSED = 0.05
+#: Bytes an element that a step of an offloaded optimizer reads and writes in host memory: torch's fused Adam passes
+#: over gradient, parameter and both moments once (``aten/src/ATen/native/cpu/FusedAdamKernel.cpp``), its SGD with
+#: momentum takes four operations. Assumed: threads enough for the bandwidth of host memory (OMP_NUM_THREADS, which
+#: torchrun sets to 1).
+_HOST_STEP = {"adam": 28, "sgd": 32}
 #: Rows and columns of a result that one processor makes at a time: cuBLAS's most efficient tile, upright or lying.
 _TILE = 256, 128
 
@@ -51,6 +57,8 @@ class Parts(NamedTuple):
     expert_parallel: float = 0.0
     context_parallel: float = 0.0
     host: float = 0.0
+    #: Of activations that go to host memory and back, what the passes do not hide.
+    offload: float = 0.0
 
     def plus(self, other: Parts, times: float = 1.0) -> Parts:
         # A zero is not added to arrays.
@@ -92,9 +100,9 @@ class StepTime(NamedTuple):
 
     @property
     def exposed_communication(self) -> float:
-        """All communication that nothing hides."""
+        """All communication that nothing hides, that with host memory included, but for the optimizer's."""
         parts = self.passes
-        inside = parts.tensor_parallel + parts.expert_parallel + parts.context_parallel
+        inside = parts.tensor_parallel + parts.expert_parallel + parts.context_parallel + parts.offload
         return inside + self.data_parallel + self.pipeline
 
 
@@ -117,6 +125,7 @@ class _Rates:
         self.attention = (hardware.fp8_flops if in_fp8 else hardware.flops) * share * c.attention
         self.scan = hardware.flops * c.scan
         self.memory = hardware.memory * c.memory
+        self.host_link, self.host_memory = hardware.host_link * c.host_link, hardware.host_memory * c.memory
         self.nvlink = hardware.nvlink * (c.nvlink_sharp if later or hardware.generation == "hopper" else c.nvlink)
         self.network = hardware.network * c.network
         self.network_exchange = hardware.network * (c.efa_exchange if kernels.efa else c.network_exchange)
@@ -203,11 +212,10 @@ def optimizer_traffic(run: RunSpec) -> float:
 
 def not_timed(run: RunSpec) -> tuple[str, ...]:
     """What of ``run`` moves its step time and is not in the model, by the names of its fields."""
-    impl = run.implementation
+    o = run.optimizer
     asked = {
-        "engine": run.data_parallel.engine != "megatron_ddp", "transformer_impl": impl.torch_layers,
-        "optimizer_cpu_offload": run.optimizer.optimizer_cpu_offload, "offload_modules": bool(impl.offload_modules),
-        "cpu_offloading_num_layers": bool(impl.cpu_offloading_num_layers),
+        "engine": run.data_parallel.engine != "megatron_ddp", "transformer_impl": run.implementation.torch_layers,
+        "optimizer_cpu_offload": o.optimizer_cpu_offload and o.optimizer not in _HOST_STEP,
     }  # fmt: skip
     return tuple(name for name, is_asked in asked.items() if is_asked)
 
@@ -278,8 +286,21 @@ class Step:
             sends = m * largest(0.0, p.vpp * hop - total)
         data_parallel = largest(*[self._data_parallel(shapes, of) for shapes, of in stages.items()])
         own = largest(*[self._own_elements(shapes) for shapes in stages])
-        optimizer = own * optimizer_traffic(run) / passes.rates.memory
-        return StepTime(Parts(*parts), recomputation, bubble, sends, data_parallel, optimizer)
+        return StepTime(Parts(*parts), recomputation, bubble, sends, data_parallel, self._optimizer(own))
+
+    def _optimizer(self, own: Any) -> Any:
+        """The optimizer's step over ``own`` elements. Of the offloaded share gradients go to the host in fp32, its
+        step runs there beside the GPU's, and parameters come back; without ``overlap_cpu_optimizer_d2h_h2d`` one after
+        the other (megatron-core ``optimizer/cpu_offloading/hybrid_optimizer.py: HybridDeviceOptimizer.step``)."""
+        run, rates = self.run, self.passes.rates
+        o, here = run.optimizer, own * optimizer_traffic(run) / rates.memory
+        if not o.optimizer_cpu_offload or o.optimizer not in _HOST_STEP:
+            return here
+        away = own * o.optimizer_offload_fraction
+        back = DTYPE_BYTES[run.precision.params_dtype] if o.fused_main_parameters else DTYPE_BYTES["fp32"]
+        moved = away * (DTYPE_BYTES["fp32"] + back) / rates.host_link
+        there = away * _HOST_STEP[o.optimizer] / rates.host_memory
+        return moved + largest(here * (1 - o.optimizer_offload_fraction), there)
 
     def seconds_of(self, stage: Sequence[ChunkShape]) -> float:
         """Seconds of all passes of one microbatch through a stage that holds this."""
@@ -394,7 +415,7 @@ class Passes:
             dense: Any = 0
             experts: Any = 0
             for shape, chunks in Counter(stage).items():
-                units = chunk_units(self.run.model, shape, self.ctx)
+                units = chunk_units(self.run.model, shape, self.ctx.bare())
                 for unit in adapter_units(self.run, units) if self.run.peft.freezes else units:
                     (of_dense,), (of_experts,) = unit.parameters.sums(((elements, 0),))
                     times = chunks * unit.times
@@ -482,7 +503,20 @@ class Passes:
         forward, backward = mixer_forward.plus(ffn_forward), mixer_backward.plus(ffn_backward)
         recomputation = self._recomputation(layer, mixer_forward, ffn_forward)
         recomputation = Parts(*[chosen(recomputed, a, b) for a, b in zip(forward, recomputation, strict=True)])
-        return _Pass(forward, backward.plus(recomputation), recomputation.total)
+        again = recomputation.total
+        backward = backward.plus(recomputation)
+        if self.run.implementation.offload_modules:
+            sent = chosen(recomputed, 0, layer_block(layer, self.ctx).cost.offloaded)
+            forward, backward = self._offloaded(forward, sent), self._offloaded(backward, sent)
+        return _Pass(forward, backward, again)
+
+    def _offloaded(self, passes: Parts, nbytes: Any) -> Parts:
+        """A pass with what moving ``nbytes`` to or from host memory takes longer. Each layer's copies have a stream of
+        their own, beside the next layer's forward pass, and one layer ahead of its backward pass, which waits for them
+        (``fine_grained_activation_offload.py: bulk_offload_group, on_group_commit_backward``). Forward does not wait
+        for them; a copy that takes longer than a layer delays the first reloads by as much."""
+        seconds = nbytes / self.rates.host_link
+        return passes._replace(offload=largest(seconds - passes.total, seconds * LEAST_EXPOSED))
 
     def _recomputation(self, layer: LayerSpec, mixer_forward: Parts, ffn_forward: Parts) -> Parts:
         """What selective recomputation runs again."""
@@ -541,6 +575,9 @@ class Passes:
             if any_nonzero(count - first):
                 add(self._layer(kind, "not at all"), count - first)
             recomputed = recomputed - count
+        if offloaded_layers(model, ctx):
+            whole = self._whole_layers_offloaded(shape)
+            forward, backward = self._offloaded(forward, whole), self._offloaded(backward, whole)
         losses = int(shape.output)
         if shape.num_depths and model.mtp_layer is not None:
             add(self._layer(model.mtp_layer, "mtp_recomputed"), shape.num_depths)
@@ -550,6 +587,18 @@ class Passes:
         if losses:
             add(_Pass(*self._half(self._once("output", lambda: output_work(model, ctx))), 0.0), losses)
         return _Pass(forward, backward, recomputation)
+
+
+    def _whole_layers_offloaded(self, shape: ChunkShape) -> Any:
+        """Bytes of a chunk's layers that ``cpu_offloading_num_layers`` moves, spread over the passes of all layers
+        (Transformer Engine's ``cpu_offload_v1.py: layer_window_map``)."""
+        nbytes: Any = 0
+        rest = offloaded_layers(self.run.model, self.ctx)
+        for kind, count in shape.layers:
+            if rest > 0:
+                nbytes = nbytes + min(count, rest) * layer_block(kind, self.ctx).cost.retained
+            rest -= count
+        return nbytes
 
 
 def _up_projections(mixer: MLASpec, ctx: BlockContext) -> tuple[Product, ...]:

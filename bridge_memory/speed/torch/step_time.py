@@ -395,7 +395,7 @@ class _Step:
         """(seconds of what crosses to and from host memory, of the optimizer's step there), nothing of it hidden."""
         run, z, f = self.run, self.run.deepspeed, self.run.fsdp
         engine = run.data_parallel.engine
-        link, memory = self.hardware.host_link * self.c.memory, self.hardware.host_memory * self.c.memory
+        link, memory = self.rates.host_link, self.rates.host_memory
         own = self.trained / self._divided
         if engine in ("fsdp1", "fsdp2"):
             if not f.offload_params:

@@ -1,0 +1,42 @@
+"""What a layout should leave of a GPU before anybody queues it: room for what a prediction may be off, and for routing
+that is not even."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from bridge_memory.estimation import peaks
+from bridge_memory.evidence import evidence_of
+from bridge_memory.job.overload import most_overload
+from bridge_memory.plan.found import Limit, Row
+from bridge_memory.spec import SpecError
+
+#: Tokens of the fullest rank over the balanced number, for which dropless experts should have room.
+OVERLOAD = 1.3
+
+
+class Reserve(NamedTuple):
+    """What a row has to leave free."""
+
+    limit: Limit
+
+    def kept(self, row: Row[Any]) -> bool:
+        """Whether the upper end of the band of the row's peak fits, and the peak under an overload of ``OVERLOAD``."""
+        run, peak = row.run, row.peak
+        above = int(peak * evidence_of(run).above)
+        if row.headroom < above or self.limit.headroom(run, peak + above).least < 0:
+            return False
+        factor = min(OVERLOAD, most_overload(run))
+        if run.implementation.moe_imbalance >= factor:
+            return True
+        try:
+            uneven = run.with_fields(moe_imbalance=factor)
+        except SpecError:  # an option without it
+            return True
+        return self.limit.headroom(uneven, max(stage.peak_bytes for stage in peaks(uneven))).least >= 0
+
+
+def reserve_words(experts: bool) -> str:
+    """What rows in front keep, for people."""
+    uneven = f", and of the peak with {OVERLOAD:g} times the balanced tokens on one rank" if experts else ""
+    return f"room for the upper end of the peak's 90% band{uneven}"
