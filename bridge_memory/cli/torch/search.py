@@ -72,7 +72,8 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     with Progress("configuration") as progress:
         found = search(
             space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
-            outside=partial(outside_bytes_of, gpu=gpu), progress=progress, backend=args.backend, slower=slower,
+            outside=partial(outside_bytes_of, gpu=gpu), progress=progress, share=progress.done,
+            backend=args.backend, slower=slower,
             jobs=args.jobs or (1 if args.backend is None else -1),
         )  # fmt: skip
     document = {
