@@ -22,10 +22,16 @@ class Progress:
     def __init__(self, noun: str) -> None:
         self._noun = noun
         self._drawn: Any = None
-        self._next = time.monotonic() + PATIENCE
+        self._began = time.monotonic()
+        self._next = self._began + PATIENCE
+        self._part: float | None = None
 
     def __enter__(self) -> Progress:
         return self
+
+    def done(self, part: float) -> None:
+        """``part`` of all is done: the next look says of how many, and the time left."""
+        self._part = part
 
     def __call__(self, looked_at: int, fitting: int) -> None:
         now = time.monotonic()
@@ -39,7 +45,11 @@ class Progress:
                 return
             self._drawn.start()
             self._drawn.add_task("", total=None)
-        said = f"{looked_at:,} {self._noun}s, {fitting:,} fit (Ctrl-C shows what was found)"
+        total = left = ""
+        if self._part:
+            total = f" of about {_rounded(looked_at / self._part):,}"
+            left = f", {(now - self._began) * (1 / self._part - 1):,.0f} s left"
+        said = f"{looked_at:,}{total} {self._noun}s, {fitting:,} fit{left} (Ctrl-C shows what was found)"
         self._drawn.update(self._drawn.task_ids[0], description=said)
         self._drawn.refresh()
 
@@ -48,6 +58,11 @@ class Progress:
     ) -> None:
         if self._drawn is not None:
             self._drawn.stop()
+
+
+def _rounded(number: float) -> int:
+    """To two digits."""
+    return int(float(f"{number:.2g}"))
 
 
 def _bar() -> Any:

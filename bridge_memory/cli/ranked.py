@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from bridge_memory.emit.commands import Emitted
     from bridge_memory.report.document import Chart, Drawn, Grid, Words
 
-#: Rows that a chart shows, at most.
-CHARTED = 300
+#: Rows that a chart shows, at most; rows of a brief answer.
+CHARTED, BRIEF = 300, 5
+#: Rows from which on a column is taken out of the table if its cells are equal but for this share of them.
+SHARED_FROM, SHARED_BUT = 3, 0.1
 
 
 class Style(NamedTuple):
@@ -40,6 +43,10 @@ class Style(NamedTuple):
     record: Callable[[Row[Any]], dict[str, Any]]
     #: Headings of columns that text leaves out.
     hidden: frozenset[str] = frozenset()
+    #: Headings of settings, which a line above the table says where they hardly vary.
+    settings: frozenset[str] = frozenset()
+    #: Headings of columns that text leaves out where the table is wider than a line, the first one first.
+    spare: tuple[str, ...] = ()
 
 
 class Shown(NamedTuple):
@@ -62,12 +69,14 @@ class Shown(NamedTuple):
     #: The row in the format of ``--emit``.
     emit: Callable[[Row[Any]], Emitted]
     last: Sequence[str] = ()
+    #: Whether text is the answer and the first rows alone.
+    brief: bool = False
     #: What rows leave that keep the reserve, in words.
     reserve: str = ""
 
 
 def print_found(shown: Shown, args: argparse.Namespace) -> int:
-    """Print in the format of ``args``. Returns 0, or 1 where nothing fits."""
+    """Print in the format of ``args``. Returns 0, 1 where nothing fits, or 130 where Ctrl-C ended the search."""
     found, style = shown.found, shown.style
     if args.emit:
         emitted = shown.emit(_asked_row(shown, args))
@@ -89,6 +98,8 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
         print(_csv(_records(shown, found.ranked(args.top)), style.headings))
     else:
         print(_markdown(style.headings, map(style.cells, found.ranked(args.top).rows)))
+    if found.stopped:
+        return 130
     return 0 if found.rows else 1
 
 
@@ -126,7 +137,13 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
     if not found.rows:
         title = "Nothing that fits was found before the search was stopped" if found.stopped else "Nothing fits"
         return [Bullets(title, (*notes, *shown.otherwise))]
-    (best, keeping), front = found.ranked(args.top), found.front(args.top)
+    (best, keeping) = found.ranked(min(args.top, BRIEF) if shown.brief else args.top)
+    title = f"Fastest {style.noun}s of {shown.base.model.name} on {shown.num_gpus} x {gpu.name}"
+    answer = _answer(best[0], shown, args, keeping > 0)
+    if shown.brief:
+        stopped = (f"stopped early: {found.looked_at:,} {style.noun}s evaluated",) * found.stopped
+        return [answer, *_table(title, best, style, args, stopped, found.keeps and keeping)]
+    front = found.front(args.top)
     notes.insert(0, f"the fastest: {runs_with(best[0].run)}")
     if found.keeps is not None and keeping < len(best):
         rows = f"row {keeping + 1}" if keeping + 1 == len(best) else f"rows {keeping + 1} to {len(best)}"
@@ -138,15 +155,58 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
         notes.append(f"the time model does not know {', '.join(names)}: times are those of the run without")
     notes += [f"not modelled: {feature}" for feature in unmodelled_features(best[0].run)]
     notes += shown.last
-    kept = _kept(style, (*best, *front))
     drawn: list[Drawn] = [_chart(found, style, gpu)] if args.format == "html" else []
-    drawn.append(_answer(best[0], shown, args, keeping > 0))
-    title = f"Fastest {style.noun}s of {shown.base.model.name} on {shown.num_gpus} x {gpu.name}"
-    drawn.append(_grid(title, best, style, kept, tuple(notes), found.keeps and keeping))
+    drawn += [answer, *_table(title, best, style, args, notes, found.keeps and keeping)]
     if len(front) > 1:
         title = f"Memory against step time (Pareto front): no other {style.noun} is both faster and smaller"
-        drawn.append(_grid(title, front, style, kept))
+        drawn += _table(title, front, style, args)
     return drawn
+
+
+def _table(
+    title: str, rows: Sequence[Row[Any]], style: Style, args: argparse.Namespace, notes: Sequence[str] = (),
+    keeping: int | None = None,
+) -> list[Drawn]:  # fmt: skip
+    """The rows, below what nearly all of them share; as text in columns that fit a line. ``keeping``: after so many
+    rows come tight ones."""
+    from bridge_memory.report.document import Words
+
+    kept, shared = _kept(style, rows), []
+    cells = [style.cells(row) for row in rows]
+    if len(rows) >= SHARED_FROM:
+        for i in [i for i in kept if style.headings[i] in style.settings]:
+            usual = Counter(row[i] for row in cells).most_common(1)[0][0]
+            others = [(n, row[i]) for n, row in enumerate(cells, 1) if row[i] != usual]
+            if len(others) <= SHARED_BUT * len(rows):
+                kept.remove(i)
+                but = "; ".join(f"row {n}: {value}" for n, value in others)
+                shared.append(f"{style.headings[i]} {usual}" + (f" ({but})" if but else ""))
+    if not shared:
+        return [_fitting(title, rows, style, kept, args, notes, keeping)]
+    above = Words(title, (f"All rows: {', '.join(shared)}",))
+    return [above, _fitting("", rows, style, kept, args, notes, keeping)]
+
+
+def _fitting(
+    title: str, rows: Sequence[Row[Any]], style: Style, kept: Sequence[int], args: argparse.Namespace,
+    notes: Sequence[str], keeping: int | None,
+) -> Grid:  # fmt: skip
+    """The rows; as text without spare columns that make the table wider than a line, which a note says."""
+    from bridge_memory.report.plain import lay_out
+    from bridge_memory.report.printing import line_width
+
+    grid = _grid(title, rows, style, kept, tuple(notes), keeping)
+    left_out: list[str] = []
+    for heading in style.spare if args.format == "text" else ():
+        if len(lay_out(grid, line_width(sys.stdout))) == 1:
+            break
+        fewer = [i for i in kept if style.headings[i] != heading]
+        if len(fewer) < len(kept):
+            kept = fewer
+            left_out.append(heading)
+            words = f"no room for {', '.join(left_out)}: a wider terminal or COLUMNS shows more, --format csv all"
+            grid = _grid(title, rows, style, kept, (words, *notes), keeping)
+    return grid
 
 
 def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace, keeps: bool) -> Words:
@@ -193,7 +253,6 @@ def _grid(
     title: str, rows: Sequence[Row[Any]], style: Style, kept: Sequence[int], notes: tuple[str, ...] = (),
     keeping: int | None = None,
 ) -> Grid:  # fmt: skip
-    """``keeping``: after so many rows come tight ones."""
     from bridge_memory.report.document import Column, Grid
 
     titles = [style.headings[i] for i in kept]

@@ -23,16 +23,12 @@ NARROWEST = 40
 def print_blocks(blocks: Iterable[Drawn], stream: TextIO | None = None) -> None:
     """Write ``blocks`` to ``stream`` (default: stdout): with rich on a terminal, as plain text elsewhere. Charts are
     skipped: they are for pages.
-
-    The width is COLUMNS where it is set, else the terminal's on a terminal, else 80.
     """
     if stream is None and _collected:
         _collected[-1].extend(block if isinstance(block, Chart) else _clean(block) for block in blocks)
         return
     out = sys.stdout if stream is None else stream
-    terminal = out.isatty()
-    width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else _columns()
-    width = min(max(NARROWEST, width), WIDEST)
+    terminal, width = out.isatty(), line_width(out)
     clean = [_clean(block) for block in blocks if not isinstance(block, Chart)]
     if terminal and os.environ.get("TERM") != "dumb":
         try:
@@ -43,6 +39,12 @@ def print_blocks(blocks: Iterable[Drawn], stream: TextIO | None = None) -> None:
             print_rich(clean, out, width)
             return
     out.write(render(clean, width))
+
+
+def line_width(out: TextIO) -> int:
+    """Characters of a line of ``out``: COLUMNS where it is set, else the terminal's on a terminal, else 80."""
+    width = shutil.get_terminal_size((WIDTH, 24)).columns if out.isatty() else _columns()
+    return min(max(NARROWEST, width), WIDEST)
 
 
 _collected: list[list[Drawn]] = []

@@ -148,6 +148,19 @@ def test_progress_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "30,000 layouts, 15,000 fit (Ctrl-C" in drawn(_Terminal(), monkeypatch)
 
 
+def test_progress_says_of_how_many_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    now, stream = [0.0], _Terminal()
+    monkeypatch.setattr("bridge_memory.cli.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress("layout") as progress:
+        now[0] += 4.0
+        progress.done(0.25)  # a quarter took 4 s: three quarters take 12
+        progress(30000, 15000)
+    assert "30,000 of about 120,000 layouts, 15,000 fit, 12 s left" in stream.getvalue()
+
+
 def test_progress_is_not_piped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn(io.StringIO(), monkeypatch) == ""
 

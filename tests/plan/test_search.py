@@ -442,7 +442,7 @@ def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: py
             patch.setattr(where, name, interrupted)
             if not as_arrays:
                 patch.setattr(module, "find_spec", lambda _: None)
-            assert main(SMALL) == 0
+            assert main(SMALL) == 130
         said = capsys.readouterr().out
         assert "stopped early" in said and ("numpy is not installed" in " ".join(said.split())) != as_arrays
 

@@ -239,7 +239,7 @@ def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: py
         return real(run)
 
     monkeypatch.setattr(module, "peaks", interrupted)
-    assert main([*SMALL, "--engine", "zero3"]) == 0
+    assert main([*SMALL, "--engine", "zero3"]) == 130
     assert "5 configurations evaluated" in (shown := capsys.readouterr().out) and "stopped early" in shown
 
 

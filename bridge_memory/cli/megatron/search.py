@@ -38,7 +38,7 @@ RANGED = {axis: AXES[axis][0] for axis in ("tp", "pp", "vpp", "cp", "ep", "mbs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search and print. Returns 0, or 1 where nothing fits."""
+    """Search and print. Returns 0, 1 where nothing fits, or 130 where Ctrl-C ended it."""
     from bridge_memory.outside.context import outside_bytes_of
     from bridge_memory.plan.megatron.search import search
     from bridge_memory.spec.gpus import find_gpu
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         with Progress("layout") as progress:
             found = search(
                 space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
-                outside=partial(outside_bytes_of, gpu=gpu), progress=progress,
+                outside=partial(outside_bytes_of, gpu=gpu), progress=progress, share=progress.done,
                 constants=steps.constants if steps else DEFAULT, backend=args.backend, cache=args.cache,
                 jobs=args.jobs or (1 if args.backend is None else -1),
             )  # fmt: skip
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
                 space=[f"searched: {space.rule()}" + _MORE * (not space.exhaustive), *how_words(found)],
                 otherwise=(), times=times, not_timed=lambda rows: not_timed(rows[0].run), document=document,
                 emit=lambda row: emitted(args.emit, "megatron", row.run, args, gpu.name, {}),
-                last=last if experts else (), reserve=reserve_words(experts),
+                last=last if experts else (), reserve=reserve_words(experts), brief=args.brief,
             ),
             args,
         )  # fmt: skip
@@ -255,4 +255,6 @@ STYLE = Style(
     "layout", _HEADINGS, of_words=frozenset({"dispatcher", "split", "recompute"}),
     always=frozenset({"tp", "pp", "mbs"}),
     idle=frozenset({"1", "even", "none", "0%"}), cells=_cells, words=_layout_words, record=_record,
+    settings=frozenset(_HEADINGS[: _HEADINGS.index("peak GiB")]),
+    spare=("compute", "bubble", "recompute time", "exposed comm", "free GiB"),
 )  # fmt: skip

@@ -53,7 +53,7 @@ def asked_engines(args: argparse.Namespace) -> tuple[str, ...] | None:
 
 
 def run(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Search and print. Returns 0, or 1 where nothing fits."""
+    """Search and print. Returns 0, 1 where nothing fits, or 130 where Ctrl-C ended it."""
     from bridge_memory.outside.context import outside_bytes_of
     from bridge_memory.plan.torch.search import search
     from bridge_memory.spec.gpus import find_gpu
@@ -72,7 +72,8 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     with Progress("configuration") as progress:
         found = search(
             space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
-            outside=partial(outside_bytes_of, gpu=gpu), progress=progress, backend=args.backend, slower=slower,
+            outside=partial(outside_bytes_of, gpu=gpu), progress=progress, share=progress.done,
+            backend=args.backend, slower=slower,
             jobs=args.jobs or (1 if args.backend is None else -1),
         )  # fmt: skip
     document = {
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
             space=(f"searched: {space.rule()}", *how_words(found), *left_out, *said),
             otherwise=("--vary all looks at offloading, attention and Liger's kernels too",) * (args.vary is None),
             times=_notes(found, space, args), not_timed=_not_timed, document=document,
-            emit=lambda row: _emitted(row, args, space, gpu),
+            emit=lambda row: _emitted(row, args, space, gpu), brief=args.brief,
         ),
         args,
     )  # fmt: skip
@@ -387,5 +388,6 @@ def _emitted(row: Row[StepTime], args: argparse.Namespace, space: Space, gpu: Gp
 
 STYLE = Style(
     "configuration", _HEADINGS, of_words=_WORDS, always=frozenset({"engine", "mbs", "step s"}), idle=_IDLE,
-    cells=cells, words=row_words, record=record,
+    cells=cells, words=row_words, record=record, settings=frozenset(_HEADINGS[: _HEADINGS.index("peak GiB")]),
+    spare=("compute", "host", "optimizer", "recompute time", "exposed comm", "tokens/s/GPU", "free GiB"),
 )  # fmt: skip

@@ -67,6 +67,7 @@ def search(
     outside: Callable[[RunSpec], Range],
     constants: Constants = DEFAULT,
     progress: Callable[[int, int], None] | None = None,
+    share: Callable[[float], None] | None = None,
     batched: bool | None = None,
     jobs: int = 1,
     backend: str | None = None,
@@ -75,7 +76,8 @@ def search(
     """Look at every layout of ``space``. Raises SpecError where the space is empty or no time is known.
 
     ``capacity``: bytes of the GPU; ``outside``: of a run, what lies outside of torch's allocator; ``progress`` is
-    called with how many were evaluated and how many fit; ``batched``: whether layouts are evaluated as arrays (None:
+    called with how many were evaluated and how many fit, after ``share`` was with the part of the space that was, as
+    far as it is known; ``batched``: whether layouts are evaluated as arrays (None:
     where numpy is installed); ``jobs``: processes, of this machine or of ``backend``, a name that joblib knows (-1: all
     there are); ``cache``: a folder that keeps what blocks cost for later searches.
     KeyboardInterrupt ends the search with what was found so far.
@@ -95,7 +97,7 @@ def search(
         from bridge_memory.tapes.many import TooLarge
 
         try:
-            found = _in_batches(space, hardware, limit, constants, report, jobs, backend, cache)
+            found = _in_batches(space, hardware, limit, constants, report, share, jobs, backend, cache)
             return found._replace(keeps=Reserve(limit).kept)
         except TooLarge:
             reason = OneByOne.LARGE
@@ -201,7 +203,7 @@ def _row(run: RunSpec, hardware: Hardware, limit: Limit, constants: Constants) -
 
 def _in_batches(
     space: Space, hardware: Hardware, limit: Limit, constants: Constants, progress: Callable[[int, int], None],
-    jobs: int, backend: str | None, cache: str | None,
+    share: Callable[[float], None] | None, jobs: int, backend: str | None, cache: str | None,
 ) -> Found:  # fmt: skip
     from bridge_memory.plan.megatron.many import Sheet, fitting
 
@@ -216,15 +218,17 @@ def _in_batches(
     looked_at = without_activations = fit = tight = 0
     stopped = False
     try:
-        for sheet, few in (
-            (one, some) for one in sheets
-            for some in fitting(one, hardware, constants, limit, refused, jobs, backend, costs)
+        for part, sheet, few in (
+            ((through + done / len(one.pipelines)) / len(sheets), one, some) for through, one in enumerate(sheets)
+            for done, some in enumerate(fitting(one, hardware, constants, limit, refused, jobs, backend, costs), 1)
         ):  # fmt: skip
             found.append((sheet, few))
             looked_at += few.looked_at
             without_activations += few.without_activations
             fit += len(few.peaks)
             tight += few.tight
+            if share is not None:
+                share(part)
             progress(looked_at, fit)
     except KeyboardInterrupt:
         stopped = True

@@ -37,6 +37,7 @@ def search(
     constants: Constants = DEFAULT,
     slower: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
+    share: Callable[[float], None] | None = None,
     jobs: int = 1,
     backend: str | None = None,
 ) -> Found:
@@ -48,18 +49,24 @@ def search(
     looked_at = tight = 0
     stopped = False
     work = _Some(hardware, Limit(capacity, outside), constants, slower)
+    total = 0
 
     def evaluated() -> Iterator[Sequence[Row[StepTime] | bool]]:
+        nonlocal total
+        groups = list(configurations(space, refused))
+        total = sum(map(len, groups))
         if jobs == 1 and backend is None:
-            yield from ([work.row(run)] for alike in configurations(space, refused) for run in alike)
+            yield from ([work.row(run)] for alike in groups for run in alike)
         else:
-            yield from spread(jobs, work, list(configurations(space, refused)), backend)
+            yield from spread(jobs, work, groups, backend)
 
     try:
         for found in evaluated():
             looked_at += len(found)
             rows += [row for row in found if isinstance(row, Row)]
             tight += found.count(True)
+            if share is not None:
+                share(looked_at / total)
             report(looked_at, len(rows))
     except KeyboardInterrupt:
         stopped = True
