@@ -38,7 +38,7 @@ def run_with(model: ModelSpec, form: Form, assumed: tuple[str, ...] = ()) -> Run
     if model.position_embedding_type == "learned_absolute" and model.max_position_embeddings:
         groups["batch"]["seq_length"] = min(form.model.max_seq_len, model.max_position_embeddings)
     _engine(form, groups, sentences)
-    _checkpointing(form, groups, sentences, unmodelled)
+    _checkpointing(form, model.num_layers, groups, sentences, unmodelled)
     specs = {name: GROUPS[name](**fields) for name, fields in groups.items()}
     sizes = ParallelSpec(
         world_size=gpus, tensor_model_parallel_size=parallel.tensor_parallel_size,
@@ -105,9 +105,10 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], sentences: list[str])
 
 
 def _checkpointing(
-    form: Form, groups: dict[str, dict[str, Any]], sentences: list[str], unmodelled: list[Unmodelled]
+    form: Form, layers: int, groups: dict[str, dict[str, Any]], sentences: list[str], unmodelled: list[Unmodelled]
 ) -> None:
-    """0 is none, 4 is every layer. Between them the form has levels that no engine has."""
+    """0 is none, 4 is every layer. Between them a level saves its share of what 4 saves: in Megatron that share of a
+    stage's layers; the other engines have no such option."""
     level = form.training.activation_checkpointing
     if level == 0:
         return
@@ -115,9 +116,13 @@ def _checkpointing(
         if level == 4:
             groups["recompute"] = {"granularity": "full", "method": "uniform", "num_layers": 1}
         else:
-            groups["recompute"] = {"granularity": "selective"}
-            words = f"activation_checkpointing {level} as Megatron's selective recomputation of core attention"
-            sentences.append(words)
+            stage = -(-layers // form.parallelism.pipeline_parallel_size)
+            number = max(1, (level * stage + 2) // 4)
+            groups["recompute"] = {"granularity": "full", "method": "block", "num_layers": number}
+            sentences.append(
+                f"activation_checkpointing {level} of 4 as {number} of {stage} layers of a stage recomputed "
+                f"(recompute_method block, recompute_num_layers {number})"
+            )
     elif level == 4:
         groups.setdefault("transformers", {})["gradient_checkpointing"] = True
     else:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.spec import SpecError
@@ -40,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     return show(GPUMemoryCalculator.from_file(paths[0]), args)
 
 
-def show(calculator: GPUMemoryCalculator, args: argparse.Namespace) -> int:
-    """Print the answer of ``calculator``."""
+def show(calculator: GPUMemoryCalculator, args: argparse.Namespace, more: Mapping[str, Any] | None = None) -> int:
+    """Print the answer of ``calculator``, in JSON with ``more``."""
     from bridge_memory.report.units import check_unit
 
     unit = check_unit(args.unit)
@@ -50,7 +51,8 @@ def show(calculator: GPUMemoryCalculator, args: argparse.Namespace) -> int:
         from bridge_memory.report.json import estimate_to_json
 
         answer = estimate_to_json(result.estimate, [result.fit])
-        json.dump({"schema": SCHEMA, "result": result.to_dict(), "estimate": answer}, sys.stdout, indent=2)
+        document = {"schema": SCHEMA, "result": result.to_dict(), "estimate": answer, **(more or {})}
+        json.dump(document, sys.stdout, indent=2)
         print()
         return 0
     from bridge_memory.report.table import print_estimate

@@ -14,6 +14,7 @@ from bridge_memory.spec import SpecError, show
 
 if TYPE_CHECKING:
     from bridge_memory.calculator import GPUMemoryCalculator
+    from bridge_memory.cards.gpu import Gpu
     from bridge_memory.verdict import Fit
 
 #: argparse's name -> (table, key) of the form.
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", metavar="DTYPE", default="bf16", help="bf16 (default), fp16 or fp32")
     group.add_argument("--optimizer", metavar="NAME", default="adamw", help="adamw (default), adam, sgd or adamw_8bit")
     group.add_argument("--activation-checkpointing", type=integer, metavar="0..4", default=0,
-                       help="0 (default): none; 4: every layer")
+                       help="0 (default): none; 4: every layer; between, that share of a stage's layers (Megatron)")
     group.add_argument("--offload-optimizer", metavar="DEVICE", help="none, cpu or nvme (DeepSpeed)")
     group.add_argument("--offload-param", metavar="DEVICE", help="none, cpu or nvme (DeepSpeed, stage 3)")
     group.add_argument("--sharding-strategy", metavar="NAME", help="no_shard, shard_grad_op or full_shard (FSDP)")
@@ -75,9 +76,15 @@ def run(args: argparse.Namespace) -> int:
         calculator = GPUMemoryCalculator.from_dict(form, "quick")
     except SpecError as error:
         raise SpecError(_in_flags(str(error))) from None
+    if not calculator.form.engine.type.startswith("megatron"):
+        return printed(calculator, args)
+    wanted = _does_not_fit(calculator)
+    offer = _offer(calculator, form) if wanted else None
+    if args.json:
+        return printed(calculator, args, {"offer": offer and _record(offer, args)})
     code = printed(calculator, args)
-    if not args.json and calculator.form.engine.type.startswith("megatron"):
-        for line in _otherwise(calculator, form, args):
+    if wanted:
+        for line in _otherwise(offer, calculator, args):
             print(line)
     return code
 
@@ -91,34 +98,65 @@ class _Layout(NamedTuple):
     seconds: float
 
 
-def _otherwise(calculator: GPUMemoryCalculator, form: dict[str, Any], args: argparse.Namespace) -> list[str]:
-    """Where the run does not fit: the fastest layout that does, in words and as the command that says so."""
+class _Offer(NamedTuple):
+    """The fastest layout that fits, or the fastest tight one."""
+
+    layout: _Layout
+    fit: Fit
+
+
+def _fit_of(calculator: GPUMemoryCalculator, gpu: Gpu) -> Fit:
     from bridge_memory.estimation import estimate
-    from bridge_memory.verdict import Verdict, fits
+    from bridge_memory.verdict import fits
 
-    def fit_of(run: Any) -> Fit:
-        return fits(estimate(run), [calculator.gpu])[0]
+    return fits(estimate(calculator.run), [gpu])[0]
 
-    if fit_of(calculator.run).verdict is not Verdict.DOES_NOT_FIT:
-        return []
-    gpu, gpus = calculator.gpu.name, calculator.run.parallel.world_size
+
+def _does_not_fit(calculator: GPUMemoryCalculator) -> bool:
+    from bridge_memory.verdict import Verdict
+
+    return _fit_of(calculator, calculator.gpu).verdict is Verdict.DOES_NOT_FIT
+
+
+def _offer(calculator: GPUMemoryCalculator, form: dict[str, Any]) -> _Offer | None:
+    """A layout for a run that does not fit; None: none of those tried fits."""
+    from bridge_memory.verdict import Verdict
+
     layouts = sorted(_layouts(calculator, form), key=lambda layout: layout.seconds)
-    verdicts = [(fit_of(layout.calculator.run), layout) for layout in layouts[:_MOST]]
+    offers = [_Offer(layout, _fit_of(layout.calculator, calculator.gpu)) for layout in layouts[:_MOST]]
     for verdict in (Verdict.FITS, Verdict.TIGHT):
-        for fit, layout in verdicts:
-            if fit.verdict is verdict:
-                run = layout.calculator.run
-                p = run.parallel
-                return [
-                    f"A layout that {'is tight on' if verdict is Verdict.TIGHT else 'fits'} {gpu}: "
-                    f"TP {p.tensor_model_parallel_size}, PP {p.pipeline_model_parallel_size}, "
-                    f"DP {p.data_parallel_size}, {run.num_microbatches} microbatches per step, "
-                    f"recompute {run.recompute.granularity or 'none'}:",
-                    f"peak {fit.peak_bytes / 2**30:.1f} GiB; the fastest of those tried at these sequences per step",
-                    f"  {_command(layout.form, args)}",
-                ]
-    return [f"No TP with an even split over PP fits {gpu} on {gpus} GPU{'s' * (gpus > 1)}, nor with every layer "
-            "recomputed; `bridge-memory search` varies more"]  # fmt: skip
+        for offer in offers:
+            if offer.fit.verdict is verdict:
+                return offer
+    return None
+
+
+def _record(offer: _Offer, args: argparse.Namespace) -> dict[str, Any]:
+    """The layout as JSON has it."""
+    return {
+        "command": _command(offer.layout.form, args), "verdict": str(offer.fit.verdict),
+        "peak_bytes": offer.fit.peak_bytes,
+    }  # fmt: skip
+
+
+def _otherwise(offer: _Offer | None, calculator: GPUMemoryCalculator, args: argparse.Namespace) -> list[str]:
+    """The layout in words, and as the command that says so."""
+    from bridge_memory.verdict import Verdict
+
+    gpu, gpus = calculator.gpu.name, calculator.run.parallel.world_size
+    if offer is None:
+        return [f"No TP with an even split over PP fits {gpu} on {gpus} GPU{'s' * (gpus > 1)}, nor with every layer "
+                "recomputed; `bridge-memory search` varies more"]  # fmt: skip
+    run = offer.layout.calculator.run
+    p = run.parallel
+    return [
+        f"A layout that {'is tight on' if offer.fit.verdict is Verdict.TIGHT else 'fits'} {gpu}: "
+        f"TP {p.tensor_model_parallel_size}, PP {p.pipeline_model_parallel_size}, "
+        f"DP {p.data_parallel_size}, {run.num_microbatches} microbatches per step, "
+        f"recompute {run.recompute.granularity or 'none'}:",
+        f"peak {offer.fit.peak_bytes / 2**30:.1f} GiB; the fastest of those tried at these sequences per step",
+        f"  {_command(offer.layout.form, args)}",
+    ]
 
 
 def _layouts(calculator: GPUMemoryCalculator, form: dict[str, Any]) -> Iterator[_Layout]:

@@ -52,7 +52,8 @@ def of_every_kind(capsys: pytest.CaptureFixture[str], command: str, tmp_path: Pa
     if command == "calculate":
         return [printed(capsys, command, "--config", str(EXAMPLES / "megatron_lm.json"))]
     if command == "quick":
-        return [printed(capsys, command, "1", "--engine", "megatron_lm", "--gpus", "2")]
+        engine = [command, "--engine", "megatron_lm", "--gpus"]
+        return [printed(capsys, *engine, "2", "1"), printed(capsys, *engine, "64", "70")]
     if command == "rehearse":
         pytest.importorskip("megatron.core")
         local = [command, *model, "--transformer-impl", "local"]
@@ -93,7 +94,7 @@ def test_what_a_command_prints_is_valid_by_its_schema(
     assert documents
     for document in documents:
         validator.validate(document)
-        required = [key for key in keys(document) if key not in ("by", "shared", "target")]
+        required = [key for key in keys(document) if key not in ("by", "offer", "shared", "target")]
         for key in required:
             damaged = copy.deepcopy(document)
             del (damaged[0] if isinstance(damaged, list) else damaged)[key]
