@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bridge_memory.job.job import Job, PhaseMemory
@@ -11,7 +11,7 @@ from bridge_memory.outside.phase import Phase
 from bridge_memory.report.document import Block, Column, Grid, Words
 from bridge_memory.report.said import VERDICT_WORDS, names_of
 from bridge_memory.report.units import DECIMALS, format_ticks, ticks
-from bridge_memory.verdict import FRAGMENTATION, Verdict
+from bridge_memory.verdict import FRAGMENTATION, Fit, Verdict
 
 #: Parts of a phase that a page names.
 _SHOWN = 6
@@ -98,13 +98,17 @@ def job_table(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdi
     return Grid(f"The whole job, phase by phase, {unit}", columns, rows, emphasis, (*differs, *_notes(job, unit)))
 
 
-def phases_data(job: Job, unit: str = "GiB") -> dict[str, Any]:
-    """What a page draws of a job, by ``$defs/job`` of ``page.schema.json``: bytes, and the texts of ``job_blocks``."""
-    table, capacity = job_table(job, unit), job.gpu.capacity_bytes
+def phases_data(job: Job, fits: Sequence[Fit], unit: str = "GiB") -> dict[str, Any]:
+    """What a page draws of a job, by ``$defs/job`` of ``page.schema.json``: bytes, and the texts of ``job_blocks``;
+    ``fits``: of the step, whose verdict the job's replaces where it is worse."""
+    from bridge_memory.report.answer import decided_by
+
+    table, capacity = job_table(job, unit, step=fits[0].verdict), job.gpu.capacity_bytes
     assert table.emphasis is not None
     return {
         "gpu": job.gpu.name, "capacity_bytes": capacity, "capacity": f"{_number(capacity, unit)} {unit}",
         "verdict": str(job.verdict), "words": job_words(job, unit), "decides": table.emphasis,
+        "worse_than_step": worse_than_step(job, unit) if decided_by(job, fits) else "",
         "title": table.title, "columns": [column.title for column in table.columns], "notes": list(table.notes),
         "phases": [
             {

@@ -136,7 +136,9 @@ class Api:
 
     def phases(self, question: object) -> dict[str, Any]:
         """The whole job on the GPU of the question, phase by phase. Raises Refused."""
-        return phases_data(self._job(question)[1])
+        one, job = self._job(question)
+        with self._desk.turn():
+            return _answered(question, lambda _: phases_data(job, fits(estimate(one.run), [one.gpu])), self._refuses)
 
     def _job(self, question: object) -> tuple[Asked, Job]:
         """In several turns, so that an estimate need not wait for the whole of it."""

@@ -161,6 +161,25 @@ def test_phases_of_another_question_are_not_shown(tab: Callable[..., Tab]) -> No
     assert one.page.is_visible("#phases") and "DOES NOT FIT" in line.inner_text()
 
 
+def test_the_head_is_the_whole_jobs_where_it_is_worse_than_its_step(tab: Callable[..., Tab]) -> None:
+    """Also after another stage is chosen, which asks for no phases; the step's again where the step decides."""
+    one = tab(
+        "#model=meta-llama/Llama-3.1-70B&gpu=H100&num-gpus=64&tp=4&pp=2&global-batch-size=128"
+        "&recompute-granularity=full&recompute-method=uniform&recompute-num-layers=1"
+    )
+    one.until(lambda: "Does not fit" in one.heading)
+    words = one.page.inner_text("#verdict .answer")
+    assert words.startswith("Resume, driver peak") and "the step alone: FITS H100" in words
+    assert "resume over by" in one.page.inner_text("#brief")
+    one.page.locator("#stages .row").nth(1).click()
+    one.settled()
+    assert "Does not fit" in one.heading and one.page.inner_text("#verdict .answer") == words
+    one.type("num-gpus", "128")
+    one.type("pp", "4")
+    one.until(lambda: one.page.get_attribute("#phases", "aria-busy") is None)
+    assert "Fits" in one.heading and "Resume" not in one.page.inner_text("#verdict .answer")
+
+
 def test_phases_that_are_refused_say_why_once(tab: Callable[..., Tab]) -> None:
     one = tab("#model=Qwen/Qwen3-8B&gpu=H100&num-gpus=8&tp=2")
     one.until(lambda: one.page.locator("#phases .bm-phases").count() == 1)

@@ -137,6 +137,22 @@ def test_phases_are_those_of_the_whole_job(client: Client, question: dict[str, A
     assert found["verdict"] == job["verdict"] and f"{job['gpu']}:" in found["words"]
 
 
+def test_the_whole_job_answers_where_it_is_worse_than_its_step(
+    client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `estimate --phases` does."""
+    options = {"num-gpus": 64, "tp": 4, "pp": 2, "global-batch-size": 128, "recompute-granularity": "full",
+               "recompute-method": "uniform", "recompute-num-layers": 1}  # fmt: skip
+    question = {"model": "meta-llama/Llama-3.1-70B", "gpu": "H100", "options": options}
+    answer, found = client.post("/api/estimate", question)[1], client.post("/api/phases", question)[1]
+    assert answer["fit"]["verdict"] == "fits" and found["verdict"] == "does not fit"
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert main(["estimate", question["model"], *flags, "--gpu", "H100", "--phases", "--json"]) == 0
+    words = json.loads(capsys.readouterr().out)["verdict"]["words"]
+    assert words == f"{found['worse_than_step']}; the step alone: {answer['answer']}"
+    assert client.post("/api/phases", LLAMA)[1]["worse_than_step"] == ""
+
+
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_the_phases_of_every_engine_are_answered(client: Client, engine: str) -> None:
     options = {"engine": engine, "num-gpus": 1 if engine == "single" else 8}

@@ -76,7 +76,7 @@ def page_data(
         "treemaps": {str(n): treemap_data(result, n) for n in sorted(chosen)},
         "assumptions": list(dict.fromkeys(result.assumptions)),
         "not_modelled": [{"what": str(feature), "moves": moves_words(feature, unit)} for feature in result.unmodelled],
-        **({} if job is None else {"job": phases_data(job, unit)}),
+        **({} if job is None else {"job": phases_data(job, fits, unit)}),
     }  # fmt: skip
 
 

@@ -141,7 +141,7 @@ class Page {
       this.draw();
       this.form.answered(answer);
       await this.ofTheOther(asked.vs);
-      results.phasesOf(this.question(asked));
+      if (results.phasesOf(this.question(asked))) results.whole(answer, this.job);
       this.quiet = setTimeout(() => {
         this.jobs.ask(asked);
         this.whatifs.ask(asked);
@@ -175,7 +175,6 @@ class Page {
     results.exportsOf(answer, this);
     this.searching.show();
     if (!$("measured").firstChild) this.measured.show();
-    document.title = `${answer.fit.verdict}: ${answer.estimate.model.name.split("/").pop()} \u00b7 bridge-memory`;
   }
 
   drawStage() {
@@ -200,7 +199,10 @@ class Page {
     const now = () => this.question({ question: this.state.question() }) === question;
     try {
       const found = await post("/api/phases", asked.question);
-      if (now()) results.phases(found, question);
+      if (!now()) return;
+      results.phases(found, question);
+      this.job = found;
+      results.whole(this.shown.answer, found);
     } catch (error) {
       if (error instanceof Refusal && now()) results.noPhases(error.message);
       else if (!(error instanceof Gone) && !(error instanceof Refusal)) throw error;

@@ -13,18 +13,12 @@ const WORDS = {
 
 export function verdict(answer, page) {
   const { fit, estimate, step } = answer;
-  const [tone, word] = WORDS[fit.verdict] ?? WORDS.unknown;
-  const gpus = answer.estimate.parallelism.world_size;
   const worst = estimate.stages[fit.peak_stage];
   const section = $("verdict");
-  section.className = tone;
   const room = roomOf(fit);
-  const spare = `${room.free} GiB ${room.over ? "over" : "free"}`;
-  brief(tone, `${word} ${count(gpus)} \u00d7 ${fit.gpu} \u00b7 ${spare}`);
   fill(section,
-    h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, fit.verdict === "tight" ? "!" : { yes: "\u2713", no: "\u2715", perhaps: "?" }[tone]),
-      `${word} ${count(gpus)} \u00d7 ${fit.gpu}`),
-    h("p", { class: "answer" }, sentence(answer.answer.replace(/^[A-Z ]+ [\w-]+: /, ""))), // the heading names verdict and GPU
+    h("h2", {}),
+    h("p", { class: "answer" }),
     changed(answer, page),
     !fit.fits && !fit.lacks && h("p", { class: "hint" }, `This is one layout of many (${layoutWords(answer.effective)}): another may fit the same GPUs.`),
     ...[answer.evidence, answer.band].map((words) => h("p", { class: "hint evidence" }, sentence(words))),
@@ -44,6 +38,24 @@ export function verdict(answer, page) {
         { class: fit.fits ? "" : "primary", "data-focus": "find" }),
       h("span", { id: "cheapest" }),
       button("Compare with another", () => page.pin(), { class: "quiet", "data-focus": "pin" })));
+  head(answer, fit.verdict, `${room.free} GiB ${room.over ? "over" : "free"}`, answer.answer);
+}
+
+/** The answer once the phases are known: the whole job's where it is worse than the step's. */
+export function whole(answer, job) {
+  if (job.worse_than_step) head(answer, job.verdict, `${job.phases[job.decides].name} ${job.phases[job.decides].room}`, `${job.worse_than_step}; the step alone: ${answer.answer}`);
+}
+
+function head(answer, verdict, room, words) {
+  const [tone, word] = WORDS[verdict] ?? WORDS.unknown;
+  const of = `${word} ${count(answer.estimate.parallelism.world_size)} \u00d7 ${answer.fit.gpu}`;
+  const section = $("verdict");
+  section.className = tone;
+  fill(section.querySelector("h2"),
+    h("span", { class: "mark", "aria-hidden": "true" }, verdict === "tight" ? "!" : { yes: "\u2713", no: "\u2715", perhaps: "?" }[tone]), of);
+  fill(section.querySelector(".answer"), sentence(words.replace(/^[A-Z ]+ (on |for )?[\w-]+: /, ""))); // the heading names verdict and GPU
+  brief(tone, `${of} \u00b7 ${room}`);
+  document.title = `${verdict}: ${answer.estimate.model.name.split("/").pop()} \u00b7 bridge-memory`;
 }
 
 // Peak, margin, usable and free memory as they are printed: the margin takes the rounding, so that they add up.
