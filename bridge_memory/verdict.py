@@ -257,10 +257,10 @@ def verdict_of(peak: Bounds, capacity_bytes: int, outside: Range, band: float = 
     return Verdict.UNKNOWN
 
 
-def answer(fits: Sequence[Fit]) -> str | None:
-    """One word for all of ``fits``: their verdict where they share it, "unknown" where it is that of any, "tight" where
-    it is tight on some and fits the others, else "fits on some"; None for no card."""
-    verdicts = {fit.verdict for fit in fits}
+def answer(of_cards: Iterable[Verdict]) -> str | None:
+    """One word for some cards: their verdict where they share it, "unknown" where it is that of any, "tight" where it
+    is tight on some and fits the others, else "fits on some"; None for no card."""
+    verdicts = set(of_cards)
     if Verdict.UNKNOWN in verdicts:
         return str(Verdict.UNKNOWN)
     if verdicts == {Verdict.FITS, Verdict.TIGHT}:

@@ -109,19 +109,19 @@ def run(args: argparse.Namespace) -> int:
             f"are 0 to {len(result.stages) - 1}"
         )
     fitting = fits(result, gpus)
-    job = None
+    jobs = []
     asked = args.phases or (args.phases is None and args.format in ("text", "md", "json", "html"))
-    if asked and len(gpus) == 1 and not fitting[0].lacks:
-        from bridge_memory.job.job import job_of
+    if asked:
+        from bridge_memory.job.job import jobs_of
 
         host = None if args.host_memory is None else int(args.host_memory * GIB)
-        job = job_of(result, gpus[0], host, replay=bool(args.phases))
+        jobs = jobs_of(result, fitting, host, replay=bool(args.phases))
     fix = ""
     if len(gpus) == 1 and fitting[0].verdict is Verdict.DOES_NOT_FIT and not fitting[0].lacks:
-        fix = try_first(spec, gpus[0]) if job is None else try_first(spec, gpus[0], partial(_needs, job))
-    _print(args, result, fitting, unit, fix, job)
-    of_job = () if job is None else (job.verdict, job.host_verdict)
-    fit = all(fit.fits for fit in fitting) and not {Verdict.DOES_NOT_FIT, Verdict.UNKNOWN} & set(of_job)
+        fix = try_first(spec, gpus[0], partial(_needs, jobs[0])) if jobs else try_first(spec, gpus[0])
+    _print(args, result, fitting, unit, fix, jobs)
+    of_jobs = {verdict for job in jobs for verdict in (job.verdict, job.host_verdict)}
+    fit = all(fit.fits for fit in fitting) and not {Verdict.DOES_NOT_FIT, Verdict.UNKNOWN} & of_jobs
     return EXIT_DOES_NOT_FIT if args.require_fit and not fit else 0
 
 
@@ -142,7 +142,7 @@ def _needs(job: Job, spec: RunSpec) -> str | None:
 
 
 def _print(
-    args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], unit: str, fix: str, job: Job | None
+    args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], unit: str, fix: str, jobs: Sequence[Job]
 ) -> None:
     from bridge_memory.report.printing import print_blocks
 
@@ -159,11 +159,11 @@ def _print(
     if args.brief:
         from bridge_memory.report.answer import answer_of, brief
 
-        print(one_line(brief(result, fitting, answer_of(result, fitting, unit=unit, fix=fix, job=job), unit)))
+        print(one_line(brief(result, fitting, answer_of(result, fitting, unit=unit, fix=fix, jobs=jobs), unit)))
     elif args.json:
         from bridge_memory.report.json import estimate_to_json
 
-        document = estimate_to_json(result, fitting, stage=args.stage, details=details, fix=fix, job=job)
+        document = estimate_to_json(result, fitting, stage=args.stage, details=details, fix=fix, jobs=jobs)
         if reserved is not None:
             document["reserved"] = reserved.as_json()
         json.dump(document, sys.stdout, indent=2)
@@ -175,27 +175,27 @@ def _print(
         stage = result.peak_stage.stage if args.stage is None else args.stage
         write_text(args.output, snapshot(result, stage), force=args.force)
     elif args.format in ("html", "csv", "perfetto"):
-        print(_written(args, result, fitting, unit, fix, job), end="")
+        print(_written(args, result, fitting, unit, fix, jobs), end="")
     elif args.verbose or args.format == "md":
         from bridge_memory.report.table import estimate_blocks
 
-        blocks = estimate_blocks(result, fitting, unit=unit, stage=args.stage, details=details, fix=fix, job=job)
-        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(job, unit, args.stage, fitting)])
+        blocks = estimate_blocks(result, fitting, unit=unit, stage=args.stage, details=details, fix=fix, jobs=jobs)
+        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(jobs, unit, args.stage, fitting)])
     else:
         from bridge_memory.report.short import short_blocks
 
         more = "-v lists them, with every table"
         blocks = short_blocks(
-            result, fitting, unit=unit, stage=args.stage, fix=fix, more=more, job=job, phases=not args.phases
+            result, fitting, unit=unit, stage=args.stage, fix=fix, more=more, jobs=jobs, phases=not args.phases
         )
-        whole = job if args.phases else None
+        whole = jobs if args.phases else ()
         print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(whole, unit, args.stage, fitting)])
 
 
-def _job_blocks(job: Job | None, unit: str, stage: int | None, fitting: Sequence[Fit]) -> list[Block]:
+def _job_blocks(jobs: Sequence[Job], unit: str, stage: int | None, fitting: Sequence[Fit]) -> list[Block]:
     from bridge_memory.report.phases import job_blocks
 
-    return [] if job is None else job_blocks(job, unit, stage, fitting[0].verdict)
+    return job_blocks(jobs[0], unit, stage, fitting[0].verdict) if len(fitting) == 1 and jobs else []
 
 
 def _reserved_blocks(found: Reserved | None, unit: str) -> list[Block]:
@@ -220,13 +220,13 @@ def _reserved_blocks(found: Reserved | None, unit: str) -> list[Block]:
 
 
 def _written(
-    args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], unit: str, fix: str, job: Job | None
+    args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], unit: str, fix: str, jobs: Sequence[Job]
 ) -> str:
     """In the formats that are no tables of text."""
     if args.format == "html":
         from bridge_memory.report.page.one_file import estimate_page
 
-        return estimate_page(result, fitting, flags=args.command_line, fix=fix, unit=unit, stage=args.stage, job=job)
+        return estimate_page(result, fitting, flags=args.command_line, fix=fix, unit=unit, stage=args.stage, jobs=jobs)
     if args.format == "perfetto":
         from bridge_memory.report.trace import perfetto
 

@@ -9,13 +9,14 @@ context, communicators that a collective has opened, and buffers of libraries.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from bridge_memory import reserved
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import Part
 from bridge_memory.engines.engine import Phase as StepPhase
+from bridge_memory.estimation import estimate
 from bridge_memory.job.host import HostMemory, host_memory
 from bridge_memory.job.megatron import building, evaluation, loading, saving
 from bridge_memory.job.megatron.graphs import graphs
@@ -27,8 +28,9 @@ from bridge_memory.outside.context import outside
 from bridge_memory.outside.phase import Phase
 from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.unmodelled import Unmodelled, bounds
-from bridge_memory.verdict import MemoryLimit, Verdict, reserved_bytes, within
+from bridge_memory.verdict import Fit, MemoryLimit, Verdict, reserved_bytes, within
 
 SCHEMA = "bridge-memory/job/1"
 _FIRST = (StepPhase.FIRST_FORWARD, StepPhase.FIRST_BACKWARD, StepPhase.STEP)
@@ -160,6 +162,21 @@ def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None, *, replay:
         except StopIteration as done:
             job: Job = done.value
             return job
+
+
+def jobs_of(result: Estimate, fits: Sequence[Fit], host_bytes: int | None = None, *, replay: bool = True) -> list[Job]:
+    """As ``job_of``, on each GPU of ``fits`` that can compute the run, as its generation does; of several, on those
+    that the step fits."""
+    by_arch = {result.run.implementation.gpu_arch: result}
+    found = []
+    for fit in fits:
+        if fit.lacks or (len(fits) > 1 and fit.verdict is Verdict.DOES_NOT_FIT):
+            continue
+        if fit.gpu_arch not in by_arch:
+            implementation = replace(result.run.implementation, gpu_arch=fit.gpu_arch)
+            by_arch[fit.gpu_arch] = estimate(result.run.with_(implementation=implementation))
+        found.append(job_of(by_arch[fit.gpu_arch], find_gpu(fit.gpu), host_bytes, replay=replay))
+    return found
 
 
 def job_steps(

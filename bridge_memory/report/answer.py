@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from bridge_memory.decisive import decisive
@@ -38,11 +38,13 @@ class Answer(NamedTuple):
 
 
 def answer_of(
-    result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: str = "", job: Job | None = None
+    result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", fix: str = "", jobs: Sequence[Job] = ()
 ) -> Answer:
     """``unit``: a name of ``units.UNITS``; ``fix``: a change that makes the run fit, in words, appended to the line;
-    ``job``: the whole job on the one GPU of ``fits``, which is the answer where it is worse than that of the step."""
-    verdict = answer(fits)
+    ``jobs``: the whole job on GPUs of ``fits``, which is the answer where it is worse than that of the step."""
+    worse = {job.gpu.name: job for job in worse_jobs(jobs, fits)}
+    verdicts = {fit.gpu: worse[fit.gpu].verdict if fit.gpu in worse else fit.verdict for fit in fits}
+    verdict = answer(verdicts.values())
     if len(fits) == 1:
         evidence, band = fits[0].evidence, fits[0].band
     else:
@@ -55,7 +57,10 @@ def answer_of(
     else:
         by_verdict = []
         for one in _BEST_FIRST:
-            named = [_among_several(result, fit, unit, len(fits) <= _WITH_BYTES) for fit in fits if fit.verdict is one]
+            named = [
+                _among_several(result, fit, unit, len(fits) <= _WITH_BYTES, worse.get(fit.gpu))
+                for fit in fits if verdicts[fit.gpu] is one
+            ]
             if named:
                 by_verdict.append(f"{VERDICT_WORDS[one]} {', '.join(named)}")
         words = "; ".join(by_verdict)
@@ -66,17 +71,17 @@ def answer_of(
         fix,
     )
     words = "; ".join(filter(None, parts))
-    if decided_by(job, fits):
+    if len(fits) == 1 and worse:
         from bridge_memory.report.phases import worse_than_step
 
-        assert job is not None
-        verdict, words = str(job.verdict), f"{worse_than_step(job, unit)}; the step alone: {words}"
+        words = f"{worse_than_step(worse[fits[0].gpu], unit)}; the step alone: {words}"
     return Answer(verdict, words, evidence, band, _band_words(result, band, unit))
 
 
-def decided_by(job: Job | None, fits: Sequence[Fit]) -> bool:
-    """Whether the whole job is worse than its step, which ``fits`` judges."""
-    return job is not None and _BEST_FIRST.index(job.verdict) > _BEST_FIRST.index(fits[0].verdict)
+def worse_jobs(jobs: Iterable[Job], fits: Iterable[Fit]) -> list[Job]:
+    """The jobs that are worse than their step, which ``fits`` judges, on the same GPU."""
+    step = {fit.gpu: _BEST_FIRST.index(fit.verdict) for fit in fits}
+    return [job for job in jobs if _BEST_FIRST.index(job.verdict) > step[job.gpu.name]]
 
 
 def _band_words(result: Estimate, band: PeakBand | None, unit: str) -> str:
@@ -185,10 +190,13 @@ def _names_features(fits: Sequence[Fit]) -> bool:
     return len(fits) == 1 and fits[0].verdict is Verdict.UNKNOWN and not fits[0].lacks
 
 
-def _among_several(result: Estimate, fit: Fit, unit: str, with_bytes: bool) -> str:
-    """A GPU with its free or missing memory, and with its own peak where its generation changes the verdict."""
+def _among_several(result: Estimate, fit: Fit, unit: str, with_bytes: bool, worse: Job | None) -> str:
+    """A GPU with its free or missing memory, and with its own peak where its generation changes the verdict; with the
+    phase that decides where the job is ``worse``."""
     if fit.lacks:
         return f"{fit.gpu} (no {fit.lacks})"
+    if worse is not None:
+        return f"{fit.gpu} ({worse.tightest.phase})"
     own = verdict_of(
         result.peak_bounds, fit.capacity_bytes, Range(fit.outside_least_bytes, fit.outside_bytes)
     )

@@ -34,12 +34,12 @@ def estimate_to_json(
     stage: int | None = None,
     details: Mapping[int, Sequence[DetailRow]] | None = None,
     fix: str = "",
-    job: Job | None = None,
+    jobs: Sequence[Job] = (),
 ) -> dict[str, Any]:
     """``result.to_dict()`` with the GPUs of ``fits`` and the verdict.
 
     ``stage``: keep only this one of ``stages``; ``details``: stage -> rows of ``details.stage_details``, which become
-    its ``tensors``; ``fix``: a change that makes it fit, in words; ``job``: the whole job on the one GPU of ``fits``.
+    its ``tensors``; ``fix``: a change that makes it fit, in words; ``jobs``: the whole job on GPUs of ``fits``.
     """
     out = result.to_dict(stage=stage)
     for shown in out["stages"]:
@@ -47,25 +47,25 @@ def estimate_to_json(
             shown["tensors"] = [asdict(row) for row in (details or {})[shown["stage"]]]
     return {
         "schema": out.pop("schema"),
-        "verdict": _verdict(result, fits, fix, job),
+        "verdict": _verdict(result, fits, fix, jobs),
         "run": dict(configuration(result)),
         "decisive": as_json(decisive(result)),
         **{k: v for k, v in out.items() if k not in _LAST},
         "fits": [asdict(f) for f in fits],
         **{k: out[k] for k in _LAST},
-        **({} if job is None else {"job": job.as_json()}),
+        **({"job": jobs[0].as_json()} if len(fits) == 1 and jobs else {}),
     }
 
 
-def _verdict(result: Estimate, fits: Sequence[Fit], fix: str, job: Job | None) -> dict[str, Any]:
-    from bridge_memory.report.answer import answer_of, decided_by
+def _verdict(result: Estimate, fits: Sequence[Fit], fix: str, jobs: Sequence[Job]) -> dict[str, Any]:
+    from bridge_memory.report.answer import answer_of, worse_jobs
     from bridge_memory.verdict import Verdict
 
-    found = answer_of(result, fits, fix=fix, job=job)
-    worse = job if decided_by(job, fits) else None
+    found = answer_of(result, fits, fix=fix, jobs=jobs)
+    worse = {job.gpu.name: job for job in worse_jobs(jobs, fits)}
 
     def of(verdict: Verdict) -> list[str]:
-        return [fit.gpu for fit in fits if (fit if worse is None else worse).verdict is verdict]
+        return [fit.gpu for fit in fits if (worse.get(fit.gpu) or fit).verdict is verdict]
 
     return {
         "answer": found.verdict,

@@ -101,14 +101,14 @@ def job_table(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdi
 def phases_data(job: Job, fits: Sequence[Fit], unit: str = "GiB") -> dict[str, Any]:
     """What a page draws of a job, by ``$defs/job`` of ``page.schema.json``: bytes, and the texts of ``job_blocks``;
     ``fits``: of the step, whose verdict the job's replaces where it is worse."""
-    from bridge_memory.report.answer import decided_by
+    from bridge_memory.report.answer import worse_jobs
 
     table, capacity = job_table(job, unit, step=fits[0].verdict), job.gpu.capacity_bytes
     assert table.emphasis is not None
     return {
         "gpu": job.gpu.name, "capacity_bytes": capacity, "capacity": f"{_number(capacity, unit)} {unit}",
         "verdict": str(job.verdict), "words": job_words(job, unit), "decides": table.emphasis,
-        "worse_than_step": worse_than_step(job, unit) if decided_by(job, fits) else "",
+        "worse_than_step": worse_than_step(job, unit) if worse_jobs([job], fits) else "",
         "title": table.title, "columns": [column.title for column in table.columns], "notes": list(table.notes),
         "phases": [
             {

@@ -42,13 +42,13 @@ _NEAR = 1.6
 
 def short_blocks(
     result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", stage: int | None = None, fix: str = "",
-    more: str = "", job: Job | None = None, phases: bool = False,
+    more: str = "", jobs: Sequence[Job] = (), phases: bool = False,
 ) -> list[Block]:  # fmt: skip
     """The blocks of the default text.
 
     ``stage``: explained instead of the stage with the highest peak; ``fix``: a change that makes the run fit, in words;
-    ``more``: how to get the rest, for the last line; ``job``: the whole job on the one GPU of ``fits``, with its
-    ``phases`` in two rows. Raises SpecError for an unknown unit or stage.
+    ``more``: how to get the rest, for the last line; ``jobs``: the whole job on GPUs of ``fits``, that on a
+    single one with its ``phases`` in two rows. Raises SpecError for an unknown unit or stage.
     """
     unit = check_unit(unit)
     if stage is not None and not 0 <= stage < len(result.stages):
@@ -62,12 +62,12 @@ def short_blocks(
     if result.run.data_parallel.engine != DataParallelSpec().engine or result.run.peft.freezes:
         wanted.append("optimizer")
     run = Pairs("The run", tuple(pair for pair in configuration(result) if pair[0] in wanted))
-    answer = answer_of(result, fits, unit=unit, fix=fix, job=job)
+    answer = answer_of(result, fits, unit=unit, fix=fix, jobs=jobs)
     blocks: list[Block] = [head(result, answer, unit), _stages(result, shown, fits, unit), largest, run]
-    if job is not None and phases:
+    if len(fits) == 1 and jobs and phases:
         from bridge_memory.report.phases import short_table
 
-        blocks.insert(2, short_table(job, unit, stage))
+        blocks.insert(2, short_table(jobs[0], unit, stage))
     decides = decisive(result)
     if decides:
         blocks.append(Bullets(TITLE, sentences(decides[:MOST], unit)))

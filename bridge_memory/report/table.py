@@ -69,9 +69,9 @@ def estimate_blocks(
     stage: int | None = None,
     details: Mapping[int, Sequence[DetailRow]] | None = None,
     fix: str = "",
-    job: Job | None = None,
+    jobs: Sequence[Job] = (),
 ) -> list[Block]:
-    """The blocks that ``print_estimate`` prints; ``job``: the whole job on the one GPU of ``fits``."""
+    """The blocks that ``print_estimate`` prints; ``jobs``: the whole job on GPUs of ``fits``."""
     unit = check_unit(unit)
     if stage is not None and not 0 <= stage < len(result.stages):
         raise SpecError(f"--stage is {stage}; the stages of this run are 0 to {len(result.stages) - 1}")
@@ -82,7 +82,7 @@ def estimate_blocks(
     marked = worst if len(result.stages) > 1 else None
     decides = sentences(decisive(result), unit)
     blocks: list[Block] = [
-        head(result, answer_of(result, fits, unit=unit, fix=fix, job=job), unit),
+        head(result, answer_of(result, fits, unit=unit, fix=fix, jobs=jobs), unit),
         Pairs("The run", configuration(result)),
         *((Bullets(TITLE, decides),) if decides else ()),
         _stages(groups, marked, unit),

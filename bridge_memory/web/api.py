@@ -18,10 +18,10 @@ from bridge_memory.cards.rows import GPUS, common_gpus
 from bridge_memory.emit.formats import texts_of
 from bridge_memory.emit.megatron import estimate_command
 from bridge_memory.estimation import Estimate, estimate
-from bridge_memory.job.job import Job, job_steps
+from bridge_memory.job.job import Job, job_steps, jobs_of
 from bridge_memory.plan.changes import Effect, WhatIf, changes, makes_it_fit, to_try_first
 from bridge_memory.readers import list_presets, resolve_model
-from bridge_memory.report.answer import answer_of
+from bridge_memory.report.answer import answer_of, worse_jobs
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.page.data import timeline_data, treemap_data
 from bridge_memory.report.page.one_file import estimate_page
@@ -129,7 +129,7 @@ class Api:
             result = estimate(one.run)
             command = _command(one)
             flags = f"{command} --phases" if command else ""
-            return {"html": estimate_page(result, fits(result, [one.gpu]), flags=flags, job=job)}
+            return {"html": estimate_page(result, fits(result, [one.gpu]), flags=flags, jobs=[job])}
 
         with self._desk.turn():
             return _answered(question, page, self._refuses)
@@ -173,9 +173,14 @@ class Api:
         cheapest = to_try_first(e for e in effects if e.changes in fitting)
         cards = [card for card in common_gpus() if card.name != gpu.name]
         with self._desk.turn():
-            others = [_fit(fit) for fit in fits(estimate(run), cards) if not fit.lacks]
+            result = estimate(run)
+            others = [fit for fit in fits(result, cards) if not fit.lacks]
+            verdicts = {fit.gpu: fit.verdict for fit in others}
+            worse = worse_jobs(jobs_of(result, others, replay=False), others)
+            verdicts |= {job.gpu.name: job.verdict for job in worse}
         return {
-            "peak_bytes": whatif.before, "other_gpus": others,
+            "peak_bytes": whatif.before,
+            "other_gpus": [{"gpu": name, "verdict": str(verdict)} for name, verdict in verdicts.items()],
             "changes": [_effect(e, e.changes in fitting, given) for e in effects],
             "cheapest": None if cheapest is None else _effect(cheapest, True, given),
         }

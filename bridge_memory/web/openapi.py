@@ -111,8 +111,8 @@ _SCHEMAS: dict[str, Any] = {
     ),
     "WhatIf": _object(
         {
-            "peak_bytes": _WHOLE, "other_gpus": _many(_ref("Fit")), "changes": _many(_ref("Effect")),
-            "cheapest": _or_null(_ref("Effect")),
+            "peak_bytes": _WHOLE, "other_gpus": _many(_object({"gpu": _TEXT, "verdict": _TEXT})),
+            "changes": _many(_ref("Effect")), "cheapest": _or_null(_ref("Effect")),
         }
     ),
     "Report": _object({"html": _TEXT}),

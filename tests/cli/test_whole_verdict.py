@@ -61,3 +61,30 @@ def test_a_resume_that_does_not_fit_is_not_announced_as_fitting(capsys: pytest.C
         assert capsys.readouterr().out.startswith(f"DOES NOT FIT {gpu}: resume")
         assert main([*flags, "--no-phases"]) == 0
         assert not capsys.readouterr().out.startswith("DOES NOT FIT")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_of_several_gpus_has_the_verdict_that_it_has_alone(
+    seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the common ones have where none is named, and in text."""
+    model, tensor, world, _ = _drawn(seed)
+    flags = ["estimate", model, "--tp", str(tensor), "--num-gpus", str(world)]
+    lists = ("fits", "tight", "unknown", "does_not_fit")
+    main([*flags, "--json"])
+    common = json.loads(capsys.readouterr().out)["verdict"]
+    cards = [card for name in lists for card in common[name]]
+    assert len(cards) > 3
+    alone = {name: [] for name in lists}
+    for card in cards:
+        main([*flags, "--gpu", card, "--json"])
+        alone[json.loads(capsys.readouterr().out)["verdict"]["answer"].replace(" ", "_")].append(card)
+    assert alone == {name: common[name] for name in lists}
+    main([*flags, "--gpu", ",".join(cards), "--json", "--require-fit"])
+    assert {name: json.loads(text)["verdict"][name] for text in [capsys.readouterr().out] for name in lists} == alone
+    main([*flags, "--gpu", ",".join(cards)])
+    text = " ".join(capsys.readouterr().out.split())
+    for name, found in alone.items():
+        if found:
+            words = text.split(_WORDS[name.replace("_", " ")].split()[0], 1)[1].split(";")[0]
+            assert all(card in words for card in found)

@@ -89,7 +89,7 @@ def test_the_schema_knows_the_phases_that_are_drawn(gpu: str, engine: str, stage
     schema = json.loads((Path(FOLDER).parent / "page.schema.json").read_text())
     validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
     answer, job = result("one GPU"), job_on(gpu, engine, stages)
-    data = json.loads(json.dumps(page_data(answer, fits(answer, [gpu]), job=job)))
+    data = json.loads(json.dumps(page_data(answer, fits(answer, [gpu]), jobs=[job])))
     validator.validate(data)
     found, said = data["job"], json.loads(json.dumps(job.as_json()))
     assert (found["verdict"], found["capacity_bytes"]) == (said["verdict"], said["capacity_bytes"])
@@ -106,7 +106,7 @@ def test_one_file_with_phases_has_them_as_text_and_stays_small(name: str) -> Non
     """Without JavaScript too: the line, a row for each phase, and why others are missing."""
     answer, gpu = result(name), find_gpu("H200")
     job = job_of(answer, gpu)
-    page = estimate_page(answer, fits(answer, ["H200"]), job=job)
+    page = estimate_page(answer, fits(answer, ["H200"]), jobs=[job])
     assert len(page.encode()) <= MOST_BYTES
     assert job_words(job) in unescape(page)
     table = page[page.index('id="static-phases"') :].partition("</details>")[0]

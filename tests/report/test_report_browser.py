@@ -81,7 +81,7 @@ def test_phases_are_drawn(browser: Any, tmp_path: Path, width: int, scheme: str,
     answer = result("four stages")
     job = job_of(answer, find_gpu(gpu))
     context = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
-    page = estimate_page(answer, fits(answer, [gpu]), job=job)
+    page = estimate_page(answer, fits(answer, [gpu]), jobs=[job])
     tab = Tab(browser, tmp_path / "a.html", page, **context)
     assert tab.page.locator("#phases .bm-phases [role=img]").count() == len(job.phases) == 7
     assert job_words(job) in tab.page.inner_text("main")

@@ -46,14 +46,15 @@ def page_data(
     fix: str = "",
     unit: str = "GiB",
     drawn: Collection[int] | None = None,
-    job: Job | None = None,
+    jobs: Sequence[Job] = (),
 ) -> dict[str, Any]:
     """Everything that a page shows of ``result``.
 
     ``flags``: the command that reproduces it; ``fix``: a change that makes it fit, in words; ``drawn``: stages that get
-    a timeline and a treemap (None: one of each group of equal stages); ``job``: its phases.
+    a timeline and a treemap (None: one of each group of equal stages); ``jobs``: on GPUs of ``fits``; of a
+    single one its phases.
     """
-    answer = answer_of(result, fits, unit=unit, fix=fix, job=job)
+    answer = answer_of(result, fits, unit=unit, fix=fix, jobs=jobs)
     groups = alike(result.stages)
     chosen = {group[0].stage for group in groups} if drawn is None else set(drawn)
     return {
@@ -76,7 +77,7 @@ def page_data(
         "treemaps": {str(n): treemap_data(result, n) for n in sorted(chosen)},
         "assumptions": list(dict.fromkeys(result.assumptions)),
         "not_modelled": [{"what": str(feature), "moves": moves_words(feature, unit)} for feature in result.unmodelled],
-        **({} if job is None else {"job": phases_data(job, fits, unit)}),
+        **({"job": phases_data(jobs[0], fits, unit)} if len(fits) == 1 and jobs else {}),
     }  # fmt: skip
 
 

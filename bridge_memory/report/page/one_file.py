@@ -56,17 +56,17 @@ class Measured(NamedTuple):
 
 def estimate_page(
     result: Estimate, fits: Sequence[Fit] = (), *, flags: str = "", fix: str = "", unit: str = "GiB",
-    stage: int | None = None, measured: Measured | None = None, job: Job | None = None,
+    stage: int | None = None, measured: Measured | None = None, jobs: Sequence[Job] = (),
 ) -> str:  # fmt: skip
     """``result`` as one HTML file.
 
-    ``stage``: drawn first (default: the stage with the highest peak); ``measured``: drawn over it; ``job``: drawn above
-    the stages. Where the file would exceed ``MOST_BYTES``, timelines and treemaps of the stages with the lowest peaks
-    are left out.
+    ``stage``: drawn first (default: the stage with the highest peak); ``measured``: drawn over it; ``jobs``: on GPUs of
+    ``fits``, that on a single one drawn above the stages. Where the file would exceed ``MOST_BYTES``, timelines and
+    treemaps of the stages with the lowest peaks are left out.
     """
     first = result.peak_stage.stage if stage is None else stage
     shown = next(group[0].stage for group in alike(result.stages) if first in [s.stage for s in group])
-    data = page_data(result, fits, flags=flags, fix=fix, unit=unit, job=job)
+    data = page_data(result, fits, flags=flags, fix=fix, unit=unit, jobs=jobs)
     data["shown"] = shown
     if measured is not None:
         data["measured"] = {
@@ -74,7 +74,7 @@ def estimate_page(
             if (found := _highest([measured.stages.get(s.stage, (None, None)) for s in group]))
         }  # fmt: skip
     lowest_first = sorted(data["stages"], key=lambda s: (s["stage"] == shown, s["peak_bytes"]))
-    phases = "" if job is None else _phases(job, unit)
+    phases = _phases(jobs[0], unit) if len(fits) == 1 and jobs else ""
     page = _estimate_html(data, measured, phases)
     for left_out in lowest_first[:-1]:
         if len(page.encode()) <= MOST_BYTES:
