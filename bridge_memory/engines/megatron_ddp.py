@@ -8,7 +8,7 @@ distributed_data_parallel.py`` (buffers by group).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from operator import add
@@ -235,7 +235,9 @@ class MegatronDDP:
             return pad(sums[1], end) if bucket is None else _bucketed(units, kinds, bucket, end)
         # It is at one end of the buffer, so that it does not change the buckets of the others.
         others = sums[1] - aligned_elements(shared, PARAM_ALIGNMENT)
-        filled = pad(others, end) if bucket is None else _bucketed(units, kinds, bucket, end, without=shared)
+        filled = pad(others, end) if bucket is None else _bucketed(
+            units, kinds, bucket, end, lambda unit, p: p is not shared
+        )
         return filled + pad(shared.numel, end)
 
     def _of_rank(
@@ -265,10 +267,20 @@ class MegatronDDP:
         self, units: Sequence[Unit], kinds: tuple[bool, ...], world: int, in_buckets: bool
     ) -> tuple[int, int]:
         """If weights are fp8 tensors: (elements of both padded buffers, elements of the one with other parameters)."""
-        filled = {False: 0, True: 0}
-        for gemm in filled:
-            for _, start, end in self._buckets(units, kinds, world, in_buckets, gemm=gemm):
-                filled[gemm] += end - start
+        end = common_multiple(world, BUCKET_ALIGNMENT)
+        bucket = bucket_elements(self.run) if in_buckets else None
+        shared = _shared_embedding(units, self.run) if False in kinds else None
+        filled = {}
+        for gemm in (False, True):
+            def chosen(unit: Unit, p: Parameter, *, gemm: bool = gemm) -> bool:
+                return p is not shared and (p.is_gemm and unit.label not in self.late) is gemm
+
+            filled[gemm] = (
+                pad(_aligned(units, kinds, chosen), end) if bucket is None
+                else _bucketed(units, kinds, bucket, end, chosen)
+            )
+        if shared is not None:  # at one end of its buffer, in a bucket of its own
+            filled[shared.is_gemm] += pad(shared.numel, end)
         return filled[False] + filled[True], filled[False]
 
     def _buckets(
@@ -437,18 +449,27 @@ def _shared_embedding(units: Sequence[Unit], run: RunSpec) -> Parameter | None:
 
 
 def _bucketed(
-    units: Sequence[Unit], kinds: tuple[bool, ...], bucket: int, end: int, without: Parameter | None = None
-) -> int:
-    """Elements of a buffer that is filled from the last parameter to the first and cut into buckets, each padded to
-    multiples of ``end``."""
+    units: Sequence[Unit], kinds: tuple[bool, ...], bucket: int, end: int,
+    chosen: Callable[[Unit, Parameter], bool] = lambda unit, p: True,
+) -> int:  # fmt: skip
+    """Elements of a buffer that is filled with the ``chosen`` parameters, from the last to the first, and cut into
+    buckets, each padded to multiples of ``end``."""
     walk = _Walk(bucket, end)
     for unit in reversed(units):
         runs = [
-            (tuple(p.numel for p in reversed(parameters) if p is not without), times)
+            (tuple(p.numel for p in reversed(parameters) if chosen(unit, p)), times)
             for parameters, times in unit.parameters.runs(*kinds)
         ]
         walk.repeat(tuple(reversed(runs)), unit.times)
     return walk.start + pad(walk.offset, end)
+
+
+def _aligned(units: Sequence[Unit], kinds: tuple[bool, ...], chosen: Callable[[Unit, Parameter], bool]) -> int:
+    """Elements of the ``chosen`` parameters, each aligned as in a buffer."""
+    return sum(
+        unit.times * times * aligned_elements(p, PARAM_ALIGNMENT)
+        for unit in units for few, times in unit.parameters.runs(*kinds) for p in few if chosen(unit, p)
+    )
 
 
 class Bucket(NamedTuple):
