@@ -6,20 +6,21 @@ import json
 import random
 import shlex
 from functools import partial
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 
 import pytest
 
-from bridge_memory import BatchSpec, ParallelSpec, RunSpec, SpecError, peaks
+from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, peaks
 from bridge_memory.cli import main
 from bridge_memory.outside.context import outside_bytes_of
-from bridge_memory.plan.megatron.fit import fit, lowest
+from bridge_memory.plan.found import Limit, Row
+from bridge_memory.plan.megatron.fit import fit
 from bridge_memory.plan.megatron.space import useful_modules
+from bridge_memory.plan.reserve import Reserve
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.megatron.step_time import step_time
-from bridge_memory.verdict import MemoryLimit
 
 GPU = find_gpu("H100")
 MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B")
@@ -38,42 +39,84 @@ def _drawn(seed: int) -> RunSpec:
     return RunSpec(model=model, parallel=parallel, batch=batch)
 
 
-def _choices(run: RunSpec) -> list[RunSpec]:
+def _recomputations(run: RunSpec) -> list[dict[str, object]]:
     """Every choice of Megatron's, written down here a second time."""
     modules, layers = useful_modules(run), run.model.num_layers // run.parallel.pp
     sets = chain.from_iterable(combinations(modules, n) for n in range(1, len(modules) + 1))
-    fields = [
-        {"granularity": None, "method": None, "recompute_num_layers": None},
+    return [
+        {"granularity": None},
         *({"granularity": "selective", "modules": some} for some in sets),
         *({"granularity": "full", "method": "block", "num_layers": n} for n in range(1, layers)),
         {"granularity": "full", "method": "uniform", "num_layers": 1},
     ]
+
+
+def _enumerated(run: RunSpec, vary: tuple[str, ...]) -> list[RunSpec]:
+    """Every combination, no two of them left out for being alike."""
+    names = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear")
+    sets = [some for n in range(len(names) + 1) for some in combinations(names, n)] if "offload" in vary else [()]
+    shares = [n / 10 for n in range(11)] if "optimizer" in vary else [0.0]
+    recomputations = _recomputations(run) if "recompute" in vary else [{"granularity": None}]
     out = []
-    for each in fields:
-        each.pop("recompute_num_layers", None)
+    for recompute, modules, share in product(recomputations, sets, shares):
+        if recompute["granularity"] == "full" and modules:
+            continue
+        away = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": share} if share else {}
+        away |= {"use_precision_aware_optimizer": True} if share else {}
         try:
-            out.append(run.with_(recompute=type(run.recompute)(**each)))
+            out.append(
+                run.with_fields(recompute=RecomputeSpec(**recompute), offload_modules=modules, **away)  # type: ignore[arg-type]
+            )
         except SpecError:
             continue
     return out
 
 
-@pytest.mark.parametrize("seed", range(9))
-def test_the_first_row_is_the_fastest_of_all_that_fit(seed: int) -> None:
+def _front(pairs: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Those than which no other is as fast and smaller."""
+    out: list[tuple[float, int]] = []
+    for seconds, peak in sorted(pairs):
+        if not out or peak < out[-1][1]:
+            out.append((seconds, peak))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("seed", "vary"),
+    [
+        *((seed, ("recompute",)) for seed in range(9)), (0, ("offload",)), (1, ("offload", "optimizer")),
+        (2, ("recompute", "optimizer")), (4, ("recompute", "offload")), (5, ("recompute", "offload", "optimizer")),
+        (7, ("offload", "optimizer")),
+    ],
+)  # fmt: skip
+def test_the_rows_are_the_fastest_of_all_that_fit(seed: int, vary: tuple[str, ...]) -> None:
     run, hardware = _drawn(seed), hardware_of(GPU.name)
     outside = partial(outside_bytes_of, gpu=GPU)
-    space, found = fit(run, hardware, capacity=GPU.capacity_bytes, outside=outside)
-    limit = MemoryLimit(GPU.capacity_bytes)
-    best = []
-    for choice in _choices(run):
-        peak = max(stage.peak_bytes for stage in peaks(choice))
-        if limit._replace(outside=outside(choice).most).holds(peak):
-            best.append(step_time(choice, hardware, DEFAULT).seconds)
-    assert bool(best) == bool(found.rows)
-    if best:
-        assert found.rows[0].time.seconds == pytest.approx(min(best), rel=1e-12)
-        assert found.rows[0].run.parallel == run.parallel and found.rows[0].run.batch == run.batch
-    assert lowest(space)[0] == min(max(s.peak_bytes for s in peaks(choice)) for choice in _choices(run))
+    found = fit(run, hardware, capacity=GPU.capacity_bytes, outside=outside, vary=vary)
+    limit, reserve = Limit(GPU.capacity_bytes, outside), Reserve(Limit(GPU.capacity_bytes, outside))
+    fitting, keeping, every = [], [], []
+    for choice in _enumerated(run, vary):
+        stages = peaks(choice)
+        peak = max(stage.peak_bytes for stage in stages)
+        every.append(peak)
+        free = limit.headroom(choice, peak).least
+        if free >= 0:
+            time = step_time(choice, hardware, DEFAULT)
+            fitting.append((time.seconds, peak))
+            if reserve.kept(Row(choice, peak, 0, free, time)):
+                keeping.append(fitting[-1])
+    rows = [(row.time.seconds, row.peak) for row in found.rows]
+    assert [peak for _, peak in _front(rows)] == [peak for _, peak in _front(fitting)]
+    assert [row[0] for row in _front(rows)] == pytest.approx([row[0] for row in _front(fitting)], rel=1e-12)
+    ranked = found.ranked(10**6)
+    ours = [(row.time.seconds, row.peak) for row in ranked.rows[: ranked.keeping]]
+    assert [peak for _, peak in ours] == [peak for _, peak in _front(keeping)]
+    assert [row[0] for row in ours] == pytest.approx([row[0] for row in _front(keeping)], rel=1e-12)
+    assert found.lowest.peak == min(every)
+    for row in (*found.rows[:3], found.rows[-1]) if rows else ():
+        assert row.run.parallel == run.parallel and row.run.batch == run.batch
+        assert row.peak == peaks(row.run)[row.stage].peak_bytes
+        assert row.time.seconds == pytest.approx(step_time(row.run, hardware, DEFAULT).seconds, rel=1e-12)
 
 
 TIGHT = ["fit", "Qwen/Qwen3-8B", "--num-gpus", "8", "--tp", "2", "--seq-length", "16384", "--gpu", "H100"]
@@ -82,7 +125,7 @@ TIGHT = ["fit", "Qwen/Qwen3-8B", "--num-gpus", "8", "--tp", "2", "--seq-length",
 def test_what_it_emits_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TIGHT, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["schema"] == "bridge-memory/fit/1" and found["best"][0]["slower"] > 0
+    assert found["schema"] == "bridge-memory/fit/2" and found["best"][0]["slower"] > 0
     assert main([*TIGHT, "--emit", "estimate"]) == 0
     words = shlex.split(capsys.readouterr().out.replace("\\\n", " "))
     assert words[:2] == ["bridge-memory", "estimate"]
@@ -95,14 +138,14 @@ def test_what_it_emits_fits(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["meta-llama/Llama-3.1-70B", "--num-gpus", "8", "--tp", "8"], "no change of activations can make it fit"),
-        (["Qwen/Qwen3-32B", "--num-gpus", "8", "--tp", "8", "--seq-length", "65536"], "the lowest peak of them is"),
+        (["Llama-3.1-70B", "--tp", "8", "--vary", "recompute,offload"], "no change of activations can make it fit"),
+        (["Qwen3-32B", "--tp", "8", "--seq-length", "65536", "--vary", "recompute"], "the lowest peak of them is"),
     ],
 )
 def test_where_nothing_fits_it_says_by_how_much(
     capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
-    assert main(["fit", *words, "--gpu", "H100"]) == 1
+    assert main(["fit", *words, "--num-gpus", "8", "--gpu", "H100"]) == 1
     assert says in " ".join(capsys.readouterr().out.split())
 
 
@@ -111,7 +154,7 @@ def test_where_nothing_fits_it_says_by_how_much(
     [
         (["--headroom", "-1"], "--headroom"), (["--headroom", "nan"], "--headroom"), (["--top", "0"], "--top"),
         (["--tp", "1", "--engine", "fsdp2"], "engine (fsdp2)"), (["--tp", "3"], "--tp"),
-        (["--row", "900", "--emit", "bridge"], "--row"),
+        (["--row", "900", "--emit", "bridge"], "--row"), (["--vary", "recompute,mbs"], "vary (mbs)"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
