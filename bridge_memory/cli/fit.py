@@ -67,11 +67,6 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError(f"--headroom ({args.headroom}) is not a size; give GiB of 0 or more")
     gpu = find_gpu(args.gpu)
     own = run_on_gpus(args, [gpu])
-    if own.data_parallel.engine not in ("megatron_ddp", "megatron_fsdp"):
-        raise SpecError(
-            f"engine ({own.data_parallel.engine}) has no recomputation of Megatron's; use `bridge-memory search "
-            f"--engine {own.data_parallel.engine} --vary checkpointing`"
-        )
     hardware = hardware_of(gpu.name)
     capacity = gpu.capacity_bytes - int(args.headroom * GIB)
     vary = args.vary.replace(",", " ").split()

@@ -27,7 +27,7 @@ from bridge_memory.plan.reserve import Reserve
 from bridge_memory.releases import OFFLOADS_BY_MODULE
 from bridge_memory.spec import RecomputeSpec, RunSpec, SpecError
 from bridge_memory.spec.layout import layout
-from bridge_memory.spec.parts import OFFLOAD_MODULES
+from bridge_memory.spec.parts import MEGATRON_ENGINES, OFFLOAD_MODULES
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import StepTime, step_time
@@ -104,7 +104,12 @@ def fit(
     vary: Iterable[str] = tuple(VARIED),
 ) -> Fitted:  # fmt: skip
     """Every choice for ``run`` that fits, the fastest first. ``vary``: of ``VARIED``; the others stay. Other arguments
-    as for ``search``."""
+    as for ``search``. Raises SpecError for another engine, and for what does not vary."""
+    if (engine := run.data_parallel.engine) not in MEGATRON_ENGINES:
+        raise SpecError(
+            f"engine ({engine}) has no recomputation of Megatron's; use `bridge-memory search --engine {engine} --vary "
+            "checkpointing`"
+        )
     if unknown := set(vary) - VARIED.keys():
         raise SpecError(f"vary ({', '.join(sorted(unknown))}) is none of {', '.join(VARIED)}; name some of these")
     refused = Refused()
