@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.arguments.flags import add_run_arguments
+from bridge_memory.arguments.flags import add_run_arguments, spelling
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.megatron.search import STYLE as OF_SEARCH
 from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.progress import Progress
 from bridge_memory.cli.ranked import Shown, print_found
 from bridge_memory.components import GIB
 from bridge_memory.emit.commands import field_words
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look at every choice and print. Returns 0, or 1 where none fits."""
+    """Look at every choice and print. Returns 0, 1 where none fits, or 130 where Ctrl-C ended it."""
     from bridge_memory.emit.commands import Emitted
     from bridge_memory.estimation import model_state, peaks
     from bridge_memory.job.host import host_memory
@@ -70,7 +71,11 @@ def run(args: argparse.Namespace) -> int:
     hardware = hardware_of(gpu.name)
     capacity = gpu.capacity_bytes - int(args.headroom * GIB)
     vary = args.vary.replace(",", " ").split()
-    found = fit(own, hardware, capacity=capacity, outside=partial(outside_bytes_of, gpu=gpu), vary=vary)
+    with Progress("choice") as progress:
+        found = fit(
+            own, hardware, capacity=capacity, outside=partial(outside_bytes_of, gpu=gpu), vary=vary,
+            progress=progress, share=progress.done,
+        )  # fmt: skip
     given = step_time(own, hardware, DEFAULT)
     peak, state = max(stage.peak_bytes for stage in peaks(own)), max(model_state(own))
     yours = (
@@ -169,7 +174,7 @@ def _words(run: RunSpec) -> str:
 
 def _flags(changed: Mapping[str, Any]) -> str:
     """Changes as flags; what has no value any more is one to drop."""
-    dropped = [name.partition(".")[2] for name, value in changed.items() if value is None or value == ()]
+    dropped = [spelling(name) for name, value in changed.items() if value is None or value == ()]
     words = shlex.join(field_words(changed))
     return "; ".join(filter(None, (words, f"drop {', '.join(dropped)}" if dropped else "")))
 

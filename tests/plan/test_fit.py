@@ -122,17 +122,57 @@ def test_the_rows_are_the_fastest_of_all_that_fit(seed: int, vary: tuple[str, ..
 TIGHT = ["fit", "Qwen/Qwen3-8B", "--num-gpus", "8", "--tp", "2", "--seq-length", "16384", "--gpu", "H100"]
 
 
-def test_what_it_emits_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TIGHT, "--json"]) == 0
+MOE = ["fit", "Qwen/Qwen3-30B-A3B", "--num-gpus", "16", "--ep", "8", "--global-batch-size", "512", "--gpu", "H100"]
+#: Settings that the answer has to take away.
+GIVEN = [*TIGHT, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "4"]
+
+
+@pytest.mark.parametrize("command", [TIGHT, MOE, GIVEN], ids=["dense", "experts", "given"])
+def test_what_it_emits_fits(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["schema"] == "bridge-memory/fit/2" and found["best"][0]["slower"] > 0
-    assert main([*TIGHT, "--emit", "estimate"]) == 0
-    words = shlex.split(capsys.readouterr().out.replace("\\\n", " "))
-    assert words[:2] == ["bridge-memory", "estimate"]
-    assert main([*words[1:], "--json", "--no-phases"]) == 0
-    estimate = json.loads(capsys.readouterr().out)
-    assert max(stage["peak_bytes"] for stage in estimate["stages"]) == found["best"][0]["peak_bytes"]
-    assert main([*words[1:], "--no-phases", "--require-fit"]) == 0
+    best = found["best"][0]
+    assert found["schema"] == "bridge-memory/fit/2" and best["changed"]
+    for how in ("estimate", "flags"):
+        assert main([*command, "--emit", how]) == 0
+        words = shlex.split(capsys.readouterr().out.replace("\\\n", " "))
+        if how == "flags":
+            words = ["bridge-memory", "estimate", *command[1:], *words]
+        assert words[:2] == ["bridge-memory", "estimate"]
+        assert main([*words[1:], "--json", "--no-phases"]) == 0
+        estimate = json.loads(capsys.readouterr().out)
+        assert max(stage["peak_bytes"] for stage in estimate["stages"]) == best["peak_bytes"]
+        assert main([*words[1:], "--no-phases", "--require-fit"]) == 0
+        capsys.readouterr()
+
+
+def test_megatron_lm_takes_what_is_offloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    """``validate_args``: an offloaded optimizer asks for a precision-aware one; modules for the switch of all."""
+    assert main([*MOE, "--vary", "offload,optimizer", "--emit", "megatron-args"]) == 0
+    words = capsys.readouterr().out.split()
+    assert ("--optimizer-cpu-offload" in words) <= ("--use-precision-aware-optimizer" in words)
+    assert ("--offload-modules" in words) <= ("--fine-grained-activation-offloading" in words)
+    assert "--optimizer-cpu-offload" in words or "--offload-modules" in words
+
+
+def test_full_recomputation_and_offloaded_modules_are_not_combined() -> None:
+    run = _drawn(0)
+    found = fit(run, hardware_of("H100"), capacity=10**15, outside=partial(outside_bytes_of, gpu=GPU))
+    every = [row.run for row in found.rows]
+    assert not any(r.recompute.granularity == "full" and r.implementation.offload_modules for r in every)
+    assert any(r.recompute.granularity == "selective" and r.implementation.offload_modules for r in every)
+
+
+def test_a_search_that_is_stopped_keeps_what_it_found() -> None:
+    def stop(looked_at: int, fitting: int) -> None:
+        if looked_at == 5:
+            raise KeyboardInterrupt
+
+    found = fit(
+        _drawn(0), hardware_of("H100"), capacity=10**15, outside=partial(outside_bytes_of, gpu=GPU), vary=["recompute"],
+        progress=stop,
+    )  # fmt: skip
+    assert found.stopped and found.looked_at == len(found.rows) == 5
 
 
 @pytest.mark.parametrize(

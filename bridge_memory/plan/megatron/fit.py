@@ -101,10 +101,12 @@ class Fitted(Found):
 
 def fit(
     run: RunSpec, hardware: Hardware, *, capacity: int, outside: Callable[[RunSpec], Range],
-    vary: Iterable[str] = tuple(VARIED),
+    vary: Iterable[str] = tuple(VARIED), progress: Callable[[int, int], None] | None = None,
+    share: Callable[[float], None] | None = None,
 ) -> Fitted:  # fmt: skip
     """Every choice for ``run`` that fits, the fastest first. ``vary``: of ``VARIED``; the others stay. Other arguments
-    as for ``search``. Raises SpecError for another engine, and for what does not vary."""
+    as for ``search``; KeyboardInterrupt ends it likewise. Raises SpecError for another engine and for what is not in
+    ``VARIED``."""
     if (engine := run.data_parallel.engine) not in MEGATRON_ENGINES:
         raise SpecError(
             f"engine ({engine}) has no recomputation of Megatron's; use `bridge-memory search --engine {engine} --vary "
@@ -112,26 +114,33 @@ def fit(
         )
     if unknown := set(vary) - VARIED.keys():
         raise SpecError(f"vary ({', '.join(sorted(unknown))}) is none of {', '.join(VARIED)}; name some of these")
-    refused = Refused()
-    choices = [
-        _Choice(each, peaks(each), step_time(each, hardware, DEFAULT), outside(each))
-        for each in _of_passes(run, vary, refused)
-    ]
+    refused, limit = Refused(), Limit(capacity, outside)
+    choices = [_evaluated(run, hardware, limit)]
+    fitting, stopped = 0, False
+    try:
+        for each, part in _of_passes(run, vary, refused):
+            choices.append(_evaluated(each, hardware, limit))
+            fitting += limit.headroom(each, max(stage.peak_bytes for stage in choices[-1].stages)).least >= 0
+            if share is not None:
+                share(part)
+            if progress is not None:
+                progress(len(choices), fitting)
+    except KeyboardInterrupt:
+        stopped = True
     shares = [_share(run, after, hardware, choices) for after in _of_the_optimizer(run, vary, refused)]
-    limit = Limit(capacity, outside)
     rows = _Choices(choices, shares, limit)
     number = len(choices) * len(shares)
-    return Fitted(rows, number, number - len(rows), refused, tight=rows.tight, keeps=Reserve(limit).kept)
+    return Fitted(rows, number, number - len(rows), refused, stopped, tight=rows.tight, keeps=Reserve(limit).kept)
 
 
 # ---- what varies ----
 
 
-def _of_passes(run: RunSpec, vary: Iterable[str], refused: Refused) -> Iterator[RunSpec]:
-    """``run`` with every recomputation and set of offloaded modules; itself first."""
-    yield run
+def _of_passes(run: RunSpec, vary: Iterable[str], refused: Refused) -> Iterator[tuple[RunSpec, float]]:
+    """(``run`` with every other recomputation and set of offloaded modules, the part of them that is done)."""
     own = run.implementation.offload_modules
-    for recompute in dict.fromkeys([run.recompute, *(_recomputations(run) if "recompute" in vary else ())]):
+    every = list(dict.fromkeys([run.recompute, *(_recomputations(run) if "recompute" in vary else ())]))
+    for number, recompute in enumerate(every, 1):
         for modules in [own, *_sets(run)] if "offload" in vary else [own]:
             if modules and recompute.granularity == "full":
                 continue
@@ -141,7 +150,7 @@ def _of_passes(run: RunSpec, vary: Iterable[str], refused: Refused) -> Iterator[
                 refused.add(error)
                 continue
             if found != run and (modules == own or not _idle(found)):
-                yield found
+                yield found, number / len(every)
 
 
 def _recomputations(run: RunSpec) -> Iterator[RecomputeSpec]:
@@ -220,6 +229,10 @@ class _Choice(NamedTuple):
     stages: tuple[StagePeak, ...]
     time: StepTime
     outside: Range
+
+
+def _evaluated(run: RunSpec, hardware: Hardware, limit: Limit) -> _Choice:
+    return _Choice(run, peaks(run), step_time(run, hardware, DEFAULT), limit.outside(run))
 
 
 class _Share(NamedTuple):
