@@ -175,10 +175,8 @@ def fit(
         ...     parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=2),
         ...     batch=BatchSpec(seq_length=16384, global_batch_size=64),
         ... )
-        >>> fastest = fit(run, gpu="H100", vary=["recompute", "offload"]).ranked(1).rows[0]
-        >>> fastest.run.recompute.granularity
-        'selective'
-        >>> fastest.run.parallel == run.parallel
+        >>> fastest = fit(run, gpu="H100").ranked(1).rows[0]
+        >>> fastest.headroom >= 0 and fastest.run.parallel == run.parallel
         True
     """
     from bridge_memory.plan.megatron.fit import fit as fitted
