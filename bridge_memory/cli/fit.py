@@ -45,8 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
                        help="GiB to keep free in addition to the margin (default: 0)")
     group.add_argument("--top", type=int, default=8, metavar="N", help="choices to show (default: 8)")
-    group.add_argument("--emit", choices=("flags", *formats_of("megatron")),
-                       help="print one row in this form, ready to run; flags: what to add to the command")
+    group.add_argument("--emit", choices=("flags", "policy", *formats_of("megatron")),
+                       help="print one row in this form, ready to run; flags: what to add to the command; policy: of "
+                            "fsdp2, Python for selective checkpoints")
     group.add_argument("--row", type=int, default=1, metavar="N", help="the row that --emit prints (default: 1)")
 
 
@@ -68,6 +69,12 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError(f"--headroom ({args.headroom}) is not a size; give GiB of 0 or more")
     gpu = find_gpu(args.gpu)
     own = run_on_gpus(args, [gpu])
+    if own.implementation.torch_layers:
+        from bridge_memory.cli.torch.fit import run as of_torch
+
+        return of_torch(args, own, gpu, SCHEMA)
+    if args.emit == "policy":
+        raise SpecError("--emit policy is for --engine fsdp2; use flags")
     hardware = hardware_of(gpu.name)
     capacity = gpu.capacity_bytes - int(args.headroom * GIB)
     vary = args.vary.replace(",", " ").split()

@@ -193,7 +193,7 @@ def test_where_nothing_fits_it_says_by_how_much(
     ("words", "says"),
     [
         (["--headroom", "-1"], "--headroom"), (["--headroom", "nan"], "--headroom"), (["--top", "0"], "--top"),
-        (["--tp", "1", "--engine", "fsdp2"], "engine (fsdp2)"), (["--tp", "3"], "--tp"),
+        (["--tp", "1", "--engine", "zero3"], "engine (zero3)"), (["--tp", "3"], "--tp"),
         (["--row", "900", "--emit", "bridge"], "--row"), (["--vary", "recompute,mbs"], "vary (mbs)"),
     ],
 )  # fmt: skip
