@@ -32,6 +32,14 @@ _HEADINGS = (
     "recompute", _OFFLOAD, _OPTIMIZER, "peak GiB", "free GiB", "step s", _SLOWER, "recompute time", _MOVED,
 )  # fmt: skip
 
+#: What the time of each rests on.
+_TIMES = {
+    "offload": "offloaded activations: what a layer's copies over the link to host memory take longer than its passes, "
+               "at least 5% of them; no run with it was measured",
+    "optimizer": "offloaded optimizer: gradients to the host, a step there at the rate of its memory, parameters back, "
+                 "one after the other; no run with it was measured",
+}  # fmt: skip
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -138,6 +146,7 @@ def run(args: argparse.Namespace) -> int:
         always=frozenset(_HEADINGS) - {_OFFLOAD, _OPTIMIZER, _MOVED}, idle=frozenset({"none", "0%", "0.0%"}),
         cells=cells, words=words, record=record, settings=frozenset(), spare=("recompute time", _MOVED, "free GiB"),
     )  # fmt: skip
+    moved = [_TIMES[name] for name in vary if name in _TIMES]
     change = []
     for row in found.ranked(1).rows:
         host = host_memory(row.run)
@@ -146,11 +155,7 @@ def run(args: argparse.Namespace) -> int:
     return print_found(
         Shown(
             style, found, own, gpu, own.parallel.world_size, space=(*change, *yours), otherwise=otherwise,
-            times=(
-                "step s is predicted, for ranking: work over rates fitted on measured runs",
-                "offload is timed by the link to host memory: what a layer's passes take less than its copies, and "
-                "at least 5% of these; no run with it was measured",
-            ),
+            times=("step s is predicted, for ranking: work over rates fitted on measured runs", *moved),
             not_timed=lambda rows: not_timed(rows[0].run), document=document, emit=emit,
             reserve=reserve_words(own.model.has_experts),
         ),

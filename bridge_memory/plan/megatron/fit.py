@@ -109,8 +109,8 @@ def fit(
     ``VARIED``."""
     if (engine := run.data_parallel.engine) not in MEGATRON_ENGINES:
         raise SpecError(
-            f"engine ({engine}) has no recomputation of Megatron's; use `bridge-memory search --engine {engine} --vary "
-            "checkpointing`"
+            f"engine ({engine}) has no recomputation of Megatron's; use `bridge-memory whatif`"
+            + " or `bridge-memory fit --engine fsdp2`" * (engine == "fsdp2")
         )
     if unknown := set(vary) - VARIED.keys():
         raise SpecError(f"vary ({', '.join(sorted(unknown))}) is none of {', '.join(VARIED)}; name some of these")
