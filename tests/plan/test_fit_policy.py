@@ -74,6 +74,20 @@ def test_the_operations_of_a_layer_by_hand() -> None:
     assert all(o.layers == tuple(range(32)) for o in found.values())
 
 
+@pytest.mark.parametrize("sequences", (1, 2))
+def test_what_is_kept_adds_to_the_peak_as_of_torchtitans_policy(sequences: int) -> None:
+    """Its "op" keeps attention and every second product (wq, wv, w1, w2); those peaks were compared with torchtitan's.
+    They keep w2 too, which is no candidate of transformers' layers."""
+    run = checkpointed().with_fields(
+        transformer_impl="torchtitan", use_reentrant=None, micro_batch_size=sequences, global_batch_size=64
+    )
+    op = run.with_fields(gradient_checkpointing=False, selective_ac_option="op")
+    of = {o.name: o.nbytes for o in candidates(checkpointed(), layers_again(checkpointed(), H100))}
+    names = (ATTENTION, "self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj")
+    kept = sum(of[name] for name in names) * sequences // 2 + sequences * 8192 * 4096 * 2
+    assert peaks(run)[0].peak_bytes + 32 * kept == peaks(op)[0].peak_bytes
+
+
 def test_all_again_takes_what_a_checkpoint_takes() -> None:
     """The seconds of the parts of a layer are together those of its recomputation."""
     run = checkpointed()
