@@ -29,7 +29,7 @@ def checkpointed(model: Any = "meta-llama/Llama-3.1-8B", world: int = 8, **field
         model=model, parallel=ParallelSpec(world_size=world),
         batch=BatchSpec(seq_length=8192, micro_batch_size=2, global_batch_size=16 * world),
         data_parallel=DataParallelSpec(engine="fsdp2"),
-    ).with_fields(gradient_checkpointing=True, use_reentrant=False, **fields)  # fmt: skip
+    ).with_fields(**{"gradient_checkpointing": True, "use_reentrant": False, **fields})  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -78,7 +78,7 @@ def test_the_operations_of_a_layer_by_hand() -> None:
 def test_what_is_kept_adds_to_the_peak_as_of_torchtitans_policy(sequences: int) -> None:
     """Its "op" keeps attention and every second product (wq, wv, w1, w2); those peaks were compared with torchtitan's.
     They keep w2 too, which is no candidate of transformers' layers."""
-    run = checkpointed().with_fields(
+    run = checkpointed(
         transformer_impl="torchtitan", use_reentrant=None, micro_batch_size=sequences, global_batch_size=64
     )
     op = run.with_fields(gradient_checkpointing=False, selective_ac_option="op")
