@@ -81,7 +81,7 @@ def test_what_is_kept_adds_to_the_peak_as_of_torchtitans_policy(sequences: int) 
     run = checkpointed(
         transformer_impl="torchtitan", use_reentrant=None, micro_batch_size=sequences, global_batch_size=64
     )
-    op = run.with_fields(gradient_checkpointing=False, selective_ac_option="op")
+    op = run.with_fields(gradient_checkpointing=False, use_reentrant=None, selective_ac_option="op")
     of = {o.name: o.nbytes for o in candidates(checkpointed(), layers_again(checkpointed(), H100))}
     names = (ATTENTION, "self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj")
     kept = sum(of[name] for name in names) * sequences // 2 + sequences * 8192 * 4096 * 2
