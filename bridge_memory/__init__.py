@@ -6,9 +6,9 @@
     >>> [fit.fits for fit in fits(result, ["H100"])]
     [True]
 
-Before a run: ``estimate``, ``peaks``, ``explain``, ``fits``. To plan one: ``search``, ``whatif``, ``balance``. During
-it: ``MemoryReport`` and ``MemoryReportCallback``. After it: ``compare``. ``rehearse`` runs the real training stack
-without a GPU. ``SpecError``, a ValueError of one line, says what cannot be estimated and what to give instead.
+Before a run: ``estimate``, ``peaks``, ``explain``, ``fits``. To plan one: ``search``, ``fit``, ``whatif``, ``balance``.
+During it: ``MemoryReport`` and ``MemoryReportCallback``. After it: ``compare``. ``rehearse`` runs the real training
+stack without a GPU. ``SpecError``, a ValueError of one line, says what cannot be estimated and what to give instead.
 
 Sizes are bytes, as integers. references/api.md lists every name.
 """
@@ -54,7 +54,7 @@ from bridge_memory.spec.transformers import TransformersSpec
 if TYPE_CHECKING:
     from bridge_memory.api.comparing import Comparison, compare
     from bridge_memory.api.jobs import whole_job
-    from bridge_memory.api.planning import balance, search, whatif
+    from bridge_memory.api.planning import balance, fit, search, whatif
     from bridge_memory.api.rehearsing import RehearsalResult, RehearsalRow, rehearse
     from bridge_memory.cards.gpu import Gpu
     from bridge_memory.comparison.residuals import StageResidual
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from bridge_memory.plan.changes import Change, Effect, WhatIf
     from bridge_memory.plan.found import Found, Row
     from bridge_memory.plan.megatron.balance import Balanced
+    from bridge_memory.plan.megatron.fit import Fitted
     from bridge_memory.readers.config_container import run_from_config_container
     from bridge_memory.readers.engines.run import run_from_files
     from bridge_memory.readers.megatron_args import run_from_megatron_args
@@ -93,6 +94,7 @@ __all__ = [
     "Estimate",
     "FSDPOptions",
     "Fit",
+    "Fitted",
     "Found",
     "GatedDeltaNetSpec",
     "Gpu",
@@ -133,6 +135,7 @@ __all__ = [
     "estimate",
     "explain",
     "find_gpu",
+    "fit",
     "fits",
     "install",
     "list_presets",
@@ -161,7 +164,7 @@ _ELSEWHERE = {
     for module, names in {
         "bridge_memory.api.comparing": ("Comparison", "compare"),
         "bridge_memory.api.jobs": ("whole_job",),
-        "bridge_memory.api.planning": ("balance", "search", "whatif"),
+        "bridge_memory.api.planning": ("balance", "fit", "search", "whatif"),
         "bridge_memory.api.rehearsing": ("RehearsalResult", "RehearsalRow", "rehearse"),
         "bridge_memory.comparison.residuals": ("StageResidual",),
         "bridge_memory.job.job": ("Job", "PhaseMemory"),
@@ -173,6 +176,7 @@ _ELSEWHERE = {
         "bridge_memory.plan.changes": ("Change", "Effect", "WhatIf"),
         "bridge_memory.plan.found": ("Found", "Row"),
         "bridge_memory.plan.megatron.balance": ("Balanced",),
+        "bridge_memory.plan.megatron.fit": ("Fitted",),
         "bridge_memory.readers.config_container": ("run_from_config_container",),
         "bridge_memory.readers.engines.run": ("run_from_files",),
         "bridge_memory.readers.megatron_args": ("run_from_megatron_args",),

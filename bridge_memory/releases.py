@@ -199,6 +199,8 @@ def known_releases() -> str:
 LAYOUT_STRINGS = since(core=(0, 13))
 #: ``TransformerConfig.cuda_graph_impl`` takes "full_iteration" (before, it was a scope of "local").
 GRAPH_OF_THE_ITERATION = since(core=(0, 18))
+#: ``TransformerConfig.offload_modules``: saved tensors of single modules go to host memory.
+OFFLOADS_BY_MODULE = since(core=(0, 16))
 #: ``cuda_graph_modules`` takes the place of ``cuda_graph_scope``.
 GRAPHED_BY_MODULES = since(core=(0, 18))
 #: MTP in such a string; NotImplementedError before (``PipelineParallelLayerLayout.validate_layer_layout``).

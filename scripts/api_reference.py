@@ -59,7 +59,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "StagePeak", "Component", "Fit", "Verdict", "Gpu", "whole_job", "Job", "PhaseMemory",
     ),
     "Planning a run: what fits, and what to change": (
-        "search", "Found", "Row", "whatif", "WhatIf", "Effect", "Change", "balance", "Balanced",
+        "search", "Found", "Row", "fit", "Fitted", "whatif", "WhatIf", "Effect", "Change", "balance", "Balanced",
     ),
     "During a run: predicted and measured, side by side": (
         "MemoryReport", "MemoryReportCallback", "install", "uninstall", "run_of_trainer", "run_of_accelerator",

@@ -25,6 +25,7 @@ from bridge_memory import (
     compare,
     estimate,
     find_gpu,
+    fit,
     fits,
     peaks,
     rehearse,
@@ -134,7 +135,17 @@ def test_a_measured_step_moves_all_times() -> None:
     assert slower.time.seconds == pytest.approx(3 * row.time.seconds)
 
 
-# ---- whatif and balance ----
+# ---- fit, whatif and balance ----
+
+
+def test_what_fits_a_card_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--tp", "2", "--seq-length", "2048", "--gpu", "H100", "--num-gpus", "8", "--global-batch-size", "64")
+    command = printed(capsys, "fit", LLAMA, *flags, "--vary", "recompute,offload", "--headroom", "60", "--json")
+    run = RUN.with_(batch=replace(RUN.batch, seq_length=2048, micro_batch_size=1, global_batch_size=64))
+    found = fit(run, gpu="H100", vary=["recompute", "offload"], headroom_bytes=60 * GIB)
+    assert (found.looked_at, len(found.rows)) == (command["looked_at"], command["fit"])
+    best = [(row.peak, row.headroom, row.time.seconds) for row in found.ranked(8).rows]
+    assert best == [(row["peak_bytes"], row["headroom_bytes"], row["step_seconds"]) for row in command["best"]]
 
 
 def test_changes_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,6 +282,11 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: search(LLAMA, **JOB, headroom_bytes=-1), r"headroom_bytes \(-1\) is not a size; give bytes of 0 or more"),
     (lambda: search(SPLIT, gpu="H100", keep=["split"]), r"keep \(split\) keeps .* over 2 stages; keep pp too"),
     (lambda: search(SPLIT, gpu="H100", vary=["pp"]), r"keep \(split\) keeps .*; keep pp too, or let split vary"),
+    (lambda: fit(LLAMA, gpu="H100"), r"run \('.*'\) is not a RunSpec"),  # type: ignore[arg-type]
+    (lambda: fit(RUN, gpu="H100", vary="offload"), r"vary \('offload'\) is no list of names"),
+    (lambda: fit(RUN, gpu="H100", vary=["mbs"]), r"vary \(mbs\) is none of recompute, offload, optimizer"),
+    (lambda: fit(RUN, gpu="H100", headroom_bytes=-1), r"headroom_bytes \(-1\) is not a size"),
+    (lambda: fit(RUN.with_fields(engine="fsdp2", tensor_model_parallel_size=1), gpu="H100"), r"engine \(fsdp2\) has"),
     (lambda: whatif(LLAMA, gpu="H100"), r"run \('.*'\) is not a RunSpec"),  # type: ignore[arg-type]
     (lambda: whatif(RUN.with_(precision=PrecisionSpec(fp8="hybrid")), gpu="A40"), r"fp8 \(hybrid\) does not run on"),
     (lambda: balance(RUN), r"pipeline_model_parallel_size \(1\) leaves nothing to balance"),

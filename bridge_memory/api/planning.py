@@ -1,4 +1,5 @@
-"""``search``, ``whatif`` and ``balance``: which configurations fit, what a change frees, how layers are split."""
+"""``search``, ``fit``, ``whatif`` and ``balance``: which configurations fit, what to recompute or offload, what a
+change frees, how layers are split."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from bridge_memory.plan.changes import WhatIf
     from bridge_memory.plan.found import Found
     from bridge_memory.plan.megatron.balance import Balanced
+    from bridge_memory.plan.megatron.fit import Fitted
     from bridge_memory.speed.constants import Constants
     from bridge_memory.speed.hardware import Hardware
 
@@ -119,8 +121,7 @@ def search(
         raise SpecError(f"progress ({show(progress)}) is no function; give one of two numbers")
     if jobs is not None and (type(jobs) is not int or not 1 <= jobs <= MOST_JOBS):
         raise SpecError(f"jobs ({show(jobs)}) is not a number of processes; give 1 to {MOST_JOBS}")
-    if type(headroom_bytes) is not int or headroom_bytes < 0:
-        raise SpecError(f"headroom_bytes ({show(headroom_bytes)}) is not a size; give bytes of 0 or more")
+    _check_headroom(headroom_bytes)
     if not isinstance(run, RunSpec):
         run = RunSpec(model=run if isinstance(run, ModelSpec) else resolve_model(run))
     words = _engine_words(engine, run)
@@ -140,6 +141,54 @@ def search(
         raise SpecError(f"cache ({show(os.fspath(cache))}) is for layouts of megatron-core; drop it")
     return _search_torch(run, card, num_gpus, global_batch_size, words, keep, vary, ranges, exhaustive,
                          mixed_precision, measured, options)  # fmt: skip
+
+
+def fit(
+    run: RunSpec,
+    *,
+    gpu: str | Gpu,
+    vary: Iterable[str] = ("recompute", "offload", "optimizer"),
+    headroom_bytes: int = 0,
+) -> Fitted:
+    """Find what a run has to recompute or offload to fit a GPU in the least time, while its layout stays.
+
+    Every valid combination of megatron-core's recomputation, of the modules whose saved tensors go to host memory, and
+    of how much of the optimizer is there, is estimated.
+
+    Args:
+        run: The run as it is, of one of megatron-core's engines.
+        gpu: The GPU, by a name that ``find_gpu`` knows.
+        vary: What varies: recompute, offload (``offload_modules``) and optimizer (``optimizer_offload_fraction``).
+        headroom_bytes: Bytes that must stay free on the GPU beside the margin.
+
+    Returns:
+        ``ranked(n)``: the rows that keep the reserve, the fastest first, each of the next with a lower peak; tight ones
+        after them. ``rows`` are all that fit, as those of ``search``; ``lowest`` has the lowest peak of all.
+
+    Raises:
+        SpecError: The GPU is not known or cannot compute the run, or the engine is none of megatron-core's.
+
+    Example:
+        >>> from bridge_memory import BatchSpec, ParallelSpec, RunSpec, fit
+        >>> run = RunSpec(
+        ...     model="Qwen/Qwen3-8B",
+        ...     parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=2),
+        ...     batch=BatchSpec(seq_length=16384, global_batch_size=64),
+        ... )
+        >>> fastest = fit(run, gpu="H100").ranked(1).rows[0]
+        >>> fastest.headroom >= 0 and fastest.run.parallel == run.parallel
+        True
+    """
+    from bridge_memory.plan.megatron.fit import fit as fitted
+    from bridge_memory.speed.hardware import hardware_of
+
+    card = _card(gpu)
+    placed = on_gpu(_checked_run(run), card)
+    _check_headroom(headroom_bytes)
+    return fitted(
+        placed, hardware_of(card.name), capacity=card.capacity_bytes - headroom_bytes,
+        outside=partial(outside_bytes_of, gpu=card), vary=_names("vary", vary),
+    )  # fmt: skip
 
 
 def whatif(run: RunSpec, *, gpu: str | Gpu) -> WhatIf:
@@ -263,6 +312,11 @@ def on_gpu(run: RunSpec, gpu: Gpu) -> RunSpec:
 
 def _card(gpu: str | Gpu) -> Gpu:
     return gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+
+
+def _check_headroom(headroom_bytes: int) -> None:
+    if type(headroom_bytes) is not int or headroom_bytes < 0:
+        raise SpecError(f"headroom_bytes ({show(headroom_bytes)}) is not a size; give bytes of 0 or more")
 
 
 def _checked_run(run: RunSpec) -> RunSpec:

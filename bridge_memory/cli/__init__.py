@@ -27,7 +27,7 @@ COMMANDS = {
     "validate": ("bridge_memory.cli.validate", "all errors of a configuration file, with a fix for each"),
     "search": ("bridge_memory.cli.search", "layouts that fit a GPU, the fastest first"),
     "sweep": ("bridge_memory.cli.sweep", "the best layout of many models, cards and sizes, in one table"),
-    "fit": ("bridge_memory.cli.fit", "what to recompute so that a layout fits a GPU, in the least time"),
+    "fit": ("bridge_memory.cli.fit", "what to recompute or offload so that a layout fits a GPU, in the least time"),
     "whatif": ("bridge_memory.cli.whatif", "what each single change of an option frees, and its cost in step time"),
     "balance": ("bridge_memory.cli.balance", "the split of layers over pipeline stages with the lowest peak"),
     "models": ("bridge_memory.cli.models", "the embedded models and their parameters"),

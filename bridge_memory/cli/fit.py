@@ -1,29 +1,44 @@
-"""``bridge-memory fit``: what to recompute so that a run fits a GPU as it is laid out, in the least time."""
+"""``bridge-memory fit``: what to recompute or offload so that a run fits a GPU as it is laid out, in the least time."""
 
 from __future__ import annotations
 
 import argparse
+import copy
+import shlex
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.arguments.flags import add_run_arguments
+from bridge_memory.arguments.flags import add_run_arguments, spelling
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.megatron.search import STYLE as OF_SEARCH
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.cli.ranked import Shown, how_words, print_found
+from bridge_memory.cli.progress import Progress
+from bridge_memory.cli.ranked import Shown, print_found
 from bridge_memory.components import GIB
+from bridge_memory.emit.commands import field_words
 from bridge_memory.emit.formats import emitted, formats_of
 from bridge_memory.emit.megatron import recompute_words
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.megatron.step_time import StepTime, not_timed, step_time
 
 if TYPE_CHECKING:
     from bridge_memory.plan.found import Row
 
-SCHEMA = "bridge-memory/fit/1"
-#: Headings of ``search`` that say something of one layout, and what is beside them.
-_OWN = ("recompute", "peak GiB", "free GiB", "step s", "recompute time")
-_SLOWER = "beside yours"
+SCHEMA = "bridge-memory/fit/2"
+_SLOWER, _OFFLOAD, _OPTIMIZER, _MOVED = "beside yours", "offload", "optimizer", "offload time"
+#: Some are those of ``search`` that say something of one layout.
+_HEADINGS = (
+    "recompute", _OFFLOAD, _OPTIMIZER, "peak GiB", "free GiB", "step s", _SLOWER, "recompute time", _MOVED,
+)  # fmt: skip
+
+#: What the time of each rests on.
+_TIMES = {
+    "offload": "offloaded activations: what a layer's copies over the link to host memory take longer than its passes, "
+               "at least 5% of them; no run with it was measured",
+    "optimizer": "offloaded optimizer: gradients to the host, a step there at the rate of its memory, parameters back, "
+                 "one after the other; no run with it was measured",
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,18 +47,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser, f"by the schema {SCHEMA}", own=("csv", "md"))
     group = parser.add_argument_group("fit")
     group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
+    group.add_argument("--vary", default="recompute,offload,optimizer", metavar="WHAT",
+                       help="what varies, of recompute, offload (of modules' activations) and optimizer (its offload); "
+                            "default: all")
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
                        help="GiB to keep free in addition to the margin (default: 0)")
     group.add_argument("--top", type=int, default=8, metavar="N", help="choices to show (default: 8)")
-    group.add_argument("--emit", choices=formats_of("megatron"), help="print one row in this form, ready to run")
+    group.add_argument("--emit", choices=("flags", "policy", *formats_of("megatron")),
+                       help="print one row in this form, ready to run; flags: what to add to the command; policy: of "
+                            "fsdp2, Python for selective checkpoints")
     group.add_argument("--row", type=int, default=1, metavar="N", help="the row that --emit prints (default: 1)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look at every choice and print. Returns 0, or 1 where none fits."""
+    """Look at every choice and print. Returns 0, 1 where none fits, or 130 where Ctrl-C ended it."""
+    from bridge_memory.emit.commands import Emitted
     from bridge_memory.estimation import model_state, peaks
+    from bridge_memory.job.host import host_memory
     from bridge_memory.outside.context import outside_bytes_of
-    from bridge_memory.plan.megatron.fit import fit, lowest
+    from bridge_memory.plan.megatron.fit import changed_fields, fit
     from bridge_memory.plan.reserve import reserve_words
     from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.constants import DEFAULT
@@ -55,67 +77,126 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError(f"--headroom ({args.headroom}) is not a size; give GiB of 0 or more")
     gpu = find_gpu(args.gpu)
     own = run_on_gpus(args, [gpu])
-    if own.data_parallel.engine not in ("megatron_ddp", "megatron_fsdp"):
-        raise SpecError(
-            f"engine ({own.data_parallel.engine}) has no recomputation of Megatron's; use `bridge-memory search "
-            f"--engine {own.data_parallel.engine} --vary checkpointing`"
-        )
+    if own.implementation.torch_layers:
+        from bridge_memory.cli.torch.fit import run as of_torch
+
+        return of_torch(args, own, gpu, SCHEMA)
+    if args.emit == "policy":
+        raise SpecError("--emit policy is for --engine fsdp2; use flags")
     hardware = hardware_of(gpu.name)
     capacity = gpu.capacity_bytes - int(args.headroom * GIB)
-    space, found = fit(own, hardware, capacity=capacity, outside=partial(outside_bytes_of, gpu=gpu))
+    vary = args.vary.replace(",", " ").split()
+    with Progress("choice") as progress:
+        found = fit(
+            own, hardware, capacity=capacity, outside=partial(outside_bytes_of, gpu=gpu), vary=vary,
+            progress=progress, share=progress.done,
+        )  # fmt: skip
     given = step_time(own, hardware, DEFAULT)
     peak, state = max(stage.peak_bytes for stage in peaks(own)), max(model_state(own))
     yours = (
-        f"yours: recompute {recompute_words(own.recompute)}, peak {peak / GIB:.2f} GiB, step {given.seconds:.2f} s",
-        "sizes, batch and split stay; recompute none, every set of modules, or whole layers, all of them evaluated",
-        *how_words(found),
+        f"yours: {_words(own)}; peak {peak / GIB:.2f} GiB, step {given.seconds:.2f} s",
+        f"sizes, batch and split stay; {', '.join(vary)} {'varies' if len(vary) == 1 else 'vary'}, in every valid "
+        "combination",
     )
     document = {
         "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
         "tight": found.tight, "refused": dict(found.refused),
-        "given": {
-            "recompute": recompute_words(own.recompute), "peak_bytes": peak, "model_state_bytes": state,
-            "step_seconds": given.seconds,
-        },
+        "given": {**_settings(own), "peak_bytes": peak, "model_state_bytes": state, "step_seconds": given.seconds},
     }  # fmt: skip
-    headings = (*_OWN[:4], _SLOWER, *_OWN[4:])
 
     def slower(row: Row[StepTime]) -> float:
         return row.time.seconds / given.seconds - 1
 
     def cells(row: Row[StepTime]) -> tuple[str, ...]:
-        known = {**dict(zip(OF_SEARCH.headings, OF_SEARCH.cells(row), strict=True)), _SLOWER: f"{slower(row):+.1%}"}
-        return tuple(known[heading] for heading in headings)
+        known = {
+            **dict(zip(OF_SEARCH.headings, OF_SEARCH.cells(row), strict=True)), _SLOWER: f"{slower(row):+.1%}",
+            _OFFLOAD: ",".join(row.run.implementation.offload_modules) or "none", _OPTIMIZER: f"{_share(row.run):.0%}",
+            _MOVED: f"{row.time.passes.offload / row.time.seconds:.1%}",
+        }  # fmt: skip
+        return tuple(known[heading] for heading in _HEADINGS)
 
     def words(row: Row[StepTime]) -> str:
-        if row.run.recompute == own.recompute:
+        if row.run == own:
             return "yours as it is"
         by = slower(row)
         cost = f"{abs(by):.1%} {'slower' if by > 0 else 'faster'} than yours"
-        return f"keep your layout, recompute {recompute_words(row.run.recompute)}, {cost}"
+        return f"keep your layout, {_words(row.run)}, {cost}"
 
     def record(row: Row[StepTime]) -> dict[str, Any]:
-        return {**OF_SEARCH.record(row), "slower": slower(row)}
+        more = {"slower": slower(row), "host_bytes": host_memory(row.run).node.least}
+        return {**OF_SEARCH.record(row), **_settings(row.run), **more, "changed": changed_fields(own, row.run)}
 
-    otherwise: list[str] = []
-    if not found.rows and not found.stopped:
-        least, run = lowest(space)
-        otherwise.append(f"the lowest peak of them is {least / GIB:.1f} GiB, with {recompute_words(run.recompute)}")
-    alone = f"weights, gradients and optimizer states alone are {state / GIB:.1f} GiB"
-    if state > gpu.capacity_bytes:
-        alone += f" of {gpu.capacity_bytes / GIB:.1f}: no change of activations can make it fit"
-    otherwise += [alone, "`bridge-memory whatif` looks at every other option, `search` at other layouts"]
-    style = OF_SEARCH._replace(
-        noun="choice", headings=headings, of_words=frozenset({"recompute"}), always=frozenset(headings), cells=cells,
-        words=words, record=record,
+    def emit(row: Row[StepTime]) -> Emitted:
+        changed = changed_fields(own, row.run)
+        if args.emit == "flags":
+            return Emitted(_flags(changed))
+        return emitted(args.emit, "megatron", row.run, _with(args, changed), gpu.name, {})
+
+    least = found.lowest
+    alone = max(model_state(least.run))
+    states = f"its weights, gradients and optimizer states alone are {alone / GIB:.1f} GiB"
+    if alone > gpu.capacity_bytes:
+        states += f" of {gpu.capacity_bytes / GIB:.1f}: no change of activations can make it fit"
+    otherwise = (
+        f"the lowest peak of them is {least.peak / GIB:.1f} GiB, with {_words(least.run)}", states,
+        "`bridge-memory whatif` looks at every other option, `search` at other layouts",
     )  # fmt: skip
+    style = OF_SEARCH._replace(
+        noun="choice", headings=_HEADINGS, of_words=frozenset({"recompute", _OFFLOAD}),
+        always=frozenset(_HEADINGS) - {_OFFLOAD, _OPTIMIZER, _MOVED}, idle=frozenset({"none", "0%", "0.0%"}),
+        cells=cells, words=words, record=record, settings=frozenset(), spare=("recompute time", _MOVED, "free GiB"),
+    )  # fmt: skip
+    moved = [_TIMES[name] for name in vary if name in _TIMES]
+    change = []
+    for row in found.ranked(1).rows:
+        host = host_memory(row.run)
+        away = f"; host memory: {host.node.least / GIB:.0f} GiB on a node of {host.ranks} GPUs"
+        change.append(f"change: {_flags(changed_fields(own, row.run)) or 'nothing'}{away}")
     return print_found(
         Shown(
-            style, found, own, gpu, space.num_gpus, space=yours, otherwise=otherwise,
-            times=("step s is predicted, for ranking: work over rates fitted on measured runs",),
-            not_timed=lambda rows: not_timed(rows[0].run), document=document,
-            emit=lambda row: emitted(args.emit, "megatron", row.run, args, gpu.name, {}),
+            style, found, own, gpu, own.parallel.world_size, space=(*change, *yours), otherwise=otherwise,
+            times=("step s is predicted, for ranking: work over rates fitted on measured runs", *moved),
+            not_timed=lambda rows: not_timed(rows[0].run), document=document, emit=emit,
             reserve=reserve_words(own.model.has_experts),
         ),
         args,
     )  # fmt: skip
+
+
+def _share(run: RunSpec) -> float:
+    """Of the optimizer, what is in host memory."""
+    o = run.optimizer
+    return o.optimizer_offload_fraction if o.optimizer_cpu_offload else 0.0
+
+
+def _settings(run: RunSpec) -> dict[str, Any]:
+    """What varies, for programs."""
+    return {
+        "recompute": recompute_words(run.recompute), "offload": list(run.implementation.offload_modules),
+        "optimizer_offload_fraction": _share(run),
+    }  # fmt: skip
+
+
+def _words(run: RunSpec) -> str:
+    """"recompute moe_act, offload core_attn,expert_fc1 and 30% of the optimizer"."""
+    share = f"{_share(run):.0%} of the optimizer" if _share(run) else ""
+    away = " and ".join(filter(None, (",".join(run.implementation.offload_modules), share)))
+    return f"recompute {recompute_words(run.recompute)}" + (f", offload {away}" if away else "")
+
+
+def _flags(changed: Mapping[str, Any]) -> str:
+    """Changes as flags; what has no value any more is one to drop."""
+    dropped = [spelling(name) for name, value in changed.items() if value is None or value == ()]
+    words = shlex.join(field_words(changed))
+    return "; ".join(filter(None, (words, f"drop {', '.join(dropped)}" if dropped else "")))
+
+
+def _with(args: argparse.Namespace, changed: Mapping[str, Any]) -> argparse.Namespace:
+    """The flags with what a row changes."""
+    flags = copy.copy(args)
+    for name, value in changed.items():
+        if value is None or value == ():
+            vars(flags).pop(name, None)
+        else:
+            setattr(flags, name, value)
+    return flags

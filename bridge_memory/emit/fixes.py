@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from bridge_memory.arguments.flags import FLAGS, SPECS, spelling
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.fields import called
+from bridge_memory.spec.parts import MEGATRON_ENGINES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +39,8 @@ def try_first(run: RunSpec, gpu: Gpu, needs: Callable[[RunSpec], str | None] = l
     if of_step is None:
         if run.implementation.torch_layers:
             return "no single option makes it fit: `bridge-memory whatif --pairs` looks further"
-        return "no single option makes it fit: `bridge-memory whatif` and `search` look further"
+        further = "fit" if run.data_parallel.engine in MEGATRON_ENGINES else "whatif"
+        return f"no single option makes it fit: `bridge-memory {further}` and `search` look further"
     return f"try first: {fix_words(of_step, run)}, with which only the step fits"
 
 

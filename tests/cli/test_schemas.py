@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,11 @@ def of_every_kind(capsys: pytest.CaptureFixture[str], command: str, tmp_path: Pa
     if command in ("search", "fit", "whatif", "balance"):
         flags = ["--gpu", "H100", "--global-batch-size", "8", "--num-gpus", "2"]
         more = {"search": [], "fit": [], "whatif": ["--pairs", "--target-gib", "20"], "balance": ["--pp", "2"]}[command]
-        return [printed(capsys, command, "Llama-3.2-1B", *flags, *more)]
+        found = [printed(capsys, command, "Llama-3.2-1B", *flags, *more)]
+        if command == "fit" and find_spec("scipy"):
+            found.append(printed(capsys, command, "Llama-3.2-1B", *flags, "--engine", "fsdp2"))
+            found.append(printed(capsys, command, "Llama-3.1-70B", *flags, "--engine", "fsdp2", code=1))
+        return found
     return {
         "estimate": [printed(capsys, "estimate", *model, "--verbose")], "models": [printed(capsys, "models")],
         "gpus": [printed(capsys, "gpus")], "completion": [printed(capsys, "completion", "bash")],

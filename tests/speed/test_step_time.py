@@ -450,6 +450,16 @@ def test_offloaded_activations_by_hand(tp: int) -> None:
     assert there.seconds == pytest.approx(plain.seconds + there.passes.offload)
 
 
+def test_a_copy_is_no_faster_than_host_memory() -> None:
+    """A GPU's share of it, where that is less than its link: of a MI250X, say. The same bytes as above."""
+    there = [
+        step_time(run(offload_modules=("core_attn",), global_batch_size=512), H100._replace(host_memory=rate)).seconds
+        for rate in SLOW
+    ]
+    nbytes = 32 * 8 * 4096 * (4096 + 2 * 1024) * 2
+    assert there[0] - there[1] == pytest.approx(2 * nbytes / DEFAULT.memory * (1 / SLOW[0] - 1 / SLOW[1]), rel=1e-9)
+
+
 def test_layers_that_run_again_offload_nothing() -> None:
     full = {"recompute_granularity": "full", "recompute_method": "block", "offload_modules": ("core_attn",)}
     for layers in (8, 32):

@@ -125,7 +125,9 @@ class _Rates:
         self.attention = (hardware.fp8_flops if in_fp8 else hardware.flops) * share * c.attention
         self.scan = hardware.flops * c.scan
         self.memory = hardware.memory * c.memory
-        self.host_link, self.host_memory = hardware.host_link * c.host_link, hardware.host_memory * c.memory
+        self.host_memory = hardware.host_memory * c.memory
+        # Every rank of a node copies at once, and each copy is read or written in host memory.
+        self.host_link = min(hardware.host_link * c.host_link, self.host_memory)
         self.nvlink = hardware.nvlink * (c.nvlink_sharp if later or hardware.generation == "hopper" else c.nvlink)
         self.network = hardware.network * c.network
         self.network_exchange = hardware.network * (c.efa_exchange if kernels.efa else c.network_exchange)

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from bridge_memory.engines.peft import adapter_units
 from bridge_memory.inventory.stack import chunk_units
-from bridge_memory.spec import DTYPE_BYTES, RunSpec
+from bridge_memory.spec import DTYPE_BYTES, LayerSpec, RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import LEAST_EXPOSED, Passes
 from bridge_memory.speed.megatron.work import Product
-from bridge_memory.speed.torch.work import BlockWork, model_work
+from bridge_memory.speed.torch.work import BlockWork, layer_products, model_work
 from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
 
@@ -92,10 +92,30 @@ def not_timed(run: RunSpec) -> tuple[str, ...]:
     return tuple([name for name, is_asked in asked.items() if is_asked])
 
 
-def step_time(run: RunSpec, hardware: Hardware, constants: Constants = DEFAULT) -> StepTime:
-    """The time of one step of ``run``, whose engine is one of ``TIMED``."""
+def step_time(
+    run: RunSpec, hardware: Hardware, constants: Constants = DEFAULT, *, recomputation: float | None = None
+) -> StepTime:
+    """The time of one step of ``run``, whose engine is one of ``TIMED``; ``recomputation``: seconds of what runs again
+    of one microbatch, where it is not what the run says."""
     assert run.data_parallel.engine in TIMED, run.data_parallel.engine
-    return _Step(run, hardware, constants).time()
+    return _Step(run, hardware, constants, recomputation).time()
+
+
+class LayerAgain(NamedTuple):
+    """Seconds of what a checkpointed layer can run again, for one microbatch."""
+
+    #: Name of the matrix -> its product.
+    products: dict[str, float]
+    attention: float
+    #: All other operations.
+    rest: float
+    #: What the host takes to start them all: no less.
+    host: float
+
+
+def layers_again(run: RunSpec, hardware: Hardware, constants: Constants = DEFAULT) -> dict[LayerSpec, LayerAgain]:
+    """For every kind of layer."""
+    return _Step(run, hardware, constants).again()
 
 
 class _Pass(NamedTuple):
@@ -129,8 +149,8 @@ class _Sent(NamedTuple):
 class _Step:
     """One run's step."""
 
-    def __init__(self, run: RunSpec, hardware: Hardware, c: Constants) -> None:
-        self.run, self.hardware, self.c = run, hardware, c
+    def __init__(self, run: RunSpec, hardware: Hardware, c: Constants, recomputation: float | None = None) -> None:
+        self.run, self.hardware, self.c, self._recomputation = run, hardware, c, recomputation
         self.ctx = context_of(run)
         self.passes = Passes(run, self.ctx, hardware, c)
         self.rates = self.passes.rates
@@ -202,7 +222,20 @@ class _Step:
                 every = int(spec.selective_ac_option)
                 runs_again = ((number + times) // every - number // every) * there
             recomputation, number = recomputation + runs_again, number + times
+        if self._recomputation is not None:
+            recomputation = self._recomputation
         return _Pass(forward, backward + recomputation, recomputation)
+
+    def again(self) -> dict[LayerSpec, LayerAgain]:
+        kinds = dict.fromkeys(self.run.model.layers)
+        found = {}
+        for kind, (block, _) in zip(kinds, model_work(self.run).layers, strict=True):
+            products = {name: self._product(p) for name, p in layer_products(self.run, kind)}
+            attention = self._fp32_slower * block.attention / self.rates.attention
+            found[kind] = LayerAgain(
+                products, attention, block.forward / self.rates.memory, HOST_FORWARD * block.operations
+            )
+        return found
 
     def _forward(self, w: BlockWork) -> float:
         seconds = sum(self._product(p) for p in w.products)

@@ -60,6 +60,11 @@ def model_work(run: RunSpec) -> ModelWork:
     return ModelWork(of.embedding(), layers, end)
 
 
+def layer_products(run: RunSpec, kind: LayerSpec) -> tuple[tuple[str, Product], ...]:
+    """Names of a layer's matrices and their products, in the order in which they run."""
+    return _Works(run).products(kind)
+
+
 class _Works:
     """Works of blocks, kept with the traces of the same settings."""
 
@@ -78,6 +83,13 @@ class _Works:
 
     def layer(self, kind: LayerSpec) -> BlockWork:
         return self._kept(kind, lambda: self._of(layer_block(kind, self._tapes), kind))
+
+    def products(self, kind: LayerSpec) -> tuple[tuple[str, Product], ...]:
+        recorder: Any = layer_block(kind, self._tapes)
+        names = [
+            p.name.removesuffix(".weight") for parameters, _ in recorder.rows for p in parameters if len(p.shape) == 2
+        ]
+        return tuple(zip(names, _products(recorder, kind), strict=True))
 
     def embedding(self) -> BlockWork:
         return self._kept("embedding", lambda: self._of(embedding_block(self._run.model, self._tapes)))
