@@ -1,11 +1,12 @@
 """Write references/generated/expert_acceptance.md: where published layouts stand among all that the search looks at.
 
-    python scripts/expert_acceptance.py [--check] [--only NAME ...]
+    python scripts/expert_acceptance.py [--check] [--slow] [--only NAME ...]
 
 scripts/published_layouts.yaml has the layouts. Of each it is asked whether it fits by the verdict that ``estimate``
 prints, how many layouts of ``bridge-memory search`` that fit are predicted to be faster, and in what the first row
 differs; of the first row, whether an expert would refuse it (``bridge_memory/plan/megatron/expert.py``). ``--only``
-prints the rows whose name starts so, and writes nothing. Needs numpy and PyYAML; takes some minutes.
+prints the rows whose name starts so, and writes nothing; ``--slow`` searches those too whose search takes long. Needs
+numpy and PyYAML; takes some minutes.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Published(NamedTuple):
     run: RunSpec
     hardware: Hardware
     source: str
+    #: Whether its search takes more than some minutes.
+    slow: bool = False
 
 
 class Judgement(NamedTuple):
@@ -79,7 +82,7 @@ class Judgement(NamedTuple):
     #: Layouts that fit, and those of them that are faster.
     fitting: int
     faster: int
-    #: Its step time and that of the first row, seconds; None: nothing fits.
+    #: Its step time, seconds, and the first row; None: nothing fits, or nothing was searched.
     seconds: float
     first: Row[StepTime] | None
     refused: tuple[str, ...]
@@ -119,7 +122,7 @@ def _measured(row: Mapping[str, Any]) -> Published:
     found = measured(data)
     if isinstance(found, Unread):
         raise SpecError(f"{row['name']}: {found.reason}")
-    return Published(row["name"], found.run, found.hardware, f"{data['source']}, {data['ref']}")
+    return Published(row["name"], found.run, found.hardware, f"{data['source']}, {data['ref']}", row.get("slow", False))
 
 
 def _flags(row: Mapping[str, Any]) -> Published:
@@ -173,11 +176,13 @@ def verdict_of(layout: Published) -> Verdict:
     return max(step.verdict, job_of(result, card, None).verdict, key=order.index)
 
 
-def judged(layout: Published) -> Judgement:
-    """Where ``layout`` stands."""
+def judged(layout: Published, *, slow: bool = False) -> Judgement:
+    """Where ``layout`` stands. ``slow``: also of one whose search takes long."""
     seconds = step_time(layout.run, layout.hardware).seconds
-    found = looked_up(layout)
     verdict = verdict_of(layout)
+    if layout.slow and not slow:
+        return Judgement(layout, verdict, 0, 0, seconds, None, (), "not searched")
+    found = looked_up(layout)
     if not found.rows:
         return Judgement(layout, verdict, 0, 0, seconds, None, (), "nothing fits")
     first = found.ranked(1).rows[0]
@@ -213,22 +218,25 @@ def instead(run: RunSpec, first: RunSpec) -> str:
 
 
 def _cells(one: Judgement) -> tuple[str, ...]:
-    share = f"{one.faster:,} of {one.fitting:,} ({one.faster / one.fitting:.1%})" if one.fitting else "nothing fits"
+    share = f"{one.faster:,} of {one.fitting:,} ({one.faster / one.fitting:.1%})" if one.fitting else one.instead
+    ranked = one.first is not None
     return (
-        one.of.name, layout_words(one.of.run), str(one.verdict), share, f"{one.loss:+.1%}" if one.first else "",
-        "yes" if one.accepted else "no", one.instead, "; ".join(one.refused) or "no",
+        one.of.name, layout_words(one.of.run), str(one.verdict), share, f"{one.loss:+.1%}" if ranked else "",
+        ("yes" if one.accepted else "no") if ranked else "", one.instead if ranked else "",
+        ("; ".join(one.refused) or "no") if ranked else "",
     )  # fmt: skip
 
 
 def summary(rows: Sequence[Judgement]) -> list[str]:
     """The figures beside their targets."""
     number = len(rows)
-    fit, accepted = sum(row.fits for row in rows), sum(row.accepted for row in rows)
-    refused = sum(bool(row.refused) for row in rows)
+    searched = [row for row in rows if row.instead != "not searched"]
+    fit, accepted = sum(row.fits for row in rows), sum(row.accepted for row in searched)
+    refused = sum(bool(row.refused) for row in searched)
     return [
         f"{fit} of {number} fit ({fit / number:.0%}; target {FIT:.0%}).",
-        f"{accepted} of {number} are in the first {FIRST:.0%}, or within {NEAR:.0%} of the first row's time "
-        f"({accepted / number:.0%}; target {AMONG_FIRST:.0%}).",
+        f"{accepted} of {len(searched)} that are searched are in the first {FIRST:.0%}, or within {NEAR:.0%} of the first row's time "
+        f"({accepted / max(1, len(searched)):.0%}; target {AMONG_FIRST:.0%}).",
         f"{refused} first rows would be refused (target 0).",
     ]
 
@@ -246,13 +254,14 @@ def page(rows: Sequence[Judgement]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("expert_acceptance.py", __doc__)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="print the rows whose name starts with one of these")
+    parser.add_argument("--slow", action="store_true", help="search those too whose search takes long")
     args = parser.parse_args(argv)
     rows = []
     for layout in published():
         if args.only and not layout.name.startswith(tuple(args.only)):
             continue
         started = perf_counter()
-        rows.append(judged(layout))
+        rows.append(judged(layout, slow=args.slow))
         print(f"{' | '.join(_cells(rows[-1]))} [{perf_counter() - started:.0f} s]", file=sys.stderr, flush=True)
     if args.only:
         print("\n".join(summary(rows)) if rows else "no layout is called so")
