@@ -1,0 +1,114 @@
+"""What an expert would refuse to queue, as rules about the first row of a search.
+
+They are about layouts, not about predicted times: most hold whatever the time model says. ``refusals`` asks all of them
+(``scripts/expert_acceptance.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from bridge_memory.plan.found import Found, Row
+from bridge_memory.spec.limits import limits_of
+from bridge_memory.speed.megatron.step_time import StepTime
+
+#: Experts from which on nobody keeps all of them on every rank.
+MANY_EXPERTS = 64
+#: Step time that an expert gives for a run without full recomputation.
+WITHOUT_FULL = 0.05
+#: Tokens of a sequence on a rank that context parallelism should leave, and columns of the hidden size that tensor
+#: parallelism should.
+LEAST_TOKENS, LEAST_COLUMNS = 1024, 256
+#: Other choices that are looked at, the fastest first.
+LOOKED_FOR = 2000
+
+
+class Judged(NamedTuple):
+    """A first row, and what stands beside it."""
+
+    row: Row[StepTime]
+    found: Found
+    #: GPUs that reach each other by NVLink.
+    domain: int
+
+    def others(self) -> Iterator[Row[StepTime]]:
+        """The fastest row of each choice."""
+        return islice(self.found.rows.choices(), LOOKED_FOR)
+
+    def keeps(self, row: Row[StepTime]) -> bool:
+        """Whether a row leaves the reserve."""
+        return self.found.keeps is None or self.found.keeps(row)
+
+
+class Rule(NamedTuple):
+    """One rule: its name, and why it refuses a row; None where it does not."""
+
+    name: str
+    reason: Callable[[Judged], str | None]
+
+
+def _tensor_parallelism(judged: Judged) -> str | None:
+    tp, domain = judged.row.run.parallel.tp, judged.domain
+    return f"TP {tp} goes beyond an NVLink domain of {domain} GPUs" if tp > domain else None
+
+
+def _expert_parallelism(judged: Judged) -> str | None:
+    run = judged.row.run
+    experts = limits_of(run.model).experts_gcd
+    if experts < MANY_EXPERTS or run.parallel.ep > 1:
+        return None
+    other = next((row for row in judged.others() if row.run.parallel.ep > 1 and judged.keeps(row)), None)
+    return other and f"EP 1 for {experts} experts, where EP {other.run.parallel.ep} fits"
+
+
+def _full_recomputation(judged: Judged) -> str | None:
+    row = judged.row
+    if row.run.recompute.granularity != "full":
+        return None
+    for other in judged.others():
+        slower = other.time.seconds / row.time.seconds - 1
+        if slower > WITHOUT_FULL:
+            return None
+        if other.run.recompute.granularity != "full" and judged.keeps(other):
+            return f"full recomputation, where a layout without it fits at {slower:+.1%}"
+    return None
+
+
+def _reserve(judged: Judged) -> str | None:
+    return None if judged.keeps(judged.row) else "less is left than the reserve"
+
+
+def _microbatches(judged: Judged) -> str | None:
+    run = judged.row.run
+    number, pp = run.num_microbatches, run.parallel.pp
+    return f"{number} microbatches for {pp} pipeline stages" if number < pp else None
+
+
+def _short_sequences(judged: Judged) -> str | None:
+    run = judged.row.run
+    cp, tokens = run.parallel.cp, run.batch.seq_length // run.parallel.cp
+    return f"CP {cp} leaves {tokens} tokens of a sequence" if cp > 1 and tokens < LEAST_TOKENS else None
+
+
+def _narrow_products(judged: Judged) -> str | None:
+    run = judged.row.run
+    tp, columns = run.parallel.tp, run.model.hidden_size // run.parallel.tp
+    return f"TP {tp} leaves {columns} columns of the hidden size" if tp > 1 and columns < LEAST_COLUMNS else None
+
+
+RULES = (
+    Rule("tensor parallelism stays inside of the NVLink domain", _tensor_parallelism),
+    Rule(f"no EP 1 for {MANY_EXPERTS} experts and more where a larger EP fits", _expert_parallelism),
+    Rule(f"no full recomputation where less of it fits at {WITHOUT_FULL:.0%} more time", _full_recomputation),
+    Rule("the reserve is kept", _reserve),
+    Rule("as many microbatches as pipeline stages", _microbatches),
+    Rule(f"context parallelism leaves {LEAST_TOKENS} tokens of a sequence", _short_sequences),
+    Rule(f"tensor parallelism leaves {LEAST_COLUMNS} columns of the hidden size", _narrow_products),
+)
+
+
+def refusals(judged: Judged) -> tuple[str, ...]:
+    """Why an expert would refuse a first row; none: he would queue it."""
+    return tuple([reason for rule in RULES if (reason := rule.reason(judged))])
