@@ -49,6 +49,9 @@ class Verdict(str, Enum):
         return self.value
 
 
+BEST_FIRST = (Verdict.FITS, Verdict.TIGHT, Verdict.UNKNOWN, Verdict.DOES_NOT_FIT)
+
+
 @dataclass(frozen=True, slots=True)
 class PeakBand:
     """The band of a predicted peak, bytes; ``low`` to ``of``: the ``evidence.Band`` that it is made of."""

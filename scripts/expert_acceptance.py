@@ -235,8 +235,8 @@ def summary(rows: Sequence[Judgement]) -> list[str]:
     refused = sum(bool(row.refused) for row in searched)
     return [
         f"{fit} of {number} fit ({fit / number:.0%}; target {FIT:.0%}).",
-        f"{accepted} of {len(searched)} that are searched are in the first {FIRST:.0%}, or within {NEAR:.0%} of the first row's time "
-        f"({accepted / max(1, len(searched)):.0%}; target {AMONG_FIRST:.0%}).",
+        f"{accepted} of {len(searched)} that are searched are in the first {FIRST:.0%}, or within {NEAR:.0%} of the "
+        f"first row's time ({accepted / max(1, len(searched)):.0%}; target {AMONG_FIRST:.0%}).",
         f"{refused} first rows would be refused (target 0).",
     ]
 

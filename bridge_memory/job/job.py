@@ -8,7 +8,7 @@ context, communicators that a collective has opened, and buffers of libraries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.unmodelled import Unmodelled, bounds
-from bridge_memory.verdict import Fit, MemoryLimit, Verdict, reserved_bytes, within
+from bridge_memory.verdict import BEST_FIRST, Fit, MemoryLimit, Verdict, reserved_bytes, within
 
 SCHEMA = "bridge-memory/job/1"
 _FIRST = (StepPhase.FIRST_FORWARD, StepPhase.FIRST_BACKWARD, StepPhase.STEP)
@@ -177,6 +177,12 @@ def jobs_of(result: Estimate, fits: Sequence[Fit], host_bytes: int | None = None
             by_arch[fit.gpu_arch] = estimate(result.run.with_(implementation=implementation))
         found.append(job_of(by_arch[fit.gpu_arch], find_gpu(fit.gpu), host_bytes, replay=replay))
     return found
+
+
+def worse_jobs(jobs: Iterable[Job], fits: Iterable[Fit]) -> list[Job]:
+    """The jobs that are worse than their step, which ``fits`` judges, on the same GPU."""
+    step = {fit.gpu: BEST_FIRST.index(fit.verdict) for fit in fits}
+    return [job for job in jobs if BEST_FIRST.index(job.verdict) > step[job.gpu.name]]
 
 
 def job_steps(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from bridge_memory.decisive import decisive
@@ -14,7 +14,7 @@ from bridge_memory.report.summary import configuration, host_place
 from bridge_memory.report.units import coarser, format_bytes, format_ticks, ticks
 from bridge_memory.residual import percent
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate
-from bridge_memory.verdict import Fit, PeakBand, Verdict, answer, peak_band, verdict_of
+from bridge_memory.verdict import BEST_FIRST, Fit, PeakBand, Verdict, answer, peak_band, verdict_of
 
 if TYPE_CHECKING:
     from bridge_memory.job.job import Job
@@ -42,7 +42,11 @@ def answer_of(
 ) -> Answer:
     """``unit``: a name of ``units.UNITS``; ``fix``: a change that makes the run fit, in words, appended to the line;
     ``jobs``: the whole job on GPUs of ``fits``, which is the answer where it is worse than that of the step."""
-    worse = {job.gpu.name: job for job in worse_jobs(jobs, fits)}
+    worse: dict[str, Job] = {}
+    if jobs:
+        from bridge_memory.job.job import worse_jobs
+
+        worse = {job.gpu.name: job for job in worse_jobs(jobs, fits)}
     verdicts = {fit.gpu: worse[fit.gpu].verdict if fit.gpu in worse else fit.verdict for fit in fits}
     verdict = answer(verdicts.values())
     if len(fits) == 1:
@@ -56,7 +60,7 @@ def answer_of(
         words = _one_gpu(result, fits[0], unit)
     else:
         by_verdict = []
-        for one in _BEST_FIRST:
+        for one in BEST_FIRST:
             named = [
                 _among_several(result, fit, unit, len(fits) <= _WITH_BYTES, worse.get(fit.gpu))
                 for fit in fits if verdicts[fit.gpu] is one
@@ -76,12 +80,6 @@ def answer_of(
 
         words = f"{worse_than_step(worse[fits[0].gpu], unit)}; the step alone: {words}"
     return Answer(verdict, words, evidence, band, _band_words(result, band, unit))
-
-
-def worse_jobs(jobs: Iterable[Job], fits: Iterable[Fit]) -> list[Job]:
-    """The jobs that are worse than their step, which ``fits`` judges, on the same GPU."""
-    step = {fit.gpu: _BEST_FIRST.index(fit.verdict) for fit in fits}
-    return [job for job in jobs if _BEST_FIRST.index(job.verdict) > step[job.gpu.name]]
 
 
 def _band_words(result: Estimate, band: PeakBand | None, unit: str) -> str:
@@ -106,9 +104,6 @@ def brief(result: Estimate, fits: Sequence[Fit], answer: Answer, unit: str = "Gi
     band = [] if answer.band is None else [f"90% band {_span(answer.band, unit)}"]
     releases = of_releases(decisive(result), unit)
     return "; ".join((answer.words, *peak, *band, about["precision"], about["releases"], *releases))
-
-
-_BEST_FIRST = (Verdict.FITS, Verdict.TIGHT, Verdict.UNKNOWN, Verdict.DOES_NOT_FIT)
 
 
 def peak_words(result: Estimate, unit: str = "GiB") -> str:

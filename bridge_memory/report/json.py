@@ -58,11 +58,15 @@ def estimate_to_json(
 
 
 def _verdict(result: Estimate, fits: Sequence[Fit], fix: str, jobs: Sequence[Job]) -> dict[str, Any]:
-    from bridge_memory.report.answer import answer_of, worse_jobs
+    from bridge_memory.report.answer import answer_of
     from bridge_memory.verdict import Verdict
 
     found = answer_of(result, fits, fix=fix, jobs=jobs)
-    worse = {job.gpu.name: job for job in worse_jobs(jobs, fits)}
+    worse: dict[str, Job] = {}
+    if jobs:
+        from bridge_memory.job.job import worse_jobs
+
+        worse = {job.gpu.name: job for job in worse_jobs(jobs, fits)}
 
     def of(verdict: Verdict) -> list[str]:
         return [fit.gpu for fit in fits if (worse.get(fit.gpu) or fit).verdict is verdict]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bridge_memory.job.job import Job, PhaseMemory
+from bridge_memory.job.job import Job, PhaseMemory, worse_jobs
 from bridge_memory.outside.amount import Range, total
 from bridge_memory.outside.phase import Phase
 from bridge_memory.report.document import Block, Column, Grid, Words
@@ -101,8 +101,6 @@ def job_table(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdi
 def phases_data(job: Job, fits: Sequence[Fit], unit: str = "GiB") -> dict[str, Any]:
     """What a page draws of a job, by ``$defs/job`` of ``page.schema.json``: bytes, and the texts of ``job_blocks``;
     ``fits``: of the step, whose verdict the job's replaces where it is worse."""
-    from bridge_memory.report.answer import worse_jobs
-
     table, capacity = job_table(job, unit, step=fits[0].verdict), job.gpu.capacity_bytes
     assert table.emphasis is not None
     return {

@@ -18,10 +18,10 @@ from bridge_memory.cards.rows import GPUS, common_gpus
 from bridge_memory.emit.formats import texts_of
 from bridge_memory.emit.megatron import estimate_command
 from bridge_memory.estimation import Estimate, estimate
-from bridge_memory.job.job import Job, job_steps, jobs_of
+from bridge_memory.job.job import Job, job_steps, jobs_of, worse_jobs
 from bridge_memory.plan.changes import Effect, WhatIf, changes, makes_it_fit, to_try_first
 from bridge_memory.readers import list_presets, resolve_model
-from bridge_memory.report.answer import answer_of, worse_jobs
+from bridge_memory.report.answer import answer_of
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.page.data import timeline_data, treemap_data
 from bridge_memory.report.page.one_file import estimate_page

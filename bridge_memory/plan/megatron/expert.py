@@ -60,7 +60,7 @@ def _expert_parallelism(judged: Judged) -> str | None:
     if experts < MANY_EXPERTS or run.parallel.ep > 1:
         return None
     other = next((row for row in judged.others() if row.run.parallel.ep > 1 and judged.keeps(row)), None)
-    return other and f"EP 1 for {experts} experts, where EP {other.run.parallel.ep} fits"
+    return None if other is None else f"EP 1 for {experts} experts, where EP {other.run.parallel.ep} fits"
 
 
 def _full_recomputation(judged: Judged) -> str | None:
