@@ -28,7 +28,8 @@ def splits(model: ModelSpec, pp: int, vpp: int, *, exhaustive: bool = False) -> 
     """Fields of a ParallelSpec that split the layers over ``pp`` stages of ``vpp`` chunks.
 
     Evenly, as Megatron does it; with embedding or loss in the place of a layer; where neither divides, for powers of
-    two of ``vpp``, or ``exhaustive``, as even a layout string as there is, the last chunk lighter for the head.
+    two of ``vpp``, or ``exhaustive``, as even a layout string as there is, the last chunk lighter by as many layers as
+    it has MTP depths, and by one more for the head.
     """
     layers, chunks = model.num_layers, pp * vpp
     if pp == 1:
@@ -42,8 +43,9 @@ def splits(model: ModelSpec, pp: int, vpp: int, *, exhaustive: bool = False) -> 
                 yield {name: True for name, is_on in zip(_ENDS, on, strict=True) if is_on}
     whole = any((layers + n) % chunks == 0 for n in (0, 1, 2))
     if (exhaustive or not (whole or vpp & (vpp - 1))) and layers >= chunks - 1 and not model.hybrid:
-        for light in (0, 1, 2) if exhaustive else (0, 1):
-            text = balanced_layout(layers, model.mtp_num_layers, chunks, light)
+        depths = model.mtp_num_layers
+        for light in range(depths + 3) if exhaustive else (depths, depths + 1):
+            text = balanced_layout(layers, depths, chunks, light)
             if text:
                 yield {"pipeline_model_parallel_layout": text}
     if model.hybrid and layers % chunks:
