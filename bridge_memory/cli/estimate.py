@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from bridge_memory.arguments.flags import add_run_arguments, number
 from bridge_memory.arguments.run import run_on_gpus
+from bridge_memory.cli.garbage import few_collections
 from bridge_memory.cli.output import USUAL, add_output_arguments
 from bridge_memory.components import GIB
 from bridge_memory.releases import known_releases, nearest_known, release_words
@@ -70,6 +71,11 @@ def _check_release(text: str | None) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Estimate and print. Returns the exit code."""
+    with few_collections():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from bridge_memory.emit.fixes import try_first
     from bridge_memory.estimation import estimate
     from bridge_memory.report.units import check_unit
