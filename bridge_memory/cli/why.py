@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     gpu = None if args.gpu is None else find_gpu(args.gpu)
     name = args.failure
-    found = why_file("/dev/stdin" if name == "-" else name, given_run(args), gpu)
+    found = why_file(name, given_run(args), gpu, world_size=getattr(args, "parallel.world_size", None))
     if args.json:
         print(json.dumps(found.as_json(), indent=2))
     else:
@@ -58,17 +58,9 @@ def why_blocks(found: Why, name: str) -> Iterator[Block]:
         lines = tuple(f"{x.cause}{'' if x.sure else ' (likely)'}: {x.words}" for x in found.findings[1:])
         yield Bullets("Also", lines)
     if found.remedies:
-        rows = tuple(
-            (str(i), r.do, r.frees, r.costs, {True: "yes", False: "not alone", None: "?"}[r.fits])
-            for i, r in enumerate(found.remedies, 1)
-        )
-        columns = (
-            Column("#"), Column("do", words=True), Column("frees", words=True), Column("costs", words=True),
-            Column("step fits", words=True),
-        )  # fmt: skip
-        if all(r.fits is None for r in found.remedies):
-            rows, columns = tuple(row[:4] for row in rows), columns[:4]
-        yield Grid(f"Do first, in the words of {found.trainer}", columns, rows)
+        fits = {True: "; the step then fits", False: "; not enough alone", None: ""}
+        lines = tuple(f"{r.do}: frees {r.frees}, costs {r.costs}{fits[r.fits]}" for r in found.remedies)
+        yield Bullets(f"Do first, in the words of {found.trainer}", lines)
     table = _table(found)
     if table is not None:
         yield table
@@ -81,8 +73,9 @@ def why_blocks(found: Why, name: str) -> Iterator[Block]:
 def _where(found: Why, name: str) -> str:
     """"rank 5, backward, after step 12: torch's allocator; line 7 of train.log; 8 ranks failed"."""
     e = found.event
-    parts = [f"rank {e.rank}" if e.rank is not None else "", e.place, f"after step {e.step}" if e.step is not None else ""]
-    place = ", ".join(filter(None, parts))
+    rank = f"rank {e.rank}" if e.rank is not None else ""
+    step = f"after step {e.step}" if e.step is not None else ""
+    place = ", ".join(filter(None, (rank, e.place, step)))
     line = f"line {e.number} of {name}" if e.number else name
     more = [f"{len(found.ranks)} ranks failed"] if len(found.ranks) > 1 else []
     if found.retries:
@@ -129,7 +122,8 @@ def _table(found: Why) -> Grid | None:
         rows.insert(at, ("  measured", *measured))
     of = f", stage {found.stage}" if len(found.job.stages) > 1 else ""
     assert found.run is not None
-    title = f"{found.run.model.name}{of} on {found.gpu.name}, by {found.source}, GiB of {_gib(found.gpu.capacity_bytes)}"
+    whole = _gib(found.gpu.capacity_bytes)
+    title = f"{found.run.model.name}{of} on {found.gpu.name}, by {found.source}, GiB of {whole}"
     notes = ("needed: allocated and what it asked for, the least that the run takes; phases are predicted",)
     return Grid(title, columns, tuple(rows), emphasis, notes)
 

@@ -44,7 +44,13 @@ class Cause(str, Enum):
 
 
 class Finding(NamedTuple):
-    """``sure``: the text or the figures prove it."""
+    """A cause with its evidence. ``sure``: the text or the figures prove it.
+
+    Example:
+        >>> from bridge_memory import why
+        >>> why("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.\\n").findings[0].words
+        'memory of the host, not of a GPU'
+    """
 
     cause: Cause
     sure: bool
@@ -52,8 +58,12 @@ class Finding(NamedTuple):
 
 
 class Known(NamedTuple):
-    """All that causes are told by. ``peaks``: the highest allocated memory of other ranks in the text, by rank;
-    ``job``: of the run on its card, and ``phase``: that of it in which it failed, on the rank's stage."""
+    """All that causes are told by.
+
+    ``peaks``: the highest allocated memory of other ranks in the text, by rank; ``job``: of the run on its card, and
+    ``phase``: that of it in which it failed, on the rank's stage; ``above``: the share by which measured peaks of such
+    runs may be higher.
+    """
 
     failures: Failures
     event: Event
@@ -62,6 +72,12 @@ class Known(NamedTuple):
     gpu: Gpu | None
     job: Job | None
     phase: PhaseMemory | None
+    above: float = 0.0
+
+    @property
+    def most(self) -> int | None:
+        """Bytes of torch that are predicted at most for the phase; None: not known."""
+        return None if self.phase is None else total(self.phase.allocated).most
 
 
 def gib(nbytes: float) -> str:
@@ -133,8 +149,8 @@ def _others(others: Sequence[tuple[int, int]], missing: int) -> str:
     sizes = [nbytes for _, nbytes in others]
     if len(others) > 1 and max(sizes) < 1.5 * min(sizes) and max(sizes) < 2 * GIB:
         return (
-            f"{len(others)} other processes hold {gib(min(sizes))} to {gib(max(sizes))} each on this GPU, {gib(whole)} in "
-            "all: as other ranks of the job do whose context is on the wrong GPU"
+            f"{len(others)} other processes hold {gib(min(sizes))} to {gib(max(sizes))} each on this GPU, {gib(whole)} "
+            "in all: as other ranks of the job do whose context is on the wrong GPU"
         )
     named = ", ".join(f"{pid} ({gib(nbytes)})" for pid, nbytes in others[:3])
     return f"process{'es' * (len(others) > 1)} {named} on the same GPU; {gib(missing)} were missing"
@@ -179,7 +195,7 @@ def _imbalance(known: Known, missing: int) -> Finding | None:
 
 def _as_predicted(known: Known) -> bool:
     needed = known.event.figures.needed
-    return known.phase is not None and needed is not None and needed <= total(known.phase.allocated).most
+    return known.most is not None and needed is not None and needed <= known.most * (1 + known.above)
 
 
 def _too_large(known: Known) -> str:
@@ -191,10 +207,10 @@ def _too_large(known: Known) -> str:
         words += f", and {gib(f.outside)} outside of PyTorch"
     words += f", of {gib(f.total)}"
     words += f": {gib(-rest)} too much" if rest < 0 else f"; {gib(f.missing)} were missing"
-    if known.phase is None:
+    most = known.most
+    if known.phase is None or most is None:
         return words
-    most = total(known.phase.allocated).most
-    if f.needed > most:
+    if not _as_predicted(known):
         return (
             f"{words}; {gib(most)} are predicted for {known.phase.phase}, {gib(f.needed - most)} less: something is "
             "larger than in this configuration, or is not counted"
@@ -268,10 +284,10 @@ def _not_memory(line: str) -> str:
     return "a kernel reached outside of its data, or an index was out of range: no lack of memory"
 
 
-def place_of(event: Event, steps: bool) -> Phase:
-    """The phase of a job in which it failed. ``steps``: whether the text holds steps at all."""
+def place_of(event: Event, from_the_start: bool) -> Phase:
+    """The phase of a job in which it failed. ``from_the_start``: whether the text would show steps before it."""
     if event.phase is not None:
         return event.phase
-    if event.step is not None:
-        return Phase.FIRST_STEP if event.step < 1 else Phase.TRAINING
-    return Phase.TRAINING if steps or not event.place else Phase.FIRST_STEP
+    if event.step is None:
+        return Phase.FIRST_STEP if from_the_start and event.place else Phase.TRAINING
+    return Phase.TRAINING if event.step else Phase.FIRST_STEP

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-from bridge_memory.cards.gpu import Gpu
 from bridge_memory.emit.bridge import bridge_overrides
 from bridge_memory.emit.fixes import flag_words
 from bridge_memory.emit.torch import deepspeed_config, torchtitan_config, trainer_arguments
@@ -25,8 +24,14 @@ MOST = 3
 
 
 class Remedy(NamedTuple):
-    """``do``: what to set or type; ``frees_bytes``: None where it cannot be counted, which ``frees`` then says in
-    words; ``fits``: whether the step is predicted to fit with it; None: not known."""
+    """A thing to do. ``do``: what to set or type; ``frees_bytes``: None where it cannot be counted, which ``frees`` then
+    says in words; ``fits``: whether the step is predicted to fit with it; None: not known.
+
+    Example:
+        >>> from bridge_memory import why
+        >>> why("RuntimeError: DataLoader worker is killed by signal: Bus error.\\n").remedies[1].costs
+        'slower loading'
+    """
 
     do: str
     frees: str
@@ -44,7 +49,8 @@ def remedies(
         out += _BY_CAUSE.get(finding.cause, _none)(known, trainer, text)
     needs_less = {Cause.TOO_LARGE, Cause.OUTSIDE, Cause.IMBALANCE, Cause.NO_ROOM, Cause.FRAGMENTED, Cause.REQUEST}
     if needs_less & {finding.cause for finding in found}:
-        out += _of_run(known, run, trainer) if run is not None and known.gpu is not None else _in_general(known, trainer)
+        counted = run is not None and known.gpu is not None
+        out += _of_run(known, run, trainer) if counted and run is not None else _in_general(known, trainer)
     first: dict[str, Remedy] = {}
     for one in out:
         first.setdefault(one.do, one)
@@ -151,17 +157,18 @@ def _imbalance(known: Known, trainer: Trainer, text: str) -> Iterator[Remedy]:
     words = {
         Trainer.MEGATRON: "--moe-expert-capacity-factor 1.25, or a higher --moe-aux-loss-coeff",
         Trainer.BRIDGE: "model.moe_expert_capacity_factor=1.25, or a higher model.moe_aux_loss_coeff",
-    }.get(trainer, "of experts: a capacity factor or a stronger balancing loss; of data: batches by tokens, not sequences")
+    }.get(
+        trainer, "of experts: a capacity factor or a stronger balancing loss; of data: batches by tokens, not sequences"
+    )
     if run is not None and run.overload is None:
         words = "batches of equal numbers of tokens on every rank: routing does not change this run's memory"
     yield Remedy(words, "the difference between ranks", "dropped tokens, with a capacity")
 
 
 def _rollout(known: Known, trainer: Trainer, text: str) -> Iterator[Remedy]:
-    verl = trainer is Trainer.VERL
-    names = ("actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.max_model_len") if verl else (
-        "--gpu-memory-utilization (SGLang: --mem-fraction-static)", "--max-model-len"
-    )  # fmt: skip
+    names = "--gpu-memory-utilization (SGLang: --mem-fraction-static)", "--max-model-len"
+    if trainer is Trainer.VERL:
+        names = "actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.max_model_len"
     if "less than desired" in known.event.line:
         yield Remedy(f"lower {names[0]}", "the share that is not there", "fewer sequences at a time")
         yield Remedy(
@@ -169,7 +176,7 @@ def _rollout(known: Known, trainer: Trainer, text: str) -> Iterator[Remedy]:
             "what the trainer holds", "copies over PCIe in every step",
         )
         return
-    yield Remedy(f"raise {names[0]}, if the GPU has room", "KV cache, as much as is given", "memory of training beside it")
+    yield Remedy(f"raise {names[0]}, if the GPU has room", "KV cache, as much as is given", "memory of training")
     yield Remedy(f"lower {names[1]} to the longest sequence in use", "KV cache, in proportion", "shorter sequences")
 
 
@@ -182,9 +189,11 @@ def _host(known: Known, trainer: Trainer, text: str) -> Iterator[Remedy]:
     if known.event.kind is Kind.SIGKILL:
         yield Remedy("dmesg -T | grep -i 'killed process'; docker inspect or kubectl describe pod: OOMKilled?",
                      "says whether it was memory", "nothing")  # fmt: skip
-    yield Remedy("more memory for the job: --mem of Slurm, the container's limit", "as much as is given", "nodes with it")
+    yield Remedy(
+        "more memory for the job: --mem of Slurm, the container's limit", "as much as is given", "nodes with it"
+    )
     job = known.job
-    offloads = [] if job is None else [part for part in job.host.rank if part.name not in ("",) and part.most > 1 << 30]
+    offloads = [] if job is None else [part for part in job.host.rank if part.most > 1 << 30]
     if offloads:
         largest = max(offloads, key=lambda part: part.most)
         yield Remedy(f"less of: {largest.name}", f"{gib(largest.most)} a rank", "GPU memory, if it is an offload",
@@ -223,9 +232,9 @@ def _of_run(known: Known, run: RunSpec, trainer: Trainer) -> list[Remedy]:
 
 def _cost(effect: Effect) -> str:
     if effect.slowdown is None:
-        return "time not known"
+        return "a time that is not known"
     percent = round(100 * (effect.slowdown - 1))
-    return f"{abs(percent)}% {'slower' if percent > 0 else 'faster'}" if percent else "as fast"
+    return f"{percent}% more time" if percent > 0 else f"nothing, {-percent}% less time" if percent else "nothing"
 
 
 def said(effect: Effect, run: RunSpec, trainer: Trainer) -> str:

@@ -58,14 +58,14 @@ _NAMED = (
 _MOST_LINES = 20_000
 
 
-def printed_in(text: str) -> Printed:
-    """The run of a text, as far as it says one."""
+def printed_in(text: str, world_size: int | None = None) -> Printed:
+    """The run of a text, as far as it says one. ``world_size``: GPUs of the job, where it does not say."""
     named = next((who for who, marks in _NAMED if any(mark in text for mark in marks)), Trainer.TORCH)
     for mark, trainer, source, read in _READERS:
         if mark not in text:
             continue
         try:
-            found = read(text)
+            found = read(text, world_size)
         except SpecError as error:
             return Printed(trainer, None, source, str(error))
         if found is not None:
@@ -73,7 +73,7 @@ def printed_in(text: str) -> Printed:
     return Printed(named, None, "")
 
 
-def _megatron(text: str) -> RunSpec | None:
+def _megatron(text: str, world_size: int | None) -> RunSpec | None:
     lines = [bare(line) for line in _from(text, "arguments ------")]
     return None if arguments_in(lines) is None else run_printed_in("the log", lines)
 
@@ -87,7 +87,7 @@ def _from(text: str, mark: str) -> Sequence[str]:
 _YAML_LINE = re.compile(r"^(?:\s*(?:- )?[A-Za-z_][\w.]*:(?:\s.*)?|\s+\S.*|\s*- .*|\s*)$")
 
 
-def _bridge(text: str) -> RunSpec | None:
+def _bridge(text: str, world_size: int | None) -> RunSpec | None:
     """The YAML around ``_target_: ...ConfigContainer``, which is one of its first lines or its last."""
     from bridge_memory.readers.config_container import run_from_config_container
     from bridge_memory.readers.container_file import container_of_table
@@ -103,15 +103,26 @@ def _bridge(text: str) -> RunSpec | None:
     while last < min(len(lines) - 1, at + _MOST_LINES) and _YAML_LINE.match(lines[last + 1]):
         last += 1
     table = table_of("\n".join(lines[first : last + 1]), "the container in the log")
-    return run_from_config_container(container_of_table(table, "the container in the log"))
+    return run_from_config_container(
+        container_of_table(table, "the container in the log"), world_size=world_size or _world(text)
+    )
 
 
-def _torchtitan(text: str) -> RunSpec | None:
+def _torchtitan(text: str, world_size: int | None) -> RunSpec | None:
     """The JSON after "Running with configs:"."""
     from bridge_memory.readers.engines.run import run_from_torchtitan
 
     table = _braced(text, "Running with configs:", parse_json)
-    return None if table is None else run_from_torchtitan(table, world_size=_world_of_torchtitan(text))
+    return None if table is None else run_from_torchtitan(table, world_size=world_size or _world_of_torchtitan(text))
+
+
+#: As launchers, torch and trainers print it.
+_WORLD = re.compile(r"(?i)\bworld[_ ]size\W{1,4}(\d{1,7})\b")
+
+
+def _world(text: str) -> int | None:
+    found = _WORLD.search(text)
+    return None if found is None else int(found[1]) or None
 
 
 #: Sizes of a mesh whose product is the number of GPUs, as torchtitan names them; and the list of earlier releases.
@@ -128,7 +139,7 @@ def _world_of_torchtitan(text: str) -> int | None:
     return prod(int(size) for size in sizes) if sizes else None
 
 
-def _verl(text: str) -> RunSpec | None:
+def _verl(text: str, world_size: int | None) -> RunSpec | None:
     from bridge_memory.readers.verl import run_from_verl
 
     table = _braced(text, "{'actor_rollout_ref'", ast.literal_eval)
@@ -157,7 +168,7 @@ def _braced(text: str, mark: str, parse: Callable[[str], Any]) -> dict[str, Any]
     return value if isinstance(value, dict) else None
 
 
-_READERS: tuple[tuple[str, Trainer, str, Callable[[str], RunSpec | None]], ...] = (
+_READERS: tuple[tuple[str, Trainer, str, Callable[[str, int | None], RunSpec | None]], ...] = (
     ("arguments ------", Trainer.MEGATRON, "the arguments that Megatron-LM printed", _megatron),
     ("ConfigContainer", Trainer.BRIDGE, "the container that Megatron Bridge printed", _bridge),
     ("Running with configs:", Trainer.TORCHTITAN, "the configuration that torchtitan printed", _torchtitan),

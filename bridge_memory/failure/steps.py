@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from bridge_memory.calibration import journal
@@ -120,7 +121,7 @@ def growth(series: Series) -> Growth | None:
     total = points[-1][1] - points[0][1]
     if total <= max(_DIGITS * series.digit, _SHARE * points[-1][1]):
         return None
-    rises = sum(b[1] > a[1] for a, b in zip(points, points[1:], strict=False))
+    rises = sum(b[1] > a[1] for a, b in pairwise(points))
     middle = points[len(points) // 2][1]
     if rises < _RISING * (len(points) - 1) or points[-1][1] - middle < _SECOND_HALF * total:
         return None

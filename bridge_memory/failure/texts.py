@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bridge_memory.outside.phase import Phase
 
@@ -123,7 +123,8 @@ _PRIVATE = re.compile(rf"with {_NUMBER} allocated in private pools")
 _UNALLOCATED = re.compile(rf"and {_NUMBER} is reserved by PyTorch but unallocated")
 _ASYNC = {
     "allocated": re.compile(rf"Currently allocated\s*: {_NUMBER}"), "tried": re.compile(rf"Requested\s*: {_NUMBER}"),
-    "total": re.compile(rf"Device limit\s*: {_NUMBER}"), "free": re.compile(rf"Free \(according to CUDA\)\s*: {_NUMBER}"),
+    "total": re.compile(rf"Device limit\s*: {_NUMBER}"),
+    "free": re.compile(rf"Free \(according to CUDA\)\s*: {_NUMBER}"),
 }  # fmt: skip
 _CALLOC = re.compile(r"Failed to CUDA [cm]alloc(?: async)? (\d{1,18}) bytes")
 _CPU = re.compile(r"you tried to allocate (\d{1,18}) bytes")
@@ -131,7 +132,9 @@ _CPU = re.compile(r"you tried to allocate (\d{1,18}) bytes")
 _RANK = re.compile(r"\[rank(\d{1,9})\]|\[Rank (\d{1,9})\]|\brank[=:]\s?(\d{1,9})\b|^(\d{1,6}): ")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 #: What launchers put before a line.
-_PREFIX = re.compile(r"^(?:\[rank\d+\]:|\[default\d+\]:|\d{1,6}: |\((?:\w+ )?(?:rank=\d+ )?pid=\d+(?:, ip=[\d.]+)?\))[ \t]?")
+_PREFIX = re.compile(
+    r"^(?:\[(?:rank|default)\d+\]: ?|\d{1,6}: |\((?:\w+ )?(?:rank=\d+ )?pid=\d+(?:, ip=[\d.]+)?\) ?)"
+)
 
 #: (what runs, a phase of the job or None for the step's, a pattern of a traceback): the first that matches decides.
 #: Innermost frames do not: a forward pass is inside evaluation, recomputation inside backward.
@@ -139,7 +142,8 @@ _PLACES: tuple[tuple[str, Phase | None, re.Pattern[str]], ...] = tuple(
     (name, phase, re.compile(pattern))
     for name, phase, pattern in (
         ("rollout", None, r"rollout|vllm/|sglang/|generate_sequences|wake_up|resume_memory_occupation"),
-        ("save", Phase.SAVE, r"save_checkpoint|save_model|save_pretrained|_save_checkpoint|dcp\.save|checkpoint\.save\("),
+        ("save", Phase.SAVE,
+         r"save_checkpoint|save_model|save_pretrained|_save_checkpoint|dcp\.save|checkpoint\.save\("),
         ("load", Phase.LOAD,
          r"load_checkpoint|from_pretrained|load_state_dict|load_hf_weights|load_weights|dcp\.load|load_model"),
         ("evaluation", Phase.EVALUATION, r"in evaluate|evaluation_loop|in validate|evaluate_and_print|in eval_step"),
@@ -221,10 +225,12 @@ class Event(NamedTuple):
     rank: int | None
     figures: Figures
     #: What ran, by the traceback: "forward", "optimizer step"; "" where there is none.
-    place: str
-    phase: Phase | None
+    place: str = ""
+    phase: Phase | None = None
     #: The last step that was printed before; None: none was.
-    step: int | None
+    step: int | None = None
+    #: Where its line begins in the text.
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +265,7 @@ def failures(text: str) -> Failures:
     counts: Counter[Kind] = Counter()
     for needle, kind in _NEEDLES:
         for at in _places(text, needle):
-            start = text.rfind("\n", 0, at) + 1
+            start = max(text.rfind("\n", 0, at) + 1, at - _AFTER)
             line = text[start : _end(text, at)]
             if start in found or not _meant(needle, kind, line, text[max(0, at - 80) : at]):
                 continue
@@ -313,17 +319,16 @@ def _once(events: list[Event]) -> Iterator[Event]:
 
 def _event(text: str, start: int, at: int, kind: Kind, number: int) -> Event:
     line = text[start : _end(text, at)]
-    rank = _rank(line)
     after = " ".join(" ".join(bare(part) for part in text[at : at + _AFTER].split("\n")).split())
-    before = text[max(0, start - _BEFORE) : start]
-    trace = _traceback(before, rank)
-    place, phase = next(
-        ((name, phase) for name, phase, pattern in _PLACES if pattern.search(trace)), ("", None)
-    ) if trace else ("", None)
-    return Event(
-        kind, bare(line).strip()[:_LINE], number, rank, _figures(after, kind), place, phase,
-        _last_step(text, start),
-    )  # fmt: skip
+    return Event(kind, bare(line).strip()[:_LINE], number, _rank(line), _figures(after, kind), start=start)
+
+
+def located(text: str, event: Event) -> Event:
+    """``event`` with its place, phase and step, which take a look back at what is before it."""
+    trace = _traceback(text[max(0, event.start - _BEFORE) : event.start], event.rank)
+    found = (one for one in _PLACES if trace and one[2].search(trace))
+    place, phase = next(((name, phase) for name, phase, _ in found), ("", None))
+    return event._replace(place=place, phase=phase, step=_last_step(text, event.start))
 
 
 #: Characters of a line that are kept.
@@ -381,7 +386,8 @@ def _figures(text: str, kind: Kind) -> Figures:
     if kind is not Kind.TORCH:
         return Figures()
     if "would exceed allowed memory" in text[:200]:
-        return Figures(**{name: _search(pattern, text[:1_500]) for name, pattern in _ASYNC.items()})
+        read: dict[str, Any] = {name: _search(pattern, text[:1_500]) for name, pattern in _ASYNC.items()}
+        return Figures(**read)
     again = text.find("Tried to allocate", 10)
     text = text[: again if again > 0 else None]
     tried = _TRIED.search(text)
@@ -398,7 +404,8 @@ def _figures(text: str, kind: Kind) -> Figures:
         size, None if card is None else int(card[1]), None if card is None else _bytes(card[2], card[3]),
         None if card is None else _bytes(card[4], card[5]), _search(_ALLOCATED, text), _search(_PRIVATE, text),
         _search(_UNALLOCATED, text), _search(_OWN, text), _search(_ALLOWED, text),
-        tuple((int(m[1]), nbytes) for m in _OTHERS.finditer(text) if (nbytes := _bytes(m[2], m[3])) is not None), absurd,
+        tuple((int(m[1]), nbytes) for m in _OTHERS.finditer(text) if (nbytes := _bytes(m[2], m[3])) is not None),
+        absurd,
     )  # fmt: skip
     return _this_process(found)
 

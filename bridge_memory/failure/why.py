@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +24,14 @@ from bridge_memory.comparison.snapshot import (
     read_snapshot,
 )
 from bridge_memory.estimation import estimate
+from bridge_memory.evidence import evidence_of
 from bridge_memory.failure.causes import Cause, Finding, Known, findings, gib, place_of
 from bridge_memory.failure.remedies import Remedy, remedies
 from bridge_memory.failure.runs import Printed, Trainer, on_generation, printed_in
 from bridge_memory.failure.steps import ALLOCATED, PEAK, Growth, Series, fastest, series_of
-from bridge_memory.failure.texts import Event, Failures, Figures, Kind, failures
+from bridge_memory.failure.texts import Event, Failures, Figures, Kind, failures, located
 from bridge_memory.files import read_bytes, text_of
 from bridge_memory.job.job import Job, PhaseMemory, job_of
-from bridge_memory.outside.amount import total
 from bridge_memory.readers.run_spec import run_from_json
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.gpus import check_computes
@@ -38,6 +39,8 @@ from bridge_memory.spec.ranks import stage_of_rank
 
 SCHEMA = "bridge-memory/why/1"
 _GIVE = "give the text of the failure, a log, a journal of MemoryReport or a memory snapshot, or - for standard input"
+#: Source of a run that no text says.
+FLAGS = "the flags"
 #: How far torch's total_memory of one card differs between drivers (``cards/rows.py``), as a share.
 _SAME_CARD = 0.006
 
@@ -48,6 +51,12 @@ class Why:
 
     ``findings``: causes, the deciding one first; ``remedies``: what to do first; ``job``: the whole job as predicted,
     None where nothing says what ran, which ``notes`` then explain; ``stage``: of the rank that failed.
+
+    Example:
+        >>> from bridge_memory import why
+        >>> found = why("RuntimeError: CUDA error: out of memory\\n")
+        >>> str(found.cause), found.job is None
+        ("no room beside torch's cache", True)
     """
 
     event: Event
@@ -119,27 +128,40 @@ class Why:
         return "\n".join(lines)
 
 
-def why_file(path: str, run: RunSpec | None = None, gpu: Gpu | None = None) -> Why:
-    """Why the job of a file failed. Raises SpecError where the file holds no failure."""
-    data = read_bytes(path, _GIVE, most_after=lambda head: MOST_OF_A_SNAPSHOT if is_snapshot(head) else MOST_OF_A_LOG)
+def why_file(
+    path: str, run: RunSpec | None = None, gpu: Gpu | None = None, *, world_size: int | None = None
+) -> Why:
+    """Why the job of a file failed; "-": of standard input. ``run``, ``gpu``, ``world_size``: as for ``why_text``.
+    Raises SpecError where the file holds no failure."""
+    if path == "-":
+        data, path = sys.stdin.buffer.read(MOST_OF_A_LOG), "standard input"
+    else:
+        data = read_bytes(path, _GIVE, most_after=_most)
     if is_snapshot(data):
         return _of_snapshot(data, path, run, gpu)
-    return why_text(text_of(data, errors="replace"), run, gpu, name=path)
+    return why_text(text_of(data, errors="replace"), run, gpu, world_size=world_size, name=path)
 
 
-def why_text(text: str, run: RunSpec | None = None, gpu: Gpu | None = None, *, name: str = "the text") -> Why:
-    """The same of a text. ``run``, ``gpu``: in place of what the text says ran, and on what."""
+def _most(head: bytes) -> int:
+    return MOST_OF_A_SNAPSHOT if is_snapshot(head) else MOST_OF_A_LOG
+
+
+def why_text(
+    text: str, run: RunSpec | None = None, gpu: Gpu | None = None, *, world_size: int | None = None,
+    name: str = "the text",
+) -> Why:  # fmt: skip
+    """The same of a text. ``run``, ``gpu``: in place of what the text says ran, and on what; ``world_size``: GPUs of
+    the job, where the text does not say."""
     found = failures(text)
     event = found.root
     lines = text.splitlines()
     every = series_of(lines)
-    if event is None:
-        event = _of_figures(every)
+    event = _of_figures(every) if event is None else located(text, event)
     if event is None:
         raise SpecError(f"{name} holds no failure of memory that is known here; {_GIVE}")
-    printed = Printed(Trainer.TORCH, run, "") if run is not None else _of_journal(lines) or printed_in(text)
+    printed = Printed(Trainer.TORCH, run, "") if run is not None else _of_journal(lines) or printed_in(text, world_size)
     if run is not None:
-        printed = printed_in(text)._replace(run=run, source="the flags", why_not="")
+        printed = printed_in(text)._replace(run=run, source=FLAGS, why_not="")
     latest = {m.rank: m.max_allocated for m in latest_of_each_rank(lines) if m.max_allocated is not None}
     for one in found.events:
         if one.rank is not None and one.figures.allocated is not None:
@@ -172,7 +194,7 @@ def _diagnosed(
             "the text does not say what ran: add MODEL and its flags (or --megatron-args, --container, ...) for what "
             "was predicted, and what each change frees"
         )
-    where = place_of(event, bool(every) or event.step is not None)
+    where = place_of(event, printed.run is not None and printed.source not in ("", FLAGS))
     phase = None
     if job is not None:
         phase = next((one for one in job.stages[stage] if one.phase is where), None)
@@ -180,7 +202,8 @@ def _diagnosed(
             notes.append(f"the text does not name the rank: compared with stage {stage}, the fullest")
     peers = {rank: peak for rank, peak in latest.items() if _same_stage(run, rank, stage)}
     growth = fastest(every)
-    known = Known(found, event, growth, peers, gpu, job, phase)
+    above = 0.0 if run is None or gpu is None else evidence_of(run, gpu).above
+    known = Known(found, event, growth, peers, gpu, job, phase, above)
     causes = findings(known)
     return Why(
         event, causes, remedies(known, causes, printed.trainer, run if job is not None else None, text),
@@ -216,7 +239,8 @@ def _card(text: str, capacity: int | None, run: RunSpec | None) -> tuple[Gpu | N
         return None, f"no known card has {gib(capacity)}: add --gpu NAME"
     first = max(enumerate(alike), key=lambda one: (one[1].common, one[1].rates is not None, one[0]))[1]
     others = [card.name for card in alike if card is not first]
-    return first, f"taken for {first.name} by its memory (also {', '.join(others)}); --gpu says another" if others else ""
+    supposed = f"taken for {first.name} by its memory (also {', '.join(others)}); --gpu says another"
+    return first, supposed if others else ""
 
 
 # ---- journals and snapshots ----
@@ -243,7 +267,7 @@ def _of_figures(every: Sequence[Series]) -> Event | None:
         return None
     step, nbytes = growth.series.points[-1]
     figures = Figures(allocated=nbytes) if growth.series.figure in (ALLOCATED, PEAK) else Figures()
-    return Event(Kind.TORCH, "", 0, growth.series.rank, figures, "", None, step)
+    return Event(Kind.TORCH, "", 0, growth.series.rank, figures, step=step)
 
 
 def _of_snapshot(data: bytes, path: str, run: RunSpec | None, gpu: Gpu | None) -> Why:
@@ -262,10 +286,10 @@ def _of_snapshot(data: bytes, path: str, run: RunSpec | None, gpu: Gpu | None) -
         free=free if isinstance(free, int) else None, allocated=at_end, unallocated=max(0, reserved - at_end),
     )
     line = "" if failed is None else "the snapshot's trace ends with a failed allocation"
-    event = Event(Kind.TORCH, line, 0, None, figures, "", None, None)
+    event = Event(Kind.TORCH, line, 0, None, figures)
     components = () if run is None else estimate(run).peak_stage.components
     found = Failures((event,), {}, 0)
-    printed = Printed(Trainer.TORCH, run, "the flags" if run is not None else "")
+    printed = Printed(Trainer.TORCH, run, FLAGS if run is not None else "")
     result = _diagnosed("", found, event, printed, gpu, (), {}, attribute(alive, components))
     return result
 
@@ -274,8 +298,3 @@ def measured_driver(event: Event) -> int | None:
     """What the driver counted on the card when it failed, bytes."""
     f = event.figures
     return None if f.total is None or f.free is None else f.total - f.free
-
-
-def allocated_at_most(phase: PhaseMemory) -> int:
-    """Bytes."""
-    return total(phase.allocated).most

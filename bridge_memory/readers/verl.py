@@ -170,7 +170,8 @@ def _fsdp(
         data_parallel=DataParallelSpec(engine="fsdp2" if two else "fsdp1"),
         implementation=ImplementationSpec(transformer_impl="transformers"),
         transformers=TransformersSpec(
-            gradient_checkpointing=checkpointing, use_reentrant=False, attn_implementation="flash_attention_2"
+            gradient_checkpointing=checkpointing, use_reentrant=False if checkpointing else None,
+            attn_implementation="flash_attention_2",
         ),
         fsdp=FSDPOptions(**options),
         assumptions=tuple(assumptions),
