@@ -248,6 +248,8 @@ class MoESpec:
     router_group_topk: int | None = None
     #: Latent MoE: experts work in this width instead of h (Nemotron-3).
     latent_size: int | None = None
+    #: The block's input is multiplied by noise in training (Phi-3.5-MoE's input_jitter_noise).
+    noisy_input: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,4 +87,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
                   "intermediate_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "glm": {"model_type": "glm", **TINY, "head_dim": 32, "pad_token_id": 0, "attention_bias": True},
     "glm4": {"model_type": "glm4", **TINY, "head_dim": 32, "pad_token_id": 0, "attention_bias": True},
+    "hunyuan dense": {"model_type": "hunyuan_v1_dense", **TINY, "head_dim": 64},
+    "hunyuan moe": {"model_type": "hunyuan_v1_moe", **TINY, "head_dim": 32, "num_experts": 8, "moe_topk": 2,
+                    "intermediate_size": 96},
+    "solar_open": {"model_type": "solar_open", **TINY, "n_routed_experts": 8, "num_experts_per_tok": 2,
+                   "moe_intermediate_size": 96, "n_shared_experts": 1, "head_dim": 32, "n_group": 1, "topk_group": 1},
+    "phimoe": {"model_type": "phimoe", **TINY, "num_local_experts": 8, "num_experts_per_tok": 2,
+               "intermediate_size": 96, "attention_bias": True, "lm_head_bias": True, "sliding_window": None},
+    "phimoe with noise": {
+        "model_type": "phimoe", **TINY, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96,
+        "input_jitter_noise": 0.01, "sliding_window": None,
+    },
+    "apertus": {"model_type": "apertus", **TINY, "hidden_act": "xielu"},
 }

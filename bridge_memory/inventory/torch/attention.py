@@ -34,6 +34,7 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
     if spec.learnable_softmax_sink:
         t.r.parameter("self_attn.sinks", (a,))
     query, key, value, gate = _projected(t, spec, x)
+    norms_rotated = spec.qk_layernorm is not None and t.hf.family.qk_norm == "rotated"
     if spec.rotary and shared.cos is not None and t.hf.liger("rope"):
         query, key = liger.rotated(t, "query", query), liger.rotated(t, "key", key)
     elif t.hf.family.rotary == "half tables" and shared.cos is not None and shared.sin is not None:
@@ -53,6 +54,8 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
         query = _rotated(t, "query", query, *tables, share=ctx.rotary_dim / d)
         key = _rotated(t, "key", key, *tables, share=ctx.rotary_dim / d)
         t.keep_alive(*before, *tables)
+    if norms_rotated:
+        query, key = _normed(t, spec, 0, query), _normed(t, spec, 1, key)
     if t.hf.spec.use_cache and not t.hf.spec.gradient_checkpointing:
         # cache_utils.py: DynamicLayer.update concatenates them with an empty cache.
         cached = t.copy("cached keys", key), t.copy("cached values", value)
@@ -85,8 +88,6 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
             for name, heads in (("query", a), ("key", g), ("value", g))
         )
         return query, key, value, None
-    rows = {"head": (tokens * a, tokens * g), "full": (tokens, tokens)}
-    width = {"head": (d, d), "full": (a * d, g * d)}
     gate: Array | None = None
     if spec.attention_output_gate:
         both = t.linear("self_attn.q_proj", x, tokens, h, 2 * a * d, bias=bias)
@@ -95,17 +96,21 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
     else:
         query = t.linear("self_attn.q_proj", x, tokens, h, a * d, bias=bias)
     # Norms are recorded in the order in which the class runs them.
-    after = t.hf.family.norm == "gemma" and not spec.attention_output_gate
-    if spec.qk_layernorm and not after:
-        query = norm(t, "self_attn.q_norm", query, rows[spec.qk_layernorm][0], width[spec.qk_layernorm][0])
+    order = t.hf.family.qk_norm if spec.qk_layernorm else ""
+    query = _normed(t, spec, 0, query) if order == "each" else query
     key = t.linear("self_attn.k_proj", x, tokens, h, g * d, bias=bias)
-    if spec.qk_layernorm and not after:
-        key = norm(t, "self_attn.k_norm", key, rows[spec.qk_layernorm][1], width[spec.qk_layernorm][1])
+    key = _normed(t, spec, 1, key) if order == "each" else key
     value = t.linear("self_attn.v_proj", x, tokens, h, g * spec.value_channels, bias=bias)
-    if spec.qk_layernorm and after:
-        query = norm(t, "self_attn.q_norm", query, rows[spec.qk_layernorm][0], width[spec.qk_layernorm][0])
-        key = norm(t, "self_attn.k_norm", key, rows[spec.qk_layernorm][1], width[spec.qk_layernorm][1])
+    if order == "all":
+        query, key = _normed(t, spec, 0, query), _normed(t, spec, 1, key)
     return query, key, value, gate
+
+
+def _normed(t: Torch, spec: AttentionSpec, which: int, x: Array) -> Array:
+    """Queries (0) or keys (1) through their norm, of each head or of all heads together."""
+    heads, d, tokens = (spec.num_attention_heads, spec.num_query_groups)[which], spec.kv_channels, t.r.ctx.tokens
+    rows, width = (tokens * heads, d) if spec.qk_layernorm == "head" else (tokens, heads * d)
+    return norm(t, f"self_attn.{t.hf.family.qk_norms[which]}", x, rows, width)
 
 
 # ---- rotary embedding ----
@@ -113,8 +118,10 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
 
 def _tables(t: Torch, cos: Array, sin: Array) -> tuple[Array, Array]:
     """The tables by which the layer multiplies; interleaved ones have each value twice
-    (``models/glm/modeling_glm.py``).
+    (``models/glm/modeling_glm.py``), gathered ones are picked by position (``models/phimoe/modeling_phimoe.py``, 4).
     """
+    if t.hf.family.rotary == "gathered":
+        return t.copy("cos of the positions", cos), t.copy("sin of the positions", sin)
     if t.hf.family.rotary != "interleaved":
         return cos, sin
     return t.copy("cos of pairs", cos), t.copy("sin of pairs", sin)

@@ -62,7 +62,9 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
             tables.append(("slopes of the positions", tokens * alibi))
         for name, elements in tables:
             table = t.constant(name, elements, table_width(t))
-            # Layers save it, or their checkpoints hold it.
+            # Layers save it, or their checkpoints hold it; of what they gather from it they save a copy.
+            if family.rotary == "gathered" and not t.hf.spec.gradient_checkpointing:
+                continue
             t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,), trains=True)
         t.tape.output(x.tensor)
 

@@ -22,7 +22,7 @@ INT64 = 8
 
 def last_saver(t: Torch, spec: MoESpec) -> str:
     """The last operation of the block that saves anything; "mlp": the last sum over experts."""
-    if spec.shared_expert_intermediate_size:
+    if spec.shared_expert_intermediate_size and t.hf.family.moe != "hunyuan":
         return "shared expert, gated" if spec.shared_expert_gate else f"{_module(t)}.shared_experts.down_proj output"
     return "experts' output in order" if t.hf.grouped_experts else "mlp"
 
@@ -30,13 +30,18 @@ def last_saver(t: Torch, spec: MoESpec) -> str:
 def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
     """[T, h] -> [T, h]."""
     # In transformers 5 Qwen2MoeSparseMoeBlock runs its shared expert first.
-    first = spec.shared_expert_gate and t.hf.fused_experts
+    hunyuan = t.hf.family.moe == "hunyuan"
+    first = (spec.shared_expert_gate and t.hf.fused_experts) or hunyuan
     variables: Sequence[Array] = ()
     logits: Array | None = None
+    if spec.noisy_input:
+        x = _with_noise(t, x)
     early = _mlp_of_shared(t, spec, x) if first else None
     with t.tape.assumed():
         if t.hf.family.moe in ("deepseek", "deepseek_v2"):
             weights, chosen, logits = _router_in_fp32(t, spec, x)
+        elif t.hf.family.moe == "phimoe":
+            weights, chosen, logits = sparsemixer(t, spec, x)
         elif t.hf.family.moe == "gpt_oss":
             weights, which = gpt_oss.router(t, spec, x, scattered=not t.hf.fused_experts)
             chosen = Array(which, t.r.ctx.tokens * spec.topk, INT64)
@@ -55,7 +60,7 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
         t.keep_alive(out)
         out, before = t.add("mlp routed and shared", out, shared), out
         t.keep_alive(before, shared)
-        if spec.shared_expert_gate and not t.hf.fused_experts:
+        if (spec.shared_expert_gate or hunyuan) and not t.hf.fused_experts:
             t.keep_alive(*variables)  # the loop is in the same function
     t.keep_alive(x, weights, chosen, logits if t.hf.fused_experts else None)
     return out
@@ -65,15 +70,71 @@ def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Ar
     """(weights of the chosen experts [T, k] in the model's dtype, their indices, the logits of all experts)."""
     ctx = t.r.ctx
     tokens, e = ctx.tokens, spec.num_experts
-    logits = t.linear(f"{_module(t)}.gate", x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
+    if t.hf.family.moe == "hunyuan":
+        logits = _logits_in_fp32(t, spec, x)
+    else:
+        logits = t.linear(f"{_module(t)}.gate", x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
     wide = t.cast("router logits in fp32", logits, FP32)
     scores = t.saves_output("router probabilities", wide)  # softmax or sigmoid
     weights, chosen = _of_the_chosen(t, spec, scores)
-    if not (t.hf.fused_experts and t.hf.family.moe in ("mixtral", "minimax")):
+    if not (t.hf.fused_experts and t.hf.family.moe in ("mixtral", "minimax", "hunyuan")):
         narrow = t.cast("router weights in the model's dtype", weights, x.width)
         t.keep_alive(logits, weights)
         weights = narrow
     t.keep_alive(logits)
+    return weights, chosen, logits
+
+
+def _logits_in_fp32(t: Torch, spec: MoESpec, x: Array) -> Array:
+    """``HunYuanMoEV1Gate.forward``: the router's weight is in fp32 in models of any dtype."""
+    tokens, e, h = t.r.ctx.tokens, spec.num_experts, t.r.ctx.hidden_size
+    wide = t.cast("hidden states of the router in fp32", x, FP32)
+    if t.hf.autocast:
+        return t.linear("mlp.gate.wg", wide, tokens, h, e, use=Use.ROUTER, label="router logits")
+    t.r.parameter("mlp.gate.wg.weight", (e, h), use=Use.ROUTER)
+    trains = t.trains("mlp.gate.wg.weight")
+    return t.make(
+        "router logits", (wide,), tokens * e, FP32, trains=trains, saves=(wide.tensor,) if trains else (),
+        backward_workspace=e * h * FP32,
+    )
+
+
+def _with_noise(t: Torch, x: Array) -> Array:
+    """``PhimoeSparseMoeBlock.forward``: the input times noise, in place, for which the noise is saved; from 5 on
+    ``PhimoeTopKRouter.forward`` does so once more, with the same tensor."""
+    for which in ("noise", "noise of the router")[: 2 if t.hf.fused_experts else 1]:
+        made = t.constant(which, x.elements, x.width)
+        view = t.tape.tensor(f"hidden states with {which}", 0, grad_bytes=x.bytes * x.differentiable)
+        view.whole = x.tensor.whole or x.tensor
+        t.tape.op(f"hidden states with {which}", x.tensor, view, saves=(made.tensor,) if x.differentiable else ())
+        x = Array(view, x.elements, x.width)
+    return x
+
+
+def sparsemixer(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Array]:
+    """``models/phimoe/modeling_phimoe.py: sparsemixer``: two experts are sampled one after the other, each with a
+    softmax over the scores that are not masked. (Weights [T, 2] in the model's dtype, indices, logits.)"""
+    tokens, e = t.r.ctx.tokens, spec.num_experts
+    module = "mlp.router" if t.hf.fused_experts else "block_sparse_moe.gate"
+    logits = t.linear(module, x, tokens, t.r.ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
+    scores, parts, variables = logits, [], []
+    for number in ("first", "second"):
+        mask = t.constant(f"experts too weak for the {number}", tokens * e, 1)
+        kept = t.make(f"scores of the {number}, masked", (scores,), tokens * e, scores.width, saves=(mask.tensor,))
+        where = t.constant(f"{number} experts", tokens, INT64)
+        gates = t.saves_output(f"gates of the {number}", kept)
+        # ``PhimoeMultiplier.apply`` keeps the gathered gates, their indices and all gates.
+        gathered = t.make(f"gates of the {number}, gathered", (gates,), tokens, gates.width, saves=(where.tensor,))
+        parts.append(
+            t.make(f"multiplier of the {number}", (scores, gathered), tokens, gates.width,
+                   saves=(gathered.tensor, where.tensor, gates.tensor))
+        )
+        if number == "first":
+            scores = t.make("scores without the first", (scores,), tokens * e, scores.width, saves=(where.tensor,))
+        variables += [mask, where, gates]
+    weights = t.cat("router weights", *parts)
+    chosen = t.constant("chosen experts", tokens * spec.topk, INT64)
+    t.keep_alive(logits, *variables)
     return weights, chosen, logits
 
 
@@ -302,13 +363,13 @@ def _declare(t: Torch, spec: MoESpec) -> None:
 
 def _names(t: Torch) -> tuple[str, str, str]:
     """Names of an expert's linears: gate, up, down."""
-    return ("w1", "w3", "w2") if t.hf.family.moe == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    return ("w1", "w3", "w2") if t.hf.family.moe in ("mixtral", "phimoe") else ("gate_proj", "up_proj", "down_proj")
 
 
 def _module(t: Torch) -> str:
     if t.hf.family.layer == "nemotron_h":
         return "mixer"
-    return "block_sparse_moe" if t.hf.family.moe == "mixtral" and not t.hf.fused_experts else "mlp"
+    return "block_sparse_moe" if t.hf.family.moe in ("mixtral", "phimoe") and not t.hf.fused_experts else "mlp"
 
 
 def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> Array:
@@ -395,8 +456,15 @@ def _grouped_product(t: Torch, name: str, x: Array, weights: Any, out: Any, offs
     )
 
 
+def _shared(t: Torch, spec: MoESpec) -> str:
+    """The name of the shared experts' module."""
+    if t.hf.family.moe == "hunyuan":
+        return "shared_mlp"
+    return "shared_expert" if spec.shared_expert_gate else "shared_experts"
+
+
 def _mlp_of_shared(t: Torch, spec: MoESpec, x: Array) -> Array:
-    module = "mlp.shared_expert" if spec.shared_expert_gate else f"{_module(t)}.shared_experts"
+    module = f"{_module(t)}.{_shared(t, spec)}"
     ctx = t.r.ctx
     if not spec.gated:
         return plain_mlp(t, module, x, spec.shared_expert_intermediate_size, bias=spec.add_bias)

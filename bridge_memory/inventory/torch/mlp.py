@@ -17,6 +17,8 @@ def record_mlp(t: Torch, spec: MLPSpec, x: Array) -> Array:
     h = t.r.ctx.hidden_size
     if t.hf.family.fused_gate_up:
         return _joined(t, spec, x)
+    if not spec.gated:
+        return plain_mlp(t, "mlp", x, spec.ffn_hidden_size, bias=spec.add_bias, activation=spec.activation)
     return gated_mlp(t, "mlp", x, t.r.ctx.tokens, h, spec.ffn_hidden_size, bias=spec.add_bias)
 
 
@@ -37,12 +39,14 @@ def gated_mlp(
 
 
 def plain_mlp(
-    t: Torch, module: str, x: Array, f: Any, *, bias: bool = False, expert: bool = False
+    t: Torch, module: str, x: Array, f: Any, *, bias: bool = False, expert: bool = False,
+    activation: str = "squared_relu",
 ) -> Array:  # fmt: skip
-    """``NemotronHMLP.forward``: down(relu(up(x)) squared)."""
+    """``NemotronHMLP.forward``: down(relu(up(x)) squared); ``ApertusMLP.forward``: with xIELU."""
     rows, width = t.r.ctx.tokens, t.r.ctx.hidden_size
     up = t.linear(f"{module}.up_proj", x, rows, width, f, bias=bias, expert=expert)
-    product = relu_squared(t, f"{module} activation", up)
+    function = xielu if activation == "xielu" else relu_squared
+    product = function(t, f"{module} activation", up)
     down = t.linear(f"{module}.down_proj", product, rows, f, width, bias=bias, expert=expert)
     t.keep_alive(x)
     return down
@@ -54,6 +58,30 @@ def relu_squared(t: Torch, name: str, x: Array) -> Array:
     relu = t.saves_output(f"{name}: relu", x)
     out = t.square(name, t.precise(f"{name}: relu in fp32", relu))
     t.keep_alive(relu)
+    return out
+
+
+def xielu(t: Torch, name: str, x: Array) -> Array:
+    """``activations.py: XIELUActivation._xielu_python``: a p x^2 + b x above zero, (expm1(min(x, eps)) - x) a n + b x
+    below, with trained a p and a n of one element. Without the wheel of CUDA-fused xIELU."""
+    for parameter in ("alpha_p", "alpha_n"):
+        t.r.parameter(f"mlp.act_fn.{parameter}", (1,))
+    trains, width = t.trains("alpha_p"), t.parameter_width
+    above, below = (t.make(f"{name}: {which}", (), 1, width, trains=trains) for which in ("alpha p", "alpha n"))
+    beta = t.constant(f"{name}: beta", 1, x.width)  # a scalar, which widens nothing
+    condition = t.constant(f"{name}: where positive", x.elements, 1)
+    scaled = t.mul(f"{name}: alpha p x", x, above, broadcast=True)
+    squared = t.mul(f"{name}: alpha p x x", scaled, x)
+    positive = t.add(f"{name}: positive part", squared, t.mul(f"{name}: beta x", x, beta))
+    # ``minimum`` saves x; backward makes two masks of one byte an element.
+    least = t.make(f"{name}: min", (x,), x.elements, x.width, saves=(x.tensor,), backward_workspace=2 * x.elements)
+    wide = t.precise(f"{name}: min in fp32", least)
+    grown = t.make(f"{name}: expm1", (wide,), x.elements, wide.width, save_output=True, backward_workspace=wide.bytes)
+    less = t.subtract(f"{name}: expm1 less x", grown, x)
+    turned = t.mul(f"{name}: alpha n", less, below, broadcast=True)
+    negative = t.add(f"{name}: negative part", turned, t.mul(f"{name}: beta x below", x, beta))
+    out = t.make(f"{name} output", (positive, negative), x.elements, x.width, saves=(condition.tensor,))
+    t.keep_alive(x, condition)
     return out
 
 

@@ -24,6 +24,7 @@ ACTIVATIONS = {
     "swigluoai": "quick_gelu",
     "relu": "relu",
     "relu2": "squared_relu",
+    "xielu": "xielu",
 }
 
 NO_BRIDGE = "Megatron Bridge 0.6.2 has no bridge for this model: read as megatron-core's modules would build it"

@@ -15,6 +15,7 @@ from bridge_memory.spec.transformers import (
     DEFAULT_TRANSFORMERS_SPEC,
     FAMILIES,
     KNOWN_TRANSFORMERS,
+    NOT_IN_MEGATRON,
     REMOTE_CODE,
     family_of,
 )
@@ -33,6 +34,12 @@ def check_transformers(run: RunSpec) -> None:
     """Raise SpecError for models and options that transformers, torchtitan or torchtune do not support."""
     spec = run.transformers
     if not run.implementation.torch_layers:
+        missing = NOT_IN_MEGATRON.get(run.model.model_type)
+        if missing is not None:
+            raise SpecError(
+                f"model_type ({run.model.model_type}): megatron-core does not have {missing}; set transformer_impl to "
+                "transformers, or choose an engine that trains its layers (--engine fsdp2, zero3, ddp, ...)"
+            )
         if run.peft.use_dora:
             raise SpecError(
                 "peft.use_dora (True) is counted for transformers' layers alone; set transformer_impl to transformers"
