@@ -9,6 +9,7 @@ from __future__ import annotations
 from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.torch.attention import needs_mask
 from bridge_memory.inventory.torch.blocks import embedding_block, final_norm_block, layer_block, output_block
+from bridge_memory.inventory.torch.ops import FP32
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from bridge_memory.spec.adapters import in_any_layer, is_target
 from bridge_memory.spec.layout import ChunkShape
@@ -82,7 +83,9 @@ def torch_chunk(
         loss, _ = links[-1]
         links[-1] = loss._replace(forward_peak=largest(loss.forward_peak, loss.retained + 2 * logits)), 1
     if spec.keeps_outputs and makes_logits:
-        logits = ctx.tokens * ctx.padded_vocab * ctx.torch_layers.compute_width
+        # ``NemotronHForCausalLM.forward`` returns them in fp32.
+        width = FP32 if family.layer == "nemotron_h" else ctx.torch_layers.compute_width
+        logits = ctx.tokens * ctx.padded_vocab * width
         links = [(link.with_waiting(logits), count) for link, count in links]
         loss, _ = links[-1]
         links[-1] = loss._replace(retained=loss.retained + logits, more=(((Part.LOSS, Provenance.FORMULA), logits),)), 1

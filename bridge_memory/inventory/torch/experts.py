@@ -47,12 +47,15 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
             chosen = Array(which, t.r.ctx.tokens * spec.topk, INT64)
         else:
             weights, chosen, logits = _softmax_router(t, spec, x)
+        given = _latent(t, spec, x, "fc1_latent_proj") if spec.latent_size else x
         if t.hf.grouped_experts:
-            out = _grouped(t, spec, x, weights, chosen)
+            out = _grouped(t, spec, given, weights, chosen)
         elif t.hf.family.moe == "deepseek_v2" and not t.hf.fused_experts:
-            out = _sorted_loop(t, spec, x, weights)
+            out = _sorted_loop(t, spec, given, weights)
         else:
-            out, variables = _loop(t, spec, x, weights, chosen)
+            out, variables = _loop(t, spec, given, weights, chosen)
+        if spec.latent_size:
+            out = _latent(t, spec, out, "fc2_latent_proj")
     if spec.shared_expert_intermediate_size:
         shared = early if early is not None else _mlp_of_shared(t, spec, x)
         if spec.shared_expert_gate:
@@ -64,6 +67,19 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
             t.keep_alive(*variables)  # the loop is in the same function
     t.keep_alive(x, weights, chosen, logits if t.hf.fused_experts else None)
     return out
+
+
+def _width(t: Torch, spec: MoESpec) -> int:
+    """Width in which the experts work."""
+    return spec.latent_size or t.r.ctx.hidden_size
+
+
+def _latent(t: Torch, spec: MoESpec, x: Array, name: str) -> Array:
+    """``NemotronHMoE``: a linear into the experts' width (fc1_latent_proj), or out of it."""
+    assert spec.latent_size is not None
+    wide, narrow = t.r.ctx.hidden_size, spec.latent_size
+    sizes = (wide, narrow) if name == "fc1_latent_proj" else (narrow, wide)
+    return t.linear(f"{_module(t)}.{name}", x, t.r.ctx.tokens, *sizes, bias=spec.add_bias)
 
 
 def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Array]:
@@ -187,7 +203,7 @@ def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> t
     """Experts one by one: each gathers its tokens and adds its weighted output to the sum. Returns (the sum, variables
     that live until the function returns)."""
     ctx = t.r.ctx
-    tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
+    tokens, h, e, k = ctx.tokens, _width(t, spec), spec.num_experts, spec.topk
     rows = tokens * k // e
     out_width = weights.width if t.hf.family.moe == "deepseek" else x.width
     total = t.constant("mlp sum over experts", tokens * h, out_width)
@@ -218,7 +234,7 @@ def _sorted_loop(t: Torch, spec: MoESpec, x: Array, weights: Array) -> Array:
     """``DeepseekV2MoE.moe``: tokens are sorted by expert, and each expert gets a slice; outputs are concatenated, put
     back in order, and weighted in fp32 in place, for which autograd saves a copy."""
     ctx = t.r.ctx
-    tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
+    tokens, h, e, k = ctx.tokens, _width(t, spec), spec.num_experts, spec.topk
     rows = tokens * k
     _declare(t, spec)
     counts = t.constant("experts by token, one-hot", tokens * e, INT64)
@@ -269,7 +285,7 @@ def _expert(
     t: Torch, spec: MoESpec, x: Array, rows: Any, fused: tuple[Array, Array] | None, number: int
 ) -> tuple[Array, tuple[Array, ...]]:
     """(one expert's output, variables that live until the next expert's)."""
-    h, f = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size
+    h, f = _width(t, spec), spec.moe_ffn_hidden_size
     if fused is None:
         names = _names(t)
         gate = t.linear(f"mlp.experts.{names[0]}", x, rows, h, f, declare=False, number=number)
@@ -324,7 +340,7 @@ def _times(t: Torch, name: str, x: Array, weights: Array, out: Any, elements: An
 def _fused_parameters(t: Torch, spec: MoESpec) -> tuple[Array, Array] | None:
     if not t.hf.fused_experts and t.hf.family.moe != "gpt_oss":
         return None
-    h, f, e = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size, spec.num_experts
+    h, f, e = _width(t, spec), spec.moe_ffn_hidden_size, spec.num_experts
     wide = 2 * f if spec.gated else f
     return _parameter(t, "experts.gate_up_proj", e * wide * h), _parameter(t, "experts.down_proj", e * h * f)
 
@@ -340,7 +356,7 @@ def _parameter(t: Torch, name: str, elements: Any) -> Array:
 
 def _declare(t: Torch, spec: MoESpec) -> None:
     """Parameters of the experts."""
-    r, h, f, e = t.r, t.r.ctx.hidden_size, spec.moe_ffn_hidden_size, spec.num_experts
+    r, h, f, e = t.r, _width(t, spec), spec.moe_ffn_hidden_size, spec.num_experts
     module = f"{_module(t)}.experts"
     if t.hf.family.moe == "gpt_oss":
         for name, wide, out in (("gate_up_proj", h, 2 * f), ("down_proj", f, h)):
@@ -375,7 +391,7 @@ def _module(t: Torch) -> str:
 def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> Array:
     """``grouped_mm_experts_forward``: every token is copied k times, sorted by expert: S = T k rows."""
     ctx = t.r.ctx
-    tokens, h, e, k, f = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk, spec.moe_ffn_hidden_size
+    tokens, h, e, k, f = ctx.tokens, _width(t, spec), spec.num_experts, spec.topk, spec.moe_ffn_hidden_size
     rows = tokens * k
     _declare(t, spec)
     counted = t.constant("experts, counted", rows, 4)
