@@ -8,6 +8,9 @@ TINY: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 3, "num_attention_heads": 8,
     "num_key_value_heads": 2, "vocab_size": 640, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 24, "mamba_n_groups": 1, "mamba_chunk_size": 32,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **TINY},
     "llama, biases": {"model_type": "llama", **TINY, "attention_bias": True, "mlp_bias": True},
@@ -107,4 +110,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "input_jitter_noise": 0.01, "sliding_window": None,
     },
     "apertus": {"model_type": "apertus", **TINY, "hidden_act": "xielu"},
+    "lfm2": {"model_type": "lfm2", **TINY, "layer_types": ["conv", "full_attention", "conv"],
+             "block_auto_adjust_ff_dim": False, "conv_bias": True},
+    "lfm2_moe": {
+        "model_type": "lfm2_moe", **TINY, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
+    },
+    "granite hybrid": {
+        "model_type": "granitemoehybrid", **TINY, **MAMBA, "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96, "shared_intermediate_size": 192,
+        "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.2, "attention_multiplier": 0.1,
+    },
+    "granite hybrid dense": {
+        "model_type": "granitemoehybrid", **TINY, **MAMBA, "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 688,
+        "position_embedding_type": "rope",
+    },
+    "bamba": {"model_type": "bamba", **TINY, **MAMBA, "attn_layer_indices": [1]},
 }

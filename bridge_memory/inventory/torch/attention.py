@@ -51,8 +51,9 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
     elif shared.cos is not None and shared.sin is not None and spec.rotary:
         before = query, key
         tables = _tables(t, shared.cos, shared.sin)
-        query = _rotated(t, "query", query, *tables, share=ctx.rotary_dim / d)
-        key = _rotated(t, "key", key, *tables, share=ctx.rotary_dim / d)
+        share = ctx.rotary_dim * t.hf.family.rotary_share / d
+        query = _rotated(t, "query", query, *tables, share=share)
+        key = _rotated(t, "key", key, *tables, share=share)
         t.keep_alive(*before, *tables)
     if norms_rotated:
         query, key = _normed(t, spec, 0, query), _normed(t, spec, 1, key)
@@ -67,7 +68,7 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
     if gate is not None:
         out, before_gate = t.mul("attention output, gated", out, t.saves_output("attention gate", gate)), out
         t.keep_alive(before_gate)
-    y = t.linear("self_attn.o_proj", out, tokens, a * spec.value_channels, h, bias=spec.add_output_bias)
+    y = t.linear(f"self_attn.{t.hf.family.output}", out, tokens, a * spec.value_channels, h, bias=spec.add_output_bias)
     if t.hf.family.own_attention:
         t.keep_alive(x, query, out, *t.variables)
         t.variables.clear()
@@ -132,7 +133,7 @@ def _rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: fl
     ``share`` of a head is rotated, the other part is concatenated afterwards."""
     whole, turning, passing = x, x, None
     partly = 0 < share < 1
-    if partly or (share == 1 and (t.hf.family.rotary == "interleaved" or t.hf.family.fused_qkv)):
+    if partly or (share == 1 and (t.hf.family.rotary in ("interleaved", "joined") or t.hf.family.fused_qkv)):
         turning = t.slice(f"{name}: rotary part", whole, round(x.elements * share))
         passing = t.slice(f"{name}: pass-through part", whole, x.elements - turning.elements)
     straight = t.mul(f"{name} times cos", turning, cos)
@@ -212,7 +213,8 @@ def needs_mask(hf: TorchLayers, window: int | None, seq: Any, *, packed: bool = 
         return True
     if spec.attention_mask == "padded" or packed:
         return True
-    if spec.attention_mask == "none" and not spec.use_cache and not hf.family.own_masks and hf.packing_is_supposed:
+    own = hf.family.own_masks or hf.family.typed_masks
+    if spec.attention_mask == "none" and not spec.use_cache and not own and hf.packing_is_supposed:
         return True
     return window is not None and bool(seq >= window)
 
@@ -256,7 +258,8 @@ def _efficient(
     lse = t.tape.tensor("log-sum-exp of the scores", FP32 * rows, grad=False)
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
     mask: tuple[Array, ...] = ()
-    made_here = not t.hf.family.own_masks or (t.hf.family.always_masked and spec.window_size is not None)
+    typed = t.hf.family.own_masks or t.hf.family.typed_masks
+    made_here = not typed or (t.hf.family.always_masked and spec.window_size is not None)
     if masked and made_here:
         mask = (t.constant("attention bias of the mask", ctx.batch * ctx.seq * ctx.seq, query.width),)
     given = query, key, value, *mask

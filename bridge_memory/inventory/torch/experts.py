@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bridge_memory.inventory.torch import gpt_oss, liger
-from bridge_memory.inventory.torch.mlp import gated_mlp, plain_mlp, relu_squared
+from bridge_memory.inventory.torch.mlp import gated_mlp, joined_mlp, plain_mlp, relu_squared
 from bridge_memory.inventory.torch.ops import FP32, Array, Torch
 from bridge_memory.releases import EXPERTS_BY_NUMBER
 from bridge_memory.spec import MoESpec
@@ -23,6 +23,8 @@ INT64 = 8
 def last_saver(t: Torch, spec: MoESpec) -> str:
     """The last operation of the block that saves anything; "mlp": the last sum over experts."""
     if spec.shared_expert_intermediate_size and t.hf.family.moe != "hunyuan":
+        if t.hf.family.moe == "granite":
+            return "shared_mlp.output_linear output"
         return "shared expert, gated" if spec.shared_expert_gate else f"{_module(t)}.shared_experts.down_proj output"
     return "experts' output in order" if t.hf.grouped_experts else "mlp"
 
@@ -36,6 +38,8 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
     logits: Array | None = None
     if spec.noisy_input:
         x = _with_noise(t, x)
+    if t.hf.family.moe == "granite":
+        return _granite(t, spec, x)
     early = _mlp_of_shared(t, spec, x) if first else None
     with t.tape.assumed():
         if t.hf.family.moe in ("deepseek", "deepseek_v2"):
@@ -90,7 +94,8 @@ def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Ar
         logits = _logits_in_fp32(t, spec, x)
     else:
         logits = t.linear(f"{_module(t)}.gate", x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
-    wide = t.cast("router logits in fp32", logits, FP32)
+    # LFM2's scores are a sigmoid in the model's dtype.
+    wide = logits if t.hf.family.moe == "lfm2" else t.cast("router logits in fp32", logits, FP32)
     scores = t.saves_output("router probabilities", wide)  # softmax or sigmoid
     weights, chosen = _of_the_chosen(t, spec, scores)
     if not (t.hf.fused_experts and t.hf.family.moe in ("mixtral", "minimax", "hunyuan")):
@@ -269,6 +274,53 @@ def _sorted_loop(t: Torch, spec: MoESpec, x: Array, weights: Array) -> Array:
     return out
 
 
+def _granite(t: Torch, spec: MoESpec, x: Array) -> Array:
+    """``GraniteMoeHybridMoE.forward`` and the shared MLP after it: tokens sorted by expert, a product for each expert's
+    slice, outputs concatenated; the router's softmax is over the chosen logits."""
+    ctx = t.r.ctx
+    tokens, h, e, k, f = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk, spec.moe_ffn_hidden_size
+    rows, module = tokens * k, "block_sparse_moe"
+    for name, shape in (("input_linear", (e, 2 * f, h)), ("output_linear", (e, h, f))):
+        t.r.parameter(f"{module}.{name}.weight", shape, expert=True)
+    with t.tape.assumed():
+        logits = t.linear(f"{module}.router.layer", x, tokens, h, e, use=Use.ROUTER, label="router logits")
+        wide = t.cast("router logits in fp32", logits, FP32)
+        chosen = t.constant("chosen experts", rows, INT64)
+        top = t.make("router logits of the chosen", (wide,), rows, FP32, saves=(chosen.tensor,))
+        weights = t.cast("router weights", t.saves_output("router probabilities", top), x.width)
+        order = t.constant("order of tokens by expert", rows, INT64)
+        places = t.constant("tokens by expert", rows, INT64)
+        share = t.make("router weights sorted by expert", (weights,), rows, weights.width, saves=(order.tensor,))
+        t.keep_alive(logits, wide, top, weights, chosen)
+        taken = t.make("tokens sorted by expert", (x,), rows * h, x.width, saves=(places.tensor,))
+        both = _by_expert(t, "experts' gate and up", taken, _parameter(t, "input_linear", e * 2 * f * h), e, 2 * f, h)
+        gate, up = t.split("experts' gate and up, halves", both, rows * f, rows * f)
+        product = t.mul("experts' product", t.activation("experts' activation of the gate", gate), up)
+        done = _by_expert(t, "experts' output", product, _parameter(t, "output_linear", e * h * f), e, h, f)
+        weighted = t.mul("experts' output, weighted", done, share, broadcast=True)
+        t.keep_alive(done)
+        zeros = t.constant("mlp sum over experts, zeros", tokens * h, weighted.width)
+        kept = (weighted.tensor, places.tensor) if weighted.differentiable else ()
+        # ``index_add`` copies the zeros; it saves the rows, whose shape backward needs.
+        out = t.make("mlp sum over experts", (zeros, weighted), tokens * h, weighted.width, saves=kept)
+        t.keep_alive(taken, both, product, share, weighted, zeros)
+    out = t.cast("mlp output", out, x.width)
+    shared = joined_mlp(t, x, spec.shared_expert_intermediate_size)
+    total = t.add("mlp routed and shared", out, shared)
+    t.keep_alive(x, out, shared)
+    return total
+
+
+def _by_expert(t: Torch, name: str, x: Array, weights: Array, e: int, wide: int, narrow: int) -> Array:
+    """``GraniteMoeHybridParallelExperts.forward``: [S, narrow] -> [S, wide], a list of products, then concatenated."""
+    rows = x.elements // narrow // e
+    parts = t.split(f"{name}: tokens of each expert", x, *[rows * narrow] * e)
+    made = [_times(t, f"{name} of an expert", part, weights, rows * wide, wide * narrow) for part in parts]
+    out = t.cat(name, *made)
+    t.keep_alive(*made, x)
+    return out
+
+
 def _added_rows(t: Torch, total: Array, rows: Array, where: Array, elements: Any) -> Array:
     """``index_add_``, in place. It saves the rows, since backward needs their shape (``derivatives.yaml``); their
     gradient is selected from that of the whole."""
@@ -385,6 +437,8 @@ def _names(t: Torch) -> tuple[str, str, str]:
 def _module(t: Torch) -> str:
     if t.hf.family.layer == "nemotron_h":
         return "mixer"
+    if t.hf.family.moe == "lfm2":
+        return "feed_forward"
     return "block_sparse_moe" if t.hf.family.moe in ("mixtral", "phimoe") and not t.hf.fused_experts else "mlp"
 
 

@@ -135,16 +135,19 @@ def mlp(f: Fields, family: Family) -> MLPSpec:
     )
 
 
-def layer_types(f: Fields, n: int, known: Sequence[str]) -> Sequence[str] | None:
-    """layer_types, with one entry of ``known`` per layer, or None if absent. Raises SpecError."""
-    types = f.items("layer_types")
+def layer_types(f: Fields, n: int, known: Sequence[str], *keys: str) -> Sequence[str] | None:
+    """layer_types, or the first of ``keys`` that is there, with one entry of ``known`` per layer; None if absent.
+    Raises SpecError."""
+    key = next((key for key in keys if f.has(key)), "layer_types")
+    types = f.items(key)
+    f.ignore(*keys)
     if types is None:
         return None
     if len(types) != n:
-        raise f.error(f"layer_types has {len(types)} entries for num_hidden_layers {n}; give one a layer")
+        raise f.error(f"{key} has {len(types)} entries for num_hidden_layers {n}; give one a layer")
     for kind in types:
         if kind not in known:
-            raise f.error(f"layer_types holds {shown(kind)}; known here: {', '.join(known)}")
+            raise f.error(f"{key} holds {shown(kind)}; known here: {', '.join(known)}")
     return types
 
 

@@ -27,7 +27,10 @@ except ImportError:  # before 4.53 each class builds its masks
 TAKES_DTYPE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
 META = "meta"
 #: Class of a model that reads values of the attention mask -> its method that does.
-MASK_OF = {"Qwen3NextModel": "_update_linear_attn_mask", "NemotronHModel": "_update_mamba_mask"}
+MASK_OF = {
+    "Qwen3NextModel": "_update_linear_attn_mask", "NemotronHModel": "_update_mamba_mask",
+    "GraniteMoeHybridModel": "_update_mamba_mask", "BambaModel": "_update_mamba_mask",
+}  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -229,7 +232,8 @@ def _tables_of_whole_sequences() -> Iterator[None]:
 
 def _models_with_linear_masks() -> Iterator[Any]:
     """The classes of ``MASK_OF`` that the installed transformers has."""
-    for kind, name in (("qwen3_next", "Qwen3NextModel"), ("nemotron_h", "NemotronHModel")):
+    kinds = ("qwen3_next", "nemotron_h", "granitemoehybrid", "bamba")
+    for kind, name in zip(kinds, MASK_OF, strict=True):
         try:
             yield getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), name)
         except ImportError:  # not in this release
