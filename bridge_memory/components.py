@@ -101,6 +101,7 @@ class Part(_Word):
     HYPER_CONNECTIONS = "hyper-connections"
     MAMBA = "Mamba mixer"
     GATED_DELTA_NET = "gated delta net"
+    SHORT_CONVOLUTION = "short convolution"
     MLP = "MLP"
     MOE = "MoE"
     MOE_ROUTER = "MoE router and dispatch"

@@ -22,6 +22,7 @@ from bridge_memory.spec.model import (
     MLPSpec,
     ModelSpec,
     MoESpec,
+    ShortConvSpec,
     SideBySideSpec,
     SparseSpec,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "PrecisionSpec",
     "RecomputeSpec",
     "RunSpec",
+    "ShortConvSpec",
     "SideBySideSpec",
     "SparseSpec",
     "SpecError",

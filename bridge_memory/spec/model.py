@@ -199,6 +199,23 @@ class GatedDeltaNetSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """The gated short convolution of LFM2 (transformers ``models/lfm2/modeling_lfm2.py: Lfm2ShortConv``): a linear into
+    three parts of h, their first times their last through a depthwise convolution of ``kernel`` tokens, the result
+    times the second part, and a linear out of it. megatron-core has no such block.
+
+    Example:
+        >>> from bridge_memory import ShortConvSpec
+        >>> ShortConvSpec().kernel
+        3
+    """
+
+    kernel: int = 3
+    #: Biases on the convolution and on both linears.
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class MLPSpec:
     """A dense feed-forward block of inner width f (``megatron.core.transformer.mlp: MLP``).
 
@@ -248,6 +265,8 @@ class MoESpec:
     router_group_topk: int | None = None
     #: Latent MoE: experts work in this width instead of h (Nemotron-3).
     latent_size: int | None = None
+    #: The block's input is multiplied by noise in training (Phi-3.5-MoE's input_jitter_noise).
+    noisy_input: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +287,15 @@ class SideBySideSpec:
     scaled: bool = True
 
 
-Mixer = AttentionSpec | CompressedAttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec | SideBySideSpec
+Mixer = (
+    AttentionSpec | CompressedAttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec | ShortConvSpec | SideBySideSpec
+)
 FeedForward = MLPSpec | MoESpec
 #: Field of LayerSpec -> the classes that it may hold.
 KINDS: dict[str, tuple[type, ...]] = {
-    "mixer": (AttentionSpec, CompressedAttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, SideBySideSpec),
+    "mixer": (
+        AttentionSpec, CompressedAttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, ShortConvSpec, SideBySideSpec
+    ),
     "ffn": (MLPSpec, MoESpec),
 }  # fmt: skip
 #: The layer class: megatron-core's TransformerLayer or MambaLayer ("megatron"), or Megatron Bridge's layer for Gemma 4
