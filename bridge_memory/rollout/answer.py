@@ -1,0 +1,348 @@
+"""A post-training job on a card: its phases, the one that binds, and what would fit.
+
+``answer`` gives the phases of a job. ``limits`` solves it the other way round: the largest share of the card for the
+engine, the largest micro batches, what has to be offloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from bridge_memory.cards.gpu import Gpu
+from bridge_memory.outside.amount import Range, total
+from bridge_memory.rollout import trainer as of_trainer
+from bridge_memory.rollout.host import RolloutHost, host_of
+from bridge_memory.rollout.inference import InferenceMemory
+from bridge_memory.rollout.phases import (
+    AWAKE,
+    Phase,
+    PhaseMemory,
+    TrainerPhase,
+    amount_json,
+    both,
+    engine_of,
+    refuse,
+    trainer_phases,
+)
+from bridge_memory.rollout.setup import FRAMEWORKS, PostTraining
+from bridge_memory.spec import SpecError
+from bridge_memory.verdict import Verdict, reserved_bytes
+
+SCHEMA = "bridge-memory/rollout/1"
+#: Shares are found to this digit, as people write them.
+_STEP = 100
+#: Token limits are found to a multiple of this.
+_TOKENS = 1024
+_MOST_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A job on one GPU model: of each phase the stage with the highest driver peak, and every stage."""
+
+    setup: PostTraining
+    gpu: Gpu
+    phases: tuple[PhaseMemory, ...]
+    stages: tuple[tuple[PhaseMemory, ...], ...]
+    engine: InferenceMemory
+    host: RolloutHost
+    #: Trainer's side, without the engine: what ``limits`` starts from.
+    side: tuple[tuple[TrainerPhase, ...], ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """That of the phase that binds; unknown where something is not modelled and it does not fail for sure."""
+        found = self.binds.verdict(self.gpu.capacity_bytes)
+        unknown = bool(self.setup.not_modelled or self.setup.trainer.not_modelled)
+        return Verdict.UNKNOWN if unknown and found is not Verdict.DOES_NOT_FIT else found
+
+    @property
+    def first_failing(self) -> PhaseMemory | None:
+        """The first phase that does not fit for sure."""
+        capacity = self.gpu.capacity_bytes
+        return next((p for p in self.phases if p.verdict(capacity) is Verdict.DOES_NOT_FIT), None)
+
+    @property
+    def binds(self) -> PhaseMemory:
+        """The first phase that does not fit; else the one with least room."""
+        return self.first_failing or max(self.phases, key=lambda p: p.driver.most)
+
+    @property
+    def share(self) -> float | None:
+        """gpu_memory_utilization or mem_fraction_static, as it was given."""
+        return getattr(self.setup.engine, self.setup.share_name)  # type: ignore[no-any-return]
+
+    def phase(self, name: Phase) -> PhaseMemory | None:
+        """The phase of this name, on its fullest stage."""
+        return next((p for p in self.phases if p.phase is name), None)
+
+
+class Share(NamedTuple):
+    """The largest share of a card for the engine."""
+
+    #: At which every phase fits at the upper end of its range; None: none does.
+    safe: float | None
+    #: At which every phase may fit, at the lower end.
+    possible: float | None
+    #: The phase that keeps ``safe`` from rising, or that fits at no share.
+    binds: Phase
+    #: The engine's cache at ``safe``: tokens, and sequences of the longest length.
+    kv_tokens: Range | None
+    sequences: Range | None
+
+
+class Offload(NamedTuple):
+    """A choice of what leaves the GPU during rollouts, and the share that it allows."""
+
+    parameters: bool
+    optimizer: bool
+    safe: float | None
+    binds: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The other way round."""
+
+    share: Share
+    #: Largest tokens of a micro batch at which the update and the pass for old log-probabilities fit for sure, as their
+    #: option says it (a GPU); None: no such limit fits.
+    update_tokens: int | None
+    log_prob_tokens: int | None
+    offloads: tuple[Offload, ...]
+    #: What to change first; "" where all fits.
+    first: str
+
+
+def answer(setup: PostTraining, gpu: Gpu) -> Rollout:
+    """The phases of a job on a card. Raises SpecError."""
+    refuse(setup)
+    side = trainer_phases(setup, gpu)
+    return _answer(setup, gpu, side)
+
+
+def _answer(setup: PostTraining, gpu: Gpu, side: Sequence[Sequence[TrainerPhase]]) -> Rollout:
+    engine = engine_of(setup, gpu, side)
+    stages = [both(setup, stage, engine) for stage in side]
+    worst = tuple(max(of, key=lambda phase: phase.driver.most) for of in zip(*stages, strict=True))
+    return Rollout(
+        setup, gpu, worst, tuple(map(tuple, stages)), engine, host_of(setup, engine), tuple(map(tuple, side))
+    )
+
+
+def limits(found: Rollout) -> Limits:
+    """What would fit. Raises SpecError."""
+    share = largest_share(found)
+    setup = found.setup
+    room = _room(found)
+    update = _largest_tokens(
+        found, Phase.UPDATE, lambda tokens, stage: of_trainer.update_bytes(setup.update_run(tokens), stage), room
+    )
+    logs = None
+    if setup.log_probs:
+        logs = _largest_tokens(
+            found, Phase.LOG_PROBS,
+            lambda tokens, stage: total(of_trainer.forward(setup.log_prob_run(tokens), stage)).most, room,
+        )  # fmt: skip
+    offloads = tuple(_offloads(found))
+    return Limits(share, update, logs, offloads, _first(found, share, update, logs, offloads))
+
+
+def at_share(found: Rollout, share: float) -> Rollout:
+    """The same job with another share for the engine."""
+    return _answer(found.setup.with_share(share), found.gpu, found.side)
+
+
+def largest_share(found: Rollout) -> Share:
+    """By bisection: with a larger share no phase needs less."""
+    capacity = found.gpu.capacity_bytes
+    fixed = next(
+        (p for p in found.phases if p.phase not in AWAKE and p.verdict(capacity) is Verdict.DOES_NOT_FIT), None
+    )
+
+    def fits(step: int, *, surely: bool) -> bool:
+        good = (Verdict.FITS,) if surely else (Verdict.FITS, Verdict.TIGHT)
+        return all(p.verdict(capacity) in good for p in at_share(found, step / _STEP).phases)
+
+    def largest(*, surely: bool) -> int:
+        # Below what its weights need an engine does not start: the shares that fit are an interval.
+        low = next((s for s in range(1, _STEP) if at_share(found, s / _STEP).engine.may_start), _STEP)
+        starts = next((s for s in range(low, _STEP) if not _own_reason(at_share(found, s / _STEP), surely)), _STEP)
+        if starts >= _STEP or not fits(starts, surely=surely):
+            return 0
+        high = _STEP
+        while high - starts > 1:
+            middle = (starts + high) // 2
+            starts, high = (middle, high) if fits(middle, surely=surely) else (starts, middle)
+        return starts
+
+    possible = largest(surely=False)
+    safe = largest(surely=True) if possible else 0
+    at = at_share(found, safe / _STEP) if safe else found
+    if safe:
+        beyond = at_share(found, min(safe + 1, _STEP - 1) / _STEP)
+        binding = next((p.phase for p in beyond.phases if p.verdict(capacity) is not Verdict.FITS), at.binds.phase)
+    elif fixed is not None:
+        binding = fixed.phase
+    else:
+        tight = [p for p in found.phases if p.phase not in AWAKE and p.verdict(capacity) is not Verdict.FITS]
+        binding = tight[0].phase if tight else found.binds.phase
+    return Share(
+        safe / _STEP or None, possible / _STEP or None, binding, at.engine.kv_tokens if safe else None,
+        at.engine.concurrent_sequences(found.setup.longest) if safe else None,
+    )  # fmt: skip
+
+
+def _own_reason(found: Rollout, surely: bool) -> bool:
+    """Whether the engine fails for want of a larger share, not of free memory."""
+    engine = found.engine
+    failed = not engine.starts if surely else not engine.may_start
+    return failed and not engine.why_not.startswith("free memory")
+
+
+def _room(found: Rollout) -> dict[Phase, dict[int, int]]:
+    """phase -> stage -> bytes that its passes may take beside everything else, at the upper ends."""
+    capacity = found.gpu.capacity_bytes
+    room: dict[Phase, dict[int, int]] = {}
+    for stage in found.stages:
+        for p in stage:
+            beyond = total([*p.outside, p.engine_bytes]).most
+            room.setdefault(p.phase, {})[p.stage] = capacity - beyond
+    return room
+
+
+def _largest_tokens(
+    found: Rollout, phase: Phase, passes: Callable[[int, int], int], room: dict[Phase, dict[int, int]]
+) -> int | None:
+    """Tokens a GPU, before context parallelism multiplies them."""
+    setup, cp = found.setup, found.setup.trainer.parallel.cp
+    if phase not in room:
+        return None
+    beside: dict[int, int] = {}
+    for stage in found.stages:
+        for p in stage:
+            if p.phase is phase:
+                now = setup.update_tokens if phase is Phase.UPDATE else setup.log_prob_tokens
+                beside[p.stage] = total(p.allocated).least - passes(now, p.stage)
+
+    def fits(tokens: int) -> bool:
+        worst = setup.worst(tokens)
+        try:
+            needs = {stage: passes(worst, stage) + beside[stage] for stage in beside}
+        except SpecError:
+            return False
+        return all(n + reserved_bytes(n) <= room[phase][stage] for stage, n in needs.items())
+
+    unit = _TOKENS * cp if setup.dynamic else setup.longest
+    least = -(-setup.longest // unit) * unit if setup.dynamic else unit
+    if not fits(least):
+        return None
+    low = least // unit
+    high = 2 * low
+    while high * unit < _MOST_TOKENS and fits(high * unit):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * unit) else (low, middle)
+    return low * unit // cp if setup.dynamic else low
+
+
+def _offloads(found: Rollout) -> list[Offload]:
+    """The choices that the framework has, the least offloading first."""
+    setup = found.setup
+    if setup.framework == "slime":  # --colocate offloads everything
+        choices = [(True, True)]
+    elif setup.framework == "nemo-rl":
+        choices = [(True, True)]
+    else:
+        choices = [(False, False), (False, True), (True, True)]
+    out = []
+    for parameters, optimizer in choices:
+        if (parameters, optimizer) == (setup.param_offload, setup.optimizer_offload):
+            share = largest_share(found)
+        else:
+            other = setup.with_(param_offload=parameters, optimizer_offload=optimizer)
+            share = largest_share(answer(other, found.gpu))
+        out.append(Offload(parameters, optimizer, share.safe, share.binds))
+    return out
+
+
+def _first(
+    found: Rollout, share: Share, update: int | None, logs: int | None, offloads: Sequence[Offload]
+) -> str:
+    """What to change first."""
+    capacity, setup = found.gpu.capacity_bytes, found.setup
+    wrong = next((p for p in found.phases if p.verdict(capacity) is Verdict.DOES_NOT_FIT), None)
+    wrong = wrong or next((p for p in found.phases if p.verdict(capacity) is Verdict.TIGHT), None)
+    if wrong is None:
+        return ""
+    if wrong.phase in AWAKE:
+        now = found.share
+        if share.safe and (now is None or share.safe < now):
+            return f"{setup.share_name} {share.safe:g}"
+        if wrong.why_not and share.safe:
+            return f"{setup.share_name} {share.safe:g}: {wrong.why_not}"
+    better = next((o for o in offloads if o.safe), None)
+    here = (setup.param_offload, setup.optimizer_offload)
+    if better is not None and (better.parameters, better.optimizer) != here and not share.safe:
+        what = "parameters and optimizer" if better.parameters else "the optimizer"
+        return f"offload {what} during rollouts"
+    words = "tokens" if setup.dynamic else "sequences"
+    if wrong.phase is Phase.UPDATE and update:
+        return f"at most {update:,} {words} a GPU in a micro batch of the update"
+    if wrong.phase is Phase.LOG_PROBS and logs:
+        return f"at most {logs:,} {words} a GPU in a micro batch of log-probs"
+    if wrong.phase is Phase.UPDATE:
+        if setup.of_megatron and not setup.trainer.optimizer.optimizer_cpu_offload:
+            return "the optimizer on the host (optimizer_cpu_offload), or more pipeline or tensor parallelism"
+        return "a layout that divides the model further (--search), or more GPUs"
+    return f"a layout that leaves more beside {wrong.phase} (--search)"
+
+
+def as_json(found: Rollout, solved: Limits | None = None) -> dict[str, Any]:
+    """By the schema ``SCHEMA``; ranges are [least, most] in bytes."""
+    setup, capacity, engine = found.setup, found.gpu.capacity_bytes, found.engine
+    failing = found.first_failing
+    over = None
+    if failing is not None:
+        over = max(0, failing.driver.least - capacity)
+    return {
+        "schema": SCHEMA, "framework": FRAMEWORKS[setup.framework],
+        "release": ".".join(map(str, setup.release)) if setup.release != (0, 0) else None,
+        "model": setup.model.name, "gpu": found.gpu.name, "gpus": setup.trainer.parallel.world_size,
+        "capacity_bytes": capacity, "verdict": str(found.verdict),
+        "binds": {"phase": str(found.binds.phase), "stage": found.binds.stage},
+        "first_failing": None if failing is None else {
+            "phase": str(failing.phase), "stage": failing.stage, "over_bytes": over, "why": failing.why_not,
+        },
+        "phases": [p.as_json(capacity) for p in found.phases],
+        "stages": [[p.as_json(capacity) for p in stage] for stage in found.stages],
+        "engine": {
+            "framework": setup.engine.framework, "release": ".".join(map(str, setup.engine.release_numbers)),
+            "share": setup.share_name, "value": found.share, "starts": engine.starts, "may_start": engine.may_start,
+            "why_not": engine.why_not, "kv_tokens": list(engine.kv_tokens),
+            "kv_bytes_per_token": engine.kv_bytes_per_token, "blocks": list(engine.num_blocks),
+            "longest": setup.longest, "sequences": list(engine.concurrent_sequences(setup.longest)),
+            "components": [amount_json(a) for a in engine.components],
+        },
+        "host": found.host.as_json(),
+        "limits": None if solved is None else {
+            "share": {
+                "name": setup.share_name, "safe": solved.share.safe, "possible": solved.share.possible,
+                "binds": str(solved.share.binds),
+                "kv_tokens": solved.share.kv_tokens and list(solved.share.kv_tokens),
+                "sequences": solved.share.sequences and list(solved.share.sequences),
+            },
+            "unit": "tokens" if setup.dynamic else "sequences",
+            "update": solved.update_tokens, "log_probs": solved.log_prob_tokens,
+            "offloads": [
+                {"parameters": o.parameters, "optimizer": o.optimizer, "safe": o.safe, "binds": str(o.binds)}
+                for o in solved.offloads
+            ],
+            "first": solved.first,
+        },
+        "assumptions": list(dict.fromkeys((*setup.assumptions, *setup.trainer.assumptions))),
+        "not_modelled": list(dict.fromkeys((*setup.not_modelled, *setup.trainer.not_modelled))),
+    }  # fmt: skip
