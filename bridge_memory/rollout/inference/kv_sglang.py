@@ -15,8 +15,8 @@ from bridge_memory.rollout.inference.spec import InferenceSpec
 #: ``arg_groups/fields/schedule.py``: swa_full_tokens_ratio, mamba_full_memory_ratio.
 SWA_FULL_TOKENS_RATIO = 0.8
 MAMBA_FULL_MEMORY_RATIO = 0.9
-#: Model types whose sliding windows have a pool of their own (``configs/model_config.py: is_hybrid_swa_model``). Others,
-#: Gemma 3 among them, keep all tokens of all layers.
+#: Model types whose sliding windows have a pool of their own (``configs/model_config.py: is_hybrid_swa_model``);
+#: others, Gemma 3 among them, keep all tokens of all layers.
 HYBRID_WINDOWS = ("gpt_oss", "mimo_v2", "gemma4", "llama4", "step3p5")
 #: Recurrent states of a sequence with a radix cache: the running one, two kept with the tree, and two that are written
 #: in turn while batches overlap (``MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO``, ``get_mamba_tracking_slots``).

@@ -410,8 +410,8 @@ def _sglang(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -
             )
         elif share < needs:
             why[place] = (
-                f"mem_fraction_static {fraction} leaves {share / GIB:.2f} GiB for graphs and activations, which take up "
-                f"to {needs / GIB:.2f} GiB"
+                f"mem_fraction_static {fraction} leaves {share / GIB:.2f} GiB for graphs and activations, which take "
+                f"up to {needs / GIB:.2f} GiB"
             )
     return InferenceMemory(
         spec, gpu, Range(*other), held, space, Range(tokens.least // page, tokens.most // page), page,
