@@ -178,7 +178,7 @@ def held(setup: PostTraining, phase: Phase) -> Held:
         return Held(False, False, False)
     if setup.framework == "nemo-rl":
         # The optimizer leaves before weights are sent, gradients with it; in passes it stays unless asked for.
-        return Held(True, False, False) if phase is Phase.SYNC else Held(True, True, not setup.optimizer_offload)
+        return Held(True, False, False) if phase is Phase.SYNC else Held(True, False, setup.passes_keep_optimizer)
     if phase is Phase.REFERENCE and setup.reference in (Reference.GPU, Reference.LOADED, Reference.STREAMED):
         return rests
     return Held(True, rests.gradients, rests.optimizer)

@@ -82,6 +82,8 @@ class PostTraining:
     fused_kernels: bool = False
     param_offload: bool = False
     optimizer_offload: bool = False
+    #: Passes without a backward run beside the optimizer's states, whether or not these rest on the GPU (NeMo-RL).
+    passes_keep_optimizer: bool = False
     reference: Reference = Reference.NONE
     critic: Critic | None = None
     #: 0: the engine never sleeps; 1: it keeps its weights in host memory; 2: it drops them.

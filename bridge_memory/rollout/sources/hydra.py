@@ -63,8 +63,13 @@ def scalar(text: str, name: str) -> Any:
 
 
 def words_of_script(text: str, entry: str) -> list[str]:
-    """The overrides of a launch script: words after ``entry`` (a module or script), up to the command's end, with
-    shell variables that the script sets put in. Raises SpecError where there is none."""
+    """The overrides of a launch script, as ``command_of_script`` finds them."""
+    return [word for word in command_of_script(text, entry) if "=" in word or word.startswith("~")]
+
+
+def command_of_script(text: str, entry: str) -> list[str]:
+    """The words of a launch script after ``entry`` (a module or script), up to the command's end, with variables and
+    arrays that the script sets put in. Raises SpecError where there is none."""
     joined = re.sub(r"\\[ \t]*\r?\n", " ", re.sub(r"(?m)^\s*#.*$", "", text))
     variables: dict[str, str] = {}
     arrays: dict[str, str] = {}
@@ -83,7 +88,7 @@ def words_of_script(text: str, entry: str) -> list[str]:
                 words = shlex.split(_shell(command, variables), comments=True)
             except ValueError as error:
                 raise SpecError(f"the script's call of {entry} is not a command: {error}; give KEY=VALUE") from None
-            return [word for word in words if "=" in word or word.startswith("~")]
+            return words
     raise SpecError(f"the script does not call {entry}; give the script that starts the trainer, or KEY=VALUE")
 
 
