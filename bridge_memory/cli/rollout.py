@@ -102,10 +102,10 @@ def run(args: argparse.Namespace) -> int:
         print()
     else:
         from bridge_memory.report.printing import print_blocks
-        from bridge_memory.report.rollout import rollout_blocks
+        from bridge_memory.report.rollout import layout_table, rollout_blocks
 
         blocks = rollout_blocks(found, solved, unit, verbose=args.verbose)
-        print_blocks(blocks)
+        print_blocks([*blocks, *([layout_table(rows, found, unit)] if rows is not None else [])])
     fits = found.verdict in (Verdict.FITS, Verdict.TIGHT)
     return EXIT_DOES_NOT_FIT if args.require_fit and not fits else 0
 

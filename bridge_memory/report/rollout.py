@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bridge_memory.outside.amount import Range, total
 from bridge_memory.report.document import Block, Bullets, Column, Grid, Words
 from bridge_memory.report.said import VERDICT_WORDS
 from bridge_memory.report.units import DECIMALS, format_ticks, ticks
 from bridge_memory.rollout.answer import Limits, Rollout
+from bridge_memory.rollout.layouts import Layout
 from bridge_memory.rollout.phases import PhaseMemory
 from bridge_memory.rollout.setup import FRAMEWORKS, Reference
 from bridge_memory.verdict import FRAGMENTATION, Verdict
@@ -197,3 +200,22 @@ def _short(found: Range, unit: str) -> str:
 def _number(nbytes: int, unit: str) -> str:
     decimals = max(0, DECIMALS[unit] - 1)
     return format_ticks(ticks(nbytes, unit, decimals), unit, decimals)
+
+
+def layout_table(rows: Sequence[Layout], found: Rollout, unit: str = "GiB") -> Grid:
+    """The layouts of ``--search``."""
+    columns = (
+        Column("TP"), Column("PP"), Column("CP"), Column("EP"), Column("offloaded", words=True),
+        Column(found.setup.share_name), Column("KV tokens"), Column("update"), Column("binds", words=True),
+    )  # fmt: skip
+    cells = tuple(
+        (
+            str(row.parallel.tp), str(row.parallel.pp), str(row.parallel.cp), str(row.parallel.ep),
+            " ".join(["parameters"] * row.param_offload + ["optimizer"] * row.optimizer_offload) or "nothing",
+            f"{row.share.safe:g}", f"{row.kv_tokens:,}", _short(row.update, unit), str(row.share.binds),
+        )
+        for row in rows
+    )  # fmt: skip
+    notes = ("KV tokens: of a replica, for sure, at the highest safe share; update: driver peak, " + unit,)
+    return Grid("Layouts of the trainer that leave most for the KV cache", columns, cells, None,
+                notes if rows else ("no layout fits for sure",))  # fmt: skip

@@ -252,10 +252,10 @@ def _largest_tokens(
 def _offloads(found: Rollout) -> list[Offload]:
     """The choices that the framework has, the least offloading first."""
     setup = found.setup
-    if setup.framework == "slime":  # --colocate offloads everything
+    if setup.framework in ("slime", "nemo-rl"):  # Both always offload everything.
         choices = [(True, True)]
-    elif setup.framework == "nemo-rl":
-        choices = [(True, True)]
+    elif setup.framework == "trl":  # It has no such option.
+        choices = [(False, False)]
     else:
         choices = [(False, False), (False, True), (True, True)]
     out = []
