@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--search", action="store_true", help="trainer layouts that leave most for the KV cache")
     output.add_argument("--emit", choices=("verl", "nemo-rl", "slime"),
                         help="print the keys of what is safe, in a framework's words")  # fmt: skip
+    output.add_argument("--log", metavar="FILE", help="memory lines of a training log beside the phases")
     output.add_argument("--require-fit", action="store_true", help=f"exit code {EXIT_DOES_NOT_FIT} unless it fits")
 
 
@@ -89,6 +90,11 @@ def run(args: argparse.Namespace) -> int:
         from bridge_memory.rollout.layouts import search
 
         rows = search(found)
+    lines = None
+    if args.log is not None:
+        from bridge_memory.rollout.log import compare, readings
+
+        lines = compare(found, readings(args.log))
     if args.emit:
         from bridge_memory.rollout.emit import emitted
 
@@ -98,14 +104,18 @@ def run(args: argparse.Namespace) -> int:
         document = as_json(found, solved)
         if rows is not None:
             document["layouts"] = [row.as_json() for row in rows]
+        if lines is not None:
+            document["log"] = {"lines": [line.as_json() for line in lines[0]], "pool_bytes": lines[1]}
         json.dump(document, sys.stdout, indent=2)
         print()
     else:
         from bridge_memory.report.printing import print_blocks
-        from bridge_memory.report.rollout import layout_table, rollout_blocks
+        from bridge_memory.report.rollout import layout_table, log_table, rollout_blocks
 
         blocks = rollout_blocks(found, solved, unit, verbose=args.verbose)
-        print_blocks([*blocks, *([layout_table(rows, found, unit)] if rows is not None else [])])
+        blocks += [layout_table(rows, found, unit)] if rows is not None else []
+        blocks += [log_table(*lines, unit)] if lines is not None else []
+        print_blocks(blocks)
     fits = found.verdict in (Verdict.FITS, Verdict.TIGHT)
     return EXIT_DOES_NOT_FIT if args.require_fit and not fits else 0
 

@@ -10,6 +10,7 @@ from bridge_memory.report.said import VERDICT_WORDS
 from bridge_memory.report.units import DECIMALS, format_ticks, ticks
 from bridge_memory.rollout.answer import Limits, Rollout
 from bridge_memory.rollout.layouts import Layout
+from bridge_memory.rollout.log import Compared
 from bridge_memory.rollout.phases import PhaseMemory
 from bridge_memory.rollout.setup import FRAMEWORKS, Reference
 from bridge_memory.verdict import FRAGMENTATION, Verdict
@@ -205,17 +206,46 @@ def _number(nbytes: int, unit: str) -> str:
 def layout_table(rows: Sequence[Layout], found: Rollout, unit: str = "GiB") -> Grid:
     """The layouts of ``--search``."""
     columns = (
-        Column("TP"), Column("PP"), Column("CP"), Column("EP"), Column("offloaded", words=True),
-        Column(found.setup.share_name), Column("KV tokens"), Column("update"), Column("binds", words=True),
+        Column("TP x PP x CP x EP", words=True), Column("rests on the GPU", words=True), Column("share"),
+        Column("KV tokens"), Column("update"), Column("binds", words=True),
     )  # fmt: skip
     cells = tuple(
         (
-            str(row.parallel.tp), str(row.parallel.pp), str(row.parallel.cp), str(row.parallel.ep),
-            " ".join(["parameters"] * row.param_offload + ["optimizer"] * row.optimizer_offload) or "nothing",
+            " x ".join(map(str, (row.parallel.tp, row.parallel.pp, row.parallel.cp, row.parallel.ep))),
+            {(False, False): "all", (True, False): "optimizer", (False, True): "parameters", (True, True): "nothing"}[
+                row.param_offload, row.optimizer_offload
+            ],
             f"{row.share.safe:g}", f"{row.kv_tokens:,}", _short(row.update, unit), str(row.share.binds),
         )
         for row in rows
     )  # fmt: skip
-    notes = ("KV tokens: of a replica, for sure, at the highest safe share; update: driver peak, " + unit,)
+    notes = (
+        f"share: the highest safe {found.setup.share_name}; KV tokens: of a replica, for sure; update: driver peak, {unit}",
+    )
     return Grid("Layouts of the trainer that leave most for the KV cache", columns, cells, None,
                 notes if rows else ("no layout fits for sure",))  # fmt: skip
+
+
+def log_table(lines: Sequence[Compared], pool: int, unit: str = "GiB") -> Grid:
+    """Memory lines of a log beside the phases."""
+    columns = (
+        Column("line of the log", words=True), Column("moment", words=True), Column("allocated"), Column("predicted"),
+        Column("driver"), Column("predicted"),
+    )  # fmt: skip
+
+    def shown(nbytes: int | None) -> str:
+        return "-" if nbytes is None else _number(nbytes, unit)
+
+    def expected(found: Range | None) -> str:
+        return "-" if found is None else _short(found, unit)
+
+    rows = tuple(
+        (row.reading.head, row.moment, shown(row.reading.allocated), expected(row.allocated), shown(row.reading.used),
+         expected(row.driver))
+        for row in lines
+    )  # fmt: skip
+    notes = ['"GB" of the log is GiB; of several lines of a kind the highest']
+    if pool:
+        notes.append(f"{_number(pool, unit)} {unit} of vLLM's pool, which torch counts in this process, are taken out of "
+                     "allocated")  # fmt: skip
+    return Grid(f"The log beside the phases, {unit}", columns, rows, None, tuple(notes))

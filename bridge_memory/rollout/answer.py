@@ -150,56 +150,53 @@ def limits(found: Rollout) -> Limits:
     return Limits(share, update, logs, offloads, _first(found, share, update, logs, offloads))
 
 
-def at_share(found: Rollout, share: float) -> Rollout:
-    """The same job with another share for the engine."""
-    return _answer(found.setup.with_share(share), found.gpu, found.side)
-
-
 def largest_share(found: Rollout) -> Share:
-    """By bisection: with a larger share no phase needs less."""
-    capacity = found.gpu.capacity_bytes
-    fixed = next(
-        (p for p in found.phases if p.phase not in AWAKE and p.verdict(capacity) is Verdict.DOES_NOT_FIT), None
-    )
+    """By bisection: with a larger share no phase needs less, and the engine starts from some share on."""
+    capacity, setup, gpu = found.gpu.capacity_bytes, found.setup, found.gpu
+    known: dict[int, tuple[InferenceMemory, list[PhaseMemory]]] = {}
 
-    def fits(step: int, *, surely: bool) -> bool:
-        good = (Verdict.FITS,) if surely else (Verdict.FITS, Verdict.TIGHT)
-        return all(p.verdict(capacity) in good for p in at_share(found, step / _STEP).phases)
+    def at(step: int) -> tuple[InferenceMemory, list[PhaseMemory]]:
+        if step not in known:
+            other = setup.with_share(step / _STEP)
+            engine = engine_of(other, gpu, found.side)
+            known[step] = engine, [p for stage in found.side for p in both(other, stage, engine)]
+        return known[step]
 
-    def largest(*, surely: bool) -> int:
-        # Below what its weights need an engine does not start: the shares that fit are an interval.
-        low = next((s for s in range(1, _STEP) if at_share(found, s / _STEP).engine.may_start), _STEP)
-        starts = next((s for s in range(low, _STEP) if not _own_reason(at_share(found, s / _STEP), surely)), _STEP)
-        if starts >= _STEP or not fits(starts, surely=surely):
+    def largest(*good: Verdict, surely: bool) -> int:
+        def small(step: int) -> bool:  # It fails for want of a share, not of free memory.
+            engine = at(step)[0]
+            failed = not engine.starts if surely else not engine.may_start
+            return failed and not engine.why_not.startswith("free memory")
+
+        def fits(step: int) -> bool:
+            return all(p.verdict(capacity) in good for p in at(step)[1])
+
+        low = _bisected(0, _STEP, small) + 1
+        if low >= _STEP or not fits(low):
             return 0
-        high = _STEP
-        while high - starts > 1:
-            middle = (starts + high) // 2
-            starts, high = (middle, high) if fits(middle, surely=surely) else (starts, middle)
-        return starts
+        return _bisected(low, _STEP, fits)
 
-    possible = largest(surely=False)
-    safe = largest(surely=True) if possible else 0
-    at = at_share(found, safe / _STEP) if safe else found
+    possible = largest(Verdict.FITS, Verdict.TIGHT, surely=False)
+    safe = largest(Verdict.FITS, surely=True) if possible else 0
     if safe:
-        beyond = at_share(found, min(safe + 1, _STEP - 1) / _STEP)
-        binding = next((p.phase for p in beyond.phases if p.verdict(capacity) is not Verdict.FITS), at.binds.phase)
-    elif fixed is not None:
-        binding = fixed.phase
-    else:
-        tight = [p for p in found.phases if p.phase not in AWAKE and p.verdict(capacity) is not Verdict.FITS]
-        binding = tight[0].phase if tight else found.binds.phase
-    return Share(
-        safe / _STEP or None, possible / _STEP or None, binding, at.engine.kv_tokens if safe else None,
-        at.engine.concurrent_sequences(found.setup.longest) if safe else None,
-    )  # fmt: skip
+        engine, _ = at(safe)
+        beyond = at(min(safe + 1, _STEP - 1))[1]
+        binding = next((p.phase for p in beyond if p.verdict(capacity) is not Verdict.FITS), found.binds.phase)
+        return Share(
+            safe / _STEP, possible / _STEP, binding, engine.kv_tokens, engine.concurrent_sequences(setup.longest)
+        )
+    # The phase that fits at no share: of those without the engine's cache the worst, else the engine's start.
+    others = [p for p in found.phases if p.phase not in AWAKE and p.verdict(capacity) is not Verdict.FITS]
+    binding = max(others, key=lambda p: p.driver.most).phase if others else Phase.ENGINE_START
+    return Share(None, possible / _STEP or None, binding, None, None)
 
 
-def _own_reason(found: Rollout, surely: bool) -> bool:
-    """Whether the engine fails for want of a larger share, not of free memory."""
-    engine = found.engine
-    failed = not engine.starts if surely else not engine.may_start
-    return failed and not engine.why_not.startswith("free memory")
+def _bisected(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The last number from ``low`` below ``high`` for which ``holds``, which does for ``low`` and none above one."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def _room(found: Rollout) -> dict[Phase, dict[int, int]]:
