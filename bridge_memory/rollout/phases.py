@@ -226,8 +226,7 @@ def _of_stage(side: Trainer, stage: int) -> Iterator[TrainerPhase]:
         parts = tuple(a for a in _parts(side, stage, phase) if a.most)
         least, most = total(parts)
         found = Range(least, most + reserved_bytes(most))
-        # verl, NeMo-RL and slime empty the allocator's cache around a rollout; TRL and ms-swift do not.
-        if phase in (*AWAKE, Phase.SLEEP, Phase.SYNC) and setup.framework not in ("trl", "ms-swift"):
+        if _empties(setup, phase):
             kept = Range(0, 0)
         # Reserved memory does not fall by itself; but what one pass leaves another uses.
         found = Range(found.least, max(found.most, kept.most))
@@ -235,6 +234,17 @@ def _of_stage(side: Trainer, stage: int) -> Iterator[TrainerPhase]:
         rests = phase in (*AWAKE, Phase.SLEEP, Phase.SYNC)
         around = (PAUSED,) if setup.framework == "slime" and rests and setup.param_offload else beyond
         yield TrainerPhase(phase, stage, parts, found, around)
+
+
+def _empties(setup: PostTraining, phase: Phase) -> bool:
+    """Whether the allocator's cache is emptied before a phase: around rollouts by all but TRL and ms-swift; with every
+    load and offload (verl ``load_megatron_model_to_gpu``, ``offload_fsdp_model_to_cpu``), and by verl's workers up to
+    0.7 after every call (``megatron_workers.py: aggressive_empty_cache``)."""
+    if setup.framework in ("trl", "ms-swift"):
+        return False
+    if phase in (*AWAKE, Phase.SLEEP, Phase.SYNC) or setup.param_offload or setup.optimizer_offload:
+        return True
+    return setup.framework == "verl" and setup.release <= (0, 7)
 
 
 def _parts(side: Trainer, stage: int, phase: Phase) -> list[Amount]:

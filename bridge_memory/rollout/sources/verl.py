@@ -38,6 +38,11 @@ _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{part}" for part in ("acto
 #: The newest release whose micro batches may hold more tokens than their limit (``utils/seqlen_balancing.py:
 #: rearrange_micro_batches``), and the newest whose vLLM runs in the worker's process (``workers/rollout``).
 _SOFT_LIMITS, _IN_PROCESS = (0, 8), (0, 7)
+#: The newest engines that a release of verl takes (its wheels' Requires-Dist); none: today's.
+_ENGINES = {
+    (0, 7): {"vllm": "0.12.0", "sglang": "0.5.6"}, (0, 8): {"vllm": "0.12.0", "sglang": "0.5.8"},
+    (0, 9): {"vllm": "0.24.0", "sglang": "0.5.12"},
+}  # fmt: skip
 #: Options that move no memory, or none that is asked about: by name, or by a part of it.
 _HARMLESS = re.compile(
     r"(^|\.)(lr|lr_.*|min_lr.*|weight_decay.*|betas|clip_grad|grad_clip|clip_ratio.*|tau_.*|kl_.*|loss_.*|entropy_coeff|"
@@ -414,6 +419,10 @@ class _Reader:
                 _DTYPES.get(o.text(f"{_ROLLOUT}.dtype", "bfloat16"), ""), "bfloat16"),
             "enable_prefix_caching": o.flag(f"{_ROLLOUT}.enable_prefix_caching", True),
         }  # fmt: skip
+        newest = _ENGINES.get(self.release, {}).get(name, "")
+        if newest:
+            fields["release"] = newest
+            self.assumptions.append(f"{name} {newest}, the newest that this verl takes (--rollout-release)")
         if isinstance(sizes, list) and sizes:
             fields["cuda_graph_sizes"] = tuple(sizes)
         quantization = o.get(f"{_ROLLOUT}.quantization")
