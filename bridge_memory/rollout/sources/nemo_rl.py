@@ -172,7 +172,8 @@ def _of_megatron(o: Options, model: ModelSpec, world: int, packed: bool, not_mod
 def _of_dtensor(
     o: Options, model: ModelSpec, world: int, packed: bool, assumptions: list[str], not_modelled: list[str]
 ) -> RunSpec:
-    from bridge_memory.spec import FSDPOptions, TransformersSpec
+    from bridge_memory.spec import FSDPOptions
+    from bridge_memory.spec.transformers import TransformersSpec
 
     part = "policy.dtensor_cfg"
     for name in ("tensor_parallel_size", "context_parallel_size"):

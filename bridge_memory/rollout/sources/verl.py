@@ -305,7 +305,8 @@ class _Reader:
         )  # fmt: skip
 
     def _of_fsdp(self, model: ModelSpec, world: int, role: str) -> RunSpec:
-        from bridge_memory.spec import FSDPOptions, TransformersSpec
+        from bridge_memory.spec import FSDPOptions
+        from bridge_memory.spec.transformers import TransformersSpec
 
         o, part = self.o, self._part(role)
         strategy = o.text(f"{role}.strategy", "fsdp")
