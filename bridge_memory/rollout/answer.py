@@ -6,8 +6,8 @@ engine, the largest micro batches, what has to be offloaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from bridge_memory.cards.gpu import Gpu
@@ -27,7 +27,7 @@ from bridge_memory.rollout.phases import (
     trainer_phases,
 )
 from bridge_memory.rollout.setup import FRAMEWORKS, PostTraining
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import RecomputeSpec, SpecError
 from bridge_memory.verdict import Verdict, reserved_bytes
 
 SCHEMA = "bridge-memory/rollout/1"
@@ -269,33 +269,65 @@ def _offloads(found: Rollout) -> list[Offload]:
 def _first(
     found: Rollout, share: Share, update: int | None, logs: int | None, offloads: Sequence[Offload]
 ) -> str:
-    """What to change first."""
+    """What to change first: of the changes that make every phase fit for sure, the one that costs least; where no
+    single one does, the words say so."""
     capacity, setup = found.gpu.capacity_bytes, found.setup
-    wrong = next((p for p in found.phases if p.verdict(capacity) is Verdict.DOES_NOT_FIT), None)
-    wrong = wrong or next((p for p in found.phases if p.verdict(capacity) is Verdict.TIGHT), None)
-    if wrong is None:
+    if all(p.verdict(capacity) is Verdict.FITS for p in found.phases):
         return ""
-    if wrong.phase in AWAKE:
-        now = found.share
-        if share.safe and (now is None or share.safe < now):
-            return f"{setup.share_name} {share.safe:g}"
-        if wrong.why_not and share.safe:
-            return f"{setup.share_name} {share.safe:g}: {wrong.why_not}"
-    better = next((o for o in offloads if o.safe), None)
-    here = (setup.param_offload, setup.optimizer_offload)
-    if better is not None and (better.parameters, better.optimizer) != here and not share.safe:
-        what = "parameters and optimizer" if better.parameters else "the optimizer"
-        return f"offload {what} during rollouts"
-    words = "tokens" if setup.dynamic else "sequences"
-    if wrong.phase is Phase.UPDATE and update:
-        return f"at most {update:,} {words} a GPU in a micro batch of the update"
-    if wrong.phase is Phase.LOG_PROBS and logs:
-        return f"at most {logs:,} {words} a GPU in a micro batch of log-probs"
-    if wrong.phase is Phase.UPDATE:
-        if setup.of_megatron and not setup.trainer.optimizer.optimizer_cpu_offload:
-            return "the optimizer on the host (optimizer_cpu_offload), or more pipeline or tensor parallelism"
-        return "a layout that divides the model further (--search), or more GPUs"
-    return f"a layout that leaves more beside {wrong.phase} (--search)"
+    if share.safe:
+        return f"{setup.share_name} {share.safe:g}"
+    for words, changed in _changes(setup, update, logs):
+        try:
+            if (safe := largest_share(answer(changed, found.gpu)).safe) is not None:
+                now = found.share
+                lower = f", and {setup.share_name} {safe:g}" if now is None or safe < now else ""
+                return words + lower
+        except SpecError:
+            continue
+    binds = f"no single change makes {share.binds} fit for sure"
+    return f"{binds}: a layout that divides the model further (--search), or more GPUs" if setup.of_megatron else (
+        f"{binds}: more GPUs"
+    )  # fmt: skip
+
+
+def _changes(setup: PostTraining, update: int | None, logs: int | None) -> Iterator[tuple[str, PostTraining]]:
+    """Changes by what they cost, with the words for each."""
+    run = setup.trainer
+    if not setup.sleep_level and setup.framework != "trl":
+        engine = replace(setup.engine, sleep_mode=True)
+        yield "let the engine sleep while the trainer runs", setup.with_(sleep_level=2, engine=engine)
+    if setup.framework in ("verl", "ms-swift"):
+        if not setup.optimizer_offload:
+            yield "offload the optimizer", setup.with_(optimizer_offload=True)
+        if not (setup.param_offload and setup.optimizer_offload):
+            yield "offload parameters and optimizer", setup.with_(param_offload=True, optimizer_offload=True)
+    limits = {
+        name: most * (run.parallel.cp if setup.dynamic else setup.longest)
+        for name, most, now in (("update_tokens", update, setup.update_tokens), ("log_prob_tokens", logs, setup.log_prob_tokens))
+        if most and most * (run.parallel.cp if setup.dynamic else setup.longest) < now
+    }  # fmt: skip
+    if limits:
+        words = " and ".join(
+            f"at most {(update if name == 'update_tokens' else logs) or 0:,} {'tokens' if setup.dynamic else 'sequences'} a "
+            f"GPU in a micro batch of {'the update' if name == 'update_tokens' else 'log-probs'}" for name in limits
+        )  # fmt: skip
+        yield words, setup.with_(**limits)
+    if setup.framework == "verl" and not setup.fused_kernels:
+        yield "fused kernels (use_fused_kernels)", setup.with_(fused_kernels=True)
+    if run.implementation.torch_layers:
+        if not run.transformers.gradient_checkpointing:
+            hf = replace(run.transformers, gradient_checkpointing=True, use_reentrant=False)
+            yield "gradient checkpointing", setup.with_(trainer=run.with_(transformers=hf))
+        return
+    full = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
+    recomputed = run.with_(recompute=full)
+    if run.recompute != full:
+        yield "recompute every layer (recompute_granularity full)", setup.with_(trainer=recomputed)
+    if not run.optimizer.optimizer_cpu_offload and run.data_parallel.use_distributed_optimizer:
+        optimizer = replace(run.optimizer, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
+        yield "the optimizer on the host (optimizer_cpu_offload)", setup.with_(trainer=run.with_(optimizer=optimizer))
+        words = "the optimizer on the host (optimizer_cpu_offload) and every layer recomputed"
+        yield words, setup.with_(trainer=recomputed.with_(optimizer=optimizer))
 
 
 def as_json(found: Rollout, solved: Limits | None = None) -> dict[str, Any]:

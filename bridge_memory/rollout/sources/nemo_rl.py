@@ -188,7 +188,7 @@ def _of_dtensor(
         hf["attn_implementation"] = "flash_attention_2"
     return RunSpec(
         model=model, parallel=ParallelSpec(world_size=world), batch=BatchSpec(packed_sequences=packed),
-        precision=PrecisionSpec(params_dtype="fp32"), data_parallel=DataParallelSpec(engine="fsdp2"),
+        precision=PrecisionSpec(params_dtype="fp32"), data_parallel=DataParallelSpec(engine="fsdp2", sync_each_batch=True),
         fsdp=FSDPOptions(param_dtype=_DTYPES.get(o.text("policy.precision"), "bf16"), reduce_dtype="fp32",
                          offload_params=o.flag(f"{part}.cpu_offload")),
         transformers=TransformersSpec(**hf),

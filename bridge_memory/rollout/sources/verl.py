@@ -352,7 +352,9 @@ class _Reader:
             self.not_modelled.append(f"{_MODEL}.use_liger: kernels of liger")
         return RunSpec(
             model=model, parallel=ParallelSpec(world_size=world), batch=BatchSpec(packed_sequences=packed),
-            precision=PrecisionSpec(params_dtype=dtype), data_parallel=DataParallelSpec(engine=engine),
+            precision=PrecisionSpec(params_dtype=dtype), data_parallel=DataParallelSpec(
+                engine=engine, sync_each_batch=not o.flag(f"{part}.use_no_sync_for_gradient_accumulation"),
+            ),
             fsdp=FSDPOptions(**fsdp), transformers=TransformersSpec(**hf), peft=self._peft(),
         )  # fmt: skip
 
@@ -460,6 +462,9 @@ class _Reader:
             o.table("critic")
             return None
         path = o.text("critic.model.path")
+        if "critic.model.path" not in o.given:
+            path = o.text(f"{_MODEL}.path")
+            self.assumptions.append("the critic is a model like the policy (critic.model.path)")
         model, said = model_of(path, "critic.model.path", self.given_model)
         self.assumptions += [said] * bool(said and said.replace("critic.model", _MODEL) not in self.assumptions)
         model = replace(model, share_embeddings_and_output_weights=True)
