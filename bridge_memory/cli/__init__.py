@@ -36,6 +36,7 @@ COMMANDS = {
     "why": ("bridge_memory.cli.why", "why a job ran out of memory, from its error, log or snapshot, and what to do"),
     "record": ("bridge_memory.cli.record", "a run's journal or log as a row of measured runs, nothing personal in it"),
     "rehearse": ("bridge_memory.cli.rehearse", "the real megatron-core, run for one rank with or without a GPU"),
+    "rollout": ("bridge_memory.cli.rollout", "trainer and rollout on the same GPUs, phase by phase: RL post-training"),
     "gpus": ("bridge_memory.cli.gpus", "the known GPUs and their usable memory"),
     "serve": ("bridge_memory.cli.serve", "a web page for all of this, served on this machine"),
     "mcp": ("bridge_memory.cli.mcp", "a Model Context Protocol server, for coding assistants"),

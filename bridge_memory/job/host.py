@@ -63,7 +63,7 @@ def host_memory(
     for name, value, least in (("gpus_per_node", gpus_per_node, 1), ("workers", workers, 0)):
         if type(value) is not int or value < least:
             raise SpecError(f"{name} ({show(value)}) is not a whole number of {least} or more; give one")
-    stages = [(*_of_stage(run, stage), *saving, PROCESS, *_loaders(workers)) for stage in range(run.parallel.pp)]
+    stages = [(*offloaded(run, stage), *saving, PROCESS, *_loaders(workers)) for stage in range(run.parallel.pp)]
     sums = [total(amounts) for amounts in stages]
     fullest = max(range(len(sums)), key=lambda stage: sums[stage].most)
     nodes = [total([sums[stage] for stage in node]) for node in _nodes(run, gpus_per_node)]
@@ -90,7 +90,7 @@ def _loaders(workers: int) -> tuple[Amount, ...]:
     return (WORKER._replace(name=name, least=workers * WORKER.least, most=workers * WORKER.most),)
 
 
-def _of_stage(run: RunSpec, stage: int) -> tuple[Amount, ...]:
+def offloaded(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     """What a rank of the stage offloads."""
     kept = [_pinned(name, nbytes, "the estimate's host memory") for name, nbytes in explain(run, stage).host]
     return (*kept, *_activations(run, stage), *_optimizer(run, stage))

@@ -479,6 +479,15 @@ class ImplementationSpec(Checked):
     cross_entropy_fusion_impl: str = choice("native", "native", "te", "linear")
     #: ModelOpt's distillation loss: of the logits only, or of the logits plus the language-model loss.
     distillation: str = choice("none", "none", "logits", "logits and lm")
+    #: Whose functions turn logits into log-probabilities of tokens, in place of the cross entropy: those of a
+    #: reinforcement-learning trainer. With their fused kernels: ``cross_entropy_fusion_impl`` "linear".
+    policy_loss: str = choice("none", "none", "verl", "nemo-rl", "slime", "trl")
+    #: The entropy of the logits too.
+    policy_entropy: bool = flag(False)
+    #: Tokens whose logits are processed at once; 0: all.
+    policy_chunk_size: int = count(0)
+    #: The pass has no backward (old and reference log-probabilities).
+    policy_forward_only: bool = flag(False)
     create_attention_mask: bool = flag(False)
     calculate_per_token_loss: bool = flag(False)
     deterministic_mode: bool = flag(False)

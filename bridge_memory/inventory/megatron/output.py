@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bridge_memory.inventory.megatron.distillation import record_divergence, teachers_logits
 from bridge_memory.inventory.megatron.hyper_connections import contract
+from bridge_memory.inventory.megatron.policy import record_policy
 from bridge_memory.releases import LOSS_GRADIENT_IN_FP32, LOSS_KEEPS_A_COPY
 from bridge_memory.spec import divide
 from bridge_memory.tapes.parameters import Use
@@ -79,6 +80,9 @@ def record_output(
         tanh = tape.make("tanh of the logits", divided, elements * ctx.act, save_output=True)
         tape.keep_alive(logits)
         logits = tape.make("softcapped logits", tanh, elements * ctx.act)
+    if impl.policy_loss != "none":
+        tape.output(record_policy(r, logits, elements))
+        return
     if teacher is None or impl.distillation != "logits":
         loss = _cross_entropy(r, logits, elements)
         tape.output(loss)

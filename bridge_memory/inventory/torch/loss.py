@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bridge_memory.inventory.torch import liger, torchtune
 from bridge_memory.inventory.torch.ops import FP32, Array, Torch
+from bridge_memory.inventory.torch.policy import policy_loss
 from bridge_memory.tapes.parameters import Use
 
 
@@ -34,6 +35,8 @@ def record_output(t: Torch, x: Array, *, output_bias: bool, own_weight: bool) ->
     elif t.hf.family.scaled_residuals:
         logits = t.scale("logits, divided", logits)
         t.keep_alive(raw)
+    if ctx.impl.policy_loss != "none":
+        return policy_loss(t, logits)
     targets = t.constant("shifted labels", tokens, 8)
     if t.hf.compiled_loss:
         loss = torchtune.loss_of(t, "", logits, targets, tokens)

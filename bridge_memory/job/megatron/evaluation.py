@@ -43,6 +43,13 @@ def evaluation(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     if why_not(run) is not None:
         return None
     kept = [exactly(c.name, c.bytes, c.provenance) for c in (*parts.persistent, *parts.between_steps)]
+    return tuple(a for a in (*kept, *forward_only(run, stage)) if a.most)
+
+
+def forward_only(run: RunSpec, stage: int) -> tuple[Amount, ...]:
+    """What passes without a backward hold at their highest moment, beside what persists. Raises SpecError: there is no
+    such stage."""
+    parts = stage_parts(run, stage)
     moment = max(forward_passes(run, stage), key=lambda passed: passed.nbytes)
     hidden, shapes = parts.hidden_state, layout(run.model, run.parallel).shapes(run.model)[stage]
     shape = shapes[moment.chunk]
@@ -50,7 +57,6 @@ def evaluation(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     sent = hidden if pipeline and not (shape.output and len(shapes) == 1) else 0
     waiting = hidden if len(shapes) > 1 else 0
     return tuple(a for a in (
-        *kept,
         exactly("batch", parts.batch, Provenance.FORMULA),
         exactly("input of the chunk", moment.held, Provenance.FORMULA, "gpt_model.py: GPTModel.forward, decoder_input"),
         exactly(f"forward pass without gradients: {moment.name}", moment.nbytes - moment.held, Provenance.FORMULA),

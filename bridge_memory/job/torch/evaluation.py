@@ -33,6 +33,12 @@ _LOOP = "trainer.py: evaluation_loop, prediction_loss_only"
 def evaluation(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     """What is alive at the highest moment of an evaluation after a training step. Raises SpecError: there is no such
     stage."""
+    return tuple(a for a in (*between_steps(rank_of(run, stage), stage), *forward_only(run, stage)) if a.most)
+
+
+def forward_only(run: RunSpec, stage: int, *, may_cache: bool = True) -> tuple[Amount, ...]:
+    """What passes without a backward hold at their highest moment, beside what persists; ``may_cache``: the model's
+    config decides whether they keep keys and values. Raises SpecError: there is no such stage."""
     rank, parts = rank_of(run, stage), stage_parts(run, stage)
     evaluated = _evaluated(run)
     ctx = context_of(as_evaluated(evaluated))
@@ -52,12 +58,12 @@ def evaluation(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     most, own, name = max(moments)
     batch = parts.batch * evaluated.batch.micro_batch_size // run.batch.micro_batch_size
     return tuple(a for a in (
-        *between_steps(rank, stage),
         exactly("batch", batch, Provenance.FORMULA),
         exactly("parameters gathered for all passes", rank.state.gathered, Provenance.FORMULA),
         exactly(f"forward pass without gradients: {name}", own, Provenance.ASSUMED, _LOOP),
         exactly("parameters gathered", max(most - own, 0), Provenance.FORMULA),
-        Amount("keys and values of all layers, with config.use_cache", 0, _cached(evaluated), Provenance.ASSUMED,
+        Amount("keys and values of all layers, with config.use_cache", 0, may_cache * _cached(evaluated),
+               Provenance.ASSUMED,
                "cache_utils.py: DynamicCache"),
     ) if a.most)  # fmt: skip
 

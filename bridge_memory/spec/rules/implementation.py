@@ -28,6 +28,12 @@ def check_implementation(run: RunSpec, limits: Limits) -> None:
             f"cross_entropy_fusion_impl (te) does not take params_dtype (fp16) in {LOSS_REFUSES_FP16} and later; use "
             "native"
         )
+    if i.policy_loss == "none":
+        for name in ("policy_entropy", "policy_chunk_size", "policy_forward_only"):
+            if getattr(i, name):
+                raise SpecError(f"{name} ({getattr(i, name)}) does nothing without policy_loss; give whose, or drop it")
+    elif i.distillation != "none":
+        raise SpecError(f"policy_loss ({i.policy_loss}) does not go with distillation ({i.distillation}); drop one")
     if i.defer_embedding_wgrad_compute:  # MPC
         if p.pipeline_model_parallel_size == 1:
             raise SpecError(

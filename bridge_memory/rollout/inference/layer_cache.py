@@ -1,0 +1,146 @@
+"""What each layer keeps for a token (attention) or for a sequence (recurrent layers), on one rank, by either engine."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from bridge_memory.rollout.inference.spec import DTYPES, STATE_DTYPES, InferenceSpec
+from bridge_memory.spec import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec, SideBySideSpec, SpecError
+from bridge_memory.spec.errors import divide
+
+
+class Kind(str, Enum):
+    """How long a layer keeps a token."""
+
+    #: All tokens.
+    FULL = "full attention"
+    #: The last ``window`` tokens.
+    SLIDING = "sliding window"
+    #: All tokens, one latent for all heads.
+    LATENT = "multi-latent attention"
+    #: A state of fixed size for each sequence.
+    STATE = "recurrent state"
+
+
+class LayerCache(NamedTuple):
+    """The cache of one layer on one rank."""
+
+    kind: Kind
+    #: Bytes of a token; of a STATE: of a sequence.
+    nbytes: int
+    #: Tokens of a window; 0: all.
+    window: int = 0
+
+
+#: Bytes of an element of quantised caches.
+_CACHE_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_ds_mla": 1,
+                "fp8_per_token_head": 1, "int8_per_token_head": 1, "int4_per_token_head": 1}  # fmt: skip
+#: One fp32 scale beside each head's keys, and one beside its values (vLLM ``v1/attention/backends/triton_attn.py:
+#: customize_spec``).
+_HEAD_SCALES = 2 * 4
+
+
+def element_bytes(spec: InferenceSpec) -> int:
+    """Bytes of a cached value."""
+    return spec.element_bytes if spec.kv_cache_dtype == "auto" else _CACHE_BYTES[spec.kv_cache_dtype]
+
+
+def layers_of_stage(spec: InferenceSpec, stage: int) -> range:
+    """Layers of a pipeline stage: equal parts, and one more layer for some stages where there is a remainder.
+
+    vLLM gives it to the stages before the last, backwards (``distributed/utils.py: get_pp_indices``), SGLang to the
+    last ones (its function of the same name).
+    """
+    pp = spec.pipeline_parallel_size
+    each, rest = divmod(spec.model.num_layers, pp)
+    last = pp if spec.framework == "sglang" or not rest else pp - 1
+    sizes = [each + (last - rest <= place < last) for place in range(pp)]
+    first = sum(sizes[:stage])
+    return range(first, first + sizes[stage])
+
+
+def layer_caches(spec: InferenceSpec, layers: range) -> list[LayerCache]:
+    """The caches of the layers of one rank, in order; a layer with two mixers has two, one without a cache none."""
+    found: list[LayerCache] = []
+    kinds: dict[object, tuple[LayerCache, ...]] = {}
+    for index in layers:
+        mixer = spec.model.layers[index].mixer
+        if mixer not in kinds:
+            kinds[mixer] = tuple(_caches(spec, mixer))
+        found += kinds[mixer]
+    return found
+
+
+def _caches(spec: InferenceSpec, mixer: object) -> list[LayerCache]:
+    if mixer is None:
+        return []
+    if isinstance(mixer, SideBySideSpec):
+        return [_state(spec, mixer.mamba), _attention(spec, mixer.attention)]
+    if isinstance(mixer, AttentionSpec):
+        return [] if mixer.borrows_keys else [_attention(spec, mixer)]
+    if isinstance(mixer, MLASpec):
+        return _latent(spec, mixer)
+    if isinstance(mixer, MambaSpec | GatedDeltaNetSpec):
+        return [_state(spec, mixer)]
+    raise SpecError(f"the cache of {type(mixer).__name__} is not modelled; choose another model")
+
+
+def _attention(spec: InferenceSpec, mixer: AttentionSpec) -> LayerCache:
+    """kv heads x (head dim of keys + of values). A rank has one KV head at least: heads are copied where there are
+    fewer than ranks (vLLM ``config/model.py: get_num_kv_heads``; SGLang ``configs/model_config.py``)."""
+    heads = max(1, mixer.num_query_groups // spec.attention_tp)
+    nbytes = heads * (mixer.kv_channels + mixer.value_channels) * element_bytes(spec)
+    if spec.kv_cache_dtype == "int4_per_token_head":
+        nbytes = heads * (mixer.kv_channels // 2 + mixer.value_channels // 2)
+    if spec.kv_cache_dtype.endswith("per_token_head"):
+        nbytes += heads * _HEAD_SCALES
+    window = mixer.window_size or 0
+    return LayerCache(Kind.SLIDING if window else Kind.FULL, nbytes, window)
+
+
+def _latent(spec: InferenceSpec, mixer: MLASpec) -> list[LayerCache]:
+    """The latent and the rotary key, once for all heads: every tensor-parallel rank has all of it."""
+    if mixer.indexer is not None:
+        raise SpecError(
+            "sparse attention with an indexer (DeepSeek-V3.2, GLM-5) is not modelled in an inference engine; choose "
+            "another model"
+        )
+    if spec.kv_cache_dtype.endswith("per_token_head") or spec.kv_cache_dtype == "fp8_ds_mla":
+        raise SpecError(
+            f"kv_cache_dtype ({spec.kv_cache_dtype}) does not hold multi-latent attention; give auto or fp8"
+        )
+    return [LayerCache(Kind.LATENT, (mixer.kv_lora_rank + mixer.qk_pos_emb_head_dim) * element_bytes(spec))]
+
+
+def state_dtype_bytes(spec: InferenceSpec) -> int:
+    """Bytes of an element of the recurrent state; the convolution's state is of the model's dtype.
+
+    SGLang: fp32 (``configs/mamba_utils.py: mamba2_state_dtype``). vLLM: the model's dtype, but fp32 for Nemotron-H
+    (``model_executor/models/config.py: NemotronHForCausalLMConfig``).
+    """
+    if spec.mamba_ssm_cache_dtype != "auto":
+        return STATE_DTYPES[spec.mamba_ssm_cache_dtype]
+    fp32 = spec.framework == "sglang" or spec.model.model_type.startswith("nemotron_h")
+    return DTYPES["float32"] if fp32 else spec.element_bytes
+
+
+def _state(spec: InferenceSpec, mixer: MambaSpec | GatedDeltaNetSpec) -> LayerCache:
+    """The last inputs of the convolution and the recurrent state of one sequence.
+
+    Source: vLLM ``model_executor/layers/mamba/mamba_utils.py: MambaStateShapeCalculator``; SGLang
+    ``configs/mamba_utils.py: Mamba2StateShape.create``, with convolutions in bf16.
+    """
+    tp = spec.attention_tp
+    if isinstance(mixer, MambaSpec):
+        groups = mixer.num_groups if mixer.num_groups % tp == 0 else tp
+        channels = mixer.num_heads * mixer.head_dim + 2 * groups * mixer.state_dim
+        heads = divide(mixer.num_heads, tp, "num_heads of Mamba", "tensor_parallel_size")
+        state = heads * mixer.head_dim * mixer.state_dim
+    else:
+        channels = 2 * mixer.num_key_heads * mixer.key_head_dim + mixer.num_value_heads * mixer.value_head_dim
+        heads = divide(mixer.num_value_heads, tp, "num_value_heads", "tensor_parallel_size")
+        state = heads * mixer.value_head_dim * mixer.key_head_dim
+    conv = divide(channels, tp, "channels of the convolution", "tensor_parallel_size") * (mixer.conv_kernel - 1)
+    conv_bytes = 2 if spec.framework == "sglang" else spec.element_bytes
+    return LayerCache(Kind.STATE, conv * conv_bytes + state * state_dtype_bytes(spec))

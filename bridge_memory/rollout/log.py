@@ -1,0 +1,200 @@
+"""Memory lines of a post-training log beside the phases: verl's, NeMo-RL's and slime's.
+
+Their "GB" is 2^30 bytes. Up to verl 0.7 vLLM runs in the worker: torch counts its pool as allocated even while it
+sleeps, unmapped; it is what the driver lost at the sleep without what torch's cache lost.
+
+Source: verl ``utils/profiler/performance.py: log_gpu_memory_usage, GPUMemoryLogger`` and ``perf/max_memory_*``; NeMo-RL
+``megatron_policy_worker.py`` ("GPU Memory ..."); slime ``utils/memory_utils.py: print_memory, report_peak_memory``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from bridge_memory.components import GIB
+from bridge_memory.files import read_text
+from bridge_memory.outside.amount import Amount, Range, total
+from bridge_memory.rollout.answer import Rollout
+from bridge_memory.rollout.phases import Phase
+from bridge_memory.rollout.trainer import states
+from bridge_memory.spec import SpecError
+from bridge_memory.spec.errors import bounded
+
+#: Bytes of a log that are read.
+_MOST_BYTES = 64 << 20
+#: Different lines that are kept.
+_MOST_LINES = 200
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_VERL = re.compile(
+    rf"((?:Before|After)[^,\n]{{1,120}}), memory allocated \(GB\): {_NUMBER}, memory reserved \(GB\): {_NUMBER}, "
+    rf"device memory used/total \(GB\): {_NUMBER}/{_NUMBER}"
+)
+_VERL_PEAK = re.compile(rf"(perf/max_memory_(?:allocated|reserved)_gb)['\"]?\s*[:=]\s*(?:np\.float64\()?{_NUMBER}")
+_NEMO = re.compile(rf"GPU Memory ((?:before|after) [a-z ]{{1,60}}): {_NUMBER}GB allocated, {_NUMBER}GB reserved")
+_SLIME = re.compile(r"\[Rank \d+\] Memory-Usage ([^:\n]{1,120}): (\{[^}\n]{1,600}\})")
+_SLIME_PEAK = re.compile(rf"\[Rank \d+\] Peak-Memory ([^:\n]{{1,120}}): max_allocated_GB={_NUMBER}, max_reserved_GB={_NUMBER}")
+_PAIR = re.compile(rf"'(total|used|allocated|reserved)_GB': {_NUMBER}")
+
+
+class Reading(NamedTuple):
+    """One line, the highest of its kind; bytes."""
+
+    head: str
+    allocated: int | None
+    reserved: int | None
+    used: int | None
+    total: int | None
+    #: It is a peak, not a moment.
+    peak: bool = False
+
+
+class Compared(NamedTuple):
+    """A line beside what is predicted of its moment; None: nothing is."""
+
+    reading: Reading
+    moment: str
+    allocated: Range | None
+    driver: Range | None
+
+    def as_json(self) -> dict[str, Any]:
+        """By the schema of ``rollout.schema.json``."""
+        r = self.reading
+        return {
+            "line": r.head, "moment": self.moment, "peak": r.peak,
+            "measured": {"allocated": r.allocated, "reserved": r.reserved, "driver": r.used},
+            "predicted": {
+                "allocated": self.allocated and list(self.allocated), "driver": self.driver and list(self.driver),
+            },
+        }  # fmt: skip
+
+
+def readings(path: str) -> list[Reading]:
+    """The memory lines of a log. Raises SpecError: it has none, or cannot be read."""
+    text = read_text(path, "give a training log of verl, NeMo-RL or slime", _MOST_BYTES, errors="replace")
+    found = list(readings_of(text))
+    if not found:
+        raise SpecError(
+            f"{bounded(path, 80)} has no memory line of verl, NeMo-RL or slime; verl writes them with "
+            "VERL_LOGGING_LEVEL=DEBUG"
+        )
+    return found
+
+
+def readings_of(text: str) -> Iterable[Reading]:
+    """The memory lines of a text, one for each kind: that with most on the driver, or allocated."""
+    best: dict[tuple[str, bool], Reading] = {}
+
+    def keep(reading: Reading) -> None:
+        key = reading.head, reading.peak
+        old = best.get(key)
+        if old is None and len(best) >= _MOST_LINES:
+            return
+        if old is None or (reading.used or 0, reading.allocated or 0) > (old.used or 0, old.allocated or 0):
+            best[key] = reading
+
+    peaks: dict[str, int] = {}
+    for match in _VERL.finditer(text):
+        keep(Reading(match[1].strip(), *(_bytes(match[n]) for n in (2, 3, 4, 5))))
+    for match in _NEMO.finditer(text):
+        keep(Reading(f"GPU Memory {match[1]}", _bytes(match[2]), _bytes(match[3]), None, None))
+    for match in _SLIME.finditer(text):
+        values = {name: _bytes(number) for name, number in _PAIR.findall(match[2])}
+        keep(Reading(match[1].strip(), values.get("allocated"), values.get("reserved"), values.get("used"),
+                     values.get("total")))  # fmt: skip
+    for match in _SLIME_PEAK.finditer(text):
+        keep(Reading(match[1].strip(), _bytes(match[2]), _bytes(match[3]), None, None, True))
+    for match in _VERL_PEAK.finditer(text):
+        peaks[match[1]] = max(peaks.get(match[1], 0), _bytes(match[2]))
+    if peaks:
+        keep(Reading("perf/max_memory", peaks.get("perf/max_memory_allocated_gb"),
+                     peaks.get("perf/max_memory_reserved_gb"), None, None, True))  # fmt: skip
+    return best.values()
+
+
+def _bytes(text: str) -> int:
+    return int(float(text) * GIB)
+
+
+#: What a line's head says -> the moment. The first that matches counts.
+_MOMENTS: tuple[tuple[str, str], ...] = (
+    (r"before rollout offload|after resume kv_cache|after switch to rollout|after wake_up.*|.*after resume kv.*", "awake"),
+    (r"after resume weights|before update_weights", "engine weights awake"),
+    (r"after load actor params( and grad)? during (rollout_mode|compute_log_prob)|after load_fsdp_model_to_gpu", "parameters"),
+    (r"after load actor params and grad during update_actor", "parameters and gradients"),
+    (r"after load actor optimizer during update_actor|before optimizer offload|gpu memory before optimizer offload", "all"),
+    (r"gpu memory after optimizer offload", "parameters"),
+    (r"after load ref params.*", "reference"),
+    (r"after (ref )?compute_log_prob.*before offload", "reference"),
+    (r"after rollout offload|before (ref )?compute_.*|before update_(actor|policy)|after update_(actor|policy)|"
+     r"after compute_.*|after offload .*|before resume weights|gpu memory after refit complete|.*after offload.*|"
+     r".*after sleep.*|before load_fsdp_model_to_gpu", "asleep"),
+)  # fmt: skip
+
+
+def compare(found: Rollout, lines: Iterable[Reading]) -> tuple[list[Compared], int]:
+    """Each line beside its moment, on the fullest stage, and the bytes of vLLM's pool that were taken out."""
+    lines = list(lines)
+    pool = _pool(lines) if found.setup.in_process else 0
+    out = []
+    for reading in lines:
+        moment = _moment(reading)
+        predicted = _predicted(found, moment)
+        own = reading
+        if pool and own.allocated is not None and not own.peak:
+            own = own._replace(allocated=max(0, own.allocated - pool))
+        out.append(Compared(own, moment or "not known", *predicted))
+    return out, pool
+
+
+def _moment(reading: Reading) -> str:
+    if reading.peak:
+        return "peak of a step"
+    head = reading.head.lower()
+    return next((moment for pattern, moment in _MOMENTS if re.fullmatch(pattern, head)), "")
+
+
+def _pool(lines: Iterable[Reading]) -> int:
+    """Bytes of vLLM's pool: what the driver lost at the sleep, without what torch's cache lost."""
+    by_head = {r.head.lower(): r for r in lines}
+    before, after = by_head.get("before rollout offload"), by_head.get("after rollout offload")
+    if before is None or after is None or None in (before.used, after.used, before.reserved, after.reserved):
+        return 0
+    assert before.used is not None and after.used is not None
+    assert before.reserved is not None and after.reserved is not None
+    return max(0, (before.used - after.used) - (before.reserved - after.reserved))
+
+
+def _predicted(found: Rollout, moment: str) -> tuple[Range | None, Range | None]:
+    """(the trainer's allocated, the driver's) at a moment."""
+    if moment == "peak of a step":
+        update = found.phase(Phase.UPDATE)
+        assert update is not None
+        return total(update.allocated), None
+    phase = found.phase({"awake": Phase.ROLLOUT, "engine weights awake": Phase.SYNC}.get(moment, Phase.SLEEP))
+    if phase is None or not moment:
+        return None, None
+    resting = found.phase(Phase.ROLLOUT)
+    assert resting is not None
+    base = list(resting.allocated)
+    if moment in ("parameters", "parameters and gradients", "all"):
+        base = _with(found, base, moment, phase.stage)
+    elif moment == "reference":
+        reference = found.phase(Phase.REFERENCE)
+        if reference is not None:
+            base += [a for a in reference.allocated if a.name.startswith("reference: ") and a not in base]
+    allocated = total(base)
+    more = total([*phase.outside, phase.engine_bytes])
+    cached = int(allocated.most * 0.073)
+    return allocated, Range(allocated.least + more.least, allocated.most + cached + more.most)
+
+
+def _with(found: Rollout, base: list[Amount], moment: str, stage: int) -> list[Amount]:
+    """``base`` with the states that a line says were loaded."""
+    own = states(found.setup.update_run(), stage)
+    if moment == "parameters" and found.setup.framework == "nemo-rl":
+        base = [a for a in base if a not in (*own.gradients, *own.optimizer)]
+    wanted = {"parameters": own[:1], "parameters and gradients": own[:2], "all": own[:3]}[moment]
+    names = {a.name for a in base}
+    return [*base, *(a for group in wanted for a in group if a.name not in names)]

@@ -1,0 +1,1 @@
+"""Configurations of post-training frameworks, read as a ``PostTraining``."""
