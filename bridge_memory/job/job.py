@@ -240,8 +240,8 @@ class _Replayed(NamedTuple):
 
 
 def _replayed(run: RunSpec, stage: int, room: int) -> Generator[None, None, _Replayed]:
-    """At most: with routing as uneven as the least that was seen, where sizes vary. At least: ``room``, if training goes
-    on in it with retries of the allocator."""
+    """At most: with routing as uneven as the least that was seen, where sizes vary. At least: ``room``, if training
+    goes on in it with retries of the allocator."""
     expandable = run.implementation.expandable_segments
     least = most = reserved.replayed(run, stage).held(expandable=expandable)
     yield

@@ -129,14 +129,20 @@ def _row(row: Any) -> dict[str, Any]:
 
 def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Compare a log, a journal or a snapshot with the prediction."""
-    from bridge_memory.comparison.compare import compare
+    from bridge_memory.comparison.compare import SnapshotComparison, compare
     from bridge_memory.web.options import asked as parsed
 
     question = asked["question"]
-    run = None if question is None else parsed(question, hub=asked.get("hub", False)).run
+    one = None if question is None else parsed(question, hub=asked.get("hub", False))
     _bound_memory(_MORE_MEMORY + _PER_BYTE * os.path.getsize(asked["path"]))
     try:
-        return compare(asked["path"], run, stage=asked.get("stage", 0)).as_json(asked["name"])
+        found = compare(asked["path"], None if one is None else one.run, stage=asked.get("stage", 0))
+        if isinstance(found, SnapshotComparison):
+            return found.as_json(asked["name"])
+        phases = found.phases()  # on the card that the journal names, else on the page's
+        if phases is not None and phases.gpu is None and one is not None:
+            phases = found.phases(one.gpu)
+        return found.as_json(asked["name"], phases=phases)
     except SpecError as error:  # The file has the name that it came with.
         raise SpecError(str(error).replace(asked["path"], asked["name"])) from None
 

@@ -31,9 +31,11 @@ def training(job: Job) -> PhaseMemory:
     return next(phase for phase in job.phases if phase.phase is Phase.TRAINING)
 
 
-@pytest.mark.parametrize(("row", "measured"), [("nano30b-pretrain/E-044-on", 91.69e9), ("nano30b-midtrain/cp4", 83.1e9)])
+@pytest.mark.parametrize(
+    ("row", "measured"), [("nano30b-pretrain/E-044-on", 91.69e9), ("nano30b-midtrain/cp4", 83.1e9)]
+)
 def test_natural_routing_reserves_more_than_even_routing(row: str, measured: float) -> None:
-    """Overlapped experts, natural routing: further than 8% above the replay with even routing, within 8% of the replay
+    """Overlapped experts, natural routing: further than 8% above the replay with even routing, within 8% of that
     in which layers differ."""
     run = run_of(row)
     even = replays.replayed(run, 0).expandable
