@@ -59,7 +59,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Layouts that fit, fastest first."""
     from bridge_memory.arguments.template import template
     from bridge_memory.outside.context import outside_bytes_of
-    from bridge_memory.plan.found import ties
+    from bridge_memory.plan.found import pareto, ties
     from bridge_memory.plan.megatron.search import search
     from bridge_memory.plan.megatron.space import AXES, Space
     from bridge_memory.speed.hardware import hardware_of
@@ -97,14 +97,14 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
 
     found = search(space, hardware, capacity=gpu.capacity_bytes, outside=partial(outside_bytes_of, gpu=gpu),
                    progress=progress)  # fmt: skip
-    best = found.best(asked["top"])
+    best = found.ranked(asked["top"]).rows
     return {
         "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
         "tight": found.tight, "stopped": found.stopped,
         "refused": dict(found.refused.most_common(6)), "global_batch_size": sequences,
         "global_batch_size_given": "batch.global_batch_size" in given, "ties": ties(best),
         "not_timed": list(not_timed(best[0].run)) if best else [], "rows": [_row(row) for row in best],
-        "front": [_row(row) for row in found.front()[:_FRONT]],
+        "front": [_row(row) for row in pareto([*found.front(), *best])[:_FRONT]],
     }  # fmt: skip
 
 
