@@ -50,8 +50,8 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
     elif shared.cos is not None and shared.sin is not None and spec.rotary:
         before = query, key
         tables = _tables(t, shared.cos, shared.sin)
-        query = _rotated(t, "query", query, *tables, share=ctx.rotary_dim / d)
-        key = _rotated(t, "key", key, *tables, share=ctx.rotary_dim / d)
+        query = rotate_halves(t, "query", query, *tables, share=ctx.rotary_dim / d)
+        key = rotate_halves(t, "key", key, *tables, share=ctx.rotary_dim / d)
         t.keep_alive(*before, *tables)
     if t.hf.spec.use_cache and not t.hf.spec.gradient_checkpointing:
         # cache_utils.py: DynamicLayer.update concatenates them with an empty cache.
@@ -120,7 +120,7 @@ def _tables(t: Torch, cos: Array, sin: Array) -> tuple[Array, Array]:
     return t.copy("cos of pairs", cos), t.copy("sin of pairs", sin)
 
 
-def _rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: float) -> Array:
+def rotate_halves(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: float) -> Array:
     """``apply_rotary_pos_emb``: x cos + rotate_half(x) sin; saves the tables, which all layers share. If only a
     ``share`` of a head is rotated, the other part is concatenated afterwards."""
     whole, turning, passing = x, x, None
