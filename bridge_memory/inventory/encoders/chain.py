@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Part
-from bridge_memory.inventory.encoders import vision
+from bridge_memory.inventory.encoders import audio, vision
 from bridge_memory.inventory.encoders.ops import EncoderOps
 from bridge_memory.inventory.torch.ops import FP32, Array
 from bridge_memory.spec.encoders import EncoderStructure, features
@@ -38,6 +38,8 @@ class Recorders(NamedTuple):
     kinds: Callable[[EncoderStructure], list[LayerKind]] = lambda s: [()] * s.num_layers
     #: Bytes that the encoder's forward holds beside its layers.
     held: Callable[[EncoderOps], Any] = lambda t: 0
+    #: Rows of the hidden states of layers.
+    rows: Callable[[EncoderOps], Any] = lambda t: t.patches
 
 
 RECORDERS: dict[str, Recorders] = {
@@ -48,6 +50,24 @@ RECORDERS: dict[str, Recorders] = {
     "glm4v": Recorders(
         vision.glm4v_stem, vision.glm4v_layer, vision.glm4v_head,
         ("patch_embed", "post_conv_layernorm", "embeddings.position_embedding"), held=vision.table_bytes,
+    ),
+    "siglip": Recorders(
+        vision.siglip_stem, vision.siglip_layer, vision.gemma3_head,
+        ("embeddings.patch_embedding", "embeddings.position_embedding"), ("encoder",),
+    ),
+    "pixtral": Recorders(
+        vision.pixtral_stem, vision.pixtral_layer, vision.mistral3_head, ("patch_conv", "ln_pre"), ("transformer",),
+        held=vision.pixtral_held,
+    ),
+    "qwen3_omni_vision": Recorders(
+        vision.qwen3_omni_stem, vision.qwen3_omni_layer, vision.qwen3_omni_head, ("patch_embed", "pos_embed"),
+        kinds=lambda s: [
+            (("deep", s.deepstack_layers.index(i) + 1 if i in s.deepstack_layers else 0),) for i in range(s.num_layers)
+        ], held=vision.table_bytes,
+    ),
+    "qwen2_audio": Recorders(
+        audio.qwen2_audio_stem, audio.qwen2_audio_layer, audio.qwen2_audio_head, ("conv1", "conv2"), ("layers",),
+        rows=audio.frames,
     ),
 }
 
@@ -145,6 +165,8 @@ def _block(
     def record(r: Recorder) -> None:
         r.tape.part = Part.ENCODER
         t = EncoderOps(r, run)
+        recorders = RECORDERS[run.structure.kind]
+        t.layers_reached = _reached(ctx, run, (*recorders.stem_modules, *recorders.layer_modules))
         if reached is None:
             r.tape.output(body(t).tensor)
             return
@@ -162,7 +184,7 @@ def _held(t: EncoderOps, x: Array, out: Array) -> Array:
 
 def _inputs(t: EncoderOps) -> Any:
     """Elements of the hidden states of layers."""
-    return t.patches * t.s.hidden_size
+    return RECORDERS[t.s.kind].rows(t) * t.s.hidden_size
 
 
 def _joined(ctx: BlockContext, run: EncoderRun, number: int) -> Block:

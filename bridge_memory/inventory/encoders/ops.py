@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridge_memory.inventory.torch.attention import _rotated
+from bridge_memory.inventory.torch.attention import rotate_halves
 from bridge_memory.inventory.torch.norms import layer_norm, norm
 from bridge_memory.inventory.torch.ops import FP32, Array, Torch
 from bridge_memory.spec.encoders import EncoderStructure
@@ -31,7 +31,10 @@ class EncoderOps(Torch):
         #: Sequences of the microbatch.
         self.samples: Any = ctx.seq * ctx.cp // run.seq_length if ctx.packed else ctx.batch
         #: Patches of the microbatch; or columns of spectrograms.
-        self.patches: Any = self.samples * sum(item.patches for item in run.items)
+        self.per_sample = sum(item.patches for item in run.items)
+        self.patches: Any = self.samples * self.per_sample
+        #: Whether any gradient reaches the layers.
+        self.layers_reached = True
 
     def trains(self, weight: str) -> bool:
         """Whether a weight has a gradient: adapters of Megatron's linears freeze the whole encoder."""
@@ -95,7 +98,7 @@ class EncoderOps(Torch):
         given = query, key
         q, k = self.cast("query in fp32", query, FP32), self.cast("key in fp32", key, FP32)
         tables = self.cast("rotary table in fp32: cos", cos, FP32), self.cast("rotary table in fp32: sin", sin, FP32)
-        turned = _rotated(self, "query", q, *tables, share=1), _rotated(self, "key", k, *tables, share=1)
+        turned = rotate_halves(self, "query", q, *tables, share=1), rotate_halves(self, "key", k, *tables, share=1)
         out = self.cast("rotated queries", turned[0], query.width), self.cast("rotated keys", turned[1], key.width)
         self.keep_alive(*given, q, k, *tables, *turned)
         return out
@@ -125,5 +128,23 @@ class EncoderOps(Torch):
             joined = self.copy("attention output", out)
             self.keep_alive(*given, out)
             return joined
+        self.keep_alive(*given)
+        return out
+
+    def attend_whole(self, query: Array, key: Array, value: Array, n: Any, mask: Array | None, *, aligned: bool) -> Array:
+        """Attention of a batch. With a ``mask`` in the dtype of the model sdpa runs the memory-efficient kernel, which
+        saves the mask; if its rows are not ``aligned`` to 8 elements every layer pads a copy of it (torch
+        ``native/transformers/attention.cpp: preprocess_mask, pad_bias``)."""
+        s = self.s
+        given = query, key, value
+        masks: tuple[Array, ...] = ()
+        if mask is not None and self.hf.attention != "flash_attention_2":
+            masks = (mask if aligned else self.make("mask, padded", (mask,), mask.elements, mask.width, grad=False),)
+        lse = self.tape.tensor("log-sum-exp of the scores", FP32 * n * s.num_heads, grad=False)
+        out = self.make(
+            "attention output", (*given, *masks), n * s.hidden_size, query.width,
+            saves=(*(a.tensor for a in (*given, *masks)), lse), also=(lse,), save_output=True,
+            backward_workspace=FP32 * n * (s.hidden_size + s.num_heads),
+        )
         self.keep_alive(*given)
         return out
