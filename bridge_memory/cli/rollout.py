@@ -25,8 +25,12 @@ _SOURCES = {"--verl": "verl", "--nemo-rl": "nemo_rl", "--slime": "slime", "--trl
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_run_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
-                        help="overrides of a configuration (--verl, --nemo-rl), as on its command line")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="overrides of a configuration (--verl, --nemo-rl), as on its command line",
+    )
     source = parser.add_argument_group("configuration of a framework, in place of the flags below")
     source.add_argument("--verl", metavar="FILE", help="a configuration (YAML), a launch script, or a release: 0.9")
     source.add_argument("--nemo-rl", metavar="FILE", help="NeMo-RL's YAML")
@@ -44,17 +48,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mem-fraction-static", type=number, metavar="SHARE", help="SGLang's share of what is free")
     group.add_argument("--max-num-seqs", type=integer, metavar="N", help="its most sequences at once")
     group.add_argument("--max-num-batched-tokens", type=integer, metavar="N", help="vLLM's most tokens of a step")
-    group.add_argument("--max-model-len", type=integer, metavar="N", help="tokens of prompt and response (--seq-length)")
-    group.add_argument("--max-tokens-per-gpu", type=integer, metavar="N",
-                       help="token limit of a micro batch of the update on a GPU (default: one sequence)")
-    group.add_argument("--log-prob-max-tokens-per-gpu", type=integer, metavar="N",
-                       help="that of passes for old and reference log-probs (--max-tokens-per-gpu)")
-    group.add_argument("--param-offload", action="store_const", const=True,
-                       help="parameters and gradients leave the GPU during rollouts")
-    group.add_argument("--optimizer-offload", action="store_const", const=True,
-                       help="optimizer states leave the GPU outside of the update")
-    group.add_argument("--reference", choices=("none", "gpu", "loaded", "host"),
-                       help="the reference policy: none, a model on the GPU, loaded for its pass, or swapped in (none)")
+    group.add_argument(
+        "--max-model-len", type=integer, metavar="N", help="tokens of prompt and response (--seq-length)"
+    )
+    group.add_argument(
+        "--max-tokens-per-gpu",
+        type=integer,
+        metavar="N",
+        help="token limit of a micro batch of the update on a GPU (default: one sequence)",
+    )
+    group.add_argument(
+        "--log-prob-max-tokens-per-gpu",
+        type=integer,
+        metavar="N",
+        help="that of passes for old and reference log-probs (--max-tokens-per-gpu)",
+    )
+    group.add_argument(
+        "--param-offload",
+        action="store_const",
+        const=True,
+        help="parameters and gradients leave the GPU during rollouts",
+    )
+    group.add_argument(
+        "--optimizer-offload",
+        action="store_const",
+        const=True,
+        help="optimizer states leave the GPU outside of the update",
+    )
+    group.add_argument(
+        "--reference",
+        choices=("none", "gpu", "loaded", "host"),
+        help="the reference policy: none, a model on the GPU, loaded for its pass, or swapped in (none)",
+    )
     group.add_argument("--critic", action="store_const", const=True, help="a value model like the policy trains too")
     group.add_argument("--entropy", action="store_const", const=True, help="the update computes the entropy")
     output = add_output_arguments(parser, "by the schema bridge-memory/rollout/1", formats=("text", "json", "md"))
@@ -135,7 +160,11 @@ def _setup(args: argparse.Namespace, gpu: Gpu) -> PostTraining:
         return setup_of_flags(args, gpu)
     flag, source = next(iter(given.items()))
     words = list(args.overrides)
-    if args.model is not None and ("=" in args.model or args.model.startswith("~")) and "/" not in args.model.split("=")[0]:
+    if (
+        args.model is not None
+        and ("=" in args.model or args.model.startswith("~"))
+        and "/" not in args.model.split("=")[0]
+    ):
         words, args.model = [args.model, *words], None
     extra = [name for name in _flags(args) if getattr(args, name, None) is not None]
     if extra:

@@ -5,8 +5,8 @@ update; weights go to the engine; its KV cache wakes.
 
 Source: verl 0.9.1 ``workers/engine_workers.py: ActorRolloutRefWorker.update_weights``, ``workers/engine/base.py:
 BaseEngineCtx``, ``utils/megatron_utils.py: offload_megatron_model_to_cpu, load_megatron_model_to_gpu``; NeMo-RL
-``models/policy/workers/megatron_policy_worker.py: prepare_for_lp_inference, offload_before_refit, offload_after_refit``;
-slime ``backends/megatron_utils/actor.py: sleep, wake_up``; TRL ``trainer/grpo_trainer.py`` (colocate).
+``models/policy/workers/megatron_policy_worker.py: prepare_for_lp_inference, offload_before_refit,
+offload_after_refit``; slime ``backends/megatron_utils/actor.py: sleep, wake_up``; TRL ``trainer/grpo_trainer.py``.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ class Trainer:
             found += of_trainer.of_reference(setup.reference_run(), stage)
         if setup.critic is not None:
             at = self.critic(stage)
-            rests = critic or Held(*([not setup.critic.param_offload] * 2), not setup.critic.optimizer_offload)
+            stays = not setup.critic.param_offload
+            rests = critic or Held(stays, stays, not setup.critic.optimizer_offload)
             for names, there in zip(at[:3], rests, strict=True):
                 found += names if there else ()
         return found
@@ -172,7 +173,7 @@ def held(setup: PostTraining, phase: Phase) -> Held:
     rests = Held(not setup.param_offload, not setup.param_offload, not setup.optimizer_offload)
     if phase in (*AWAKE, Phase.SLEEP, Phase.VALUES, Phase.CRITIC):
         return rests
-    if phase is Phase.UPDATE or setup.framework == "slime" and phase is not Phase.SYNC:
+    if phase is Phase.UPDATE or (setup.framework == "slime" and phase is not Phase.SYNC):
         return Held(True, True, True)
     if setup.framework == "slime":  # Weights are sent from their host copy while the trainer is paused.
         return Held(False, False, False)
@@ -306,9 +307,11 @@ def _update(side: Trainer, stage: int) -> list[Amount]:
     setup = side.setup
     run = setup.update_run()
     step = of_trainer.update(run, stage)
-    step = _between(step, lambda: of_trainer.update_bytes(setup.update_run(setup.worst(setup.update_tokens)), stage), setup)
+    step = _between(
+        step, lambda: of_trainer.update_bytes(setup.update_run(setup.worst(setup.update_tokens)), stage), setup
+    )
     nothing = Held(False, False, False)
-    beside = side.resident(stage, nothing)[len(side.states(stage).lasting):]
+    beside = side.resident(stage, nothing)[len(side.states(stage).lasting) :]
     return [*step, *beside]
 
 

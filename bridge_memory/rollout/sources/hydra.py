@@ -79,10 +79,8 @@ def command_of_script(text: str, entry: str) -> list[str]:
         if match := re.fullmatch(r"\s*(?:export\s+)?(\w+)=([^\s(].*?)?;?\s*(?:#.*)?", line):
             variables[match[1]] = _plain(_shell(match[2] or "", variables))
         if entry in line:
-            command = line[line.index(entry) + len(entry):]
-            command = re.sub(
-                r"\"?\$\{(\w+)\[@\]\}\"?", lambda m: arrays.get(m[1], ""), command
-            )
+            command = line[line.index(entry) + len(entry) :]
+            command = re.sub(r"\"?\$\{(\w+)\[@\]\}\"?", lambda m: arrays.get(m[1], ""), command)
             command = re.split(r"\s(?:\||>|2>|&&|;)", command)[0]
             try:
                 words = shlex.split(_shell(command, variables), comments=True)
@@ -98,9 +96,7 @@ def _plain(text: str) -> str:
 
 def _shell(text: str, variables: Mapping[str, str]) -> str:
     """Variables and integer arithmetic of a shell, put in."""
-    text = re.sub(
-        r"\$\{(\w+):-([^}]*)\}", lambda m: variables.get(m[1]) or _shell(m[2], variables), text
-    )
+    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: variables.get(m[1]) or _shell(m[2], variables), text)
     text = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda m: variables.get(m[1] or m[2], m[0]), text)
     return re.sub(r"\$\(\(([\d\s+*/()-]{1,80})\)\)", lambda m: str(_arithmetic(m[1])), text)
 
@@ -203,8 +199,10 @@ class Options:
     def unread(self) -> list[str]:
         """Options with another value than the release's, which nothing asked for."""
         return [
-            name for name, value in self.given.items()
-            if name not in self._read and value != self._defaults.get(name, ...)
+            name
+            for name, value in self.given.items()
+            if name not in self._read
+            and value != self._defaults.get(name, ...)
             and not (value is None and name not in self._defaults)
         ]
 
@@ -307,7 +305,7 @@ def _split(text: str) -> tuple[str, str, str]:
     for at, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")
         if letter == "," and not depth:
-            return text[:at], ",", text[at + 1:]
+            return text[:at], ",", text[at + 1 :]
     return text, "", ""
 
 
