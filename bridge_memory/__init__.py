@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from bridge_memory.api.comparing import Comparison, compare
     from bridge_memory.api.jobs import whole_job
     from bridge_memory.api.planning import balance, fit, search, whatif
+    from bridge_memory.api.post_training import post_training
     from bridge_memory.api.rehearsing import RehearsalResult, RehearsalRow, rehearse
     from bridge_memory.cards.gpu import Gpu
     from bridge_memory.comparison.residuals import StageResidual
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from bridge_memory.readers.megatron_args import run_from_megatron_args
     from bridge_memory.readers.transformer_config import model_from_transformer_config
     from bridge_memory.rehearsal.world import RehearsalUnavailable
+    from bridge_memory.rollout.answer import Limits, Rollout
     from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.verdict import Fit, Verdict, fits
 
@@ -102,6 +104,7 @@ __all__ = [
     "IndexerSpec",
     "Job",
     "LayerSpec",
+    "Limits",
     "MLASpec",
     "MLPSpec",
     "MambaSpec",
@@ -118,6 +121,7 @@ __all__ = [
     "RehearsalResult",
     "RehearsalRow",
     "RehearsalUnavailable",
+    "Rollout",
     "Row",
     "RunSpec",
     "SideBySideSpec",
@@ -142,6 +146,7 @@ __all__ = [
     "model_from_hf_config",
     "model_from_transformer_config",
     "peaks",
+    "post_training",
     "rehearse",
     "resolve_model",
     "run_from_config_container",
@@ -165,6 +170,7 @@ _ELSEWHERE = {
         "bridge_memory.api.comparing": ("Comparison", "compare"),
         "bridge_memory.api.jobs": ("whole_job",),
         "bridge_memory.api.planning": ("balance", "fit", "search", "whatif"),
+        "bridge_memory.api.post_training": ("post_training",),
         "bridge_memory.api.rehearsing": ("RehearsalResult", "RehearsalRow", "rehearse"),
         "bridge_memory.comparison.residuals": ("StageResidual",),
         "bridge_memory.job.job": ("Job", "PhaseMemory"),
@@ -182,6 +188,7 @@ _ELSEWHERE = {
         "bridge_memory.readers.megatron_args": ("run_from_megatron_args",),
         "bridge_memory.readers.transformer_config": ("model_from_transformer_config",),
         "bridge_memory.rehearsal.world": ("RehearsalUnavailable",),
+        "bridge_memory.rollout.answer": ("Limits", "Rollout"),
         "bridge_memory.cards.gpu": ("Gpu",),
         "bridge_memory.spec.gpus": ("find_gpu",),
         "bridge_memory.verdict": ("Fit", "Verdict", "fits"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bridge_memory.arguments.flags import add_run_arguments, integer, number
 from bridge_memory.cli.output import add_output_arguments
@@ -147,6 +147,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _setup(args: argparse.Namespace, gpu: Gpu) -> PostTraining:
     """The job that the arguments describe."""
+    from bridge_memory.rollout.reading import on_card, read
+
     given = {flag: getattr(args, name) for flag, name in _SOURCES.items() if getattr(args, name) is not None}
     if len(given) > 1:
         first, second = list(given)[:2]
@@ -170,7 +172,11 @@ def _setup(args: argparse.Namespace, gpu: Gpu) -> PostTraining:
     if extra:
         spelled = "--" + extra[0].replace("_", "-")
         raise SpecError(f"{spelled} is said by {flag}; change it there, or with KEY=VALUE")
-    return _with_arch(_read(flag, source, words, args), gpu)
+    setup = read(
+        _SOURCES[flag], source, words, release=args.release or "", model=args.model,
+        world_size=getattr(args, "parallel.world_size", None), engine_release=args.rollout_release or "",
+    )  # fmt: skip
+    return on_card(setup, gpu)
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
@@ -180,49 +186,3 @@ def _flags(args: argparse.Namespace) -> list[str]:
            "log_prob_max_tokens_per_gpu", "param_offload", "optimizer_offload", "reference", "critic", "entropy",
            "custom_config", "megatron_args", "container", "bridge_recipe")  # fmt: skip
     return [name for name in own if name in vars(args)]
-
-
-def _read(flag: str, source: str, words: list[str], args: argparse.Namespace) -> PostTraining:
-    release: dict[str, Any] = {"release": args.release or "", "model": args.model}
-    if flag == "--verl":
-        from bridge_memory.rollout.sources.verl import read_verl
-
-        setup = read_verl(source, words, **release)
-    elif flag == "--nemo-rl":
-        from bridge_memory.rollout.sources.nemo_rl import read_nemo_rl
-
-        setup = read_nemo_rl(source, words, **release)
-    elif words:
-        raise SpecError(f"{words[0]} is no argument of {flag.removeprefix('--')}; put it into {flag}")
-    elif flag == "--slime":
-        from bridge_memory.rollout.sources.slime import read_slime
-
-        setup = read_slime(source, **release)
-    else:
-        from bridge_memory.rollout.sources.trl import read_ms_swift, read_trl
-
-        world = getattr(args, "parallel.world_size", None)
-        reader = read_trl if flag == "--trl" else read_ms_swift
-        setup = reader(source, world_size=world, **release)
-    if args.rollout_release:
-        from dataclasses import replace
-
-        setup = setup.with_(engine=replace(setup.engine, release=args.rollout_release))
-    return setup
-
-
-def _with_arch(setup: PostTraining, gpu: Gpu) -> PostTraining:
-    """As the generation of the card computes it. Raises SpecError where it does not."""
-    from dataclasses import replace
-
-    from bridge_memory.spec.gpus import check_computes
-
-    check_computes(gpu, setup.trainer.precision)
-    if gpu.arch is None or gpu.arch == setup.trainer.implementation.gpu_arch:
-        return setup
-    impl = replace(setup.trainer.implementation, gpu_arch=gpu.arch)
-    critic = setup.critic
-    if critic is not None:
-        of_critic = replace(critic.run.implementation, gpu_arch=gpu.arch)
-        critic = replace(critic, run=critic.run.with_(implementation=of_critic))
-    return setup.with_(trainer=setup.trainer.with_(implementation=impl), critic=critic)

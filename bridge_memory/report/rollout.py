@@ -185,12 +185,16 @@ def _count(found: Range) -> str:
 
 
 def _fits(p: PhaseMemory, capacity: int, unit: str) -> str:
-    return f"{p.verdict(capacity)}, {_room(p, capacity, unit)}"
+    if p.why_not and p.driver.most <= capacity:
+        return f"{p.verdict(capacity)}: may not start" if p.may_start else "does not start"
+    if p.why_not and not p.may_start:
+        return "does not start"
+    return f"{p.verdict(capacity)}, {_room(p, capacity, unit, why=False)}"
 
 
-def _room(p: PhaseMemory, capacity: int, unit: str) -> str:
+def _room(p: PhaseMemory, capacity: int, unit: str, *, why: bool = True) -> str:
     verdict, left = p.verdict(capacity), capacity - p.driver.most
-    if p.why_not and verdict is not Verdict.FITS and p.driver.least <= capacity:
+    if why and p.why_not and verdict is not Verdict.FITS and p.driver.least <= capacity:
         return p.why_not
     if verdict is Verdict.FITS:
         return f"{_number(left, unit)} free"

@@ -40,7 +40,15 @@ _MOST_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A job on one GPU model: of each phase the stage with the highest driver peak, and every stage."""
+    """A post-training job on one GPU model: of each phase the stage with the highest driver peak, and every stage.
+
+    Example:
+        >>> from bridge_memory import post_training
+        >>> job = post_training("slime", "--colocate --hf-checkpoint Qwen/Qwen3-4B --actor-num-gpus-per-node 8 "
+        ...                     "--rollout-max-response-len 4096 --tensor-model-parallel-size 2", "H100")
+        >>> job.binds.driver.most <= job.gpu.capacity_bytes
+        True
+    """
 
     setup: PostTraining
     gpu: Gpu
@@ -68,6 +76,14 @@ class Rollout:
     def binds(self) -> PhaseMemory:
         """The first phase that does not fit; else the one with least room."""
         return self.first_failing or max(self.phases, key=lambda p: p.driver.most)
+
+    def limits(self) -> Limits:
+        """What would fit. Raises SpecError."""
+        return limits(self)
+
+    def as_json(self, solved: Limits | None = None) -> dict[str, Any]:
+        """By the schema ``SCHEMA``; ``solved``: what ``limits`` gave."""
+        return as_json(self, solved)
 
     @property
     def share(self) -> float | None:
@@ -104,7 +120,15 @@ class Offload(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The other way round."""
+    """What would fit: the largest share of a card for the engine, the largest micro batches, what to offload.
+
+    Example:
+        >>> from bridge_memory import post_training
+        >>> found = post_training("slime", "--colocate --hf-checkpoint Qwen/Qwen3-4B --actor-num-gpus-per-node 8 "
+        ...                       "--rollout-max-response-len 4096 --tensor-model-parallel-size 2", "H100").limits()
+        >>> found.share.safe <= found.share.possible
+        True
+    """
 
     share: Share
     #: Largest tokens of a micro batch at which the update and the pass for old log-probabilities fit for sure, as their
