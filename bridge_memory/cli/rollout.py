@@ -7,9 +7,10 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from bridge_memory.arguments.flags import add_run_arguments, integer, number
+from bridge_memory.arguments.flags import SPECS, add_run_arguments, integer, number
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.spec import SpecError
+from bridge_memory.spec.fields import called
 
 if TYPE_CHECKING:
     from bridge_memory.cards.gpu import Gpu
@@ -169,6 +170,11 @@ def _setup(args: argparse.Namespace, gpu: Gpu) -> PostTraining:
     ):
         words, args.model = [args.model, *words], None
     extra = [name for name in _flags(args) if getattr(args, name, None) is not None]
+    beside = ("parallel.world_size",) if flag in ("--trl", "--ms-swift") else ()
+    of_run = [key for key in vars(args) if key.partition(".")[0] in SPECS and "." in key and key not in beside]
+    if of_run:
+        group, _, name = of_run[0].partition(".")
+        raise SpecError(f"{called(SPECS[group], name)} is said by {flag}; change it there, or with KEY=VALUE")
     if extra:
         spelled = "--" + extra[0].replace("_", "-")
         raise SpecError(f"{spelled} is said by {flag}; change it there, or with KEY=VALUE")

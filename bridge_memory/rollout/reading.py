@@ -9,7 +9,7 @@ from typing import Any
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.rollout.setup import PostTraining
 from bridge_memory.spec import SpecError
-from bridge_memory.spec.gpus import check_computes
+from bridge_memory.spec.gpus import check_computes, gpu_assumptions
 
 #: Kinds of configurations.
 KINDS = ("verl", "nemo_rl", "slime", "trl", "ms_swift")
@@ -61,6 +61,7 @@ def read(
 def on_card(setup: PostTraining, gpu: Gpu) -> PostTraining:
     """As the generation of the card computes it. Raises SpecError where it does not."""
     check_computes(gpu, setup.trainer.precision)
+    setup = setup.with_(assumptions=(*setup.assumptions, *gpu_assumptions(gpu, setup.trainer)))
     if gpu.arch is None or gpu.arch == setup.trainer.implementation.gpu_arch:
         return setup
     impl = replace(setup.trainer.implementation, gpu_arch=gpu.arch)

@@ -90,6 +90,8 @@ class PostTraining:
     sleep_level: int = 2
     #: vLLM runs in the trainer's process, whose allocator then counts its memory too.
     in_process: bool = False
+    #: It validates: a rollout at the end of a step, or before the first.
+    validates: bool = True
     #: Bytes through which weights are sent to the engine.
     bucket_bytes: int = 0
     #: GPUs of a node.

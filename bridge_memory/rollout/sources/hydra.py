@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -145,10 +145,11 @@ class Options:
     ``defaults``: every option that the release has.
     """
 
-    def __init__(self, defaults: Mapping[str, Any], name: str) -> None:
+    def __init__(self, defaults: Mapping[str, Any], name: str, sections: Collection[str] = ()) -> None:
+        """``sections``: further ones, of which no option is listed."""
         self._values = dict(defaults)
         self._defaults = dict(defaults)
-        self._name = name
+        self._name, self._sections = name, sections
         self._read: set[str] = set()
         self.given: dict[str, Any] = {}
 
@@ -178,9 +179,8 @@ class Options:
             return True
         parents = name.split(".")
         tables = [".".join(parents[:n]) for n in range(1, len(parents))]
-        # A table that is empty by default takes any name, and so does a section that is not listed here.
-        sections = {key.partition(".")[0] for key in self._defaults}
-        return any(self._defaults.get(t, None) == {} for t in tables) or parents[0] not in sections
+        # A table that is empty by default takes any name.
+        return any(self._defaults.get(t, None) == {} for t in tables) or parents[0] in self._sections
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of an option."""

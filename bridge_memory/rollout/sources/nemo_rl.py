@@ -55,7 +55,10 @@ def read_nemo_rl(
 ) -> PostTraining:
     """The job of a YAML, over what it builds on. Arguments and errors as in ``verl.read_verl``."""
     options = Options(defaults("nemo_rl_defaults"), "NeMo-RL")
-    for table in _chain(source, 0):
+    tables = _chain(source, 0)
+    if not any("policy" in table for table in tables):
+        raise SpecError(f"{bounded(source, 80)} has no policy; {_GIVE}")
+    for table in tables:
         options.update(flat({k: v for k, v in table.items() if k != "defaults"}))
     options.override([f"++{word.lstrip('+')}" for word in words])
     return _read(options, release, model)

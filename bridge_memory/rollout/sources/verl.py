@@ -62,6 +62,8 @@ _HARMLESS = re.compile(
 _HARMLESS_SECTIONS = ("data", "trainer", "algorithm", "reward_model", "reward", "custom_reward_function", "ray_kwargs",
                       "ray_init", "global_profiler", "transfer_queue", "hydra", "defaults", "env", "reward_manager",
                       "sandbox_fusion", "wandb", "searchpath", "model_engine", "prompt", "custom")  # fmt: skip
+#: Sections whose options are listed with their defaults.
+_LISTED = ("actor_rollout_ref", "critic", "algorithm", "trainer", "data")
 #: Dtypes as verl writes them.
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
 #: Fields of TransformerConfig that are read, or that move nothing here.
@@ -100,11 +102,14 @@ def read_verl(source: str, words: Sequence[str] = (), *, release: str = "", mode
             given = [*words_of_script(text, ENTRY), *given]
         else:
             table = dict(flat({k: v for k, v in table_of(text, source).items() if k not in ("defaults", "hydra")}))
+            if not any(name.startswith("actor_rollout_ref.") for name in table):
+                raise SpecError(f"{bounded(source, 80)} has no actor_rollout_ref; give a configuration of verl")
     megatron = _is_megatron(table, given)
     given = [word for word in given if not word.startswith(("model_engine=", "--"))]
     number = _release(release, megatron, {*table, *(name for name, _, mark in overrides(given) if not mark)})
     name = f"verl {'.'.join(map(str, number))}"
-    options = Options(_options(number, megatron), name)
+    others = (*_HARMLESS_SECTIONS, "distillation", "actor_rollout_ref")
+    options = Options(_options(number, megatron), name, [s for s in others if s not in _LISTED])
     options.update(table.items())
     options.override(given)
     return _Reader(options, number, megatron, model).read(bool(release))
@@ -200,7 +205,7 @@ class _Reader:
             level = 0
         log_probs = not o.flag("algorithm.rollout_correction.bypass_mode")
         critic = self._critic(world, longest)
-        found = PostTraining(
+        found = self._built(
             framework="verl", release=self.release, trainer=trainer, engine=engine, longest=longest,
             update_tokens=update, log_prob_tokens=logs, reference_tokens=refs,
             update_sequences=max(1, ppo * n // trainer.parallel.data_parallel_size),
@@ -209,10 +214,19 @@ class _Reader:
             fused_kernels=o.flag(f"{_MODEL}.use_fused_kernels"), param_offload=o.flag(f"{part}.param_offload"),
             optimizer_offload=o.flag(f"{part}.optimizer_offload"), reference=reference, critic=critic,
             sleep_level=level, in_process=in_process, bucket_bytes=0 if in_process else bucket << 20,
+            validates=o.flag("trainer.val_before_train", True) or (o.number("trainer.test_freq") or 0) > 0,
             gpus_per_node=self._need("trainer.n_gpus_per_node", 8),
         )  # fmt: skip
         self._unread()
         return found.with_(assumptions=tuple(self.assumptions), not_modelled=tuple(self.not_modelled))
+
+    def _built(self, **fields: Any) -> PostTraining:
+        """Refusals in verl's words."""
+        try:
+            return PostTraining(**fields)
+        except SpecError as error:
+            text = str(error).replace("log_prob_tokens", f"{_ROLLOUT}.log_prob_max_token_len_per_gpu")
+            raise SpecError(text.replace("update_tokens", f"{_ACTOR}.ppo_max_token_len_per_gpu")) from None
 
     def _need(self, name: str, default: int | None = None) -> int:
         found = self.o.integer(name, default)
