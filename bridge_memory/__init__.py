@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from bridge_memory.api.explaining import why
     from bridge_memory.api.jobs import whole_job
     from bridge_memory.api.planning import balance, fit, search, whatif
+    from bridge_memory.api.post_training import post_training
     from bridge_memory.api.rehearsing import RehearsalResult, RehearsalRow, rehearse
     from bridge_memory.cards.gpu import Gpu
     from bridge_memory.comparison.residuals import StageResidual
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from bridge_memory.readers.megatron_args import run_from_megatron_args
     from bridge_memory.readers.transformer_config import model_from_transformer_config
     from bridge_memory.rehearsal.world import RehearsalUnavailable
+    from bridge_memory.rollout.answer import Limits, Rollout
     from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.verdict import Fit, Verdict, fits
 
@@ -110,6 +112,7 @@ __all__ = [
     "IndexerSpec",
     "Job",
     "LayerSpec",
+    "Limits",
     "MLASpec",
     "MLPSpec",
     "MambaSpec",
@@ -127,6 +130,7 @@ __all__ = [
     "RehearsalRow",
     "RehearsalUnavailable",
     "Remedy",
+    "Rollout",
     "Row",
     "RunSpec",
     "ShortConvSpec",
@@ -153,6 +157,7 @@ __all__ = [
     "model_from_hf_config",
     "model_from_transformer_config",
     "peaks",
+    "post_training",
     "rehearse",
     "resolve_model",
     "run_from_config_container",
@@ -178,6 +183,7 @@ _ELSEWHERE = {
         "bridge_memory.api.explaining": ("why",),
         "bridge_memory.api.jobs": ("whole_job",),
         "bridge_memory.api.planning": ("balance", "fit", "search", "whatif"),
+        "bridge_memory.api.post_training": ("post_training",),
         "bridge_memory.api.rehearsing": ("RehearsalResult", "RehearsalRow", "rehearse"),
         "bridge_memory.comparison.residuals": ("StageResidual",),
         "bridge_memory.failure.causes": ("Finding",),
@@ -198,6 +204,7 @@ _ELSEWHERE = {
         "bridge_memory.readers.megatron_args": ("run_from_megatron_args",),
         "bridge_memory.readers.transformer_config": ("model_from_transformer_config",),
         "bridge_memory.rehearsal.world": ("RehearsalUnavailable",),
+        "bridge_memory.rollout.answer": ("Limits", "Rollout"),
         "bridge_memory.cards.gpu": ("Gpu",),
         "bridge_memory.spec.gpus": ("find_gpu",),
         "bridge_memory.verdict": ("Fit", "Verdict", "fits"),

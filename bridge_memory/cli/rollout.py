@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bridge_memory.arguments.flags import add_run_arguments, integer, number
+from bridge_memory.arguments.flags import SPECS, add_run_arguments, integer, number
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.spec import SpecError
+from bridge_memory.spec.fields import called
 
 if TYPE_CHECKING:
     from bridge_memory.cards.gpu import Gpu
@@ -25,8 +26,12 @@ _SOURCES = {"--verl": "verl", "--nemo-rl": "nemo_rl", "--slime": "slime", "--trl
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_run_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
-                        help="overrides of a configuration (--verl, --nemo-rl), as on its command line")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="overrides of a configuration (--verl, --nemo-rl), as on its command line",
+    )
     source = parser.add_argument_group("configuration of a framework, in place of the flags below")
     source.add_argument("--verl", metavar="FILE", help="a configuration (YAML), a launch script, or a release: 0.9")
     source.add_argument("--nemo-rl", metavar="FILE", help="NeMo-RL's YAML")
@@ -44,17 +49,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mem-fraction-static", type=number, metavar="SHARE", help="SGLang's share of what is free")
     group.add_argument("--max-num-seqs", type=integer, metavar="N", help="its most sequences at once")
     group.add_argument("--max-num-batched-tokens", type=integer, metavar="N", help="vLLM's most tokens of a step")
-    group.add_argument("--max-model-len", type=integer, metavar="N", help="tokens of prompt and response (--seq-length)")
-    group.add_argument("--max-tokens-per-gpu", type=integer, metavar="N",
-                       help="token limit of a micro batch of the update on a GPU (default: one sequence)")
-    group.add_argument("--log-prob-max-tokens-per-gpu", type=integer, metavar="N",
-                       help="that of passes for old and reference log-probs (--max-tokens-per-gpu)")
-    group.add_argument("--param-offload", action="store_const", const=True,
-                       help="parameters and gradients leave the GPU during rollouts")
-    group.add_argument("--optimizer-offload", action="store_const", const=True,
-                       help="optimizer states leave the GPU outside of the update")
-    group.add_argument("--reference", choices=("none", "gpu", "loaded", "host"),
-                       help="the reference policy: none, a model on the GPU, loaded for its pass, or swapped in (none)")
+    group.add_argument(
+        "--max-model-len", type=integer, metavar="N", help="tokens of prompt and response (--seq-length)"
+    )
+    group.add_argument(
+        "--max-tokens-per-gpu",
+        type=integer,
+        metavar="N",
+        help="token limit of a micro batch of the update on a GPU (default: one sequence)",
+    )
+    group.add_argument(
+        "--log-prob-max-tokens-per-gpu",
+        type=integer,
+        metavar="N",
+        help="that of passes for old and reference log-probs (--max-tokens-per-gpu)",
+    )
+    group.add_argument(
+        "--param-offload",
+        action="store_const",
+        const=True,
+        help="parameters and gradients leave the GPU during rollouts",
+    )
+    group.add_argument(
+        "--optimizer-offload",
+        action="store_const",
+        const=True,
+        help="optimizer states leave the GPU outside of the update",
+    )
+    group.add_argument(
+        "--reference",
+        choices=("none", "gpu", "loaded", "host"),
+        help="the reference policy: none, a model on the GPU, loaded for its pass, or swapped in (none)",
+    )
     group.add_argument("--critic", action="store_const", const=True, help="a value model like the policy trains too")
     group.add_argument("--entropy", action="store_const", const=True, help="the update computes the entropy")
     output = add_output_arguments(parser, "by the schema bridge-memory/rollout/1", formats=("text", "json", "md"))
@@ -122,6 +148,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _setup(args: argparse.Namespace, gpu: Gpu) -> PostTraining:
     """The job that the arguments describe."""
+    from bridge_memory.rollout.reading import on_card, read
+
     given = {flag: getattr(args, name) for flag, name in _SOURCES.items() if getattr(args, name) is not None}
     if len(given) > 1:
         first, second = list(given)[:2]
@@ -135,13 +163,26 @@ def _setup(args: argparse.Namespace, gpu: Gpu) -> PostTraining:
         return setup_of_flags(args, gpu)
     flag, source = next(iter(given.items()))
     words = list(args.overrides)
-    if args.model is not None and ("=" in args.model or args.model.startswith("~")) and "/" not in args.model.split("=")[0]:
+    if (
+        args.model is not None
+        and ("=" in args.model or args.model.startswith("~"))
+        and "/" not in args.model.split("=")[0]
+    ):
         words, args.model = [args.model, *words], None
     extra = [name for name in _flags(args) if getattr(args, name, None) is not None]
+    beside = ("parallel.world_size",) if flag in ("--trl", "--ms-swift") else ()
+    of_run = [key for key in vars(args) if key.partition(".")[0] in SPECS and "." in key and key not in beside]
+    if of_run:
+        group, _, name = of_run[0].partition(".")
+        raise SpecError(f"{called(SPECS[group], name)} is said by {flag}; change it there, or with KEY=VALUE")
     if extra:
         spelled = "--" + extra[0].replace("_", "-")
         raise SpecError(f"{spelled} is said by {flag}; change it there, or with KEY=VALUE")
-    return _with_arch(_read(flag, source, words, args), gpu)
+    setup = read(
+        _SOURCES[flag], source, words, release=args.release or "", model=args.model,
+        world_size=getattr(args, "parallel.world_size", None), engine_release=args.rollout_release or "",
+    )  # fmt: skip
+    return on_card(setup, gpu)
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
@@ -151,49 +192,3 @@ def _flags(args: argparse.Namespace) -> list[str]:
            "log_prob_max_tokens_per_gpu", "param_offload", "optimizer_offload", "reference", "critic", "entropy",
            "custom_config", "megatron_args", "container", "bridge_recipe")  # fmt: skip
     return [name for name in own if name in vars(args)]
-
-
-def _read(flag: str, source: str, words: list[str], args: argparse.Namespace) -> PostTraining:
-    release: dict[str, Any] = {"release": args.release or "", "model": args.model}
-    if flag == "--verl":
-        from bridge_memory.rollout.sources.verl import read_verl
-
-        setup = read_verl(source, words, **release)
-    elif flag == "--nemo-rl":
-        from bridge_memory.rollout.sources.nemo_rl import read_nemo_rl
-
-        setup = read_nemo_rl(source, words, **release)
-    elif words:
-        raise SpecError(f"{words[0]} is no argument of {flag.removeprefix('--')}; put it into {flag}")
-    elif flag == "--slime":
-        from bridge_memory.rollout.sources.slime import read_slime
-
-        setup = read_slime(source, **release)
-    else:
-        from bridge_memory.rollout.sources.trl import read_ms_swift, read_trl
-
-        world = getattr(args, "parallel.world_size", None)
-        reader = read_trl if flag == "--trl" else read_ms_swift
-        setup = reader(source, world_size=world, **release)
-    if args.rollout_release:
-        from dataclasses import replace
-
-        setup = setup.with_(engine=replace(setup.engine, release=args.rollout_release))
-    return setup
-
-
-def _with_arch(setup: PostTraining, gpu: Gpu) -> PostTraining:
-    """As the generation of the card computes it. Raises SpecError where it does not."""
-    from dataclasses import replace
-
-    from bridge_memory.spec.gpus import check_computes
-
-    check_computes(gpu, setup.trainer.precision)
-    if gpu.arch is None or gpu.arch == setup.trainer.implementation.gpu_arch:
-        return setup
-    impl = replace(setup.trainer.implementation, gpu_arch=gpu.arch)
-    critic = setup.critic
-    if critic is not None:
-        of_critic = replace(critic.run.implementation, gpu_arch=gpu.arch)
-        critic = replace(critic, run=critic.run.with_(implementation=of_critic))
-    return setup.with_(trainer=setup.trainer.with_(implementation=impl), critic=critic)

@@ -33,12 +33,16 @@ def rollout_blocks(found: Rollout, solved: Limits | None, unit: str = "GiB", *, 
 
 
 def job_words(found: Rollout) -> str:
-    """"Qwen/Qwen3-30B-A3B on 8 H100, verl 0.9: megatron_ddp TP 4, EP 8; vllm 0.33.0 TP 4, 10,240 tokens a sequence"."""
+    """The job in one line: model, GPUs, framework, the trainer's layout, the engine's."""
     setup, run, engine = found.setup, found.setup.trainer, found.setup.engine
     p = run.parallel
     sizes = {"TP": p.tp, "PP": p.pp, "CP": p.cp, "EP": p.ep}
     layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    inference = {"TP": engine.tensor_parallel_size, "PP": engine.pipeline_parallel_size, "DP": engine.data_parallel_size}
+    inference = {
+        "TP": engine.tensor_parallel_size,
+        "PP": engine.pipeline_parallel_size,
+        "DP": engine.data_parallel_size,
+    }
     served = ", ".join(f"{name} {size}" for name, size in inference.items() if size > 1) or "TP 1"
     release = f" {'.'.join(map(str, setup.release))}" if setup.release != (0, 0) else ""
     share = "" if found.share is None else f", {setup.share_name} {found.share:g}"
@@ -96,7 +100,7 @@ def answer_words(found: Rollout, solved: Limits | None, unit: str = "GiB") -> li
 
 
 def share_words(found: Rollout, solved: Limits) -> str:
-    """"Highest safe gpu_memory_utilization: 0.77; beyond it engine start does not fit for sure; up to 0.88 may fit"."""
+    """The highest safe share, what binds beyond it, and the cache at it."""
     share, name = solved.share, found.setup.share_name
     if share.safe is None:
         may = f"; up to {share.possible:g} may fit, at the lower ends of the ranges" if share.possible else ""
@@ -151,7 +155,9 @@ def _notes(found: Rollout, unit: str, verbose: int) -> list[str]:
     else:
         notes.append("the engine never sleeps")
     if not setup.hard_limit and setup.dynamic:
-        notes.append("balancing may put up to a sequence more than the limit into a micro batch: the upper ends hold it")
+        notes.append(
+            "balancing may put up to a sequence more than the limit into a micro batch: the upper ends hold it"
+        )
     host = found.host
     notes.append(f"host memory of a node of {host.ranks}: {_short(host.node, unit)} {unit}")
     assumed = list(dict.fromkeys((*setup.assumptions, *setup.trainer.assumptions)))
@@ -179,12 +185,16 @@ def _count(found: Range) -> str:
 
 
 def _fits(p: PhaseMemory, capacity: int, unit: str) -> str:
-    return f"{p.verdict(capacity)}, {_room(p, capacity, unit)}"
+    if p.why_not and p.driver.most <= capacity:
+        return f"{p.verdict(capacity)}: may not start" if p.may_start else "does not start"
+    if p.why_not and not p.may_start:
+        return "does not start"
+    return f"{p.verdict(capacity)}, {_room(p, capacity, unit, why=False)}"
 
 
-def _room(p: PhaseMemory, capacity: int, unit: str) -> str:
+def _room(p: PhaseMemory, capacity: int, unit: str, *, why: bool = True) -> str:
     verdict, left = p.verdict(capacity), capacity - p.driver.most
-    if p.why_not and verdict is not Verdict.FITS and p.driver.least <= capacity:
+    if why and p.why_not and verdict is not Verdict.FITS and p.driver.least <= capacity:
         return p.why_not
     if verdict is Verdict.FITS:
         return f"{_number(left, unit)} free"
@@ -220,7 +230,8 @@ def layout_table(rows: Sequence[Layout], found: Rollout, unit: str = "GiB") -> G
         for row in rows
     )  # fmt: skip
     notes = (
-        f"share: the highest safe {found.setup.share_name}; KV tokens: of a replica, for sure; update: driver peak, {unit}",
+        f"share: the highest safe {found.setup.share_name}; KV tokens: of a replica, for sure; update: driver peak, "
+        f"{unit}",
     )
     return Grid("Layouts of the trainer that leave most for the KV cache", columns, cells, None,
                 notes if rows else ("no layout fits for sure",))  # fmt: skip
@@ -246,6 +257,6 @@ def log_table(lines: Sequence[Compared], pool: int, unit: str = "GiB") -> Grid:
     )  # fmt: skip
     notes = ['"GB" of the log is GiB; of several lines of a kind the highest']
     if pool:
-        notes.append(f"{_number(pool, unit)} {unit} of vLLM's pool, which torch counts in this process, are taken out of "
+        notes.append(f"{_number(pool, unit)} {unit} of vLLM's pool, which torch counts in this process, are not in "
                      "allocated")  # fmt: skip
     return Grid(f"The log beside the phases, {unit}", columns, rows, None, tuple(notes))

@@ -40,7 +40,15 @@ _MOST_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A job on one GPU model: of each phase the stage with the highest driver peak, and every stage."""
+    """A post-training job on one GPU model: of each phase the stage with the highest driver peak, and every stage.
+
+    Example:
+        >>> from bridge_memory import post_training
+        >>> job = post_training("slime", "--colocate --hf-checkpoint Qwen/Qwen3-4B --actor-num-gpus-per-node 8 "
+        ...                     "--rollout-max-response-len 4096 --tensor-model-parallel-size 2", "H100")
+        >>> job.binds.driver.most <= job.gpu.capacity_bytes
+        True
+    """
 
     setup: PostTraining
     gpu: Gpu
@@ -68,6 +76,14 @@ class Rollout:
     def binds(self) -> PhaseMemory:
         """The first phase that does not fit; else the one with least room."""
         return self.first_failing or max(self.phases, key=lambda p: p.driver.most)
+
+    def limits(self) -> Limits:
+        """What would fit. Raises SpecError."""
+        return limits(self)
+
+    def as_json(self, solved: Limits | None = None) -> dict[str, Any]:
+        """By the schema ``SCHEMA``; ``solved``: what ``limits`` gave."""
+        return as_json(self, solved)
 
     @property
     def share(self) -> float | None:
@@ -104,7 +120,15 @@ class Offload(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The other way round."""
+    """What would fit: the largest share of a card for the engine, the largest micro batches, what to offload.
+
+    Example:
+        >>> from bridge_memory import post_training
+        >>> found = post_training("slime", "--colocate --hf-checkpoint Qwen/Qwen3-4B --actor-num-gpus-per-node 8 "
+        ...                       "--rollout-max-response-len 4096 --tensor-model-parallel-size 2", "H100").limits()
+        >>> found.share.safe <= found.share.possible
+        True
+    """
 
     share: Share
     #: Largest tokens of a micro batch at which the update and the pass for old log-probabilities fit for sure, as their
@@ -266,9 +290,7 @@ def _offloads(found: Rollout) -> list[Offload]:
     return out
 
 
-def _first(
-    found: Rollout, share: Share, update: int | None, logs: int | None, offloads: Sequence[Offload]
-) -> str:
+def _first(found: Rollout, share: Share, update: int | None, logs: int | None, offloads: Sequence[Offload]) -> str:
     """What to change first: of the changes that make every phase fit for sure, the one that costs least; where no
     single one does, the words say so."""
     capacity, setup = found.gpu.capacity_bytes, found.setup
@@ -301,17 +323,16 @@ def _changes(setup: PostTraining, update: int | None, logs: int | None) -> Itera
             yield "offload the optimizer", setup.with_(optimizer_offload=True)
         if not (setup.param_offload and setup.optimizer_offload):
             yield "offload parameters and optimizer", setup.with_(param_offload=True, optimizer_offload=True)
-    limits = {
-        name: most * (run.parallel.cp if setup.dynamic else setup.longest)
-        for name, most, now in (("update_tokens", update, setup.update_tokens), ("log_prob_tokens", logs, setup.log_prob_tokens))
-        if most and most * (run.parallel.cp if setup.dynamic else setup.longest) < now
-    }  # fmt: skip
-    if limits:
-        words = " and ".join(
-            f"at most {(update if name == 'update_tokens' else logs) or 0:,} {'tokens' if setup.dynamic else 'sequences'} a "
-            f"GPU in a micro batch of {'the update' if name == 'update_tokens' else 'log-probs'}" for name in limits
-        )  # fmt: skip
-        yield words, setup.with_(**limits)
+    unit = run.parallel.cp if setup.dynamic else setup.longest
+    words: list[str] = []
+    fields: dict[str, Any] = {}
+    for name, most, what in (("update_tokens", update, "the update"), ("log_prob_tokens", logs, "log-probs")):
+        if most and most * unit < getattr(setup, name):
+            fields[name] = most * unit
+            of = "tokens" if setup.dynamic else "sequences"
+            words.append(f"at most {most:,} {of} a GPU in a micro batch of {what}")
+    if fields:
+        yield " and ".join(words), setup.with_(**fields)
     if setup.framework == "verl" and not setup.fused_kernels:
         yield "fused kernels (use_fused_kernels)", setup.with_(fused_kernels=True)
     if run.implementation.torch_layers:
@@ -326,8 +347,8 @@ def _changes(setup: PostTraining, update: int | None, logs: int | None) -> Itera
     if not run.optimizer.optimizer_cpu_offload and run.data_parallel.use_distributed_optimizer:
         optimizer = replace(run.optimizer, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
         yield "the optimizer on the host (optimizer_cpu_offload)", setup.with_(trainer=run.with_(optimizer=optimizer))
-        words = "the optimizer on the host (optimizer_cpu_offload) and every layer recomputed"
-        yield words, setup.with_(trainer=recomputed.with_(optimizer=optimizer))
+        both_of = "the optimizer on the host (optimizer_cpu_offload) and every layer recomputed"
+        yield both_of, setup.with_(trainer=recomputed.with_(optimizer=optimizer))
 
 
 def as_json(found: Rollout, solved: Limits | None = None) -> dict[str, Any]:

@@ -14,10 +14,13 @@ def emitted(found: Rollout, solved: Limits, framework: str) -> str:
     share = solved.share.safe
     if share is None:
         raise SpecError(
-            f"no {found.setup.share_name} is safe: {solved.share.binds} binds; change first: {solved.first or 'the layout'}"
+            f"no {found.setup.share_name} is safe: {solved.share.binds} binds; change first: "
+            f"{solved.first or 'the layout'}"
         )
     if framework == "slime" and found.setup.engine.framework != "sglang":
-        raise SpecError("slime's engine is SGLang, and the job's is vLLM, whose share means something else; give --rollout sglang")
+        raise SpecError(
+            "slime's engine is SGLang, and the job's is vLLM, whose share means something else; give --rollout sglang"
+        )
     writer = {"verl": _verl, "nemo-rl": _nemo_rl, "slime": _slime}[framework]
     return "\n".join(writer(found.setup, share, solved)) + "\n"
 
@@ -41,7 +44,8 @@ def _verl(setup: PostTraining, share: float, solved: Limits) -> list[str]:
     ]  # fmt: skip
     if setup.dynamic:
         lines += [
-            f"{_ACTOR}.use_dynamic_bsz=True", f"{_ACTOR}.ppo_max_token_len_per_gpu={update}",
+            f"{_ACTOR}.use_dynamic_bsz=True",
+            f"{_ACTOR}.ppo_max_token_len_per_gpu={update}",
             f"{_ROLLOUT}.log_prob_max_token_len_per_gpu={logs}",
         ]
     else:
@@ -53,8 +57,10 @@ def _verl(setup: PostTraining, share: float, solved: Limits) -> list[str]:
     lines += [f"{part}.param_offload={setup.param_offload}", f"{part}.optimizer_offload={setup.optimizer_offload}"]
     if setup.of_megatron:
         lines += [
-            f"{part}.tensor_model_parallel_size={p.tp}", f"{part}.pipeline_model_parallel_size={p.pp}",
-            f"{part}.context_parallel_size={p.cp}", f"{part}.expert_model_parallel_size={p.ep}",
+            f"{part}.tensor_model_parallel_size={p.tp}",
+            f"{part}.pipeline_model_parallel_size={p.pp}",
+            f"{part}.context_parallel_size={p.cp}",
+            f"{part}.expert_model_parallel_size={p.ep}",
         ]
         if p.ep > 1:
             lines.append(f"{part}.expert_tensor_parallel_size={p.etp}")
@@ -71,9 +77,13 @@ def _nemo_rl(setup: PostTraining, share: float, solved: Limits) -> list[str]:
     ]  # fmt: skip
     if setup.of_megatron:
         lines += [
-            "  megatron_cfg:", "    enabled: true", f"    tensor_model_parallel_size: {p.tp}",
-            f"    pipeline_model_parallel_size: {p.pp}", f"    context_parallel_size: {p.cp}",
-            f"    expert_model_parallel_size: {p.ep}", f"    sequence_parallel: {str(p.sp).lower()}",
+            "  megatron_cfg:",
+            "    enabled: true",
+            f"    tensor_model_parallel_size: {p.tp}",
+            f"    pipeline_model_parallel_size: {p.pp}",
+            f"    context_parallel_size: {p.cp}",
+            f"    expert_model_parallel_size: {p.ep}",
+            f"    sequence_parallel: {str(p.sp).lower()}",
         ]
     name = "vllm_cfg" if engine.framework == "vllm" else "sglang_cfg"
     return [
@@ -87,7 +97,8 @@ def _slime(setup: PostTraining, share: float, solved: Limits) -> list[str]:
     update, logs = _tokens(setup, solved)
     return [
         "--colocate", f"--rollout-num-gpus-per-engine {engine.tensor_parallel_size}",
-        f"--sglang-mem-fraction-static {share:g}", "--use-dynamic-batch-size", f"--max-tokens-per-gpu {min(update, logs)}",
+        f"--sglang-mem-fraction-static {share:g}", "--use-dynamic-batch-size",
+        f"--max-tokens-per-gpu {min(update, logs)}",
         f"--tensor-model-parallel-size {p.tp}", f"--pipeline-model-parallel-size {p.pp}",
         f"--context-parallel-size {p.cp}", f"--expert-model-parallel-size {p.ep}",
         *(["--sequence-parallel"] if p.sp else []),

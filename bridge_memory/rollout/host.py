@@ -62,7 +62,7 @@ def _of_stage(setup: PostTraining, stage: int, engine: InferenceMemory) -> list[
     if setup.framework == "slime":
         copies = 1 + (setup.reference is not Reference.NONE)
         found.append(Amount("weights of actor and reference, pinned", copies * parameters,
-                            copies * _ROUNDED * parameters, PROCESS.provenance, "actor.py: TensorBackuper"))  # fmt: skip
+                            copies * _ROUNDED * parameters, PROCESS.provenance, "tensor_backper.py"))  # fmt: skip
     elif setup.reference in (Reference.LOADED, Reference.STREAMED, Reference.SWAPPED):
         found.append(Amount("reference, pinned", parameters, _ROUNDED * parameters, PROCESS.provenance,
                             "the reference's weights"))  # fmt: skip

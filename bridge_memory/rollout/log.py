@@ -34,7 +34,9 @@ _VERL = re.compile(
 _VERL_PEAK = re.compile(rf"(perf/max_memory_(?:allocated|reserved)_gb)['\"]?\s*[:=]\s*(?:np\.float64\()?{_NUMBER}")
 _NEMO = re.compile(rf"GPU Memory ((?:before|after) [a-z ]{{1,60}}): {_NUMBER}GB allocated, {_NUMBER}GB reserved")
 _SLIME = re.compile(r"\[Rank \d+\] Memory-Usage ([^:\n]{1,120}): (\{[^}\n]{1,600}\})")
-_SLIME_PEAK = re.compile(rf"\[Rank \d+\] Peak-Memory ([^:\n]{{1,120}}): max_allocated_GB={_NUMBER}, max_reserved_GB={_NUMBER}")
+_SLIME_PEAK = re.compile(
+    rf"\[Rank \d+\] Peak-Memory ([^:\n]{{1,120}}): max_allocated_GB={_NUMBER}, max_reserved_GB={_NUMBER}"
+)
 _PAIR = re.compile(rf"'(total|used|allocated|reserved)_GB': {_NUMBER}")
 
 
@@ -96,7 +98,8 @@ def readings_of(text: str) -> Iterable[Reading]:
 
     peaks: dict[str, int] = {}
     for match in _VERL.finditer(text):
-        keep(Reading(match[1].strip(), *(_bytes(match[n]) for n in (2, 3, 4, 5))))
+        allocated, reserved, used, whole = (_bytes(match[n]) for n in (2, 3, 4, 5))
+        keep(Reading(match[1].strip(), allocated, reserved, used, whole))
     for match in _NEMO.finditer(text):
         keep(Reading(f"GPU Memory {match[1]}", _bytes(match[2]), _bytes(match[3]), None, None))
     for match in _SLIME.finditer(text):
@@ -119,11 +122,12 @@ def _bytes(text: str) -> int:
 
 #: What a line's head says -> the moment. The first that matches counts.
 _MOMENTS: tuple[tuple[str, str], ...] = (
-    (r"before rollout offload|after resume kv_cache|after switch to rollout|after wake_up.*|.*after resume kv.*", "awake"),
+    (r"before rollout offload|.*after resume kv.*|after switch to rollout.*|after wake_up.*", "awake"),
     (r"after resume weights|before update_weights", "engine weights awake"),
-    (r"after load actor params( and grad)? during (rollout_mode|compute_log_prob)|after load_fsdp_model_to_gpu", "parameters"),
+    (r"after load actor params( and grad)? during (rollout_mode|compute_log_prob)|after load_fsdp_model_to_gpu",
+     "parameters"),
     (r"after load actor params and grad during update_actor", "parameters and gradients"),
-    (r"after load actor optimizer during update_actor|before optimizer offload|gpu memory before optimizer offload", "all"),
+    (r"after load actor optimizer during update_actor|(gpu memory )?before optimizer offload", "all"),
     (r"gpu memory after optimizer offload", "parameters"),
     (r"after load ref params.*", "reference"),
     (r"after (ref )?compute_log_prob.*before offload", "reference"),

@@ -5,8 +5,8 @@ update; weights go to the engine; its KV cache wakes.
 
 Source: verl 0.9.1 ``workers/engine_workers.py: ActorRolloutRefWorker.update_weights``, ``workers/engine/base.py:
 BaseEngineCtx``, ``utils/megatron_utils.py: offload_megatron_model_to_cpu, load_megatron_model_to_gpu``; NeMo-RL
-``models/policy/workers/megatron_policy_worker.py: prepare_for_lp_inference, offload_before_refit, offload_after_refit``;
-slime ``backends/megatron_utils/actor.py: sleep, wake_up``; TRL ``trainer/grpo_trainer.py`` (colocate).
+``models/policy/workers/megatron_policy_worker.py: prepare_for_lp_inference, offload_before_refit,
+offload_after_refit``; slime ``backends/megatron_utils/actor.py: sleep, wake_up``; TRL ``trainer/grpo_trainer.py``.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ class Trainer:
             found += of_trainer.of_reference(setup.reference_run(), stage)
         if setup.critic is not None:
             at = self.critic(stage)
-            rests = critic or Held(*([not setup.critic.param_offload] * 2), not setup.critic.optimizer_offload)
+            stays = not setup.critic.param_offload
+            rests = critic or Held(stays, stays, not setup.critic.optimizer_offload)
             for names, there in zip(at[:3], rests, strict=True):
                 found += names if there else ()
         return found
@@ -166,22 +167,30 @@ class Trainer:
         return tuple(found)
 
 
-#: What a rollout leaves of the trainer on the GPU, and what its passes bring there: framework -> phase -> states.
 def held(setup: PostTraining, phase: Phase) -> Held:
     """The policy's states on the GPU in a phase."""
     rests = Held(not setup.param_offload, not setup.param_offload, not setup.optimizer_offload)
     if phase in (*AWAKE, Phase.SLEEP, Phase.VALUES, Phase.CRITIC):
         return rests
-    if phase is Phase.UPDATE or setup.framework == "slime" and phase is not Phase.SYNC:
+    if phase is Phase.UPDATE or (setup.framework == "slime" and phase is not Phase.SYNC):
         return Held(True, True, True)
     if setup.framework == "slime":  # Weights are sent from their host copy while the trainer is paused.
         return Held(False, False, False)
+    if phase is Phase.SYNC and _sends_from_host(setup):
+        return rests
     if setup.framework == "nemo-rl":
         # The optimizer leaves before weights are sent, gradients with it; in passes it stays unless asked for.
         return Held(True, False, False) if phase is Phase.SYNC else Held(True, False, setup.passes_keep_optimizer)
     if phase is Phase.REFERENCE and setup.reference in (Reference.GPU, Reference.LOADED, Reference.STREAMED):
         return rests
     return Held(True, rests.gradients, rests.optimizer)
+
+
+def _sends_from_host(setup: PostTraining) -> bool:
+    """verl's FSDP2 stages one parameter after another (``fsdp/transformer_impl.py: get_per_tensor_param,
+    _skip_staging``, since 0.9)."""
+    engine, plain = setup.trainer.data_parallel.engine, setup.trainer.peft.scheme == "none"
+    return setup.framework == "verl" and setup.release >= (0, 9) and engine == "fsdp2" and plain
 
 
 def phases_of(setup: PostTraining) -> list[Phase]:
@@ -195,7 +204,7 @@ def phases_of(setup: PostTraining) -> list[Phase]:
         found.append(Phase.REFERENCE)
     if setup.critic is not None:
         found += [Phase.VALUES, Phase.CRITIC]
-    return [*found, Phase.UPDATE, Phase.SYNC, Phase.WAKE]
+    return [*found, Phase.UPDATE, Phase.SYNC, Phase.WAKE, *([Phase.VALIDATION] if setup.validates else [])]
 
 
 class TrainerPhase(NamedTuple):
@@ -306,9 +315,11 @@ def _update(side: Trainer, stage: int) -> list[Amount]:
     setup = side.setup
     run = setup.update_run()
     step = of_trainer.update(run, stage)
-    step = _between(step, lambda: of_trainer.update_bytes(setup.update_run(setup.worst(setup.update_tokens)), stage), setup)
+    step = _between(
+        step, lambda: of_trainer.update_bytes(setup.update_run(setup.worst(setup.update_tokens)), stage), setup
+    )
     nothing = Held(False, False, False)
-    beside = side.resident(stage, nothing)[len(side.states(stage).lasting):]
+    beside = side.resident(stage, nothing)[len(side.states(stage).lasting) :]
     return [*step, *beside]
 
 
@@ -327,9 +338,6 @@ def _sync(side: Trainer, stage: int) -> list[Amount]:
 def engine_of(setup: PostTraining, gpu: Gpu, side: Sequence[Sequence[TrainerPhase]]) -> InferenceMemory:
     """The engine's memory, started beside the trainer as it rests. Raises SpecError."""
     starts = [of.driver for stage in side for of in stage if of.phase is Phase.ENGINE_START]
-    if setup.in_process:
-        # The worker's context and communicators are its own; the engine's process is not counted twice (``both``).
-        starts = [Range(one.least, one.most) for one in starts]
     beside = Range(max(one.least for one in starts), max(one.most for one in starts))
     return inference_memory(setup.engine, gpu, other_bytes=beside)
 

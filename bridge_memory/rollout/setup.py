@@ -51,7 +51,7 @@ class PostTraining:
     """A reinforcement-learning job whose trainer and inference engine share GPUs.
 
     Tokens are those of a micro batch before context parallelism divides them: one packed row, or with
-    ``trainer.batch.packed_sequences`` False rows of ``longest`` tokens.
+    packed_sequences False rows of ``longest`` tokens.
 
     Raises:
         SpecError: fields contradict each other.
@@ -90,6 +90,8 @@ class PostTraining:
     sleep_level: int = 2
     #: vLLM runs in the trainer's process, whose allocator then counts its memory too.
     in_process: bool = False
+    #: It validates: a rollout at the end of a step, or before the first.
+    validates: bool = True
     #: Bytes through which weights are sent to the engine.
     bucket_bytes: int = 0
     #: GPUs of a node.
@@ -128,7 +130,8 @@ class PostTraining:
 
     def with_share(self, share: float) -> PostTraining:
         """With this gpu_memory_utilization or mem_fraction_static."""
-        return replace(self, engine=replace(self.engine, **{self.share_name: share}))
+        field: dict[str, Any] = {self.share_name: share}
+        return replace(self, engine=replace(self.engine, **field))
 
     @property
     def share_name(self) -> str:
@@ -167,7 +170,8 @@ class PostTraining:
         return tokens if self.hard_limit or not self.dynamic else tokens + self.longest
 
     def _run(self, run: RunSpec, tokens: int, entropy: bool, *, forward_only: bool) -> RunSpec:
-        impl, fields = run.implementation, {}
+        impl = run.implementation
+        fields: dict[str, Any] = {}
         if self.fused_kernels:
             if run.implementation.torch_layers:
                 run = run.with_(transformers=replace(run.transformers, cut_cross_entropy=True))
@@ -175,8 +179,10 @@ class PostTraining:
                 fields = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
         else:
             fields = {
-                "policy_loss": _LOSS.get(self.framework, self.framework), "policy_entropy": entropy,
-                "policy_chunk_size": self.chunk_size, "policy_forward_only": forward_only,
+                "policy_loss": _LOSS.get(self.framework, self.framework),
+                "policy_entropy": entropy,
+                "policy_chunk_size": self.chunk_size,
+                "policy_forward_only": forward_only,
             }
         return self._batch(run.with_(implementation=replace(impl, **fields)), tokens, forward_only)
 
@@ -191,7 +197,9 @@ class PostTraining:
         if not forward_only:
             number = self.update_sequences and max(1, -(-self.update_sequences * self.longest // tokens))
         batch = BatchSpec(
-            seq_length=-(-length // step) * step, micro_batch_size=rows, packed_sequences=packed,
+            seq_length=-(-length // step) * step,
+            micro_batch_size=rows,
+            packed_sequences=packed,
             global_batch_size=None if number is None else number * rows * parallel.data_parallel_size,
         )
         return run.with_(batch=batch)

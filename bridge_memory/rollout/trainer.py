@@ -13,15 +13,13 @@ from typing import NamedTuple
 
 from bridge_memory.components import Component, Provenance, Role
 from bridge_memory.estimation import explain, stage_parts
-from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.job.megatron import evaluation as megatron_evaluation
 from bridge_memory.job.torch import ENGINES as OF_TORCH
 from bridge_memory.outside.amount import Amount, exactly
 from bridge_memory.rollout.setup import PostTraining
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import RunSpec
 from bridge_memory.spec.layout import layout
-from bridge_memory.spec.model import MoESpec
-from bridge_memory.tapes.context import context_of
+from bridge_memory.spec.model import MLPSpec, MoESpec
 
 _EXPORT = "full tensors of one parameter: gathered shards, and joined"
 
@@ -97,7 +95,9 @@ def export(run: RunSpec, stage: int) -> tuple[Amount, ...]:
         from bridge_memory.job.torch.building import rank_of
 
         whole = rank_of(run, stage).state.saving or 0
-        return (Amount("one parameter, whole", whole, 2 * whole, Provenance.FORMULA, "DTensor.full_tensor"),) * bool(whole)
+        return (Amount("one parameter, whole", whole, 2 * whole, Provenance.FORMULA, "DTensor.full_tensor"),) * bool(
+            whole
+        )
     whole = _largest(run, stage)
     return (Amount(_EXPORT, whole, 2 * whole, Provenance.FORMULA, "Megatron Bridge, mbridge: export_weights"),)
 
@@ -113,7 +113,7 @@ def _largest(run: RunSpec, stage: int) -> int:
         if isinstance(ffn, MoESpec):
             # One expert of each rank at a time.
             found.append(2 * ffn.moe_ffn_hidden_size * h * p.ep)
-        elif hasattr(ffn, "ffn_hidden_size"):
+        elif isinstance(ffn, MLPSpec):
             found.append(2 * ffn.ffn_hidden_size * h)
     return max(found) * width
 
@@ -133,8 +133,6 @@ def check(runs: Iterable[RunSpec]) -> None:
     for run in runs:
         if not run.implementation.torch_layers:
             layout(run.model, run.parallel)
-
-
 
 
 def host(run: RunSpec, stage: int) -> tuple[tuple[str, int], ...]:

@@ -9,20 +9,28 @@ Values are kept as they stand there, interpolations included: ``sources/hydra.py
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 TARGET = Path(__file__).parents[2] / "bridge_memory/rollout/sources/verl_defaults.json"
 CONFIGS = {"fsdp": "_generated_ppo_trainer.yaml", "megatron": "_generated_ppo_megatron_trainer.yaml"}
 #: Sections that decide memory; the rest of a configuration is data sets, rewards, loggers and profilers.
 SECTIONS = ("actor_rollout_ref", "critic", "algorithm", "trainer", "data")
 #: Parts of them that do not.
-LEFT_OUT = ("profiler", "trace", "prometheus", "checkpoint", "_target_", "policy_loss", "agent", "multi_turn", "val_kwargs")
+LEFT_OUT = (
+    "profiler",
+    "trace",
+    "prometheus",
+    "checkpoint",
+    "_target_",
+    "policy_loss",
+    "agent",
+    "multi_turn",
+    "val_kwargs",
+)
 
 
 def flat(prefix: str, value: Any) -> dict[str, Any]:
@@ -38,6 +46,8 @@ def flat(prefix: str, value: Any) -> dict[str, Any]:
 
 def options(wheel: str) -> dict[str, dict[str, Any]]:
     """Trainer -> its options."""
+    import yaml
+
     found = {}
     with zipfile.ZipFile(wheel) as archive:
         for name, path in CONFIGS.items():
@@ -61,4 +71,6 @@ def main(wheels: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheels", nargs="+", metavar="WHEEL", help="wheels of verl")
+    main(parser.parse_args().wheels)

@@ -54,6 +54,18 @@ def of_every_kind(capsys: pytest.CaptureFixture[str], command: str, tmp_path: Pa
         more = [*model, "--gpu", "H100"]
         return [printed(capsys, command, str(log)), printed(capsys, command, str(log), *more),
                 printed(capsys, command, str(other), *more)]
+    if command == "rollout":
+        small = ["--seq-length", "2048", "--gpu", "H100", "--max-tokens-per-gpu", "4096"]
+        log = tmp_path / "verl.log"
+        log.write_text(
+            "After rollout offload, memory allocated (GB): 3.00, memory reserved (GB): 3.50, device memory used/total "
+            "(GB): 9.00/79.11\n"
+        )
+        return [
+            printed(capsys, command, *model, *small, "--rollout-tp", "2", "--log", str(log)),
+            printed(capsys, command, *model, *small, "--rollout", "sglang", "--no-limits", "--critic"),
+            printed(capsys, command, "Llama-3.1-70B", "--num-gpus", "2", "--tp", "2", *small),
+        ]
     if command == "record":
         log = tmp_path / "train.log"
         log.write_text(LOG + "\n")
@@ -112,7 +124,7 @@ def test_what_a_command_prints_is_valid_by_its_schema(
     assert documents
     for document in documents:
         validator.validate(document)
-        required = [key for key in keys(document) if key not in ("by", "offer", "shared", "target")]
+        required = [key for key in keys(document) if key not in ("by", "offer", "shared", "target", "log", "layouts")]
         for key in required:
             damaged = copy.deepcopy(document)
             del (damaged[0] if isinstance(damaged, list) else damaged)[key]

@@ -38,7 +38,7 @@ def of_verl() -> ModuleType:
     return module
 
 
-class Alive(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
+class Alive(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined]
     """Bytes of all storages made under it, now and at most."""
 
     def __init__(self) -> None:
@@ -88,7 +88,9 @@ def processed(module: ModuleType, logits: Any, *, entropy: bool, chunk: int) -> 
     copy = wide.clone() if entropy else wide
     out = []
     if entropy:
-        made = module.vocab_parallel_entropy_with_chunking(wide, chunk) if chunk else module.vocab_parallel_entropy(wide)
+        made = (
+            module.vocab_parallel_entropy_with_chunking(wide, chunk) if chunk else module.vocab_parallel_entropy(wide)
+        )
         out.append(made)
     return [*out, module.vocab_parallel_log_probs_from_logits(copy, torch.zeros(1, TOKENS, dtype=torch.int64))]
 

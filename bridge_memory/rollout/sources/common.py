@@ -54,5 +54,3 @@ def _preset(name: str) -> bool:
     from bridge_memory.readers.presets import find_presets
 
     return bool(find_presets(name))
-
-

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -79,10 +79,8 @@ def command_of_script(text: str, entry: str) -> list[str]:
         if match := re.fullmatch(r"\s*(?:export\s+)?(\w+)=([^\s(].*?)?;?\s*(?:#.*)?", line):
             variables[match[1]] = _plain(_shell(match[2] or "", variables))
         if entry in line:
-            command = line[line.index(entry) + len(entry):]
-            command = re.sub(
-                r"\"?\$\{(\w+)\[@\]\}\"?", lambda m: arrays.get(m[1], ""), command
-            )
+            command = line[line.index(entry) + len(entry) :]
+            command = re.sub(r"\"?\$\{(\w+)\[@\]\}\"?", lambda m: arrays.get(m[1], ""), command)
             command = re.split(r"\s(?:\||>|2>|&&|;)", command)[0]
             try:
                 words = shlex.split(_shell(command, variables), comments=True)
@@ -98,9 +96,7 @@ def _plain(text: str) -> str:
 
 def _shell(text: str, variables: Mapping[str, str]) -> str:
     """Variables and integer arithmetic of a shell, put in."""
-    text = re.sub(
-        r"\$\{(\w+):-([^}]*)\}", lambda m: variables.get(m[1]) or _shell(m[2], variables), text
-    )
+    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: variables.get(m[1]) or _shell(m[2], variables), text)
     text = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda m: variables.get(m[1] or m[2], m[0]), text)
     return re.sub(r"\$\(\(([\d\s+*/()-]{1,80})\)\)", lambda m: str(_arithmetic(m[1])), text)
 
@@ -149,10 +145,11 @@ class Options:
     ``defaults``: every option that the release has.
     """
 
-    def __init__(self, defaults: Mapping[str, Any], name: str) -> None:
+    def __init__(self, defaults: Mapping[str, Any], name: str, sections: Collection[str] = ()) -> None:
+        """``sections``: further ones, of which no option is listed."""
         self._values = dict(defaults)
         self._defaults = dict(defaults)
-        self._name = name
+        self._name, self._sections = name, sections
         self._read: set[str] = set()
         self.given: dict[str, Any] = {}
 
@@ -182,9 +179,8 @@ class Options:
             return True
         parents = name.split(".")
         tables = [".".join(parents[:n]) for n in range(1, len(parents))]
-        # A table that is empty by default takes any name, and so does a section that is not listed here.
-        sections = {key.partition(".")[0] for key in self._defaults}
-        return any(self._defaults.get(t, None) == {} for t in tables) or parents[0] not in sections
+        # A table that is empty by default takes any name.
+        return any(self._defaults.get(t, None) == {} for t in tables) or parents[0] in self._sections
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of an option."""
@@ -203,8 +199,10 @@ class Options:
     def unread(self) -> list[str]:
         """Options with another value than the release's, which nothing asked for."""
         return [
-            name for name, value in self.given.items()
-            if name not in self._read and value != self._defaults.get(name, ...)
+            name
+            for name, value in self.given.items()
+            if name not in self._read
+            and value != self._defaults.get(name, ...)
             and not (value is None and name not in self._defaults)
         ]
 
@@ -307,7 +305,7 @@ def _split(text: str) -> tuple[str, str, str]:
     for at, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")
         if letter == "," and not depth:
-            return text[:at], ",", text[at + 1:]
+            return text[:at], ",", text[at + 1 :]
     return text, "", ""
 
 

@@ -38,19 +38,27 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bf16": "bf
 _HARMLESS = re.compile(
     r"^(env|logger|checkpointing|data|loss_fn|grpo|dpo|sft|defaults|cluster)\.|^policy\.(tokenizer|scheduler|"
     r"max_grad_norm|make_sequence_length|dynamic_batching|sequence_packing\.(algorithm|sequence_length_round)|"
-    r"generation_batch_size|optimizer\.|hf_config_overrides|reward_model_cfg|automodel_kwargs|dtensor_cfg|megatron_cfg\."
-    r"(scheduler|converter_type|pipeline_dtype|freeze_moe|moe_router_(load|bias)|env_vars|fp8_cfg$|optimizer\.(lr|min_lr|weight|"
+    r"generation_batch_size|optimizer\.|hf_config_overrides|reward_model_cfg|automodel_kwargs|dtensor_cfg|"
+    r"megatron_cfg\."
+    r"(scheduler|converter_type|pipeline_dtype|freeze_moe|moe_router_(load|bias)|env_vars|fp8_cfg$|"
+    r"optimizer\.(lr|min_lr|weight|"
     r"bf16|fp16|params_dtype|adam_|sgd_|clip)|distributed_data_parallel_config|layernorm_epsilon|bias_activation|"
     r"moe_per_layer|train_iters|force_overwrite|gradient_accumulation_fusion|use_linear_ce|peft\.enabled)|generation\.("
-    r"max_new_tokens|temperature|top_|stop_|vllm_cfg\.(use_deep_gemm|num_(last|first)|skip_tokenizer|load_format|hf_overrides|"
+    r"max_new_tokens|temperature|top_|stop_|vllm_cfg\.(use_deep_gemm|num_(last|first)|skip_tokenizer|load_format|"
+    r"hf_overrides|"
     r"enable_vllm_metrics)|colocated\.resources))"
 )
 
 
-def read_nemo_rl(source: str, words: Sequence[str] = (), *, release: str = "", model: str | None = None) -> PostTraining:
+def read_nemo_rl(
+    source: str, words: Sequence[str] = (), *, release: str = "", model: str | None = None
+) -> PostTraining:
     """The job of a YAML, over what it builds on. Arguments and errors as in ``verl.read_verl``."""
     options = Options(defaults("nemo_rl_defaults"), "NeMo-RL")
-    for table in _chain(source, 0):
+    tables = _chain(source, 0)
+    if not any("policy" in table for table in tables):
+        raise SpecError(f"{bounded(source, 80)} has no policy; {_GIVE}")
+    for table in tables:
         options.update(flat({k: v for k, v in table.items() if k != "defaults"}))
     options.override([f"++{word.lstrip('+')}" for word in words])
     return _read(options, release, model)
@@ -69,7 +77,9 @@ def _chain(path: str, depth: int) -> list[Mapping[str, Any]]:
         if os.path.exists(beside):
             found += _chain(beside, depth + 1)
         elif os.path.basename(str(name)) not in ("grpo_math_1B.yaml", "_self_"):
-            raise SpecError(f"{bounded(str(name), 80)}, on which {bounded(path, 80)} builds, is not beside it; put it there")
+            raise SpecError(
+                f"{bounded(str(name), 80)}, on which {bounded(path, 80)} builds, is not beside it; put it there"
+            )
     return [*found, table]
 
 
@@ -81,13 +91,18 @@ def _need(o: Options, name: str) -> int:
 
 
 def _read(o: Options, release: str, given: str | None) -> PostTraining:
-    assumptions, not_modelled = [], []
+    assumptions: list[str] = []
+    not_modelled: list[str] = []
     model, said = model_of(o.text("policy.model_name"), "policy.model_name", given)
     assumptions += [said] * bool(said)
     if not o.flag("policy.generation.colocated.enabled", True):
-        raise SpecError("policy.generation.colocated.enabled (False): an engine on GPUs of its own is not modelled; give True")
+        raise SpecError(
+            "policy.generation.colocated.enabled (False): an engine on GPUs of its own is not modelled; give True"
+        )
     if o.flag("grpo.async_grpo.enabled"):
-        raise SpecError("grpo.async_grpo.enabled (True) needs an engine on GPUs of its own, which is not modelled; give False")
+        raise SpecError(
+            "grpo.async_grpo.enabled (True) needs an engine on GPUs of its own, which is not modelled; give False"
+        )
     world = _need(o, "cluster.gpus_per_node") * _need(o, "cluster.num_nodes")
     longest = _need(o, "policy.max_total_sequence_length")
     megatron = o.flag("policy.megatron_cfg.enabled")
@@ -119,14 +134,15 @@ def _read(o: Options, release: str, given: str | None) -> PostTraining:
         hard_limit=True, dynamic=limited and trainer.batch.packed_sequences, log_prob_entropy=False, chunk_size=chunk,
         param_offload=True, optimizer_offload=True, reference=reference, sleep_level=1,
         passes_keep_optimizer=not o.flag("policy.offload_optimizer_for_logprob"),
-        gpus_per_node=_need(o, "cluster.gpus_per_node"), assumptions=tuple(assumptions), not_modelled=tuple(not_modelled),
+        gpus_per_node=_need(o, "cluster.gpus_per_node"), assumptions=tuple(assumptions),
+        not_modelled=tuple(not_modelled),
     )  # fmt: skip
 
 
 def _of_megatron(o: Options, model: ModelSpec, world: int, packed: bool, not_modelled: list[str]) -> RunSpec:
     part = "policy.megatron_cfg"
     tp = _need(o, f"{part}.tensor_model_parallel_size")
-    ends = {
+    ends: dict[str, Any] = {
         name: value for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
         if (value := o.integer(f"{part}.{name}")) is not None
     }  # fmt: skip
@@ -143,10 +159,12 @@ def _of_megatron(o: Options, model: ModelSpec, world: int, packed: bool, not_mod
         not_modelled.append(f"{part}.peft")
     if o.get(f"{part}.fp8_cfg.enabled"):
         not_modelled.append(f"{part}.fp8_cfg")
-    optimizer: dict[str, Any] = {"use_precision_aware_optimizer": o.flag(f"{part}.optimizer.use_precision_aware_optimizer")}
+    optimizer: dict[str, Any] = {
+        "use_precision_aware_optimizer": o.flag(f"{part}.optimizer.use_precision_aware_optimizer")
+    }
     if o.flag(f"{part}.optimizer.optimizer_cpu_offload"):
-        optimizer |= {"optimizer_cpu_offload": True,
-                      "optimizer_offload_fraction": o.number(f"{part}.optimizer.optimizer_offload_fraction") or 1.0}  # fmt: skip
+        fraction = o.number(f"{part}.optimizer.optimizer_offload_fraction") or 1.0
+        optimizer |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     if not o.flag(f"{part}.optimizer.use_distributed_optimizer", True):
         optimizer.pop("use_precision_aware_optimizer")
     recompute = RecomputeSpec(granularity="full", method="uniform", num_layers=1) if o.flag(
@@ -188,7 +206,8 @@ def _of_dtensor(
         hf["attn_implementation"] = "flash_attention_2"
     return RunSpec(
         model=model, parallel=ParallelSpec(world_size=world), batch=BatchSpec(packed_sequences=packed),
-        precision=PrecisionSpec(params_dtype="fp32"), data_parallel=DataParallelSpec(engine="fsdp2", sync_each_batch=True),
+        precision=PrecisionSpec(params_dtype="fp32"),
+        data_parallel=DataParallelSpec(engine="fsdp2", sync_each_batch=True),
         fsdp=FSDPOptions(param_dtype=_DTYPES.get(o.text("policy.precision"), "bf16"), reduce_dtype="fp32",
                          offload_params=o.flag(f"{part}.cpu_offload")),
         transformers=TransformersSpec(**hf),

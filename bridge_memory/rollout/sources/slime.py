@@ -22,8 +22,10 @@ from bridge_memory.spec.errors import bounded
 
 #: slime's own flags that are read here, with the number of their values.
 _READ = {
-    "--hf-checkpoint": 1, "--actor-num-nodes": 1, "--actor-num-gpus-per-node": 1, "--colocate": 0, "--num-gpus-per-node": 1,
-    "--rollout-num-gpus-per-engine": 1, "--rollout-num-gpus": 1, "--max-tokens-per-gpu": 1, "--use-dynamic-batch-size": 0,
+    "--hf-checkpoint": 1, "--actor-num-nodes": 1, "--actor-num-gpus-per-node": 1, "--colocate": 0,
+    "--num-gpus-per-node": 1,
+    "--rollout-num-gpus-per-engine": 1, "--rollout-num-gpus": 1, "--max-tokens-per-gpu": 1,
+    "--use-dynamic-batch-size": 0,
     "--rollout-max-response-len": 1, "--rollout-max-prompt-len": 1, "--rollout-max-context-len": 1,
     "--log-probs-chunk-size": 1, "--log-probs-max-tokens-per-gpu": 1, "--entropy-coef": 1, "--use-kl-loss": 0,
     "--kl-coef": 1, "--kl-loss-coef": 1, "--ref-load": 1, "--advantage-estimator": 1, "--n-samples-per-prompt": 1,
@@ -33,10 +35,12 @@ _READ = {
 #: Flags of slime that move no memory: by name.
 _HARMLESS = re.compile(
     r"--(load|save|save-interval|ref-.*|prompt-data|input-key|label-key|apply-chat-template.*|rollout-(shuffle|"
-    r"temperature|top-.*|stop.*|function-path|seed|skip.*|health.*)|rm-type|num-rollout|num-epoch|num-steps-per-rollout|"
+    r"temperature|top-.*|stop.*|function-path|seed|skip.*|health.*)|rm-type|num-rollout|num-epoch|"
+    r"num-steps-per-rollout|"
     r"over-sampling.*|dynamic-sampling.*|partial-rollout|eval-.*|kl-loss-type|eps-clip.*|lr.*|weight-decay|adam-.*|"
     r"use-wandb|wandb-.*|use-tis|tis-.*|custom-.*|loss-.*|reward-.*|group-rm|metadata-key|tool-key|megatron-to-hf-mode|"
-    r"model-name|debug-.*|use-fault-tolerance|normalize-advantages|skip-eval.*|log-.*|use-tensorboard|tb-.*|rotary-base|"
+    r"model-name|debug-.*|use-fault-tolerance|normalize-advantages|skip-eval.*|log-.*|use-tensorboard|tb-.*|"
+    r"rotary-base|"
     r"make-vocab.*|no-load-.*|no-save-.*|update-weights-interval|train-env-vars|disable-.*normalization)"
 )
 #: SGLang's options that the engine here has.
@@ -60,7 +64,9 @@ def read_slime(source: str, *, release: str = "", model: str | None = None) -> P
             raise SpecError(f"slime's arguments: {error}; close the quotes") from None
     own, rest, sglang, not_modelled = _sorted(words)
     if "--colocate" not in own:
-        raise SpecError("--colocate is not among slime's arguments: an engine on GPUs of its own is not modelled; add it")
+        raise SpecError(
+            "--colocate is not among slime's arguments: an engine on GPUs of its own is not modelled; add it"
+        )
     if own.get("--train-backend", ["megatron"])[0] != "megatron":
         raise SpecError("--train-backend is not megatron; other backends of slime are not modelled; give megatron")
     assumptions: list[str] = []
@@ -106,7 +112,8 @@ def read_slime(source: str, *, release: str = "", model: str | None = None) -> P
     return PostTraining(
         framework="slime", release=(int(number[1]), int(number[2])) if number else (0, 0), trainer=run,
         engine=InferenceSpec(
-            model=found, framework="sglang", tensor_parallel_size=_number(own, "--rollout-num-gpus-per-engine", 1), **engine,
+            model=found, framework="sglang",
+            tensor_parallel_size=_number(own, "--rollout-num-gpus-per-engine", 1), **engine,
         ),
         longest=longest, update_tokens=max(update, longest), log_prob_tokens=max(logs, longest),
         update_sequences=max(1, batch // run.parallel.data_parallel_size), hard_limit=True, dynamic=dynamic,

@@ -116,7 +116,12 @@ def _words(words: list[str]) -> dict[str, Any]:
 
 
 def _read(
-    framework: str, source: str, table: dict[str, Any], world_size: int | None, given: str | None, own: Mapping[str, Any]
+    framework: str,
+    source: str,
+    table: dict[str, Any],
+    world_size: int | None,
+    given: str | None,
+    own: Mapping[str, Any],
 ) -> PostTraining:
     grpo = Options(_TRL, "TRL's GRPOConfig")
     grpo.update([(name, table.pop(name)) for name in list(table) if name in _TRL])
@@ -152,11 +157,12 @@ def _read(
     engine = InferenceSpec(
         model=model, tensor_parallel_size=grpo.integer("vllm_tensor_parallel_size") or 1,
         gpu_memory_utilization=grpo.number("vllm_gpu_memory_utilization"), served=False,
-        max_model_len=grpo.integer("vllm_max_model_length") or longest, enforce_eager=bool(own.get("vllm_enforce_eager")),
+        max_model_len=grpo.integer("vllm_max_model_length") or longest,
+        enforce_eager=bool(own.get("vllm_enforce_eager")),
         sleep_mode=bool(level), **fields,
     )  # fmt: skip
-    not_modelled = [f"{name}" for name in grpo.unread() if name not in ("temperature", "loss_type", "sync_ref_model",
-                                                                       "num_generations", "steps_per_generation")]  # fmt: skip
+    moves_none = ("temperature", "loss_type", "sync_ref_model", "num_generations", "steps_per_generation")
+    not_modelled = [name for name in grpo.unread() if name not in moves_none]
     assumptions = [said] * bool(said)
     if world_size is None:
         assumptions.append("1 GPU (--num-gpus)")
@@ -184,5 +190,3 @@ def _run(framework: str, source: str, table: dict[str, Any], model: Any, world: 
         not_modelled=tuple(settings.diagnostics.not_modelled), **groups,
     )  # fmt: skip
     return run.with_(transformers=replace(run.transformers, keeps_outputs=False))
-
-

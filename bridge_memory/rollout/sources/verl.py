@@ -45,10 +45,13 @@ _ENGINES = {
 }  # fmt: skip
 #: Options that move no memory, or none that is asked about: by name, or by a part of it.
 _HARMLESS = re.compile(
-    r"(^|\.)(lr|lr_.*|min_lr.*|weight_decay.*|betas|clip_grad|grad_clip|clip_ratio.*|tau_.*|kl_.*|loss_.*|entropy_coeff|"
+    r"(^|\.)(lr|lr_.*|min_lr.*|weight_decay.*|betas|clip_grad|grad_clip|clip_ratio.*|tau_.*|kl_.*|loss_.*|"
+    r"entropy_coeff|"
     r"seed|shuffle|temperature|top_k|top_p|do_sample|ignore_eos|n|rollout_n|gamma|lam|norm_adv.*|adv_estimator|"
-    r"policy_loss|total_training_steps|ppo_epochs|_target_|strategy|profiler|trace|checkpoint|agent|multi_turn|val_kwargs|"
-    r"warmup_style|num_cycles|optimizer_impl|zero_indexed_step|data_loader_seed|cliprange.*|disable_log_stats|load_format|"
+    r"policy_loss|total_training_steps|ppo_epochs|_target_|strategy|profiler|trace|checkpoint|agent|multi_turn|"
+    r"val_kwargs|"
+    r"warmup_style|num_cycles|optimizer_impl|zero_indexed_step|data_loader_seed|cliprange.*|disable_log_stats|"
+    r"load_format|"
     r"enable_chunked_prefill|calculate_log_probs|mode|nccl_timeout|hybrid_engine|trust_remote_code|external_lib|"
     r"tokenizer_path|custom_chat_template|lora_alpha|alpha|use_shm|dist_checkpointing.*|use_dist_checkpointing|"
     r"layered_summon|multi_stage_wake_up|over_sample_rate|skip_.*|grad_offload|use_mbridge|vanilla_mbridge|"
@@ -59,18 +62,21 @@ _HARMLESS = re.compile(
 _HARMLESS_SECTIONS = ("data", "trainer", "algorithm", "reward_model", "reward", "custom_reward_function", "ray_kwargs",
                       "ray_init", "global_profiler", "transfer_queue", "hydra", "defaults", "env", "reward_manager",
                       "sandbox_fusion", "wandb", "searchpath", "model_engine", "prompt", "custom")  # fmt: skip
+#: Sections whose options are listed with their defaults.
+_LISTED = ("actor_rollout_ref", "critic", "algorithm", "trainer", "data")
 #: Dtypes as verl writes them.
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
-_IGNORED_TRANSFORMER = ("attention_backend", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "apply_rope_fusion",
-                        "moe_router_bias_update_rate", "moe_token_dispatcher_type", "moe_enable_deepep",
-                        "moe_router_dtype", "moe_permute_fusion", "moe_shared_expert_overlap", "moe_grouped_gemm",
-                        "gradient_accumulation_fusion", "persist_layer_norm", "bias_activation_fusion",
-                        "bias_dropout_fusion", "masked_softmax_fusion", "deallocate_pipeline_outputs",
-                        "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
-                        "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-                        "account_for_loss_in_pipeline_split", "account_for_embedding_in_pipeline_split",
-                        "pipeline_model_parallel_layout", "mtp_num_layers", "freeze_moe_router",
-                        "moe_router_fusion", "calculate_per_token_loss", "moe_z_loss_coeff")  # fmt: skip
+#: Fields of TransformerConfig that are read, or that move nothing here.
+_IGNORED_TRANSFORMER = (
+    "attention_backend", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "apply_rope_fusion",
+    "moe_router_bias_update_rate", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_router_dtype",
+    "moe_permute_fusion", "moe_shared_expert_overlap", "moe_grouped_gemm", "gradient_accumulation_fusion",
+    "persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion",
+    "deallocate_pipeline_outputs", "recompute_granularity", "recompute_method", "recompute_num_layers",
+    "recompute_modules", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "account_for_loss_in_pipeline_split", "account_for_embedding_in_pipeline_split", "pipeline_model_parallel_layout",
+    "mtp_num_layers", "freeze_moe_router", "moe_router_fusion", "calculate_per_token_loss", "moe_z_loss_coeff",
+)  # fmt: skip
 
 
 def read_verl(source: str, words: Sequence[str] = (), *, release: str = "", model: str | None = None) -> PostTraining:
@@ -96,11 +102,14 @@ def read_verl(source: str, words: Sequence[str] = (), *, release: str = "", mode
             given = [*words_of_script(text, ENTRY), *given]
         else:
             table = dict(flat({k: v for k, v in table_of(text, source).items() if k not in ("defaults", "hydra")}))
+            if not any(name.startswith("actor_rollout_ref.") for name in table):
+                raise SpecError(f"{bounded(source, 80)} has no actor_rollout_ref; give a configuration of verl")
     megatron = _is_megatron(table, given)
     given = [word for word in given if not word.startswith(("model_engine=", "--"))]
     number = _release(release, megatron, {*table, *(name for name, _, mark in overrides(given) if not mark)})
     name = f"verl {'.'.join(map(str, number))}"
-    options = Options(_options(number, megatron), name)
+    others = (*_HARMLESS_SECTIONS, "distillation", "actor_rollout_ref")
+    options = Options(_options(number, megatron), name, [s for s in others if s not in _LISTED])
     options.update(table.items())
     options.override(given)
     return _Reader(options, number, megatron, model).read(bool(release))
@@ -113,7 +122,9 @@ def _options(release: tuple[int, int], megatron: bool) -> dict[str, Any]:
 
 def _release(text: str, megatron: bool, names: set[str]) -> tuple[int, int]:
     """The release that was given; else the one that knows most of the options, the newest of several."""
-    known = sorted(tuple(map(int, name.split("."))) for name in defaults("verl_defaults"))
+    known: list[tuple[int, int]] = sorted(
+        (int(name.split(".")[0]), int(name.split(".")[1])) for name in defaults("verl_defaults")
+    )
     if not text:
         return max(known, key=lambda one: (-len(names - _options(one, megatron).keys()), one))
     match = re.fullmatch(r"v?(\d+)\.(\d+)(?:\.\w+)*", text)
@@ -163,7 +174,9 @@ class _Reader:
         trainer = self._trainer(model, world, _ACTOR)
         packed = trainer.batch.packed_sequences
         dynamic = o.flag(f"{_ACTOR}.use_dynamic_bsz") and packed
-        update = self._tokens(_ACTOR, "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", longest, trainer, dynamic)
+        update = self._tokens(
+            _ACTOR, "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", longest, trainer, dynamic
+        )
         logs = self._tokens(_ROLLOUT, "log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu", longest,
                             trainer, o.flag(f"{_ROLLOUT}.log_prob_use_dynamic_bsz") and packed)  # fmt: skip
         reference = self._reference(trainer)
@@ -179,17 +192,20 @@ class _Reader:
         engine = self._engine(model, longest)
         vllm = engine.framework == "vllm"
         in_process = vllm and self.release <= _IN_PROCESS
-        bucket = o.integer(
-            f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
-            o.integer(f"{_ROLLOUT}.update_weights_bucket_megabytes", 512),
-        ) or 0
+        bucket = (
+            o.integer(
+                f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
+                o.integer(f"{_ROLLOUT}.update_weights_bucket_megabytes", 512),
+            )
+            or 0
+        )
         lora = trainer.peft.scheme != "none"
         level = 1 if lora and not o.flag(f"{_MODEL}.lora.merge") else 2
         if not o.flag(f"{_ROLLOUT}.free_cache_engine", True):
             level = 0
         log_probs = not o.flag("algorithm.rollout_correction.bypass_mode")
         critic = self._critic(world, longest)
-        found = PostTraining(
+        found = self._built(
             framework="verl", release=self.release, trainer=trainer, engine=engine, longest=longest,
             update_tokens=update, log_prob_tokens=logs, reference_tokens=refs,
             update_sequences=max(1, ppo * n // trainer.parallel.data_parallel_size),
@@ -198,10 +214,19 @@ class _Reader:
             fused_kernels=o.flag(f"{_MODEL}.use_fused_kernels"), param_offload=o.flag(f"{part}.param_offload"),
             optimizer_offload=o.flag(f"{part}.optimizer_offload"), reference=reference, critic=critic,
             sleep_level=level, in_process=in_process, bucket_bytes=0 if in_process else bucket << 20,
+            validates=o.flag("trainer.val_before_train", True) or (o.number("trainer.test_freq") or 0) > 0,
             gpus_per_node=self._need("trainer.n_gpus_per_node", 8),
         )  # fmt: skip
         self._unread()
         return found.with_(assumptions=tuple(self.assumptions), not_modelled=tuple(self.not_modelled))
+
+    def _built(self, **fields: Any) -> PostTraining:
+        """Refusals in verl's words."""
+        try:
+            return PostTraining(**fields)
+        except SpecError as error:
+            text = str(error).replace("log_prob_tokens", f"{_ROLLOUT}.log_prob_max_token_len_per_gpu")
+            raise SpecError(text.replace("update_tokens", f"{_ACTOR}.ppo_max_token_len_per_gpu")) from None
 
     def _need(self, name: str, default: int | None = None) -> int:
         found = self.o.integer(name, default)
@@ -216,7 +241,9 @@ class _Reader:
 
     def _critic_part(self) -> str:
         new = any(name.startswith("critic.fsdp.") for name in self.o.table("critic") or ())
-        return "critic.fsdp" if new or self.o.get("critic.fsdp.param_offload") is not None else "critic.model.fsdp_config"
+        return (
+            "critic.fsdp" if new or self.o.get("critic.fsdp.param_offload") is not None else "critic.model.fsdp_config"
+        )
 
     def _trainer(self, model: ModelSpec, world: int, role: str) -> RunSpec:
         return self._of_megatron(model, world, role) if self.megatron else self._of_fsdp(model, world, role)
@@ -277,7 +304,10 @@ class _Reader:
             for key in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
                 optimizer.pop(key, None)
         for key in optim:
-            if key not in optimizer and key not in ("overlap_cpu_optimizer_d2h_h2d", "use_torch_optimizer_for_cpu_offload"):
+            if key not in optimizer and key not in (
+                "overlap_cpu_optimizer_d2h_h2d",
+                "use_torch_optimizer_for_cpu_offload",
+            ):
                 self.not_modelled.append(f"{role}.optim.override_optimizer_config.{bounded(key, 60)}")
         dtype = _DTYPES.get(o.text(f"{part}.dtype", "bfloat16"), "bf16")
         impl: dict[str, Any] = {}
@@ -365,12 +395,12 @@ class _Reader:
         if not self.megatron:
             return PeftSpec(scheme="lora", dim=rank)
         targets = self.o.get(f"{_MODEL}.lora.target_modules")
-        fields = {"target_modules": tuple(targets)} if isinstance(targets, list) and targets else {}
+        fields: dict[str, Any] = {}
+        if isinstance(targets, list) and targets:
+            fields["target_modules"] = tuple(targets)
         return PeftSpec(scheme="lora", dim=rank, **fields)
 
-    def _tokens(
-        self, role: str, limit: str, rows: str, longest: int, trainer: RunSpec, dynamic: bool
-    ) -> int:
+    def _tokens(self, role: str, limit: str, rows: str, longest: int, trainer: RunSpec, dynamic: bool) -> int:
         """Tokens of a micro batch, of all context-parallel ranks."""
         if dynamic:
             return self._need(f"{role}.{limit}") * trainer.parallel.cp
@@ -380,9 +410,7 @@ class _Reader:
             if whole is not None:
                 number = max(1, whole // trainer.parallel.data_parallel_size)
         if number is None:
-            raise SpecError(
-                f"{role}.{rows} is not given; give it, or {_ACTOR}.use_dynamic_bsz=True with {limit}"
-            )
+            raise SpecError(f"{role}.{rows} is not given; give it, or {_ACTOR}.use_dynamic_bsz=True with {limit}")
         return number * longest
 
     def _reference(self, trainer: RunSpec) -> Reference:
@@ -470,7 +498,9 @@ class _Reader:
         model = replace(model, share_embeddings_and_output_weights=True)
         run = self._trainer(model, world, "critic")
         dynamic = o.flag("critic.use_dynamic_bsz") and run.batch.packed_sequences
-        tokens = self._tokens("critic", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", longest, run, dynamic)
+        tokens = self._tokens(
+            "critic", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", longest, run, dynamic
+        )
         part = self._part("critic")
         offloads = o.flag(f"{part}.param_offload"), o.flag(f"{part}.optimizer_offload")
         o.table("critic")

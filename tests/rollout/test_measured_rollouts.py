@@ -37,15 +37,23 @@ ALLOCATED, DRIVER = 0.03, 0.08
 
 def megatron_at_tp2(**more: str) -> list[str]:
     """The configuration of rows 0 to 10, as far as it is stated."""
-    return """
-        model_engine=megatron algorithm.adv_estimator=grpo data.max_prompt_length=1280 data.max_response_length=5120
-        actor_rollout_ref.model.path=Qwen/Qwen3-0.6B actor_rollout_ref.actor.ppo_mini_batch_size=64
-        actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 actor_rollout_ref.rollout.n=4
-        actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 actor_rollout_ref.actor.use_kl_loss=True
-        actor_rollout_ref.ref.megatron.param_offload=True actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2
-        actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16 actor_rollout_ref.rollout.tensor_model_parallel_size=2
-        actor_rollout_ref.rollout.gpu_memory_utilization=0.7
-    """.split()
+    return [
+        "model_engine=megatron",
+        "algorithm.adv_estimator=grpo",
+        "data.max_prompt_length=1280",
+        "data.max_response_length=5120",
+        "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.ref.megatron.param_offload=True",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.7",
+    ]
 
 
 @cache
@@ -103,6 +111,7 @@ def test_a_log_gives_the_slept_pool() -> None:
     assert pool == pytest.approx(38.31 * GIB, abs=0.03 * GIB)
     by_moment = {line.moment: line for line in lines}
     asleep = by_moment["asleep"]
+    assert asleep.reading.allocated is not None
     assert asleep.reading.allocated == pytest.approx(2.90 * GIB, abs=0.03 * GIB)
     assert asleep.allocated is not None and asleep.driver is not None and "allocated of id 1" in MISSES
     lasting = total(states(small().setup.update_run(), 0).lasting).most
@@ -133,7 +142,8 @@ def test_shards_of_fsdp(row: int, model: str, gpus: int, words: str) -> None:
     """Rows 25 and 43: weights alone, once wrapped."""
     run = read_verl("0.9", f"""
         actor_rollout_ref.model.path={model} trainer.n_gpus_per_node={gpus} algorithm.adv_estimator=grpo
-        actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1
+        actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1
+        actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1
         actor_rollout_ref.rollout.tensor_model_parallel_size=1 {words}
     """.split()).update_run()  # fmt: skip
     assert ROWS[row]["allocated"] == pytest.approx(total(states(run, 0).parameters).most / GIB, rel=ALLOCATED)
@@ -143,12 +153,17 @@ def test_shards_of_fsdp(row: int, model: str, gpus: int, words: str) -> None:
 def test_communicators_of_an_idle_trainer(row: int, model: str, ep: int) -> None:
     """Rows 49 and 50: 7.0 and 9.5 GiB a rank on 8 H100 at TP 2, PP 2."""
     parallel = ParallelSpec(
-        world_size=8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=ep,
+        world_size=8,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=ep,
         expert_tensor_parallel_size=1 if ep > 1 else None,
     )
     run = RunSpec(model=model, parallel=parallel)
     found = [total(outside(run, find_gpu("H100"), stage, JobPhase.TRAINING)) for stage in (0, 1)]
-    assert within(ROWS[row]["driver_used"], Range(min(one.least for one in found), max(one.most for one in found)), DRIVER)
+    assert within(
+        ROWS[row]["driver_used"], Range(min(one.least for one in found), max(one.most for one in found)), DRIVER
+    )
 
 
 def test_gigabytes_of_a_log_are_binary() -> None:
