@@ -1,9 +1,9 @@
 """Host memory of torch's engines and DeepSpeed's while a job loads, and while it saves.
 
 Loading: ``from_pretrained`` maps safetensors files (safetensors ``torch.safe_open``), and ranks of a node share the
-pages; a cast, a file that is not mapped or a trainer that copies makes a whole model a rank. ZeRO-3 reads one file after
-the other (transformers ``modeling_utils.py: load_shard_files``). Saving: a full state dict is gathered on the first rank
-(torch ``checkpoint/state_dict.py``: full_state_dict, cpu_offload; DeepSpeed ``engine.py:
+pages; a cast, a file that is not mapped or a trainer that copies makes a whole model a rank. ZeRO-3 reads one file
+after the other (transformers ``modeling_utils.py: load_shard_files``). Saving: a full state dict is gathered on the
+first rank (torch ``checkpoint/state_dict.py``: full_state_dict, cpu_offload; DeepSpeed ``engine.py:
 _zero3_consolidated_16bit_state_dict``); what is saved in shards, or from the GPU, is copied tensor by tensor.
 """
 
