@@ -7,6 +7,7 @@ import argparse
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.cli.megatron import search as megatron
 from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.phased import FIRST, add_phases_argument
 from bridge_memory.cli.torch import search as torch
 from bridge_memory.emit.formats import FORMATS
 from bridge_memory.plan.torch.mixed import DTYPES
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="calibrate the time model with a measured step, such as tp2,pp8,mbs1=58.2; may be "
                             "repeated")
     group.add_argument("--top", type=int, default=20, metavar="N", help="layouts to show (default: 20)")
+    add_phases_argument(group, f"the first {FIRST} rows")
     group.add_argument("--brief", action="store_true", help="print the answer and its first rows alone, as text")
     group.add_argument("--emit", choices=tuple(FORMATS), help="print one row in this form, ready to run")
     group.add_argument("--row", type=int, default=1, metavar="N", help="the row that --emit prints (default: 1)")
@@ -60,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError(f"--jobs ({args.jobs}) is not a number of processes; give 1 to {MOST_JOBS}")
     if args.headroom < 0 or args.headroom != args.headroom:
         raise SpecError(f"--headroom ({args.headroom}) is not a size; give GiB of 0 or more")
+    if args.phases and (args.brief or args.emit or args.format == "csv"):
+        raise SpecError("--phases is shown in text, md and JSON; drop it, or --brief, --emit and csv")
     engines = torch.asked_engines(args)
     return megatron.run(args) if engines is None else torch.run(args, engines)
 

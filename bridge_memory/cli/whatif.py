@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.phased import HEADING, add_phases_argument, job_cell, job_record, jobs
 from bridge_memory.components import GIB
 from bridge_memory.emit.fixes import changed_flags, flag_words
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED
 
 if TYPE_CHECKING:
+    from bridge_memory.job.job import Job
     from bridge_memory.plan.changes import Effect
 
 _TITLES = ("change", "frees GiB", "peak GiB", "step time")
@@ -29,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--target-gib", type=float, metavar="X",
                        help="the cheapest changes with which no stage exceeds X GiB")
     group.add_argument("--top", type=int, default=20, metavar="N", help="changes to show (default: 20)")
+    add_phases_argument(group, "every change that is shown")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
             hardware_of(gpu.name)  # the cheapest takes a time: this refuses
         target = whatif.cheapest(int(args.target_gib * GIB))
     shown = {"changes": whatif.singles[: args.top], "pairs": whatif.pairs()[: args.top] if args.pairs else []}
+    of_jobs = {name: jobs((e.run for e in some), gpu) for name, some in shown.items()} if args.phases else {}
     if args.json:
         import json
 
@@ -58,11 +62,14 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(
             {
                 "schema": "bridge-memory/whatif/1", "peak_bytes": whatif.before, **_unmodelled(spec),
-                **{name: [_record(e, spec) for e in some] for name, some in shown.items()}, **reached,
+                **{name: [
+                    {**_record(e, spec), **({"job": job_record(of_jobs[name][n])} if of_jobs else {})}
+                    for n, e in enumerate(some)
+                ] for name, some in shown.items()}, **reached,
             }, indent=2,
         ))  # fmt: skip
     else:
-        _print(args, spec, shown, target, whatif.before)
+        _print(args, spec, shown, target, whatif.before, of_jobs)
     return int(args.target_gib is not None and target is None)
 
 
@@ -86,16 +93,22 @@ def _record(effect: Effect, run: RunSpec) -> dict[str, Any]:
 
 
 def _print(
-    args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]], target: Effect | None, before: int
-) -> None:
+    args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]], target: Effect | None, before: int,
+    of_jobs: dict[str, list[Job]],
+) -> None:  # fmt: skip
     from bridge_memory.report.document import Block, Bullets, Column, Grid, Words
     from bridge_memory.report.printing import print_blocks
 
-    columns = tuple(Column(title, words=title == "change") for title in _TITLES)
+    titles = (*_TITLES, *((HEADING,) if of_jobs else ()))
+    columns = tuple(Column(title, words=title in ("change", HEADING)) for title in titles)
     blocks: list[Block] = [Words("", (_peak_words(run, before),))]
-    for title, some in (("One change", shown["changes"]), ("Two changes", shown["pairs"])):
-        if some:
-            rows = tuple((_words(effect, args, run), *_numbers(effect)) for effect in some)
+    for title, name in (("One change", "changes"), ("Two changes", "pairs")):
+        if some := shown[name]:
+            beside: list[tuple[str, ...]] = [(job_cell(job),) for job in of_jobs.get(name, ())]
+            rows = tuple(
+                (_words(effect, args, run), *_numbers(effect), *more)
+                for effect, more in zip(some, beside or [()] * len(some), strict=True)
+            )
             blocks.append(Grid(f"{title} to {run.model.name}", columns, rows))
     if not shown["changes"]:
         blocks.append(Bullets("Nothing frees memory", ("no single change lowers the highest peak of all stages",)))
@@ -111,6 +124,8 @@ def _print(
         "step time: change of the predicted time per sequence (references/search.md); ?: the time model does not know "
         "the option",
     ]
+    if of_jobs:
+        notes.append("job GiB: the highest driver peak of the whole job with the change, at most, and its phase")
     if run.data_parallel.engine in TIMED:
         notes.append(NOT_FITTED)
     print_blocks([*blocks, Bullets("How to read it", tuple(notes))])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.arguments.template import template
 from bridge_memory.cli.garbage import few_collections
 from bridge_memory.cli.measured import measured_steps
+from bridge_memory.cli.phased import job_notes
 from bridge_memory.cli.progress import Progress
 from bridge_memory.cli.ranked import Shown, Style, how_words, print_found
 from bridge_memory.components import GIB
@@ -66,13 +67,15 @@ def run(args: argparse.Namespace) -> int:
         if not found.looked_at and refusal is not None and not found.stopped:
             raise refusal
         calibration = {"calibration": steps.words} if steps else {}
-        document = {
+        document: dict[str, Any] = {
             "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
             "tight": found.tight,
             "refused": dict(found.refused), "stopped": found.stopped,
             "without_activations": found.without_activations, "grid": space.rule(),
             "one_by_one": found.one_by_one and found.one_by_one.value, **calibration,
         }  # fmt: skip
+        of_jobs = list(job_notes((row.run for row in found.rows), gpu, args.top)) if args.phases else []
+        document |= {"jobs": [record for _, record in of_jobs]} if args.phases else {}
         base, experts = space.base, space.base.model.has_experts
         hidden = frozenset({"dispatcher"} if not space.others else ()) | (set() if experts else {"ep", "etp"})
         times = (
@@ -86,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
                 space=[f"searched: {space.rule()}" + _MORE * (not space.exhaustive), *how_words(found)],
                 otherwise=(), times=times, not_timed=lambda rows: not_timed(rows[0].run), document=document,
                 emit=lambda row: emitted(args.emit, "megatron", row.run, args, gpu.name, {}),
-                last=last if experts else (), reserve=reserve_words(experts), brief=args.brief,
+                last=(*(words for words, _ in of_jobs), *(last if experts else ())),
+                reserve=reserve_words(experts), brief=args.brief,
             ),
             args,
         )  # fmt: skip
