@@ -212,6 +212,7 @@ FLAGS = (
          "compute weight gradients after the input gradients of a layer, or of its experts"),
     Flag("--cpu-offloading-num-layers", "implementation.cpu_offloading_num_layers",
          "layers whose activations go to host memory"),
+    Flag("--cuda-graph-impl", "implementation.cuda_graph_impl", "implementation of CUDA graphs"),
     Flag("--offload-modules", "implementation.offload_modules",
          "modules whose saved tensors go to host memory (fine-grained offloading)", metavar="A,B"),
     Flag("--min-offloaded-tensor-size", "implementation.min_offloaded_tensor_size",

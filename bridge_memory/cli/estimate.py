@@ -16,7 +16,7 @@ from bridge_memory.components import GIB
 from bridge_memory.releases import known_releases, nearest_known, release_words
 from bridge_memory.report.document import one_line
 from bridge_memory.report.json import SCHEMA
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import SpecError
 from bridge_memory.spec.release import read_release
 
 if TYPE_CHECKING:

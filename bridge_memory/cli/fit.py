@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_memory.arguments.flags import add_run_arguments, spelling
 from bridge_memory.arguments.run import run_on_gpus
-from bridge_memory.cli.megatron.search import STYLE as OF_SEARCH
+from bridge_memory.cli.megatron.search import layout_style
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.progress import Progress
 from bridge_memory.cli.ranked import Shown, print_found
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from bridge_memory.plan.found import Row
 
 SCHEMA = "bridge-memory/fit/2"
+OF_SEARCH = layout_style(frozenset(), experts=True)
 _SLOWER, _OFFLOAD, _OPTIMIZER, _MOVED = "beside yours", "offload", "optimizer", "offload time"
 #: Some are those of ``search`` that say something of one layout.
 _HEADINGS = (

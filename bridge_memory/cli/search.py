@@ -30,10 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser, f"by the schema {megatron.SCHEMA} or {torch.SCHEMA}", own=("csv", "md"))
     group = parser.add_argument_group("search")
     group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
-    group.add_argument("--vary", metavar="A,B",
-                       help="vary only these axes: tp, pp, vpp, cp, ep, etp, dispatcher, mbs, split, recompute; of "
-                            "other engines engine, mbs, checkpointing, reshard, shard, accumulation, overlap and, only "
-                            "if named, offload, attention, liger (all: every axis)")
+    group.add_argument("--vary", metavar="AXIS[=A/B],...",
+                       help="vary only these axes, with = only these values (tp=2/4, ep=1..64, precision=bf16/mxfp8): "
+                            "tp, pp, vpp, cp, ep, etp, mbs, split, recompute, dispatcher, and where they are named "
+                            "precision, offload, optimizer_offload, graphs, dp_overlap, ep_overlap, cp_comm, packing; "
+                            "of other engines engine, mbs, checkpointing, reshard, shard, accumulation, overlap and, "
+                            "only if named, offload, attention, liger (all: every axis)")
+    group.add_argument("--fix", metavar="AXIS[=A],...", action="append", default=[],
+                       help="keep these axes at one value (recompute=none); without = as flags give them")
+    group.add_argument("--exclude", metavar="AXIS=A/B,...", action="append", default=[],
+                       help="leave these values out (ep=1, recompute=full, split=uneven)")
     group.add_argument("--mixed-precision", choices=DTYPES,
                        help="dtypes as accelerate's mixed_precision sets them (engines outside of megatron-core)")
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
@@ -65,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
     if args.phases and (args.brief or args.emit or args.format == "csv"):
         raise SpecError("--phases is shown in text, md and JSON; drop it, or --brief, --emit and csv")
     engines = torch.asked_engines(args)
+    if engines is not None and (args.fix or args.exclude):
+        flag = "--fix" if args.fix else "--exclude"
+        raise SpecError(f"{flag} is for layouts of megatron-core; give the flag of what stays, or name axes in --vary")
     return megatron.run(args) if engines is None else torch.run(args, engines)
 
 

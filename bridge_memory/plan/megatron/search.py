@@ -18,10 +18,10 @@ from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import Found, Limit, Listed, OneByOne, Refused, Row, Rows
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.expert import PassedOver, mechanisms
+from bridge_memory.plan.megatron.settings import words_of
 from bridge_memory.plan.megatron.space import (
     AXES,
     Space,
-    dispatcher_words,
     layouts,
     parallel_sizes,
     split_choices,
@@ -44,7 +44,7 @@ class Layouts(Rows[StepTime]):
         row = self[number]
         p = row.run.parallel
         sizes = p.tp, p.pp, p.cp, p.ep, p.etp, row.run.batch.micro_batch_size
-        return sizes, row.run.recompute, dispatcher_words(row.run)
+        return sizes, row.run.recompute, words_of(row.run)
 
     def choices(self) -> Iterator[Row[StepTime]]:
         """As ``best``."""
@@ -314,7 +314,7 @@ class _Batched(Layouts):
     def choice(self, number: int) -> object:
         sheet, pipeline, sizes, batch, recompute = self._place(number)
         sizes_of = sheet.sizes[pipeline.at[sizes]]
-        return pipeline.pp, sizes_of, batch, pipeline.recomputes[recompute], dispatcher_words(sheet.base)
+        return pipeline.pp, sizes_of, batch, pipeline.recomputes[recompute], id(sheet)
 
     def peaks(self) -> Iterable[int]:
         peaks: list[int] = self._peaks.tolist()
