@@ -109,8 +109,8 @@ def search(
 
 
 def _as_an_expert(found: Found, space: Space, hardware: Hardware, limit: Limit, constants: Constants) -> Found:
-    """With what stands first as an expert has it: rows that keep the reserve, that no rule refuses, and whose layers are
-    split as well as they can be."""
+    """With what stands first as an expert has it: rows that keep the reserve, that no rule refuses, and whose layers
+    are split as well as they can be."""
     keeps = cache(Reserve(limit).kept)
     improves = cache(partial(_balanced, hardware=hardware, limit=limit, constants=constants, keeps=keeps))
     return found._replace(
