@@ -8,6 +8,7 @@ step time (``speed``) and ranked by it. Layouts are evaluated in batches, as arr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -108,8 +109,8 @@ def search(
 
 
 def _as_an_expert(found: Found, space: Space, hardware: Hardware, limit: Limit, constants: Constants) -> Found:
-    """With what stands first as an expert has it: rows that keep the reserve, that no rule refuses, and whose layers are
-    split as well as they can be."""
+    """With what stands first as an expert has it: rows that keep the reserve, that no rule refuses, and whose layers
+    are split as well as they can be."""
     keeps = cache(Reserve(limit).kept)
     improves = cache(partial(_balanced, hardware=hardware, limit=limit, constants=constants, keeps=keeps))
     return found._replace(
@@ -120,21 +121,35 @@ def _as_an_expert(found: Found, space: Space, hardware: Hardware, limit: Limit, 
 def _balanced(
     row: Row[StepTime], hardware: Hardware, limit: Limit, constants: Constants, keeps: Callable[[Row[StepTime]], bool]
 ) -> Row[StepTime]:
-    """The row with its layers balanced over its stages, where that is faster and the reserve stays."""
-    from bridge_memory.plan.megatron.balance import balance
+    """The row with its layers balanced over its stages, where that is faster and the reserve stays; or as NVIDIA splits
+    them."""
+    from bridge_memory.plan.megatron.balance import balance, with_sizes
+    from bridge_memory.plan.megatron.published import PUBLISHED
 
-    if row.run.parallel.pp == 1:
+    p = row.run.parallel
+    if p.pp == 1:
         return row
-    kept = keeps(row)
+    kept, best = keeps(row), row
+
+    def tried(run: RunSpec) -> bool:
+        nonlocal best
+        found = _row(run, hardware, limit, constants)
+        better = isinstance(found, Row) and found.time.seconds < best.time.seconds and (keeps(found) or not kept)
+        if better:
+            assert isinstance(found, Row)
+            best = found
+        return better
+
     free = int(row.headroom / (1 + FRAGMENTATION))
     for capacity in (row.peak + free, row.peak):
-        try:
-            found = _row(balance(row.run, hardware, capacity=capacity).run, hardware, limit, constants)
-        except SpecError:
-            return row
-        if isinstance(found, Row) and found.time.seconds < row.time.seconds and (keeps(found) or not kept):
-            return found
-    return row
+        with suppress(SpecError):
+            if tried(balance(row.run, hardware, capacity=capacity).run):
+                break
+    theirs = PUBLISHED.get(row.run.model.name, {}).get(p.pp * p.vpp)
+    if theirs is not None:
+        with suppress(SpecError):
+            tried(with_sizes(row.run, theirs))
+    return best
 
 
 def _any_layout(space: Space) -> bool:
