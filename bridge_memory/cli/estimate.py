@@ -119,6 +119,10 @@ def run(args: argparse.Namespace) -> int:
     fix = ""
     if len(gpus) == 1 and fitting[0].verdict is Verdict.DOES_NOT_FIT and not fitting[0].lacks:
         fix = try_first(spec, gpus[0], partial(_needs, jobs[0])) if jobs else try_first(spec, gpus[0])
+    if args.output is not None:
+        from bridge_memory.report.answer import answer_of
+
+        args.answer = answer_of(result, fitting, unit=unit, fix=fix, jobs=jobs).words
     _print(args, result, fitting, unit, fix, jobs)
     of_jobs = {verdict for job in jobs for verdict in (job.verdict, job.host_verdict)}
     fit = all(fit.fits for fit in fitting) and not {Verdict.DOES_NOT_FIT, Verdict.UNKNOWN} & of_jobs

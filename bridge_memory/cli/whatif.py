@@ -9,13 +9,18 @@ from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.components import GIB
-from bridge_memory.emit.fixes import changed_flags, flag_words
+from bridge_memory.emit.fixes import changed_flags, fix_words, flag_words, state_alone
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED
 
 if TYPE_CHECKING:
-    from bridge_memory.plan.changes import Effect
+    from collections.abc import Sequence
 
+    from bridge_memory.cards.gpu import Gpu
+    from bridge_memory.plan.changes import Effect, WhatIf
+
+#: Changes that are shown; as text those that fit a screen.
+TOP, TOP_OF_TEXT = 20, 12
 _TITLES = ("change", "frees GiB", "peak GiB", "step time")
 
 
@@ -28,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pairs", action="store_true", help="also the best pairs of changes")
     group.add_argument("--target-gib", type=float, metavar="X",
                        help="the cheapest changes with which no stage exceeds X GiB")
-    group.add_argument("--top", type=int, default=20, metavar="N", help="changes to show (default: 20)")
+    group.add_argument("--top", type=int, metavar="N", help="changes to show (default: 12 as text, else 20)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from bridge_memory.speed.hardware import HARDWARE, hardware_of
 
     gpu = find_gpu(args.gpu)
-    if args.top < 1:
+    if args.top is not None and args.top < 1:
         raise SpecError(f"--top ({args.top}) counts from 1; give a positive number")
     spec = run_on_gpus(args, [gpu])
     hardware = HARDWARE.get(gpu.name)
@@ -50,6 +55,10 @@ def run(args: argparse.Namespace) -> int:
         if hardware is None:
             hardware_of(gpu.name)  # the cheapest takes a time: this refuses
         target = whatif.cheapest(int(args.target_gib * GIB))
+    answer = _answer(whatif, spec, gpu)
+    args.answer = "; ".join(answer)
+    if args.top is None:
+        args.top = TOP_OF_TEXT if args.format == "text" and not args.json else TOP
     shown = {"changes": whatif.singles[: args.top], "pairs": whatif.pairs()[: args.top] if args.pairs else []}
     if args.json:
         import json
@@ -62,8 +71,25 @@ def run(args: argparse.Namespace) -> int:
             }, indent=2,
         ))  # fmt: skip
     else:
-        _print(args, spec, shown, target, whatif.before)
+        _print(args, spec, shown, target, answer)
     return int(args.target_gib is not None and target is None)
+
+
+def _answer(whatif: WhatIf, run: RunSpec, gpu: Gpu) -> tuple[str, ...]:
+    """How it fits as it is; where it does not, the change to try first, or that none of activations helps."""
+    from bridge_memory.cli.ranked import fit_words
+    from bridge_memory.estimation import peaks
+    from bridge_memory.verdict import headroom
+
+    free = headroom(gpu, whatif.before, run)
+    of_stages = [stage.peak_bytes for stage in peaks(run)]
+    words = fit_words(gpu, whatif.before, free, of_stages.index(whatif.before) if len(of_stages) > 1 else None)
+    lines = [f"{run.model.name}: the highest peak is {whatif.before / GIB:.2f} GiB", words]
+    if free < 0:
+        first = next(whatif.to_try(gpu), None)
+        lines.append(f"try first: {fix_words(first, run)}" if first is not None else "no single option makes it fit")
+        lines += filter(None, (state_alone(run, gpu),))
+    return tuple(lines)
 
 
 def _record(effect: Effect, run: RunSpec) -> dict[str, Any]:
@@ -76,13 +102,14 @@ def _record(effect: Effect, run: RunSpec) -> dict[str, Any]:
 
 
 def _print(
-    args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]], target: Effect | None, before: int
-) -> None:
+    args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]], target: Effect | None,
+    answer: Sequence[str],
+) -> None:  # fmt: skip
     from bridge_memory.report.document import Block, Bullets, Column, Grid, Words
     from bridge_memory.report.printing import print_blocks
 
     columns = tuple(Column(title, words=title == "change") for title in _TITLES)
-    blocks: list[Block] = [Words("", (f"{run.model.name}: the highest peak is {before / GIB:.2f} GiB",))]
+    blocks: list[Block] = [Words("", tuple(answer))]
     for title, some in (("One change", shown["changes"]), ("Two changes", shown["pairs"])):
         if some:
             rows = tuple((_words(effect, args, run), *_numbers(effect)) for effect in some)
