@@ -42,7 +42,15 @@ class Configuration(NamedTuple):
 
 class ChangedField(NamedTuple):
     """A field with its values, or fields of a group that go together, with a tuple of values. ``alone``: bytes by which
-    the peak of the first run changes with these alone; None where the first run cannot have them alone."""
+    the peak of the first run changes with these alone; None where the first run cannot have them alone.
+
+    Example:
+        >>> from bridge_memory import RunSpec, diff
+        >>> run = RunSpec(model="meta-llama/Llama-3.2-1B")
+        >>> field = diff([run, run.with_fields(grad_reduce_in_fp32=False)]).fields(1)[0]
+        >>> field.before, field.after, field.alone < 0
+        (True, False, True)
+    """
 
     name: str
     before: Any
@@ -51,7 +59,15 @@ class ChangedField(NamedTuple):
 
 
 class ChangedComponent(NamedTuple):
-    """A part of memory at the peak of each run, bytes."""
+    """A part of memory at the peak of each run, bytes.
+
+    Example:
+        >>> from bridge_memory import RunSpec, diff
+        >>> run = RunSpec(model="meta-llama/Llama-3.2-1B")
+        >>> part = diff([run, run.with_fields(grad_reduce_in_fp32=False)]).components(1)[0]
+        >>> part.name, part.more == part.after - part.before
+        ('gradients', True)
+    """
 
     name: str
     role: Role

@@ -80,7 +80,7 @@ def diff(runs: Mapping[str, RunSpec] | Sequence[RunSpec], *, gpu: str | None = N
         >>> run = RunSpec(model="Qwen/Qwen3-8B", parallel=ParallelSpec(world_size=8))
         >>> found = diff({"tp 1": run, "tp 2": run.with_fields(tensor_model_parallel_size=2)})
         >>> found.more(1) < 0, [field.name for field in found.fields(1)]
-        (True, ['tensor_model_parallel_size', 'sequence_parallel'])
+        (True, ['tensor_model_parallel_size'])
     """
     from bridge_memory.difference import difference
 
