@@ -16,6 +16,8 @@ from bridge_memory.spec import SpecError
 from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, ENGINES
 
 MOST_JOBS = 256
+#: Rows that are shown: as text no more than, with those of the Pareto front, fit a screen.
+TOP, TOP_OF_TEXT = 20, 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--measured-step-time", action="append", default=[], metavar="LAYOUT=SECONDS",
                        help="calibrate the time model with a measured step, such as tp2,pp8,mbs1=58.2; may be "
                             "repeated")
-    group.add_argument("--top", type=int, default=20, metavar="N", help="layouts to show (default: 20)")
+    group.add_argument("--top", type=int, metavar="N", help="layouts to show (default: 8 as text, else 20)")
     add_phases_argument(group, f"the first {FIRST} rows")
     group.add_argument("--brief", action="store_true", help="print the answer and its first rows alone, as text")
     group.add_argument("--emit", choices=tuple(FORMATS), help="print one row in this form, ready to run")
@@ -62,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search and print. Returns 0, 1 where nothing fits, or 130 where Ctrl-C ended it."""
+    if args.top is None:
+        args.top = TOP_OF_TEXT if args.format == "text" else TOP
     if args.top < 1 or args.row < 1:
         raise SpecError("--top and --row count from 1; give a positive number")
     if args.jobs is not None and not 1 <= args.jobs <= MOST_JOBS:

@@ -10,14 +10,24 @@ from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.phased import HEADING, add_phases_argument, job_cell, job_record, jobs
 from bridge_memory.components import GIB
-from bridge_memory.emit.fixes import changed_flags, flag_words
+from bridge_memory.emit.fixes import changed_flags, fix_words, flag_words, state_alone
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED
 
 if TYPE_CHECKING:
-    from bridge_memory.job.job import Job
-    from bridge_memory.plan.changes import Effect
+    from collections.abc import Sequence
 
+    from bridge_memory.cards.gpu import Gpu
+    from bridge_memory.job.job import Job
+    from bridge_memory.plan.changes import Effect, WhatIf
+    from bridge_memory.result import Estimate
+
+
+    from bridge_memory.cards.gpu import Gpu
+    from bridge_memory.plan.changes import Effect, WhatIf
+
+#: Changes that are shown; as text those that fit a screen.
+TOP, TOP_OF_TEXT = 20, 12
 _TITLES = ("change", "frees GiB", "peak GiB", "step time")
 
 
@@ -30,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pairs", action="store_true", help="also the best pairs of changes")
     group.add_argument("--target-gib", type=float, metavar="X",
                        help="the cheapest changes with which no stage exceeds X GiB")
-    group.add_argument("--top", type=int, default=20, metavar="N", help="changes to show (default: 20)")
+    group.add_argument("--top", type=int, metavar="N", help="changes to show (default: 12 as text, else 20)")
     add_phases_argument(group, "every change that is shown")
 
 
@@ -41,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from bridge_memory.speed.hardware import HARDWARE, hardware_of
 
     gpu = find_gpu(args.gpu)
-    if args.top < 1:
+    if args.top is not None and args.top < 1:
         raise SpecError(f"--top ({args.top}) counts from 1; give a positive number")
     spec = run_on_gpus(args, [gpu])
     hardware = HARDWARE.get(gpu.name)
@@ -53,6 +63,10 @@ def run(args: argparse.Namespace) -> int:
         if hardware is None:
             hardware_of(gpu.name)  # the cheapest takes a time: this refuses
         target = whatif.cheapest(int(args.target_gib * GIB))
+    answer = _answer(whatif, spec, gpu)
+    args.answer = "; ".join(answer)
+    if args.top is None:
+        args.top = TOP_OF_TEXT if args.format == "text" and not args.json else TOP
     shown = {"changes": whatif.singles[: args.top], "pairs": whatif.pairs()[: args.top] if args.pairs else []}
     of_jobs = {name: jobs((e.run for e in some), gpu) for name, some in shown.items()} if args.phases else {}
     if args.json:
@@ -69,8 +83,29 @@ def run(args: argparse.Namespace) -> int:
             }, indent=2,
         ))  # fmt: skip
     else:
-        _print(args, spec, shown, target, whatif.before, of_jobs)
+        _print(args, spec, shown, target, answer, of_jobs)
     return int(args.target_gib is not None and target is None)
+
+
+def _answer(whatif: WhatIf, run: RunSpec, gpu: Gpu) -> tuple[str, ...]:
+    """How it fits as it is; where it does not, the change to try first, or that none of activations helps."""
+    from bridge_memory.cli.ranked import fit_words
+    from bridge_memory.estimation import estimate
+    from bridge_memory.report.said import VERDICT_WORDS
+    from bridge_memory.verdict import Verdict, fits, headroom
+
+    result = estimate(run)
+    (fit,) = fits(result, [gpu])
+    lines = [_peak_words(result, whatif.before)]
+    if fit.verdict is Verdict.UNKNOWN:
+        return *lines, f"{VERDICT_WORDS[fit.verdict]} {gpu.name}: what is not modelled decides it"
+    free = headroom(gpu, whatif.before, run)
+    lines.append(fit_words(gpu, whatif.before, free, result.peak_stage.stage if len(result.stages) > 1 else None))
+    if free < 0:
+        first = next(whatif.to_try(gpu), None)
+        lines.append(f"try first: {fix_words(first, run)}" if first is not None else "no single option makes it fit")
+        lines += filter(None, (state_alone(run, gpu),))
+    return tuple(lines)
 
 
 def _unmodelled(run: RunSpec) -> dict[str, Any]:
@@ -93,15 +128,15 @@ def _record(effect: Effect, run: RunSpec) -> dict[str, Any]:
 
 
 def _print(
-    args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]], target: Effect | None, before: int,
-    of_jobs: dict[str, list[Job]],
+    args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]], target: Effect | None,
+    answer: Sequence[str], of_jobs: dict[str, list[Job]],
 ) -> None:  # fmt: skip
     from bridge_memory.report.document import Block, Bullets, Column, Grid, Words
     from bridge_memory.report.printing import print_blocks
 
     titles = (*_TITLES, *((HEADING,) if of_jobs else ()))
     columns = tuple(Column(title, words=title in ("change", HEADING)) for title in titles)
-    blocks: list[Block] = [Words("", (_peak_words(run, before),))]
+    blocks: list[Block] = [Words("", tuple(answer))]
     for title, name in (("One change", "changes"), ("Two changes", "pairs")):
         if some := shown[name]:
             beside: list[tuple[str, ...]] = [(job_cell(job),) for job in of_jobs.get(name, ())]
@@ -131,13 +166,11 @@ def _print(
     print_blocks([*blocks, Bullets("How to read it", tuple(notes))])
 
 
-def _peak_words(run: RunSpec, before: int) -> str:
+def _peak_words(result: Estimate, before: int) -> str:
     """The peak, "at least" where what is not modelled raises it."""
-    from bridge_memory.estimation import estimate
     from bridge_memory.report.answer import bounded_peak, feature_names
 
-    result = estimate(run)
-    start = f"{run.model.name}: the highest peak is"
+    start = f"{result.run.model.name}: the highest peak is"
     if result.peak_bounds == (before, before):
         return f"{start} {before / GIB:.2f} GiB"
     return f"{start} {bounded_peak(result, 'GiB')}; not modelled: {feature_names(result)}"
