@@ -92,6 +92,7 @@ class Part(_Word):
 
     NONE = ""
     EMBEDDING = "embedding"
+    ENCODER = "modality encoder"
     LAYER_INPUT = "layer input"
     RECOMPUTED_INPUT = "layer input (recomputation)"
     NOT_OFFLOADED = "kept from offloading"

@@ -175,7 +175,7 @@ def _of_encoders(run: RunSpec) -> Iterator[Unmodelled]:
                 f"{encoder.name}: {encoder.parameters} parameters with their gradients and optimizer state, and "
                 "activations", Effect.UP, order=ENCODER,
             )
-        else:
+        elif encoder.structure is None:
             yield Unmodelled(
                 f"{encoder.name}: activations of images and sounds", Effect.UP,
                 order="on the first stage; some 17 elements of its width for each patch of a microbatch in every layer "

@@ -93,7 +93,8 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
         ranked = found.ranked(args.top)
         best, front = _records(shown, ranked), [style.record(row) for row in found.front()]
         run = runs_with(ranked.rows[0].run if ranked.rows else shown.base)
-        print(json.dumps({**shown.document, "run": run, "best": best, "front": front}, indent=2))
+        known = {**shown.document, **_first_verdict(shown, ranked, args)}
+        print(json.dumps({**known, "run": run, "best": best, "front": front}, indent=2))
     elif args.format == "csv":
         print(_csv(_records(shown, found.ranked(args.top)), style.headings))
     else:
@@ -101,6 +102,17 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
     if found.stopped:
         return 130
     return 0 if found.rows else 1
+
+
+def _first_verdict(shown: Shown, ranked: Ranked, args: argparse.Namespace) -> dict[str, Any]:
+    """The verdict on the first row, and what of it is not modelled; nothing where nothing fits."""
+    if not ranked.rows:
+        return {}
+    from bridge_memory.estimation import estimate
+
+    row = ranked.rows[0]
+    verdict = fit_verdict(shown.gpu, row.peak, row.headroom + int(args.headroom * GIB), row.run)
+    return {"verdict": verdict, "not_modelled": [str(feature) for feature in estimate(row.run).unmodelled]}
 
 
 def how_words(found: Found) -> tuple[str, ...]:
@@ -218,17 +230,37 @@ def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace, keeps: bool) 
     time = f"{row.time.seconds:#.3g} s per step, {row.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
     return Words("", (
         f"Fastest {style.noun}: {style.words(row)}; {time}",
-        fit_words(gpu, row.peak, row.headroom + int(args.headroom * GIB), stage),
+        fit_words(gpu, row.peak, row.headroom + int(args.headroom * GIB), stage, row.run),
         *((f"{'Keeps' if keeps else 'Tight: does not keep'} {shown.reserve}",) if shown.found.keeps else ()),
     ), "good" if keeps else "open")  # fmt: skip
 
 
-def fit_words(gpu: Gpu, peak: int, free: int, stage: int | None) -> str:
-    """"FITS H100: peak 54.8 (stage 1) + margin 6.0 of 79.1 GiB, 18.3 free"; ``free`` and ``peak``: bytes."""
-    from bridge_memory.report.answer import room_words
+def fit_words(gpu: Gpu, peak: int, free: int, stage: int | None, run: RunSpec) -> str:
+    """"FITS H100: peak 54.8 (stage 1) + margin 6.0 of 79.1 GiB, 18.3 free"; ``free`` and ``peak``: bytes. Where what is
+    not modelled can change it, "UNKNOWN" with its names, as ``estimate`` says."""
+    from bridge_memory.estimation import estimate
+    from bridge_memory.report.answer import feature_names, room_words
+    from bridge_memory.report.said import VERDICT_WORDS
+    from bridge_memory.verdict import Verdict
 
     counted, room = room_words(gpu.capacity_bytes, peak, free, "" if stage is None else f"stage {stage}")
+    if fit_verdict(gpu, peak, free, run) == str(Verdict.UNKNOWN):
+        start = f"{VERDICT_WORDS[Verdict.UNKNOWN]} {gpu.name}"
+        return f"{start}: modelled {counted}; not modelled: {feature_names(estimate(run))}"
     return f"{'FITS' if free >= 0 else 'DOES NOT FIT'} {gpu.name}: {counted}, {room}"
+
+
+def fit_verdict(gpu: Gpu, peak: int, free: int, run: RunSpec) -> str:
+    """"fits", "does not fit", or "unknown" where what is not modelled can change that; as in ``fit_words``."""
+    from bridge_memory.estimation import estimate
+    from bridge_memory.spec.unmodelled import bounds
+    from bridge_memory.verdict import Verdict, headroom
+
+    least, most = bounds(peak, estimate(run).not_modelled)
+    other = most if free >= 0 else least
+    if other != peak and (other is None or (headroom(gpu, other, run) >= 0) is not (free >= 0)):
+        return str(Verdict.UNKNOWN)
+    return str(Verdict.FITS if free >= 0 else Verdict.DOES_NOT_FIT)
 
 
 def _looked_at(found: Found, style: Style, gpu: Gpu) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
+from bridge_memory.spec.encoders import EncoderStructure
 from bridge_memory.spec.errors import SpecError, divide, show
 
 
@@ -374,10 +375,12 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """A modality encoder (images or audio) with its projector. Only its number of parameters is known.
+    """A modality encoder (images or audio) with its projector.
 
     ``parameters``: elements in all. ``sharded``: the part of them that tensor parallelism divides. The parameters of an
-    encoder made of transformers' modules are replicated over tensor-parallel ranks.
+    encoder made of transformers' modules are replicated over tensor-parallel ranks. ``structure``: its sizes, by which
+    its activations are recorded; None: only the number of parameters is known. ``frozen``: modules of it, by the
+    beginning of their names, whose parameters do not train ("": all).
 
     Example:
         >>> from bridge_memory import EncoderSpec
@@ -388,9 +391,15 @@ class EncoderSpec:
     name: str
     parameters: int
     sharded: int = 0
+    structure: EncoderStructure | None = None
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_types(self)
+        if self.structure is not None and type(self.structure) is not EncoderStructure:
+            raise SpecError(f"structure of an encoder ({show(self.structure)}) is no EncoderStructure; give one or None")
+        if type(self.frozen) is not tuple or any(type(name) is not str for name in self.frozen):
+            raise SpecError(f"frozen of an encoder ({show(self.frozen)}) is not a tuple of module names; give one")
         if not 0 <= self.sharded <= self.parameters:
             raise SpecError(
                 f"sharded ({self.sharded}) is not a part of the encoder's parameters ({self.parameters}); give 0 to "

@@ -62,6 +62,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     from bridge_memory.plan.found import ties
     from bridge_memory.plan.megatron.search import search
     from bridge_memory.plan.megatron.space import AXES, Space
+    from bridge_memory.report.said import names_of
     from bridge_memory.speed.hardware import hardware_of
     from bridge_memory.speed.megatron.step_time import not_timed
     from bridge_memory.web.api import hardware_for
@@ -103,9 +104,21 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
         "tight": found.tight, "stopped": found.stopped,
         "refused": dict(found.refused.most_common(6)), "global_batch_size": sequences,
         "global_batch_size_given": "batch.global_batch_size" in given, "ties": ties(best),
-        "not_timed": list(not_timed(best[0].run)) if best else [], "rows": [_row(row) for row in best],
+        "not_timed": list(not_timed(best[0].run)) if best else [],
+        "not_modelled": names_of(_decisive(best[0], gpu)) if best else [], "rows": [_row(row) for row in best],
         "front": [_row(row) for row in found.front()[:_FRONT]],
     }  # fmt: skip
+
+
+def _decisive(row: Any, gpu: Any) -> tuple[str, ...]:
+    """What is not modelled of a row, where it can change whether the row fits."""
+    from bridge_memory.estimation import estimate
+    from bridge_memory.spec.unmodelled import bounds
+    from bridge_memory.verdict import headroom
+
+    features = estimate(row.run).unmodelled
+    most = bounds(row.peak, features).most
+    return features if most is None or headroom(gpu, most, row.run) < 0 else ()
 
 
 def _row(row: Any) -> dict[str, Any]:

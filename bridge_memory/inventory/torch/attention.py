@@ -52,8 +52,8 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
         before = query, key
         tables = _tables(t, shared.cos, shared.sin)
         share = ctx.rotary_dim * t.hf.family.rotary_share / d
-        query = _rotated(t, "query", query, *tables, share=share)
-        key = _rotated(t, "key", key, *tables, share=share)
+        query = rotate_halves(t, "query", query, *tables, share=share)
+        key = rotate_halves(t, "key", key, *tables, share=share)
         t.keep_alive(*before, *tables)
     if norms_rotated:
         query, key = _normed(t, spec, 0, query), _normed(t, spec, 1, key)
@@ -128,7 +128,7 @@ def _tables(t: Torch, cos: Array, sin: Array) -> tuple[Array, Array]:
     return t.copy("cos of pairs", cos), t.copy("sin of pairs", sin)
 
 
-def _rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: float) -> Array:
+def rotate_halves(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: float) -> Array:
     """``apply_rotary_pos_emb``: x cos + rotate_half(x) sin; saves the tables, which all layers share. If only a
     ``share`` of a head is rotated, the other part is concatenated afterwards."""
     whole, turning, passing = x, x, None

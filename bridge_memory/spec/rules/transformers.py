@@ -30,6 +30,10 @@ _SIZES = (
 )  # fmt: skip
 
 
+#: Fields of a TransformersSpec that matter to an encoder beside Megatron's layers.
+OF_ENCODERS = ("transformers_version", "attn_implementation")
+
+
 def check_transformers(run: RunSpec) -> None:
     """Raise SpecError for models and options that transformers, torchtitan or torchtune do not support."""
     spec = run.transformers
@@ -47,11 +51,14 @@ def check_transformers(run: RunSpec) -> None:
                 "peft.use_dora (True) is counted for transformers' layers alone; set transformer_impl to transformers"
             )
         if spec is not DEFAULT_TRANSFORMERS_SPEC and spec != DEFAULT_TRANSFORMERS_SPEC:
-            name = next(f for f in spec.__slots__ if getattr(spec, f) != getattr(DEFAULT_TRANSFORMERS_SPEC, f))
-            raise SpecError(
-                f"{name} ({show(getattr(spec, name))}) is for transformer_impl transformers, not "
-                f"{run.implementation.transformer_impl}; drop it, or set transformer_impl to transformers"
-            )
+            # An encoder of transformers runs beside Megatron's layers.
+            known = OF_ENCODERS if any(encoder.structure is not None for encoder in run.model.encoders) else ()
+            changed = [f for f in spec.__slots__ if getattr(spec, f) != getattr(DEFAULT_TRANSFORMERS_SPEC, f)]
+            for name in [f for f in changed if f not in known]:
+                raise SpecError(
+                    f"{name} ({show(getattr(spec, name))}) is for transformer_impl transformers, not "
+                    f"{run.implementation.transformer_impl}; drop it, or set transformer_impl to transformers"
+                )
         return
     kind = run.model.model_type
     if kind in REMOTE_CODE:
