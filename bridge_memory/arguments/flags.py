@@ -76,7 +76,7 @@ FLAGS = (
     Flag("--images-per-sample", "batch.images_per_sample",
          "images of each sequence, for models with a vision encoder (default: 1)"),
     Flag("--image-size", "batch.image_size",
-         "size of an image as the processor hands it on (default: 1120x896)", metavar="WxH"),
+         "size of an image as the processor hands it on (default: its largest)", metavar="WxH"),
     Flag("--patches", "batch.patches_per_image", "patches of an image, instead of --image-size"),
     Flag("--video-frames", "batch.video_frames", "frames of one video of each sequence, of the size of its images"),
     Flag("--audio-seconds", "batch.audio_seconds",

@@ -110,9 +110,9 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
 
 
 def _first_verdict(shown: Shown, ranked: Ranked, args: argparse.Namespace) -> dict[str, Any]:
-    """The verdict on the first row, and what of it is not modelled; nothing where nothing fits."""
+    """The verdict on the first row (None where nothing fits), and what of it is not modelled."""
     if not ranked.rows:
-        return {}
+        return {"verdict": None, "not_modelled": []}
     from bridge_memory.estimation import estimate
 
     row = ranked.rows[0]

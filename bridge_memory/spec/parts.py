@@ -184,7 +184,7 @@ class BatchSpec(Checked):
     #: Images of each sequence, for models with a vision encoder. None: one.
     images_per_sample: int | None = count(None, give="an integer of 0 or more")
     #: Their size in pixels, "WIDTHxHEIGHT", as the processor hands it on; or the patches of one.
-    #: None: ``encoders.DEFAULT_IMAGE``.
+    #: None: the largest that reaches the encoder (``encoders.LARGEST_IMAGES``).
     image_size: str | None = text(None, "WIDTHxHEIGHT in pixels, such as '1120x896'")
     patches_per_image: int | None = positive(None, below=2**24)
     #: Frames of one video of each sequence, of that size; 0: no video.
