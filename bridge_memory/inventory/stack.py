@@ -248,8 +248,9 @@ def _with_encoders(embedding: ParameterList, model: ModelSpec, ctx: BlockContext
                     for parameters, times in encoder_parameters(ctx, run, i)
                 ]
                 continue
+            trains = False if "" in encoder.frozen and ctx.adapters is None else None
             held = encoder.parameters - encoder.sharded + encoder.sharded // ctx.tp
-            rows.append(Repeated((Parameter(encoder.name, (held,), use=Use.ROUTER),)))
+            rows.append(Repeated((Parameter(encoder.name, (held,), use=Use.ROUTER, trains=trains),)))
         known = ctx.evaluated[key] = ParameterList(rows)
     return known
 
