@@ -100,20 +100,23 @@ def _frozen(model: Any, encoder: EncoderSpec) -> tuple[str, ...]:
     whole = bool(getattr(model, f"freeze_{modality}_model", False))
     projector = bool(getattr(model, f"freeze_{modality}_projection", False))
     if encoder.structure is None:
-        return ("",) if whole else ()
+        return (*(("encoder",) if whole else ()), *(("projector",) if projector else ()))
     of_encoder, of_projector = _FROZEN[encoder.structure.kind]
     given = (*encoder.frozen, *(of_encoder if whole else ()), *(of_projector if projector else ()))
     return tuple(dict.fromkeys(given))
 
 
 def language_model_frozen(model: Any) -> bool:
-    """Whether the language model is frozen, and an encoder of known structure trains beside it."""
+    """Whether the language model is frozen, and a counted encoder or its projector trains beside it."""
     if not getattr(model, "freeze_language_model", False):
         return False
-    return any(
-        encoder.structure is not None and not set(sum(_FROZEN[encoder.structure.kind], ())) <= set(encoder.frozen)
-        for encoder in encoders_of(model)
-    )
+
+    def trains(encoder: EncoderSpec) -> bool:
+        if encoder.structure is None:
+            return encoder.trains
+        return not {name for names in _FROZEN[encoder.structure.kind] for name in names} <= set(encoder.frozen)
+
+    return any(trains(encoder) for encoder in encoders_of(model))
 
 
 def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:

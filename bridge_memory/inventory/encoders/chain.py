@@ -173,11 +173,6 @@ def _reached(ctx: BlockContext, run: EncoderRun, modules: tuple[str, ...]) -> bo
     return any(encoder_trains(ctx, run, module) for module in modules)
 
 
-def features_reached(ctx: BlockContext) -> bool:
-    """Whether a gradient flows into the features of any encoder, so that it passes through the whole language model."""
-    return any(_features_reached(ctx, run) for run in ctx.encoders if run.items)
-
-
 def _features_reached(ctx: BlockContext, run: EncoderRun) -> bool:
     recorders = RECORDERS[run.structure.kind]
     return _reached(ctx, run, (*recorders.stem_modules, *recorders.layer_modules, *recorders.head_modules))

@@ -42,7 +42,7 @@ def check_frozen(run: RunSpec) -> None:
             f"peft.scheme (frozen) is counted with Megatron's layers and engine megatron_ddp alone, not with engine "
             f"{engine}; drop it"
         )
-    if not any(encoder.structure is not None and "" not in encoder.frozen for encoder in run.model.encoders):
+    if not any(encoder.trains for encoder in run.model.encoders):
         raise SpecError(
             "peft.scheme (frozen): nothing would train, since the model has no encoder that trains; drop it, or set lora"
         )
