@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.components import Part
 from bridge_memory.inventory.encoders import audio, vision
-from bridge_memory.inventory.encoders.ops import EncoderOps
+from bridge_memory.inventory.encoders.ops import EncoderOps, encoder_trains
 from bridge_memory.inventory.torch.ops import FP32, Array
 from bridge_memory.spec.encoders import EncoderStructure, features
 from bridge_memory.tapes.blocks import Block, block
@@ -34,6 +34,8 @@ class Recorders(NamedTuple):
     #: Modules that run before the layers, and the layers', by the beginning of their names.
     stem_modules: tuple[str, ...]
     layer_modules: tuple[str, ...] = ("blocks",)
+    #: Modules after the layers.
+    head_modules: tuple[str, ...] = ("merger",)
     #: What distinguishes the layers of a structure, in order.
     kinds: Callable[[EncoderStructure], list[LayerKind]] = lambda s: [()] * s.num_layers
     #: Bytes that the encoder's forward holds beside its layers.
@@ -51,14 +53,17 @@ RECORDERS: dict[str, Recorders] = {
     ),
     "glm4v": Recorders(
         vision.glm4v_stem, vision.glm4v_layer, vision.glm4v_head,
-        ("patch_embed", "post_conv_layernorm", "embeddings.position_embedding"), held=vision.table_bytes,
+        ("patch_embed", "post_conv_layernorm", "embeddings.position_embedding"),
+        head_modules=("post_layernorm", "downsample", "merger"), held=vision.table_bytes,
     ),
     "siglip": Recorders(
         vision.siglip_stem, vision.siglip_layer, vision.gemma3_head,
         ("embeddings.patch_embedding", "embeddings.position_embedding"), ("encoder",),
+        ("post_layernorm", "multi_modal_projector"),
     ),
     "pixtral": Recorders(
         vision.pixtral_stem, vision.pixtral_layer, vision.mistral3_head, ("patch_conv", "ln_pre"), ("transformer",),
+        ("multi_modal_projector",),
         held=vision.pixtral_held,
     ),
     "qwen3_omni_vision": Recorders(
@@ -67,6 +72,7 @@ RECORDERS: dict[str, Recorders] = {
     ),
     "qwen2_audio": Recorders(
         audio.qwen2_audio_stem, audio.qwen2_audio_layer, audio.qwen2_audio_head, ("conv1", "conv2"), ("layers",),
+        ("layer_norm", "multi_modal_projector"),
         rows=audio.frames,
     ),
 }
@@ -164,9 +170,12 @@ def _layer(ctx: BlockContext, run: EncoderRun, number: int, kind: LayerKind, rea
 
 def _reached(ctx: BlockContext, run: EncoderRun, modules: tuple[str, ...]) -> bool:
     """Whether any of these modules trains."""
-    if ctx.adapters is not None:
-        return False
-    return any(not any(module.startswith(name) for name in run.spec.frozen) for module in modules)
+    return any(encoder_trains(ctx, run, module) for module in modules)
+
+
+def _features_reached(ctx: BlockContext, run: EncoderRun) -> bool:
+    recorders = RECORDERS[run.structure.kind]
+    return _reached(ctx, run, (*recorders.stem_modules, *recorders.layer_modules, *recorders.head_modules))
 
 
 def _block(
@@ -207,11 +216,7 @@ def _joined(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
 
     Saves the mask, a byte a token. Backward makes a gradient of each (``derivatives.yaml: masked_scatter``).
     """
-    recorders = RECORDERS[run.structure.kind]
-    s = run.structure
-    modules = (*recorders.stem_modules, *recorders.layer_modules)
-    whole = "" in run.spec.frozen
-    reached = ctx.adapters is None and (not whole) and (_reached(ctx, run, modules) or _head_trains(run))
+    s, reached = run.structure, _features_reached(ctx, run)
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.ENCODER
@@ -232,12 +237,3 @@ def _joined(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
         r.tape.output(last.tensor)
 
     return block(ctx, ("encoder", number, "joined", reached), record)
-
-
-def _head_trains(run: EncoderRun) -> bool:
-    """Whether the projector trains."""
-    return not any(name in HEAD_MODULES for name in run.spec.frozen)
-
-
-#: Modules of projectors, by the names that freezing gives.
-HEAD_MODULES = ("merger", "multi_modal_projector", "embed_vision", "")
