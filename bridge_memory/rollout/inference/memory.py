@@ -25,9 +25,13 @@ NOTHING = Range(0, 0)
 TAGS = ("weights", "kv_cache", "cuda_graph")
 
 
+COMMUNICATION = "communication"
+
+
 class Held(NamedTuple):
-    """An amount, and the tag with which it sleeps: one of ``TAGS``; "engine": with all of vLLM's pool; "": never; and
-    "step": only while a step runs."""
+    """An amount, and the tag with which it sleeps: one of ``TAGS``; "engine": with all of vLLM's pool; and "step": only
+    while a step runs. Others never sleep: "" is there from the process's start, ``COMMUNICATION`` from the first
+    collective, "late" from the first step."""
 
     amount: Amount
     tag: str
@@ -97,16 +101,15 @@ class InferenceMemory:
 
         Not the sum of the components' ranges: the cache takes what the others leave of the budget.
         """
-        outside = [one.amount for one in self.held if one.tag == ""]
-        beside_budget = total(outside)
         if self.spec.framework == "vllm":
+            inside = [one.amount for one in self.held if _inside(self.spec, one)]
+            rest = total(one.amount for one in self.held if not _inside(self.spec, one))
+            if self.spec.kv_cache_memory_bytes is not None:
+                return Range(total(inside).least + rest.least, total(inside).most + rest.most)
             budget = self._budget()
-            if not self.graphs_inside:
-                beside_budget = total([*outside, self._named("CUDA graphs")])
-            inside = total(one.amount for one in self.held if one.tag != "")
-            return Range(
-                min(inside.least, budget) + beside_budget.least, max(budget, self.kv.most) + beside_budget.most
-            )
+            if not rules.OTHERS_BESIDE_BUDGET(self.spec.release_numbers):
+                budget -= self.other_bytes.least
+            return Range(min(total(inside).least, budget) + rest.least, budget + rest.most)
         return Range(total(self.components).least, min(total(self.components).most, self.gpu.capacity_bytes))
 
     @property
@@ -298,11 +301,14 @@ def _stage_of(spec: InferenceSpec, gpu: Gpu, stage: int) -> _Stage:
         size = kv_vllm.block_size(spec, gpu)
         groups = len(kv_vllm.plan(spec, gpu, stage).groups)
         state = profile.request_state(spec, gpu, stage, -(-spec.length // size), groups)
-        held.append(Held(state, "engine" if rules.RUNTIME_SLEEPS(spec.release_numbers) else ""))
+        held.append(Held(state, "engine" if rules.RUNTIME_SLEEPS(spec.release_numbers) else "late"))
     else:
         held.append(Held(graphs.graph_tables(spec, gpu, kv_sglang.page_size(spec, gpu)), "cuda_graph"))
     held.append(Held(graphs.graph_amount(spec, gpu, stage), "cuda_graph"))
-    held += [Held(one, "") for one in (*beside.process(gpu), *beside.communicators(spec, gpu))]
+    held.append(Held(beside.workspaces(spec, gpu), "late"))
+    held.append(Held(beside.loaded_late(), "late"))
+    held += [Held(one, "") for one in beside.process(gpu)]
+    held += [Held(one, COMMUNICATION) for one in beside.communicators(spec, gpu)]
     return _Stage(stage, tuple(held))
 
 
@@ -314,18 +320,24 @@ def _kv_bytes_per_token(spec: InferenceSpec, stage: int) -> int:
     return sum(one.nbytes for one in caches if one.kind in keeps)
 
 
+def _inside(spec: InferenceSpec, held: Held) -> bool:
+    """Whether vLLM takes an amount out of its budget."""
+    release = spec.release_numbers
+    if held.tag == "cuda_graph":
+        return rules.GRAPHS_INSIDE_BUDGET(release)
+    if held.tag == COMMUNICATION:
+        return not rules.NCCL_BESIDE_BUDGET(release)
+    return held.tag != "" or not rules.OTHERS_BESIDE_BUDGET(release)
+
+
 def _vllm(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> InferenceMemory:
     requested = ceil(gpu.capacity_bytes * defaults.gpu_memory_utilization(spec))
-    captured = ("cuda_graph",) if rules.GRAPHS_INSIDE_BUDGET(spec.release_numbers) else ()
-    inside = ("weights", "engine", "step", *captured)
     plans = [kv_vllm.plan(spec, gpu, one.place) for one in stages]
     spaces, blocks = [], []
     for one, plan in zip(stages, plans, strict=True):
-        taken = one.sum_of(*inside)
-        if not rules.RUNTIME_SLEEPS(spec.release_numbers):
-            taken = total([taken, *(h.amount for h in one.held if h.amount.name == "request tables")])
-        if not rules.NCCL_BESIDE_BUDGET(spec.release_numbers):
-            taken = total([taken, *beside.communicators(spec, gpu)])
+        taken = total(held.amount for held in one.held if _inside(spec, held))
+        if not rules.OTHERS_BESIDE_BUDGET(spec.release_numbers):
+            taken = total([taken, Range(*other)])
         space = Range(requested - taken.most, requested - taken.least)
         if spec.kv_cache_memory_bytes is not None:
             space = Range(spec.kv_cache_memory_bytes, spec.kv_cache_memory_bytes)
@@ -340,10 +352,10 @@ def _vllm(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> 
     held = (stage.held[0], Held(kv, "kv_cache"), *stage.held[1:])
     needed = kv_vllm.blocks_of(spec, gpu, spec.length)
     tokens = Range(*(kv_vllm.reported_tokens(spec, gpu, one) for one in number))
-    own = total(one.amount for one in stage.held if one.tag == "")
+    own = stage.sum_of("", COMMUNICATION)
     free = Range(gpu.capacity_bytes - other.most - own.most, gpu.capacity_bytes - other.least - own.least)
     why = [""] * 2
-    taken = stage.sum_of("weights", "engine", "step", "cuda_graph")
+    taken = total(one.amount for one in stage.held if one.tag not in ("", COMMUNICATION))
     for place, (unclaimed, count, rest, claimed) in enumerate(
         ((free.least, number.least, space.least, taken.most), (free.most, number.most, space.most, taken.least))
     ):
@@ -371,7 +383,7 @@ def _vllm(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> 
 
 def _sglang(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> InferenceMemory:
     fraction, page = defaults.mem_fraction_static(spec, gpu), kv_sglang.page_size(spec, gpu)
-    own = total(one.amount for one in stages[0].held if one.tag == "")
+    own = stages[0].sum_of("", COMMUNICATION)
     before = Range(gpu.capacity_bytes - other.most - own.most, gpu.capacity_bytes - other.least - own.least)
     spaces, sizes = [], []
     for one in stages:
@@ -398,7 +410,7 @@ def _sglang(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -
     table = profile.token_table(spec, requests)
     held = (stage.held[0], Held(kv, "kv_cache"), Held(table, "kv_cache"), *stage.held[1:])
     slack = [int(one * (1 - fraction)) for one in before]
-    rest = total([stage.sum_of("step", "cuda_graph"), table])
+    rest = total([stage.sum_of("step", "cuda_graph", "late"), table])
     why = [""] * 2
     for place, (room, share, count, needs, most) in enumerate((
         (space.least, slack[0], tokens.least, rest.most, requests.least),
