@@ -109,8 +109,10 @@ class InferenceMemory:
             budget = self._budget()
             if not rules.OTHERS_BESIDE_BUDGET(self.spec.release_numbers):
                 budget -= self.other_bytes.least
-            return Range(min(total(inside).least, budget) + rest.least, budget + rest.most)
-        return Range(total(self.components).least, min(total(self.components).most, self.gpu.capacity_bytes))
+            least = total(inside).least
+            return Range(least + rest.least, max(least, budget) + rest.most)
+        found = total(self.components)
+        return Range(found.least, min(found.most, max(found.least, self.gpu.capacity_bytes)))
 
     @property
     def kv(self) -> Amount:
@@ -252,9 +254,10 @@ def inference_memory(spec: InferenceSpec, gpu: Gpu, *, other_bytes: Range = NOTH
         True
     """
     _check_other(other_bytes)
-    stages = [_stage(spec, gpu, stage) for stage in range(spec.pipeline_parallel_size)]
+    plain = _plain(spec)
+    stages = [_stage(plain, gpu, stage) for stage in range(spec.pipeline_parallel_size)]
     build = _vllm if spec.framework == "vllm" else _sglang
-    return build(spec, gpu, other_bytes, stages)
+    return build(spec, plain, gpu, other_bytes, stages)
 
 
 def _check_other(other: Range) -> None:
@@ -282,15 +285,15 @@ class _Stage(NamedTuple):
         return total(one.amount for one in self.held if one.tag in tags)
 
 
-@lru_cache(maxsize=256)
+def _plain(spec: InferenceSpec) -> InferenceSpec:
+    """Without its share of the card, so that what does not depend on it is computed once (``lru_cache``)."""
+    if (spec.gpu_memory_utilization, spec.mem_fraction_static, spec.kv_cache_memory_bytes) == (None, None, None):
+        return spec
+    return replace(spec, gpu_memory_utilization=None, mem_fraction_static=None, kv_cache_memory_bytes=None)
+
+
+@lru_cache(maxsize=512)
 def _stage(spec: InferenceSpec, gpu: Gpu, stage: int) -> _Stage:
-    # Only these fields move the cache alone: one entry serves all utilizations.
-    plain = replace(spec, gpu_memory_utilization=None, mem_fraction_static=None, kv_cache_memory_bytes=None)
-    return _stage_of(plain, gpu, stage)
-
-
-@lru_cache(maxsize=256)
-def _stage_of(spec: InferenceSpec, gpu: Gpu, stage: int) -> _Stage:
     held = [
         Held(weight_amount(spec, stage), "weights"),
         Held(profile.rotary_tables(spec), "weights"),
@@ -312,6 +315,7 @@ def _stage_of(spec: InferenceSpec, gpu: Gpu, stage: int) -> _Stage:
     return _Stage(stage, tuple(held))
 
 
+@lru_cache(maxsize=512)
 def _kv_bytes_per_token(spec: InferenceSpec, stage: int) -> int:
     """Bytes of one more token of a long sequence: windows and states do not grow."""
     caches = layer_caches(spec, layers_of_stage(spec, stage))
@@ -330,12 +334,14 @@ def _inside(spec: InferenceSpec, held: Held) -> bool:
     return held.tag != "" or not rules.OTHERS_BESIDE_BUDGET(release)
 
 
-def _vllm(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> InferenceMemory:
+def _vllm(
+    spec: InferenceSpec, plain: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]
+) -> InferenceMemory:
     requested = ceil(gpu.capacity_bytes * defaults.gpu_memory_utilization(spec))
-    plans = [kv_vllm.plan(spec, gpu, one.place) for one in stages]
+    plans = [kv_vllm.plan(plain, gpu, one.place) for one in stages]
     spaces, blocks = [], []
     for one, plan in zip(stages, plans, strict=True):
-        taken = total(held.amount for held in one.held if _inside(spec, held))
+        taken = total(held.amount for held in one.held if _inside(plain, held))
         if not rules.OTHERS_BESIDE_BUDGET(spec.release_numbers):
             taken = total([taken, Range(*other)])
         space = Range(requested - taken.most, requested - taken.least)
@@ -350,8 +356,8 @@ def _vllm(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> 
     kv = Amount("KV cache", number.least * plan.block_bytes, number.most * plan.block_bytes, Provenance.FORMULA,
                 "v1/core/kv_cache_planning.py: get_kv_cache_configs")  # fmt: skip
     held = (stage.held[0], Held(kv, "kv_cache"), *stage.held[1:])
-    needed = kv_vllm.blocks_of(spec, gpu, spec.length)
-    tokens = Range(*(kv_vllm.reported_tokens(spec, gpu, one) for one in number))
+    needed = kv_vllm.blocks_of(plain, gpu, spec.length)
+    tokens = Range(*(kv_vllm.reported_tokens(plain, gpu, one) for one in number))
     own = stage.sum_of("", COMMUNICATION)
     free = Range(gpu.capacity_bytes - other.most - own.most, gpu.capacity_bytes - other.least - own.least)
     why = [""] * 2
@@ -375,14 +381,16 @@ def _vllm(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> 
             why[place] = (f"one sequence of {spec.length} tokens needs {needed} blocks, and {max(0, count - 1)} of "
                           f"{count} can be used")  # fmt: skip
     return InferenceMemory(
-        spec, gpu, Range(*other), held, space, number, kv_vllm.block_size(spec, gpu),
-        _kv_bytes_per_token(spec, fullest), tokens, Range(*(defaults.max_num_seqs(spec, gpu),) * 2), not why[0],
+        spec, gpu, Range(*other), held, space, number, kv_vllm.block_size(plain, gpu),
+        _kv_bytes_per_token(plain, fullest), tokens, Range(*(defaults.max_num_seqs(spec, gpu),) * 2), not why[0],
         not why[1], why[0],
     )  # fmt: skip
 
 
-def _sglang(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> InferenceMemory:
-    fraction, page = defaults.mem_fraction_static(spec, gpu), kv_sglang.page_size(spec, gpu)
+def _sglang(
+    spec: InferenceSpec, plain: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]
+) -> InferenceMemory:
+    fraction, page = defaults.mem_fraction_static(spec, gpu), kv_sglang.page_size(plain, gpu)
     own = stages[0].sum_of("", COMMUNICATION)
     before = Range(gpu.capacity_bytes - other.most - own.most, gpu.capacity_bytes - other.least - own.least)
     spaces, sizes = [], []
@@ -394,20 +402,20 @@ def _sglang(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -
             int(before.most - taken.least - before.most * (1 - fraction)),
         )
         spaces.append(space)
-        found = kv_sglang.pools(spec, one.place)
-        sizes.append([kv_sglang.sizes(spec, gpu, found, max(0, rest), page) for rest in space])
+        found = kv_sglang.pools(plain, one.place)
+        sizes.append([kv_sglang.sizes(plain, gpu, found, max(0, rest), page) for rest in space])
     tokens = Range(min(low.tokens for low, _ in sizes), min(high.tokens for _, high in sizes))
     fullest = min(range(len(stages)), key=lambda place: spaces[place].least)
     stage, space = stages[fullest], spaces[fullest]
-    pool = kv_sglang.pools(spec, fullest)
+    pool = kv_sglang.pools(plain, fullest)
     nbytes = [
-        kv_sglang.bytes_of(pool, kv_sglang.shrunk(spec, pool, size, least, page), page)
+        kv_sglang.bytes_of(pool, kv_sglang.shrunk(plain, pool, size, least, page), page)
         for size, least in zip(sizes[fullest], tokens, strict=True)
     ]
     kv = Amount("KV cache", nbytes[0], nbytes[1], Provenance.FORMULA,
                 "mem_cache/kv_cache_configurator.py; pool_configurator.py")  # fmt: skip
-    requests = Range(*(kv_sglang.most_requests(spec, pool, size) for size in sizes[fullest]))
-    table = profile.token_table(spec, requests)
+    requests = Range(*(kv_sglang.most_requests(plain, pool, size) for size in sizes[fullest]))
+    table = profile.token_table(plain, requests)
     held = (stage.held[0], Held(kv, "kv_cache"), Held(table, "kv_cache"), *stage.held[1:])
     slack = [int(one * (1 - fraction)) for one in before]
     rest = total([stage.sum_of("step", "cuda_graph", "late"), table])
@@ -429,13 +437,13 @@ def _sglang(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -
             )
     return InferenceMemory(
         spec, gpu, Range(*other), held, space, Range(tokens.least // page, tokens.most // page), page,
-        _kv_bytes_per_token(spec, fullest), tokens, requests, not why[0], not why[1], why[0],
+        _kv_bytes_per_token(plain, fullest), tokens, requests, not why[0], not why[1], why[0],
     )  # fmt: skip
 
 
 def _sequences(memory: InferenceMemory, blocks: int, length: int) -> int:
     """Whole sequences in ``blocks``; vLLM keeps one block as null."""
-    spec, gpu = memory.spec, memory.gpu
+    spec, gpu = _plain(memory.spec), memory.gpu
     if spec.framework == "vllm":
         each = kv_vllm.blocks_of(spec, gpu, length)
         return max(0, blocks - 1) // each if each else 0
@@ -475,6 +483,7 @@ def kv_capacity(spec: InferenceSpec, gpu: Gpu, available_bytes: int) -> KvCapaci
     """
     if type(available_bytes) is not int or available_bytes < 0:
         raise SpecError(f"available_bytes ({show(available_bytes)}) is not a number of bytes; give 0 or more")
+    spec = _plain(spec)
     stages = range(spec.pipeline_parallel_size)
     if spec.framework == "vllm":
         plans = [kv_vllm.plan(spec, gpu, stage) for stage in stages]

@@ -33,6 +33,7 @@ MIB = 1 << 20
 VOCAB_MULTIPLE = 64
 #: Weights that share a scale in "fp8_blockwise", and in "mxfp4".
 FP8_BLOCK, MXFP4_BLOCK = 128, 32
+MXFP4_MULTIPLE = 256
 #: torch takes allocations of 10 MiB and more from the driver by themselves, in multiples of 2 MiB, smaller ones out of
 #: segments of 20 MiB (``c10/cuda/CUDACachingAllocator.cpp: get_allocation_size``).
 LARGE, LARGE_MULTIPLE, SEGMENT = 10 * MIB, 2 * MIB, 20 * MIB
@@ -63,6 +64,14 @@ class Weight(NamedTuple):
     @property
     def numel(self) -> int:
         return self.copies * self.rows * self.columns
+
+    def padded(self, spec: InferenceSpec) -> Weight:
+        """As kernels for mxfp4 hold experts: sizes in multiples of 128 or 256 (vLLM ``fused_moe/oracle/mxfp4.py:
+        mxfp4_round_up_hidden_size_and_intermediate_size``)."""
+        if spec.quantization != "mxfp4" or self.format is not Format.EXPERT:
+            return self
+        rows, columns = (-(-size // MXFP4_MULTIPLE) * MXFP4_MULTIPLE for size in (self.rows, self.columns))
+        return self._replace(rows=rows, columns=columns)
 
     def nbytes(self, spec: InferenceSpec) -> int:
         """Bytes with scales."""
@@ -128,6 +137,7 @@ def weight_amount(spec: InferenceSpec, stage: int) -> Amount:
     for one in found:
         nbytes = one.nbytes(spec)
         least += nbytes
+        nbytes = one.padded(spec).nbytes(spec)
         if nbytes >= LARGE:
             nbytes = -(-nbytes // LARGE_MULTIPLE) * LARGE_MULTIPLE
         small = small or nbytes < LARGE
