@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import bridge_memory.rollout.inference as inference_room
 from bridge_memory import SpecError, find_gpu, list_presets, resolve_model
 from bridge_memory.components import GIB
 from bridge_memory.inventory.counts import model_parameters
@@ -280,7 +281,7 @@ def test_what_is_not_modelled_is_named() -> None:
 
 def test_every_field_is_read() -> None:
     """No option of an engine does nothing in silence."""
-    room = Path(inference.__file__).parent
+    room = Path(inference_room.__file__).parent
     read = {
         node.attr
         for path in room.glob("*.py")
