@@ -87,7 +87,7 @@ class InferenceMemory:
     #: Whether it starts for sure; whether it can.
     starts: bool
     may_start: bool
-    #: Why not, in one line; "" if ``starts``.
+    #: Why not, in one line; "" if ``starts``. It begins with "free memory" where a smaller share of the card helps.
     why_not: str
 
     @property
@@ -112,7 +112,13 @@ class InferenceMemory:
             least = total(inside).least
             return Range(least + rest.least, max(least, budget) + rest.most)
         found = total(self.components)
-        return Range(found.least, min(found.most, max(found.least, self.gpu.capacity_bytes)))
+        fraction = defaults.mem_fraction_static(self.spec, self.gpu)
+        # Weights and cache together have the fraction of what the others and the process itself leave.
+        share = fraction * (self.gpu.capacity_bytes - self.other_bytes.least)
+        own = total(one.amount for one in self.held if one.tag in ("", COMMUNICATION)).most * (1 - fraction)
+        rest = total(one.amount for one in self.held if one.tag in ("step", "late", "cuda_graph"))
+        most = int(share + own) + rest.most + self._named("request tables").most
+        return Range(found.least, min(found.most, max(found.least, most)))
 
     @property
     def kv(self) -> Amount:
@@ -372,8 +378,8 @@ def _vllm(
             )
         elif count * plan.block_bytes + claimed > unclaimed:
             why[place] = (
-                f"weights, KV cache and a step take {(count * plan.block_bytes + claimed) / GIB:.2f} GiB of the "
-                f"{max(0, unclaimed) / GIB:.2f} GiB that are free"
+                f"free memory ({max(0, unclaimed) / GIB:.2f} GiB) is less than weights, KV cache and a step take "
+                f"({(count * plan.block_bytes + claimed) / GIB:.2f} GiB)"
             )
         elif rest <= 0:
             why[place] = f"nothing is left for the KV cache ({rest / GIB:.2f} GiB)"
@@ -432,8 +438,8 @@ def _sglang(
             why[place] = f"the cache of recurrent states is too small for one sequence ({room / GIB:.2f} GiB in all)"
         elif share < needs:
             why[place] = (
-                f"mem_fraction_static {fraction} leaves {share / GIB:.2f} GiB for graphs and activations, which take "
-                f"up to {needs / GIB:.2f} GiB"
+                f"free memory beside mem_fraction_static {fraction} ({share / GIB:.2f} GiB) is less than graphs and a "
+                f"step take ({needs / GIB:.2f} GiB)"
             )
     return InferenceMemory(
         spec, gpu, Range(*other), held, space, Range(tokens.least // page, tokens.most // page), page,
