@@ -14,6 +14,8 @@ from bridge_memory.spec import ImplementationSpec
 from bridge_memory.workspaces.libraries import cublas_workspace
 
 MIB = 1 << 20
+#: Ranks that the custom all-reduce serves.
+CUSTOM_RANKS = (2, 4, 6, 8)
 #: Bytes of FlashInfer's workspace.
 FLASHINFER = 394 * MIB
 #: For cards without rules of their own (AMD).
@@ -86,6 +88,6 @@ def custom_all_reduce(tp: int) -> Amount:
     """Buffers of 8 MiB that peers write to: signals and data, data, and addresses (vLLM ``device_communicators/
     custom_all_reduce.py: CustomAllreduce``; SGLang's is the same). Symmetric memory adds up to 128 MiB; neither where
     peers do not see each other."""
-    most = 3 * 8 * MIB + 128 * MIB
-    return Amount("all-reduce buffers", 0 if tp not in (2, 4, 6, 8) else 3 * 8 * MIB, most, Provenance.ASSUMED,
+    most = (3 * 8 + 128) * MIB if tp in CUSTOM_RANKS else 128 * MIB
+    return Amount("all-reduce buffers", 0, most, Provenance.ASSUMED,
                   "custom_all_reduce.py: 8 MiB buffers; symm_mem.py")  # fmt: skip
