@@ -7,7 +7,7 @@
     [True]
 
 Before a run: ``estimate``, ``peaks``, ``explain``, ``fits``. To plan one: ``search``, ``fit``, ``whatif``, ``balance``.
-During it: ``MemoryReport`` and ``MemoryReportCallback``. After it: ``compare``. ``rehearse`` runs the real training
+During it: ``MemoryReport`` and ``MemoryReportCallback``. After it: ``compare``, ``why``. ``rehearse`` runs the real training
 stack without a GPU. ``SpecError``, a ValueError of one line, says what cannot be estimated and what to give instead.
 
 Sizes are bytes, as integers. references/api.md lists every name.
@@ -29,6 +29,7 @@ from bridge_memory.spec import (
     DDPOptions,
     DeepSpeedOptions,
     EncoderSpec,
+    EncoderStructure,
     FSDPOptions,
     GatedDeltaNetSpec,
     ImplementationSpec,
@@ -45,6 +46,7 @@ from bridge_memory.spec import (
     PrecisionSpec,
     RecomputeSpec,
     RunSpec,
+    ShortConvSpec,
     SideBySideSpec,
     SparseSpec,
     SpecError,
@@ -53,12 +55,16 @@ from bridge_memory.spec.transformers import TransformersSpec
 
 if TYPE_CHECKING:
     from bridge_memory.api.comparing import Comparison, compare
+    from bridge_memory.api.explaining import why
     from bridge_memory.api.jobs import whole_job
     from bridge_memory.api.planning import balance, fit, search, whatif
     from bridge_memory.api.post_training import post_training
     from bridge_memory.api.rehearsing import RehearsalResult, RehearsalRow, rehearse
     from bridge_memory.cards.gpu import Gpu
     from bridge_memory.comparison.residuals import StageResidual
+    from bridge_memory.failure.causes import Finding
+    from bridge_memory.failure.remedies import Remedy
+    from bridge_memory.failure.why import Why
     from bridge_memory.job.job import Job, PhaseMemory
     from bridge_memory.live import MemoryReport, install, uninstall
     from bridge_memory.live.hugging_face import MemoryReportCallback
@@ -93,8 +99,10 @@ __all__ = [
     "DeepSpeedOptions",
     "Effect",
     "EncoderSpec",
+    "EncoderStructure",
     "Estimate",
     "FSDPOptions",
+    "Finding",
     "Fit",
     "Fitted",
     "Found",
@@ -121,9 +129,11 @@ __all__ = [
     "RehearsalResult",
     "RehearsalRow",
     "RehearsalUnavailable",
+    "Remedy",
     "Rollout",
     "Row",
     "RunSpec",
+    "ShortConvSpec",
     "SideBySideSpec",
     "SparseSpec",
     "SpecError",
@@ -133,6 +143,7 @@ __all__ = [
     "TransformersSpec",
     "Verdict",
     "WhatIf",
+    "Why",
     "balance",
     "clear_caches",
     "compare",
@@ -160,6 +171,7 @@ __all__ = [
     "uninstall",
     "whatif",
     "whole_job",
+    "why",
 ]
 
 
@@ -168,11 +180,15 @@ _ELSEWHERE = {
     name: module
     for module, names in {
         "bridge_memory.api.comparing": ("Comparison", "compare"),
+        "bridge_memory.api.explaining": ("why",),
         "bridge_memory.api.jobs": ("whole_job",),
         "bridge_memory.api.planning": ("balance", "fit", "search", "whatif"),
         "bridge_memory.api.post_training": ("post_training",),
         "bridge_memory.api.rehearsing": ("RehearsalResult", "RehearsalRow", "rehearse"),
         "bridge_memory.comparison.residuals": ("StageResidual",),
+        "bridge_memory.failure.causes": ("Finding",),
+        "bridge_memory.failure.remedies": ("Remedy",),
+        "bridge_memory.failure.why": ("Why",),
         "bridge_memory.job.job": ("Job", "PhaseMemory"),
         "bridge_memory.live": ("MemoryReport", "install", "uninstall"),
         "bridge_memory.live.hugging_face": ("MemoryReportCallback",),

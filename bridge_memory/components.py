@@ -92,6 +92,7 @@ class Part(_Word):
 
     NONE = ""
     EMBEDDING = "embedding"
+    ENCODER = "modality encoder"
     LAYER_INPUT = "layer input"
     RECOMPUTED_INPUT = "layer input (recomputation)"
     NOT_OFFLOADED = "kept from offloading"
@@ -101,6 +102,7 @@ class Part(_Word):
     HYPER_CONNECTIONS = "hyper-connections"
     MAMBA = "Mamba mixer"
     GATED_DELTA_NET = "gated delta net"
+    SHORT_CONVOLUTION = "short convolution"
     MLP = "MLP"
     MOE = "MoE"
     MOE_ROUTER = "MoE router and dispatch"

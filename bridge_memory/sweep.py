@@ -161,7 +161,7 @@ def _answer(cell: Cell) -> dict[str, Any]:
         if not found.looked_at:
             why = "no layout: " + ", ".join(f"{name} refuses {number:,}" for name, number in found.refused.items())
         return {"verdict": "does not fit", "reason": why, **counted}
-    (best,), keeping = found.ranked(1)
+    (best,), keeping, _ = found.ranked(1)
     speed = best.tokens_per_second_per_gpu
     cost = {}
     if cell.tokens:

@@ -304,7 +304,9 @@ def _inventory_by_stage(
     run = run_from_config_container(config, num_microbatches=num_microbatches)
     answer = estimate(run)
     total = float(answer.parameters + answer.mtp_parameters)
-    notes = (*answer.assumptions, *(f"not modelled: {name}" for name in answer.not_modelled))
+    features = [f"not modelled: {name}" for name in answer.not_modelled]
+    first = ("Totals are those of what is modelled: the peak is unknown.",) if answer.peak_bounds.most is None else ()
+    notes = (*first, *answer.assumptions, *features)
     stages = []
     for stage in answer.stages:
         states = tuple(

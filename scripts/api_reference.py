@@ -67,7 +67,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "run_of_deepspeed", "run_of_torchtitan",
     ),
     "After a run: was the prediction right": (
-        "compare", "Comparison", "StageResidual", "rehearse", "RehearsalResult", "RehearsalRow",
+        "compare", "Comparison", "StageResidual", "why", "Why", "Finding", "Remedy", "rehearse", "RehearsalResult", "RehearsalRow",
     ),
     "Where a model and a run come from": (
         "resolve_model", "model_from_hf_config", "model_from_transformer_config", "run_from_megatron_args",

@@ -213,6 +213,7 @@ def _run(row: Mapping[str, Any]) -> tuple[RunSpec, Kernels]:
     core, precision = _core(framework), _precision(row)
     if isinstance(row.get("config"), str):
         fields = _exported(str(row["config"]))
+    fields = {**_of_nemo(row), **fields}
     if settings.core is not None:  # a recipe says how it differs from a RunSpec's defaults, and no more
         core, precision, data_parallel = settings.core, PrecisionSpec(), DataParallelSpec()
         implementation = ImplementationSpec(gpu_arch=implementation.gpu_arch)
@@ -237,6 +238,23 @@ def _exported(script: str) -> dict[str, Any]:
     said = dict(re.findall(r"^export (\w+)=\"?(\w+)", script, re.MULTILINE))
     names = {"TP_COMM_OVERLAP": "tp_comm_overlap", "FP8_PARAM_GATHER": "fp8_param"}
     return {field: said[name].lower() in ("true", "1") for name, field in names.items() if name in said}
+
+
+def _of_nemo(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What rows of NeMo leave to scripts of their source.
+
+    MLPerf 5.0's Llama 3.1 405B: gradients in bf16 (``llama31_405b/implementations/*/pretrain.py``), the allocator
+    and, with the container 25.01, parameters kept in eight bits (``config_common.sh``: FP8_PARAMS), which the rows of
+    25.04 export themselves. GPT-3 175B in fp8: gradients in bf16, and Transformer Engine's userbuffers
+    (NeMo-Framework-Launcher ``conf/training/gpt3/175b_fp8_performance.yaml``: grad_sync_dtype, ub_tp_comm_overlap).
+    """
+    source, model = str(row.get("source")), str(row.get("model"))
+    if source.startswith("MLPerf Training v5.0") and model.startswith("Llama 3.1 405B"):
+        found = {"grad_reduce_in_fp32": False, "expandable_segments": True}
+        return found | ({"fp8_param": True} if "ngc25.01" in str(row.get("ref")) else {})
+    if source.startswith("NVIDIA NeMo 24.07") and model.startswith("GPT3-175B"):
+        return {"grad_reduce_in_fp32": False, "tp_comm_overlap": True}
+    return {}
 
 
 #: Fields of how layers are dealt to stages.

@@ -6,15 +6,18 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bridge_memory.cards.gpu import Gpu
 from bridge_memory.comparison.compare import SnapshotComparison
 from bridge_memory.comparison.compare import compare as compared
 from bridge_memory.comparison.logs import MeasuredRank
+from bridge_memory.comparison.phases import PhaseComparison
 from bridge_memory.comparison.residuals import StageResidual, predicted_of, residuals
 from bridge_memory.comparison.snapshot import Attribution
 from bridge_memory.components import GIB
 from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.errors import show
+from bridge_memory.spec.gpus import find_gpu
 
 #: Bytes: less is a number of GiB that was meant.
 _LEAST = 1 << 20
@@ -41,6 +44,8 @@ class Comparison:
     estimate: Estimate | None = None
     #: What was alive at the peak, by the part of the model that allocated it; of a snapshot alone.
     attribution: Attribution | None = None
+    #: The phases of the job, from build to save, each measured and as the whole job is predicted; of a journal alone.
+    phases: PhaseComparison | None = None
 
     @property
     def worst(self) -> StageResidual | None:
@@ -75,6 +80,7 @@ def compare(
     stage: int = 0,
     device: int | None = None,
     use_tp_pp_dp_mapping: bool = False,
+    gpu: str | Gpu | None = None,
 ) -> Comparison:
     """Set what was measured of a run beside its prediction, stage by stage.
 
@@ -87,10 +93,12 @@ def compare(
         stage: Pipeline stage of the rank that a snapshot is of.
         device: Device of a snapshot. None: the one that holds most.
         use_tp_pp_dp_mapping: Ranks of a log run through pipeline stages before data-parallel replicas.
+        gpu: The card that a journal's phases are predicted on. None: the one that the journal names.
 
     Returns:
         ``stages``, each with ``predicted_peak``, ``max_allocated`` and ``residual`` (measured minus predicted) in bytes
-        and ``error`` (that as a share of measured). A snapshot has its ``attribution`` too.
+        and ``error`` (that as a share of measured). A snapshot has its ``attribution`` too,
+        a journal ``phases``: each with allocated, reserved, outside and driver memory, measured and predicted.
 
     Raises:
         SpecError: The file holds no figures of memory, nothing says what ran, or a stage is not one of the run.
@@ -120,7 +128,8 @@ def compare(
     found = compared(os.fspath(measured), run, stage=stage, device=device, pp_before_dp=use_tp_pp_dp_mapping)
     if isinstance(found, SnapshotComparison):
         return Comparison(tuple(_stages_of(found)), found.estimate, found.attribution)
-    return Comparison(tuple(found.stages), found.estimate)
+    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    return Comparison(tuple(found.stages), found.estimate, phases=found.phases(card))
 
 
 def _stages_of(found: SnapshotComparison) -> list[StageResidual]:

@@ -23,6 +23,15 @@ def drop_idle(given: dict[str, dict[str, Any]], model: ModelSpec) -> list[NoEffe
             idle.append((parallel, "parallel.expert_tensor_parallel_size", "experts"))
     elif impl.get("moe_shared_expert_overlap") and not limits_of(model).shared_experts:
         idle.append((impl, "implementation.moe_shared_expert_overlap", "shared experts"))
+    batch = given["batch"]
+    vision, audio = ([e for e in model.encoders if e.structure is not None and e.structure.audio is on]
+                     for on in (False, True))
+    if not vision:
+        media = ("images_per_sample", "image_size", "patches_per_image", "video_frames")
+        missing = "vision encoder whose activations are known"
+        idle += [(batch, f"batch.{name}", missing) for name in media if name in batch]
+    if not audio and "audio_seconds" in batch:
+        idle.append((batch, "batch.audio_seconds", "audio encoder whose activations are known"))
     for group, field, _ in idle:
         group.pop(field.partition(".")[2])
     return [NoEffect(f"{spelling(field)} does nothing: the model has no {missing}") for _, field, missing in idle]

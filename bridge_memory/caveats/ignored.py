@@ -22,12 +22,21 @@ from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT
 from bridge_memory.spec.errors import show
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
-from bridge_memory.spec.model import GatedDeltaNetSpec, ModelSpec
+from bridge_memory.spec.model import GatedDeltaNetSpec, MambaSpec, ModelSpec, ShortConvSpec
 from bridge_memory.spec.parts import ImplementationSpec
 from bridge_memory.spec.run import RunSpec
 from bridge_memory.spec.transformers import family_of
 from bridge_memory.spec.unmodelled import NoEffect
 from bridge_memory.workspaces.driver import driver_buffers
+
+#: Mixers that run in kernels where packages are installed -> (their name, the packages, what the kernels change).
+_MIXERS_WITH_KERNELS: dict[type, tuple[str, str, str]] = {
+    MambaSpec: ("Mamba layers", "causal_conv1d and mamba_ssm", "whose kernels save far less"),
+    GatedDeltaNetSpec: (
+        "gated delta nets", "causal_conv1d and flash-linear-attention", "whose kernels save far less"
+    ),
+    ShortConvSpec: ("short convolutions", "causal_conv1d", "whose kernel saves as much"),
+}
 
 
 def ignored(run: RunSpec, plan: Layout) -> tuple[str, ...]:
@@ -225,13 +234,13 @@ def _assumed_of_transformers(run: RunSpec) -> Iterator[str]:
             "uses these instead, 4 ignores the sinks unless attn_implementation is "
             "\"kernels-community/vllm-flash-attn3\""
         )
-    if run.model.hybrid or any(isinstance(layer.mixer, GatedDeltaNetSpec) for layer in run.model.layers):
-        packages = "mamba_ssm" if run.model.hybrid else "flash-linear-attention"
-        runs = (
-            f"run in the kernels of causal_conv1d and {packages}" if spec.mixer_kernels else
-            f"run in torch operations, as without causal_conv1d and {packages}, whose kernels save far less "
-            "(--mixer-kernels)"
-        )
-        yield f"{'Mamba layers' if run.model.hybrid else 'gated delta nets'} {runs}"
+    kinds = {type(layer.mixer) for layer in run.model.layers}
+    for kind, (name, packages, change) in _MIXERS_WITH_KERNELS.items():
+        if kind in kinds:
+            runs = (
+                f"run in the kernels of {packages}" if spec.mixer_kernels else
+                f"run in torch operations, as without {packages}, {change} (--mixer-kernels)"
+            )
+            yield f"{name} {runs}"
     if spec.attention_mask == "ones":
         yield "the attention mask of batches is all ones, so no mask of scores is allocated (--attention-mask)"

@@ -175,7 +175,7 @@ def _of_encoders(run: RunSpec) -> Iterator[Unmodelled]:
                 f"{encoder.name}: {encoder.parameters} parameters with their gradients and optimizer state, and "
                 "activations", Effect.UP, order=ENCODER,
             )
-        else:
+        elif encoder.structure is None:
             yield Unmodelled(
                 f"{encoder.name}: activations of images and sounds", Effect.UP,
                 order="on the first stage; some 17 elements of its width for each patch of a microbatch in every layer "
@@ -249,7 +249,8 @@ def _of_transformers(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
             yield Unmodelled(
                 "load_in_8bit with non-reentrant checkpoints: inputs of its linears stay allocated", Effect.UP,
                 order="3 bytes for each element of the linears' inputs, in every layer")  # fmt: skip
-    if run.model.has_experts and EXPERTS_IN_ONE_PARAMETER(spec) and run.compute_dtype == "fp32":
+    granite = run.model.model_type == "granitemoehybrid"  # products one by one in every release
+    if run.model.has_experts and not granite and EXPERTS_IN_ONE_PARAMETER(spec) and run.compute_dtype == "fp32":
         # integrations/moe.py: _can_use_grouped_mm takes bf16 alone.
         yield Unmodelled(
             "experts with parameters in fp32 run one by one in transformers 5; counted as grouped", Effect.EITHER,

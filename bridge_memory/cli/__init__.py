@@ -33,6 +33,7 @@ COMMANDS = {
     "models": ("bridge_memory.cli.models", "the embedded models and their parameters"),
     "accuracy": ("bridge_memory.cli.accuracy", "predicted memory or speed compared with measured runs"),
     "compare": ("bridge_memory.cli.compare", "a run's logs or memory snapshots compared with its estimate"),
+    "why": ("bridge_memory.cli.why", "why a job ran out of memory, from its error, log or snapshot, and what to do"),
     "record": ("bridge_memory.cli.record", "a run's journal or log as a row of measured runs, nothing personal in it"),
     "rehearse": ("bridge_memory.cli.rehearse", "the real megatron-core, run for one rank with or without a GPU"),
     "rollout": ("bridge_memory.cli.rollout", "trainer and rollout on the same GPUs, phase by phase: RL post-training"),
@@ -43,7 +44,7 @@ COMMANDS = {
 }
 
 #: Commands that take the flags of a run (``run_flags.add_run_arguments``).
-_WITH_A_RUN = ("estimate", "search", "fit", "whatif", "balance", "compare", "record", "rehearse")
+_WITH_A_RUN = ("estimate", "search", "fit", "whatif", "balance", "compare", "why", "record", "rehearse")
 #: Set it to see the traceback of what should not have happened.
 TRACEBACK_VARIABLE = "BRIDGE_MEMORY_TRACEBACK"
 EXIT_USAGE = 2
@@ -70,6 +71,7 @@ _TYPICAL = {
     "fit": "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --seq-length 16384 --gpu H100",
     "balance": "Qwen/Qwen3-32B --num-gpus 16 --tp 4 --pp 4 --gpu H100",
     "compare": "train.log Qwen/Qwen3-8B --num-gpus 8 --tp 2",
+    "why": "train.log",
     "record": "memory_report.jsonl -o rows.jsonl",
     "rehearse": "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --pp 2 --stage 0",
 }

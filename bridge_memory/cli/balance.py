@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.template import template
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.cli.ranked import fit_words
+from bridge_memory.cli.ranked import fit_verdict, fit_words
 from bridge_memory.components import GIB
 from bridge_memory.plan.megatron.space import AXES
 from bridge_memory.plan.megatron.splits import split_fields
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         import json
 
-        splits = {title: _record(b) for title, b in found.items()}
+        splits = {title: _record(b, gpu) for title, b in found.items()}
         print(json.dumps({"schema": "bridge-memory/balance/1", "splits": splits}, indent=2))
     else:
         _print(found, base, gpu)
@@ -94,13 +94,18 @@ def _runs(base: RunSpec, given: dict[str, Any]) -> tuple[RunSpec, RunSpec | None
     return any_split(base, replace(p, world_size=world, **sizes), batch), own
 
 
-def _record(b: Balanced) -> dict[str, Any]:
+def _record(b: Balanced, gpu: Gpu) -> dict[str, Any]:
+    from bridge_memory.estimation import estimate
+    from bridge_memory.verdict import headroom
+
     p = b.run.parallel
     return {
         "layers": list(b.layers), "pipeline_model_parallel_layout": p.pipeline_model_parallel_layout,
         "account_for_embedding_in_pipeline_split": p.account_for_embedding_in_pipeline_split,
         "account_for_loss_in_pipeline_split": p.account_for_loss_in_pipeline_split,
         "peak_bytes": list(b.peaks), "microbatch_seconds": list(b.seconds),
+        "verdict": fit_verdict(gpu, b.peak, headroom(gpu, b.peak, b.run), b.run),
+        "not_modelled": [str(feature) for feature in estimate(b.run).unmodelled],
     }  # fmt: skip
 
 
@@ -111,7 +116,8 @@ def _answer(found: dict[str, Balanced], base: RunSpec, gpu: Gpu) -> Words:
 
     def fit(b: Balanced) -> tuple[str, bool]:
         free = headroom(gpu, b.peak, b.run)
-        return fit_words(gpu, b.peak, free, b.peaks.index(b.peak)), free >= 0
+        verdict = fit_verdict(gpu, b.peak, free, b.run)
+        return fit_words(gpu, b.peak, free, b.peaks.index(b.peak), b.run), verdict == "fits"
 
     lowest, fastest = found["lowest peak"], found.get(f"fastest on {gpu.name}")
     words, fits = fit(lowest)

@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from bridge_memory.arguments.flags import add_run_arguments, number
 from bridge_memory.arguments.run import run_on_gpus
+from bridge_memory.cli.garbage import few_collections
 from bridge_memory.cli.output import USUAL, add_output_arguments
 from bridge_memory.components import GIB
 from bridge_memory.releases import known_releases, nearest_known, release_words
@@ -71,6 +71,11 @@ def _check_release(text: str | None) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Estimate and print. Returns the exit code."""
+    with few_collections():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from bridge_memory.emit.fixes import try_first
     from bridge_memory.estimation import estimate
     from bridge_memory.report.units import check_unit
@@ -118,27 +123,17 @@ def run(args: argparse.Namespace) -> int:
         jobs = jobs_of(result, fitting, host, replay=bool(args.phases))
     fix = ""
     if len(gpus) == 1 and fitting[0].verdict is Verdict.DOES_NOT_FIT and not fitting[0].lacks:
-        fix = try_first(spec, gpus[0], partial(_needs, jobs[0])) if jobs else try_first(spec, gpus[0])
+        if jobs:
+            from bridge_memory.cli.needs import Needs
+
+            needs = Needs(jobs[0], spec)
+            fix = try_first(spec, gpus[0], needs, needs.hopeless)
+        else:
+            fix = try_first(spec, gpus[0])
     _print(args, result, fitting, unit, fix, jobs)
     of_jobs = {verdict for job in jobs for verdict in (job.verdict, job.host_verdict)}
     fit = all(fit.fits for fit in fitting) and not {Verdict.DOES_NOT_FIT, Verdict.UNKNOWN} & of_jobs
     return EXIT_DOES_NOT_FIT if args.require_fit and not fit else 0
-
-
-def _needs(job: Job, spec: RunSpec) -> str | None:
-    """The option of checkpoints that ``spec``, a change of the run of ``job``, needs for its whole job to fit; "" where
-    it needs none, None if it does not fit."""
-    from bridge_memory.estimation import estimate
-    from bridge_memory.job.job import may_fit
-
-    stage = job.tightest.stage
-    if may_fit(estimate(spec), job.gpu, stage):
-        return ""
-    other = job.to_try
-    if other is None:
-        return None
-    changed = spec.with_(checkpoint=other.run.checkpoint)
-    return other.flag if may_fit(estimate(changed), job.gpu, stage) else None
 
 
 def _print(

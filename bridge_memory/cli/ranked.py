@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.components import GIB
-from bridge_memory.plan.found import TIE, Found, Ranked, Row, ties
+from bridge_memory.plan.found import IMPROVED, SIMPLER, TIE, Found, Ranked, Row, pareto, ties
 from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
@@ -91,9 +91,11 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
         from bridge_memory.report.summary import runs_with
 
         ranked = found.ranked(args.top)
-        best, front = _records(shown, ranked), [style.record(row) for row in found.front()]
+        best, front = _records(shown, ranked), [style.record(row) for row in _front(found, ranked)]
         run = runs_with(ranked.rows[0].run if ranked.rows else shown.base)
-        print(json.dumps({**shown.document, "run": run, "best": best, "front": front}, indent=2))
+        known = {**shown.document, **_first_verdict(shown, ranked, args)}
+        passed_over = {"passed_over": dict(ranked.refused)} if ranked.refused else {}
+        print(json.dumps({**known, "run": run, "best": best, "front": front, **passed_over}, indent=2))
     elif args.format == "csv":
         print(_csv(_records(shown, found.ranked(args.top)), style.headings))
     else:
@@ -101,6 +103,17 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
     if found.stopped:
         return 130
     return 0 if found.rows else 1
+
+
+def _first_verdict(shown: Shown, ranked: Ranked, args: argparse.Namespace) -> dict[str, Any]:
+    """The verdict on the first row, and what of it is not modelled; nothing where nothing fits."""
+    if not ranked.rows:
+        return {}
+    from bridge_memory.estimation import estimate
+
+    row = ranked.rows[0]
+    verdict = fit_verdict(shown.gpu, row.peak, row.headroom + int(args.headroom * GIB), row.run)
+    return {"verdict": verdict, "not_modelled": [str(feature) for feature in estimate(row.run).unmodelled]}
 
 
 def how_words(found: Found) -> tuple[str, ...]:
@@ -137,17 +150,23 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
     if not found.rows:
         title = "Nothing that fits was found before the search was stopped" if found.stopped else "Nothing fits"
         return [Bullets(title, (*notes, *shown.otherwise))]
-    (best, keeping) = found.ranked(min(args.top, BRIEF) if shown.brief else args.top)
+    ranked = found.ranked(min(args.top, BRIEF) if shown.brief else args.top)
+    best, keeping, refused = ranked
     title = f"Fastest {style.noun}s of {shown.base.model.name} on {shown.num_gpus} x {gpu.name}"
     answer = _answer(best[0], shown, args, keeping > 0)
     if shown.brief:
         stopped = (f"stopped early: {found.looked_at:,} {style.noun}s evaluated",) * found.stopped
         return [answer, *_table(title, best, style, args, stopped, found.keeps and keeping)]
-    front = found.front(args.top)
+    front = _front(found, ranked, args.top)
     notes.insert(0, f"the fastest: {runs_with(best[0].run)}")
     if found.keeps is not None and keeping < len(best):
         rows = f"row {keeping + 1}" if keeping + 1 == len(best) else f"rows {keeping + 1} to {len(best)}"
         notes.append(f"{rows}: tight, without that room, and after the rows that keep it however fast")
+    if found.improves is not None and any(row.run.parallel.pp > 1 for row in best[:IMPROVED]):
+        notes.append(f"layers of the {IMPROVED} fastest are balanced over their stages")
+    notes += [f"passed over, however fast: {number:,} with {reason}" for reason, number in refused.items()]
+    if keeping > 1 and best[1].time.seconds < best[0].time.seconds:
+        notes.append(f"row 1 is within {SIMPLER:.0%} of the fastest, row 2, and has fewer mechanisms")
     if (tied := ties(best[:keeping] or best)) > 1:
         notes.append(f"rows 1 to {tied} are a tie: step times within {TIE:.0%}, the precision of the prediction")
     notes += shown.times
@@ -155,12 +174,17 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
         notes.append(f"the time model does not know {', '.join(names)}: times are those of the run without")
     notes += [f"not modelled: {feature}" for feature in unmodelled_features(best[0].run)]
     notes += shown.last
-    drawn: list[Drawn] = [_chart(found, style, gpu)] if args.format == "html" else []
+    drawn: list[Drawn] = [_chart(found, ranked, style, gpu)] if args.format == "html" else []
     drawn += [answer, *_table(title, best, style, args, notes, found.keeps and keeping)]
     if len(front) > 1:
         title = f"Memory against step time (Pareto front): no other {style.noun} is both faster and smaller"
         drawn += _table(title, front, style, args)
     return drawn
+
+
+def _front(found: Found, ranked: Ranked, most: int | None = None) -> list[Row[Any]]:
+    """The front of all rows, and of those that were improved."""
+    return pareto([*found.front(), *ranked.rows])[:most]
 
 
 def _table(
@@ -218,17 +242,37 @@ def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace, keeps: bool) 
     time = f"{row.time.seconds:#.3g} s per step, {row.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
     return Words("", (
         f"Fastest {style.noun}: {style.words(row)}; {time}",
-        fit_words(gpu, row.peak, row.headroom + int(args.headroom * GIB), stage),
+        fit_words(gpu, row.peak, row.headroom + int(args.headroom * GIB), stage, row.run),
         *((f"{'Keeps' if keeps else 'Tight: does not keep'} {shown.reserve}",) if shown.found.keeps else ()),
     ), "good" if keeps else "open")  # fmt: skip
 
 
-def fit_words(gpu: Gpu, peak: int, free: int, stage: int | None) -> str:
-    """"FITS H100: peak 54.8 (stage 1) + margin 6.0 of 79.1 GiB, 18.3 free"; ``free`` and ``peak``: bytes."""
-    from bridge_memory.report.answer import room_words
+def fit_words(gpu: Gpu, peak: int, free: int, stage: int | None, run: RunSpec) -> str:
+    """"FITS H100: peak 54.8 (stage 1) + margin 6.0 of 79.1 GiB, 18.3 free"; ``free`` and ``peak``: bytes. Where what is
+    not modelled can change it, "UNKNOWN" with its names, as ``estimate`` says."""
+    from bridge_memory.estimation import estimate
+    from bridge_memory.report.answer import feature_names, room_words
+    from bridge_memory.report.said import VERDICT_WORDS
+    from bridge_memory.verdict import Verdict
 
     counted, room = room_words(gpu.capacity_bytes, peak, free, "" if stage is None else f"stage {stage}")
+    if fit_verdict(gpu, peak, free, run) == str(Verdict.UNKNOWN):
+        start = f"{VERDICT_WORDS[Verdict.UNKNOWN]} {gpu.name}"
+        return f"{start}: modelled {counted}; not modelled: {feature_names(estimate(run))}"
     return f"{'FITS' if free >= 0 else 'DOES NOT FIT'} {gpu.name}: {counted}, {room}"
+
+
+def fit_verdict(gpu: Gpu, peak: int, free: int, run: RunSpec) -> str:
+    """"fits", "does not fit", or "unknown" where what is not modelled can change that; as in ``fit_words``."""
+    from bridge_memory.estimation import estimate
+    from bridge_memory.spec.unmodelled import bounds
+    from bridge_memory.verdict import Verdict, headroom
+
+    least, most = bounds(peak, estimate(run).not_modelled)
+    other = most if free >= 0 else least
+    if other != peak and (other is None or (headroom(gpu, other, run) >= 0) is not (free >= 0)):
+        return str(Verdict.UNKNOWN)
+    return str(Verdict.FITS if free >= 0 else Verdict.DOES_NOT_FIT)
 
 
 def _looked_at(found: Found, style: Style, gpu: Gpu) -> str:
@@ -265,14 +309,14 @@ def _grid(
     return Grid(title, columns, numbered, None, notes)
 
 
-def _chart(found: Found, style: Style, gpu: Gpu) -> Chart:
+def _chart(found: Found, ranked: Ranked, style: Style, gpu: Gpu) -> Chart:
     """Peak over step time: the rows than which none is both faster and smaller, and the fastest of the others."""
     from bridge_memory.report.document import Chart
 
     def points(rows: Sequence[Row[Any]]) -> list[list[Any]]:
         return [[row.time.seconds, row.peak / GIB, style.words(row)] for row in rows]
 
-    front = found.front()
+    front = _front(found, ranked)
     others = [row for row in found.best(CHARTED) if row not in front]
     series: list[dict[str, Any]] = [
         {"name": "others that fit", "tone": "some", "line": "", "points": points(others)},

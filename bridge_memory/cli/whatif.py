@@ -57,13 +57,23 @@ def run(args: argparse.Namespace) -> int:
         reached = {} if args.target_gib is None else {"target": _record(target, spec) if target else None}
         print(json.dumps(
             {
-                "schema": "bridge-memory/whatif/1", "peak_bytes": whatif.before,
+                "schema": "bridge-memory/whatif/1", "peak_bytes": whatif.before, **_unmodelled(spec),
                 **{name: [_record(e, spec) for e in some] for name, some in shown.items()}, **reached,
             }, indent=2,
         ))  # fmt: skip
     else:
         _print(args, spec, shown, target, whatif.before)
     return int(args.target_gib is not None and target is None)
+
+
+def _unmodelled(run: RunSpec) -> dict[str, Any]:
+    """Bounds of the run's peak, and what is not modelled."""
+    from bridge_memory.estimation import estimate
+
+    result = estimate(run)
+    return {
+        "peak_bounds": result.peak_bounds._asdict(), "not_modelled": [str(feature) for feature in result.unmodelled]
+    }
 
 
 def _record(effect: Effect, run: RunSpec) -> dict[str, Any]:
@@ -82,7 +92,7 @@ def _print(
     from bridge_memory.report.printing import print_blocks
 
     columns = tuple(Column(title, words=title == "change") for title in _TITLES)
-    blocks: list[Block] = [Words("", (f"{run.model.name}: the highest peak is {before / GIB:.2f} GiB",))]
+    blocks: list[Block] = [Words("", (_peak_words(run, before),))]
     for title, some in (("One change", shown["changes"]), ("Two changes", shown["pairs"])):
         if some:
             rows = tuple((_words(effect, args, run), *_numbers(effect)) for effect in some)
@@ -104,6 +114,18 @@ def _print(
     if run.data_parallel.engine in TIMED:
         notes.append(NOT_FITTED)
     print_blocks([*blocks, Bullets("How to read it", tuple(notes))])
+
+
+def _peak_words(run: RunSpec, before: int) -> str:
+    """The peak, "at least" where what is not modelled raises it."""
+    from bridge_memory.estimation import estimate
+    from bridge_memory.report.answer import bounded_peak, feature_names
+
+    result = estimate(run)
+    start = f"{run.model.name}: the highest peak is"
+    if result.peak_bounds == (before, before):
+        return f"{start} {before / GIB:.2f} GiB"
+    return f"{start} {bounded_peak(result, 'GiB')}; not modelled: {feature_names(result)}"
 
 
 def _words(effect: Effect, args: argparse.Namespace, run: RunSpec) -> str:

@@ -157,6 +157,8 @@ def _log(
     if not measured:
         for line in lines:
             journal.check_schema(line)
+        if any(mark in line for line in lines for mark in ("out of memory", "OutOfMemoryError")):
+            raise SpecError(f"{path} is a failure, without figures by step; `bridge-memory why {path}` reads it")
         raise SpecError(
             f"{path} holds no memory figures; give a log with lines like '[Rank 0] (after 2 iterations) memory (MB) | "
             "allocated: ...', our JSON lines or a snapshot"

@@ -66,13 +66,13 @@ def latest_of_each_rank(lines: Sequence[str]) -> list[MeasuredRank]:
     """The latest figures of every rank of a log; ``max_allocated`` never falls, so the last one is the peak."""
     latest: dict[int, MeasuredRank] = {}
     for line in reversed(lines):
-        found = _memory_line(line, latest)
+        found = memory_line(line, latest)
         if found is not None:
             latest[found.rank] = found
     return [latest[rank] for rank in sorted(latest)]
 
 
-def _memory_line(line: str, but_of: Container[int] = ()) -> MeasuredRank | None:
+def memory_line(line: str, but_of: Container[int] = ()) -> MeasuredRank | None:
     """What a line of ``report_memory`` says, None for any other line and those of the ranks ``but_of``."""
     match = _FIGURES.search(line)
     rank = None if match is None else _RANK.search(line, 0, match.start())

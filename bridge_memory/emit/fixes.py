@@ -21,21 +21,25 @@ if TYPE_CHECKING:
 _SET_BESIDE = ("optimizer.fp8_recipe",)
 
 
-def try_first(run: RunSpec, gpu: Gpu, needs: Callable[[RunSpec], str | None] = lambda run: "") -> str:
+def try_first(
+    run: RunSpec, gpu: Gpu, needs: Callable[[RunSpec], str | None] = lambda run: "",
+    hopeless: Callable[[RunSpec], bool] = lambda run: False,
+) -> str:  # fmt: skip
     """"try first: --recompute-granularity full ... (9% slower)", or that no single option makes it fit.
 
     ``needs``: what a run with which the step fits needs beside for the rest of its job, as flags; None: that does not
-    fit. A change with which it does not is named where there is no other.
+    fit. A change with which it does not is named where there is no other. ``hopeless``: of a run whether ``needs`` is
+    known to give None, before its step is looked at.
     """
     from bridge_memory.plan.changes import WhatIf
     from bridge_memory.speed.hardware import HARDWARE
 
-    of_step = None
-    for effect in WhatIf(run, HARDWARE.get(gpu.name)).to_try(gpu):
+    found = WhatIf(run, HARDWARE.get(gpu.name))
+    for effect in found.to_try(gpu, without=hopeless):
         more = needs(effect.run)
         if more is not None:
             return f"try first: {fix_words(effect, run)}{f' and {more}' if more else ''}"
-        of_step = of_step or effect
+    of_step = next(found.to_try(gpu), None)
     if of_step is None:
         if run.implementation.torch_layers:
             return "no single option makes it fit: `bridge-memory whatif --pairs` looks further"

@@ -47,8 +47,9 @@ class Weight(NamedTuple):
     trains: bool
     #: Persistent: never sharded.
     stays: bool
-    #: Number of its module, whose parameters are fetched together.
+    #: Number of its module, whose parameters are fetched together, and that module's name inside of its block.
     module: int
+    path: str
 
 
 class Fetch(NamedTuple):
@@ -147,11 +148,12 @@ class ZeRO3:
         module = 0
         for block in model.modules:
             for parameters, trains in in_order(block):
+                path = parameters[0].name.rpartition(".")[0]
                 for p in parameters:
                     stays = p.numel <= threshold and (left is None or p.numel <= left)
                     if stays and left is not None:
                         left -= p.numel
-                    found.append(Weight(block.place, p.numel, -(-p.numel // self.ranks), trains, stays, module))
+                    found.append(Weight(block.place, p.numel, -(-p.numel // self.ranks), trains, stays, module, path))
                 module += 1
         return found
 
@@ -289,16 +291,32 @@ class ZeRO3:
         modules: dict[int, list[int]] = {}
         for i, w in enumerate(weights):
             modules.setdefault(w.module, []).append(i)
-        forward = [Fetch(weights[held[0]].place, False, tuple(held)) for held in modules.values()]
+        own = [Fetch(weights[held[0]].place, False, tuple(held)) for held in modules.values()]
+        paths = [weights[fetch.weights[0]].path for fetch in own]
+        loss, layers = model.places.loss, set(model.places.layers)
         if self.run.model.share_embeddings_and_output_weights:  # the output layer uses the embedding's weight
-            table = [i for i, w in enumerate(weights) if w.place == 0][:1]
-            forward.append(Fetch(model.places.loss, False, tuple(table)))
+            own.append(Fetch(loss, False, tuple([i for i, w in enumerate(weights) if w.place == 0][:1])))
+            paths.append("")
+        # Modules around others have no parameters, but each prefetches: the model, and all of it but the output layer;
+        # layers, and what is in them. Backward comes to them before it comes to what they contain.
+        forward, upward = [Fetch(0, False, ())] * 2, list[Fetch]()
+        for n, fetch in enumerate(own):
+            around = Fetch(fetch.place, False, ())
+            if fetch.place in layers:
+                before, after = (
+                    paths[m] if 0 <= m < len(own) and own[m].place == fetch.place else None for m in (n - 1, n + 1)
+                )
+                forward += [around] * _containers(paths[n], before)
+                upward += [fetch, *[around] * _containers(paths[n], after)]
+            else:
+                upward += [Fetch(loss, False, ()), fetch] if n == len(own) - 1 else [fetch]
+            forward.append(fetch)
+        upward.append(Fetch(loss, False, ()))
         reached = 0
         if self.run.peft.freezes:
-            reached = next((n for n, f in enumerate(forward) if any(weights[i].trains for i in f.weights)), 0)
-        backward = [fetch._replace(back=True) for fetch in forward[reached:]][::-1]
+            reached = next((n for n, f in enumerate(upward) if any(weights[i].trains for i in f.weights)), 0)
+        backward = [fetch._replace(back=True) for fetch in upward[reached:]][::-1]
         if self.run.transformers.gradient_checkpointing:
-            layers = set(model.places.layers)
             again = {place: [f._replace(back=True) for f in forward if f.place == place] for place in layers}
             twice: list[Fetch] = []
             for fetch in backward:
@@ -375,6 +393,20 @@ def in_order(block: Module) -> Iterator[tuple[tuple[Parameter, ...], bool]]:
         if path not in met:  # adapters whose targets are full names
             for adapter in others:
                 yield (adapter,), True
+
+
+def _containers(path: str, other: str | None) -> int:
+    """Modules of a layer, itself among them, that contain the one at ``path`` and not the one at ``other``, which is
+    called before or after it; None: that one is not of the layer."""
+    around = path.split(".")[:-1]
+    if other is None:
+        return len(around) + 1
+    shared = 0
+    for a, b in zip(around, other.split(".")[:-1], strict=False):
+        if a != b:
+            break
+        shared += 1
+    return len(around) - shared
 
 
 class _Coordinator:

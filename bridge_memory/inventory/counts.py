@@ -9,6 +9,7 @@ from bridge_memory.inventory.tail import final_norm_name
 from bridge_memory.releases import CORE_WITH_PUBLISHED_PARAMETERS
 from bridge_memory.spec import BatchSpec, ImplementationSpec, MLASpec, ModelSpec, MoESpec, ParallelSpec, RunSpec
 from bridge_memory.spec.limits import limits_of
+from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS, FAMILIES, NOT_IN_MEGATRON, TransformersSpec
 from bridge_memory.tapes.blocks import Block
 from bridge_memory.tapes.context import BlockContext, context_of
 
@@ -36,6 +37,12 @@ def _whole(model: ModelSpec) -> BlockContext:
     """Without sharding and padding of the vocabulary, of a megatron-core that builds what transformers builds."""
     plain = replace(model, make_vocab_size_divisible_by=0)
     length = min(128, plain.max_position_embeddings or 128)
+    if model.model_type in NOT_IN_MEGATRON:
+        since = TransformersSpec(transformers_version=max(DEFAULT_TRANSFORMERS, FAMILIES[model.model_type].since))
+        impl = ImplementationSpec(transformer_impl="transformers")
+        return context_of(
+            RunSpec(model=plain, batch=BatchSpec(seq_length=length), implementation=impl, transformers=since)
+        )
     impl = ImplementationSpec()  # that of most runs, which then need no other traces
     if any(isinstance(mixer, MLASpec) for mixer in limits_of(model).mixers):
         impl = replace(impl, megatron_core=CORE_WITH_PUBLISHED_PARAMETERS)

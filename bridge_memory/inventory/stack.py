@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Part, Provenance
+from bridge_memory.inventory.encoders.chain import encoder_links, encoder_parameters, pixel_bytes
 from bridge_memory.inventory.deferred import bytes_per_call, calls
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import layer_links, reached
@@ -112,6 +113,8 @@ def chunk_inventory(
         links = _with_first_input(links, ctx)
     else:
         _with_last_input(links, ctx)
+    if shape.embedding and ctx.encoders:
+        links = _with_encoder_links(links, ctx)
     if backward_next:
         # The last offloading group of each name stays on the GPU (``should_bulk_offload``).
         last = max((i for i, (link, _) in enumerate(links) if link.offloaded), default=None)
@@ -121,6 +124,16 @@ def chunk_inventory(
         links = with_engine(links, concurrent)
     sent = 0 if shape.output else (1 + shape.num_depths) * ctx.hidden_bytes
     return compose(links, sent, kept=keeps_output * sent)
+
+
+def _with_encoder_links(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:
+    """Encoders run between the embedding and the layers; the step holds their pixels during the chunk's forward."""
+    embedding, *layers = links
+    pixels = pixel_bytes(ctx)
+    return [
+        (link._replace(forward_peak=link.forward_peak + pixels), count)
+        for link, count in (embedding, *encoder_links(ctx), *layers)
+    ]
 
 
 def _passed_on(hidden_bytes: int) -> Link:
@@ -219,16 +232,25 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
 
 
 def _with_encoders(embedding: ParameterList, model: ModelSpec, ctx: BlockContext) -> ParameterList:
-    """The embedding's parameters and those of modality encoders, one parameter for each encoder: they are on the first
-    stage, as the embedding is, and are not quantized (Megatron Bridge ``models/*_vl/modeling_*.py``: pre_process)."""
+    """The embedding's parameters and those of modality encoders, one parameter for an encoder of unknown structure:
+    they are on the first stage, as the embedding is, and are not quantized (Megatron Bridge
+    ``models/*_vl/modeling_*.py``: pre_process)."""
     key = ("encoders", embedding, model.encoders)
     known: ParameterList | None = ctx.evaluated.get(key)
     if known is None:
-        held = [
-            Parameter(encoder.name, (encoder.parameters - encoder.sharded + encoder.sharded // ctx.tp,), use=Use.ROUTER)
-            for encoder in model.encoders
-        ]
-        known = ctx.evaluated[key] = ParameterList([*embedding.rows, Repeated(tuple(held))])
+        recorded = {run.spec: (i, run) for i, run in enumerate(ctx.encoders)}
+        rows = list(embedding.rows)
+        for encoder in model.encoders:
+            if encoder in recorded:
+                i, run = recorded[encoder]
+                rows += [
+                    Repeated(tuple(p.under(f"{encoder.name}.") for p in parameters), times)
+                    for parameters, times in encoder_parameters(ctx, run, i)
+                ]
+                continue
+            held = encoder.parameters - encoder.sharded + encoder.sharded // ctx.tp
+            rows.append(Repeated((Parameter(encoder.name, (held,), use=Use.ROUTER),)))
+        known = ctx.evaluated[key] = ParameterList(rows)
     return known
 
 

@@ -21,7 +21,7 @@ from bridge_memory.job.host import HostMemory, host_memory
 from bridge_memory.job.megatron import building, evaluation, loading, saving
 from bridge_memory.job.megatron.graphs import graphs
 from bridge_memory.job.megatron.loading import How, ToTry
-from bridge_memory.job.overload import Overload, overload
+from bridge_memory.job.overload import FROM_SCRATCH, Overload, most_overload, overload
 from bridge_memory.job.torch import ENGINES as OF_TORCH
 from bridge_memory.outside.amount import Amount, Range, exactly, total
 from bridge_memory.outside.context import outside
@@ -104,6 +104,11 @@ class Job:
     unmodelled: tuple[Unmodelled, ...] = ()
     #: Where a resume does not fit for sure: the option of checkpoints that lowers it most.
     to_try: ToTry | None = None
+    #: Overload factor of the upper end of training's reserved memory, where it differs for that; None: it does not.
+    uneven: float | None = None
+    #: The lower end of training's reserved memory has the allocator return cached memory and try again, which takes
+    #: time.
+    retries: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -146,6 +151,7 @@ class Job:
                 "capacity_bytes": self.host_bytes, "verdict": self.host_verdict and str(self.host_verdict),
             },
             "not_modelled": list(self.not_modelled), "reserved_replayed": self.replayed,
+            "reserved_uneven": self.uneven, "reserved_retries": self.retries,
             "try_first": self.to_try and {
                 "phase": str(Phase.RESUME), "flag": self.to_try.flag, "less_bytes": self.to_try.less,
             },
@@ -196,30 +202,56 @@ def job_steps(
         yield
     # Pages that a capture empties are returned, so that what runs beside graphs reserves what it needs (``graphs``).
     eager = run.with_fields(cuda_graph_impl="none") if run.implementation.expandable_segments else run
-    replayed: set[int] = set()
+    replayed: dict[int, _Replayed] = {}
     # A replay lowers the upper end of a stage, below which another may be that is not replayed yet.
     while (training := _training(worst := _worst(every))).stage not in replayed and replay:
         if reserved.why_not(eager) is not None:
             break
-        found = reserved.replayed(eager, training.stage)
-        yield
-        exact = found.held(expandable=run.implementation.expandable_segments)
-        exact += sum(c.bytes for c in result.stages[training.stage].components if c.part is Part.CALIBRATION)
+        calibrated = sum(c.bytes for c in result.stages[training.stage].components if c.part is Part.CALIBRATION)
+        room = gpu.capacity_bytes - total(training.outside).most - stages[training.stage].graphs.most - calibrated
+        found = yield from _replayed(eager, training.stage, room)
+        exact = Range(found.reserved.least + calibrated, found.reserved.most + calibrated)
         every[training.stage] = tuple(_phases(run, gpu, stages[training.stage], exact))
-        replayed.add(training.stage)
+        replayed[training.stage] = found
     reasons = () if _of_torch(run) else (
         building.why_not(run) or loading.why_not_resumed(run) or loading.refusal(run), evaluation.why_not(run)
     )  # fmt: skip
     # Of a replayed stage the share that is reserved beyond its peak is known; routing is taken not to change it.
     beyond = total(training.outside).most + stages[training.stage].graphs.most
     peak = total(training.allocated).most
-    share = training.reserved.most - stages[training.stage].graphs.most - peak if replayed else reserved_bytes(peak)
+    share = training.reserved.least - stages[training.stage].graphs.least - peak if replayed else reserved_bytes(peak)
     card = MemoryLimit(gpu.capacity_bytes, beyond, max(0, share) / peak)
+    how = replayed.get(training.stage, _Replayed(Range(0, 0)))
     return Job(
         gpu, worst, tuple(every), overload(run, card),
         host_memory(run, node_of(gpu), saving=saving.host_of_saving(run, training.stage) or ()),
         tuple(filter(None, reasons)), bool(replayed), host_bytes,
         tuple(feature for feature in result.unmodelled if not feature.of_job), _to_try(run, gpu, worst),
+        how.uneven, how.retries,
+    )
+
+
+class _Replayed(NamedTuple):
+    """Reserved memory of training on a stage, and how its ends differ, as in ``Job``."""
+
+    reserved: Range
+    uneven: float | None = None
+    retries: bool = False
+
+
+def _replayed(run: RunSpec, stage: int, room: int) -> Generator[None, None, _Replayed]:
+    """At most: with routing as uneven as the least that was seen, where sizes vary. At least: ``room``, if training
+    goes on in it with retries of the allocator."""
+    expandable = run.implementation.expandable_segments
+    least = most = reserved.replayed(run, stage).held(expandable=expandable)
+    yield
+    factor = min(FROM_SCRATCH.least, most_overload(run)) / run.implementation.moe_imbalance
+    uneven = reserved.uneven(run, stage, factor) if factor > 1 else None
+    if uneven is not None:
+        most = max(most, uneven.held(expandable=expandable))
+    retries = least > room > 0 and reserved.fits_with_retries(run, stage, room)
+    return _Replayed(
+        Range(room if retries else least, most), None if uneven is None or most == least else factor, retries
     )
 
 
@@ -310,14 +342,14 @@ def _stage(result: Estimate, stage: int) -> _Stage:
     return _Stage(stage, parts, total(graphs(run, stage) or ()))
 
 
-def _phases(run: RunSpec, gpu: Gpu, stage: _Stage, replayed: int | None = None) -> Iterator[PhaseMemory]:
+def _phases(run: RunSpec, gpu: Gpu, stage: _Stage, replayed: Range | None = None) -> Iterator[PhaseMemory]:
     """``replayed``: reserved bytes of training, where they are known."""
     built = kept = Range(0, 0)  # reserved, by what ran before
     for phase, parts in stage.parts.items():
         least, most = total(parts)
         most += reserved_bytes(most)
         if phase is Phase.TRAINING:
-            least, most = (least, most) if replayed is None else (replayed, replayed)
+            least, most = (least, most) if replayed is None else replayed
             least, most = least + stage.graphs.least, most + stage.graphs.most
         before = built if phase is Phase.RESUME else kept  # another start of the job
         found = Range(max(least, before.least), max(most, before.most))

@@ -175,7 +175,7 @@ def channels(machine: Machine, spread: Spread, release: Release = DEFAULT_RELEAS
     if spread.ranks == 1:
         return (Channels(limit, 0, limit, limit),) * 2
     hopper, blackwell = since_hopper(machine.generation), machine.generation == "blackwell"
-    nvls = machine.switched and hopper and spread.local > 1
+    nvls = machine.switched and hopper and spread.local > 2  # transport/nvls.cc: ncclNvlsInit
     if not machine.nvlink:
         return Channels(2, 0, 2, 1), Channels(4, 0, 4, 2)
     if spread.domains > 1:

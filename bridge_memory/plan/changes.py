@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import combinations, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +12,7 @@ from bridge_memory.plan.megatron.space import useful_modules
 from bridge_memory.plan.megatron.splits import NO_SPLIT, splits
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import OFFLOAD_MODULES
+from bridge_memory.spec.run import GROUPS
 from bridge_memory.spec.transformers import usable_attention
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.step_time import not_timed, step_time
@@ -28,6 +29,8 @@ CHEAPEST_COMBINED = 4
 LEAST_TARGET = 1 << 20
 #: Kind of changes to what the optimizer keeps: offloaded states are fp32 whatever their dtypes.
 OPTIMIZER_STATES = "optimizer dtypes"
+#: Groups of a RunSpec of which changes of Megatron's runs leave the parameters and what is kept of them alone.
+OF_PASSES = frozenset({"recompute", "batch", "implementation"})
 #: GPU generation that has fp8 -> the recipe that NVIDIA's own recipes take there.
 _FP8_RECIPES = {"hopper": "tensorwise", "blackwell": "mxfp8"}
 
@@ -56,7 +59,7 @@ class Change(NamedTuple):
 
 
 class _Changed(NamedTuple):
-    """A run with one or more changes, before its peaks are asked for."""
+    """A run with one or more changes and its time, before its peaks are asked for."""
 
     changes: tuple[Change, ...]
     run: RunSpec
@@ -295,9 +298,13 @@ class WhatIf:
         self.run, self.hardware = run, hardware
         #: Highest peak of all stages, bytes.
         self.before = max(s.peak_bytes for s in peaks(run))
-        self._seconds = _seconds(run, hardware) if hardware and not not_timed(run) else 0.0
+        self._runs: dict[tuple[Change, ...], RunSpec | None] = {}
         self._changed: dict[tuple[Change, ...], _Changed | None] = {}
         self._applied: dict[tuple[Change, ...], Effect | None] = {}
+
+    @cached_property
+    def _seconds(self) -> float:
+        return _seconds(self.run, self.hardware) if self.hardware and not not_timed(self.run) else 0.0
 
     @cached_property
     def singles(self) -> list[Effect]:
@@ -342,23 +349,57 @@ class WhatIf:
             self._applied[chosen] = self._apply(chosen)
         return self._applied[chosen]
 
-    def to_try(self, gpu: Gpu) -> Iterator[Effect]:
-        """Single changes with which a step fits ``gpu``, in the order to try them. A peak is estimated when its change
-        has its turn, and only where model state alone leaves room."""
-        found = [c for c in (self._change((change,)) for change in dict.fromkeys(changes(self.run))) if c is not None]
+    def to_try(self, gpu: Gpu, without: Callable[[RunSpec], bool] = lambda run: False) -> Iterator[Effect]:
+        """Single changes with which a step fits ``gpu``, in the order to try them, but for those with runs of which
+        ``without`` holds. A change is timed where model state alone leaves room; its peak is estimated in its turn."""
+        found = []
+        for change in dict.fromkeys(changes(self.run)):
+            run = self._run((change,))
+            if run is not None and self._has_room(run, gpu) and not without(run):
+                changed = self._change((change,))
+                found += [] if changed is None else [changed]
         for _, alike in groupby(sorted(found, key=_cost), key=_cost):
-            effects = [self.effect(c.changes) for c in alike if _has_room(c.run, gpu)]
+            effects = [self.effect(c.changes) for c in alike]
             for effect in in_order_to_try(e for e in effects if e is not None and e.freed > 0):
                 if makes_it_fit(effect, gpu):
                     yield effect
 
+    def _has_room(self, run: RunSpec, gpu: Gpu) -> bool:
+        """Whether model state alone, of which no peak is less, fits."""
+        try:
+            state = self._state if keeps_state(self.run, run) else max(model_state(run))
+            return headroom(gpu, state, run) >= 0
+        except SpecError:
+            return False
+
+    @cached_property
+    def _state(self) -> int:
+        return max(model_state(self.run))
+
     def _change(self, chosen: tuple[Change, ...]) -> _Changed | None:
         """The run with these changes, and its time; None where the run cannot have them."""
         if chosen not in self._changed:
-            self._changed[chosen] = self._with(chosen)
+            self._changed[chosen] = self._timed(chosen)
         return self._changed[chosen]
 
-    def _with(self, chosen: tuple[Change, ...]) -> _Changed | None:
+    def _timed(self, chosen: tuple[Change, ...]) -> _Changed | None:
+        changed, slowdown = self._run(chosen), None
+        if changed is None:
+            return None
+        if self.hardware is not None and self._seconds and not not_timed(changed):
+            try:
+                slowdown = _seconds(changed, self.hardware) / self._seconds
+            except SpecError:
+                return None
+        return _Changed(chosen, changed, slowdown)
+
+    def _run(self, chosen: tuple[Change, ...]) -> RunSpec | None:
+        """The run with these changes; None where there is none."""
+        if chosen not in self._runs:
+            self._runs[chosen] = self._with(chosen)
+        return self._runs[chosen]
+
+    def _with(self, chosen: tuple[Change, ...]) -> RunSpec | None:
         fields: dict[str, Any] = {}
         for change in chosen:
             for name, value in change.fields:
@@ -368,13 +409,9 @@ class WhatIf:
                     return None
                 fields[name] = value
         try:
-            changed = self.run.with_fields(**fields)
-            slowdown = None
-            if self.hardware is not None and self._seconds and not not_timed(changed):
-                slowdown = _seconds(changed, self.hardware) / self._seconds
+            return self.run.with_fields(**fields)
         except SpecError:
             return None
-        return _Changed(chosen, changed, slowdown)
 
     def _apply(self, chosen: tuple[Change, ...]) -> Effect | None:
         changed = self._change(chosen)
@@ -404,12 +441,12 @@ def makes_it_fit(effect: Effect, gpu: Gpu) -> bool:
     return headroom(gpu, effect.peak, effect.run) >= 0 and fits(estimate(effect.run), [gpu])[0].fits
 
 
-def _has_room(run: RunSpec, gpu: Gpu) -> bool:
-    """Whether model state alone, of which no peak is less, fits."""
-    try:
-        return headroom(gpu, max(model_state(run)), run) >= 0
-    except SpecError:
+def keeps_state(run: RunSpec, changed: RunSpec) -> bool:
+    """Whether a change (``changes``) of a run is one of its passes alone: its model state is the same. Engines outside of
+    Megatron DDP keep other things when passes change."""
+    if run.data_parallel.engine != "megatron_ddp":
         return False
+    return all(group in OF_PASSES or getattr(run, group) == getattr(changed, group) for group in GROUPS)
 
 
 def _cost(of: Effect | _Changed) -> tuple[bool, bool, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -160,13 +160,20 @@ class OneByOne(Enum):
 
 #: Choices beyond those shown that are asked whether they keep the reserve; and where none of them does.
 LOOKED_FOR, LOOKED_FOR_ONE = 100, 1000
+#: Of the fastest choices, as many are improved (``Found.improves``).
+IMPROVED = 5
+#: Of rows whose step time is within this of the fastest one's, the one with the fewest mechanisms stands first
+#: (``Found.mechanisms``): less than a prediction can tell, and each is something to set up, to tune and to fail.
+SIMPLER = 0.02
 
 
 class Ranked(NamedTuple):
-    """Rows of which the first ``keeping`` keep the reserve, and the others are tight."""
+    """Rows of which the first ``keeping`` keep the reserve, and the others are tight. ``refused``: why faster choices
+    were passed over, and how many."""
 
     rows: tuple[Row[Any], ...]
     keeping: int
+    refused: Mapping[str, int] = {}
 
 
 class Found(NamedTuple):
@@ -199,20 +206,43 @@ class Found(NamedTuple):
     one_by_one: OneByOne | None = None
     #: Whether a row leaves the reserve (``plan.reserve``); None: none is asked for.
     keeps: Callable[[Row[Any]], bool] | None = None
+    #: Why nobody would queue a row, in view of the others; None where that is not so.
+    refuses: Callable[[Row[Any], Found], str | None] | None = None
+    #: A row made faster in what the grid has few values of, or itself.
+    improves: Callable[[Row[Any]], Row[Any]] | None = None
+    #: How many mechanisms a row needs, such as a pipeline or recomputation.
+    mechanisms: Callable[[Row[Any]], int] | None = None
 
     def ranked(self, number: int) -> Ranked:
         """The first ``number`` choices, of which those that keep the reserve come first, each by time. At most
-        ``LOOKED_FOR`` more are looked at; where none of them keeps it, up to ``LOOKED_FOR_ONE``."""
+        ``LOOKED_FOR`` more are looked at; where none of them keeps it, up to ``LOOKED_FOR_ONE``. The fastest
+        ``IMPROVED`` are improved; what ``refuses`` refuses is passed over, unless it refuses all. The first is the one
+        with the fewest mechanisms of those within ``SIMPLER`` of the fastest."""
         if self.keeps is None:
             rows = self.best(number)
             return Ranked(rows, len(rows))
         keeping: list[Row[Any]] = []
         tight: list[Row[Any]] = []
+        refused: Counter[str] = Counter()
+        wanted = max(number, IMPROVED) if self.improves else number
         for looked_at, row in enumerate(self.rows.choices()):
-            if len(keeping) == number or looked_at >= (number + LOOKED_FOR if keeping else number + LOOKED_FOR_ONE):
+            if len(keeping) == wanted or looked_at >= (wanted + LOOKED_FOR if keeping else wanted + LOOKED_FOR_ONE):
                 break
-            (keeping if self.keeps(row) else tight).append(row)
-        return Ranked((*keeping, *tight)[:number], min(len(keeping), number))
+            reason = self.refuses(row, self) if self.refuses else None
+            if reason is not None:
+                refused[reason] += 1
+            else:
+                (keeping if self.keeps(row) else tight).append(row)
+        if refused and not (keeping or tight):
+            return self._replace(refuses=None).ranked(number)
+        if self.improves is not None:
+            first = [self.improves(row) for row in keeping[:IMPROVED]]
+            keeping = sorted([*first, *keeping[IMPROVED:]], key=lambda row: row.time.seconds)
+        if self.mechanisms is not None and keeping:
+            as_fast = [row for row in keeping if row.time.seconds <= keeping[0].time.seconds * (1 + SIMPLER)]
+            simplest = keeping.index(min(as_fast, key=self.mechanisms))
+            keeping.insert(0, keeping.pop(simplest))
+        return Ranked((*keeping, *tight)[:number], min(len(keeping), number), refused)
 
     def best(self, number: int | None = None) -> tuple[Row[Any], ...]:
         """The fastest row of each choice: all of them, or the first ``number``."""
@@ -229,6 +259,15 @@ class Found(NamedTuple):
                 if len(out) == most:
                     break
         return tuple([self.rows[i] for i in out])
+
+
+def pareto(rows: Iterable[Row[Any]]) -> list[Row[Any]]:
+    """Of some rows those than which no other is both faster and smaller, the fastest first."""
+    out: list[Row[Any]] = []
+    for row in sorted(rows, key=lambda row: (row.time.seconds, row.peak)):
+        if not out or row.peak < out[-1].peak:
+            out.append(row)
+    return out
 
 
 def ties(rows: Sequence[Row[Any]]) -> int:

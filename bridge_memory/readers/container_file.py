@@ -23,6 +23,7 @@ from bridge_memory.spec.errors import bounded
 RECIPES = "megatron.bridge.recipes"
 #: megatron-core's enums that the YAML stores by value: value -> name (``transformer/enums.py: AttnBackend``).
 _MEMBERS = {"AttnBackend": {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}}
+_GIVE = "give the run_config.yaml that Megatron Bridge writes"
 _MARKS = ("_target_", "_call_", "_partial_", "_args_")
 #: Parts of a container that are mappings, and no objects.
 _MAPPINGS = ("env_vars",)
@@ -34,9 +35,12 @@ def container_from_file(path: str | os.PathLike[str]) -> Any:
     Raises:
         SpecError: The file cannot be read, or is not a container's YAML.
     """
-    give = "give the run_config.yaml that Megatron Bridge writes"
-    name = bounded(os.fspath(path), 120)
-    data = read_table(os.fspath(path), give)
+    return container_of_table(read_table(os.fspath(path), _GIVE), bounded(os.fspath(path), 120))
+
+
+def container_of_table(data: Mapping[str, Any], name: str) -> Any:
+    """``container_from_file`` of a table that was read; ``name``: of its source, for messages."""
+    give = _GIVE
     if not isinstance(data.get("model"), Mapping):
         raise SpecError(f"{name} has no model; {give}")
     if "_target_" not in data["model"]:

@@ -1,8 +1,8 @@
 """Multimodal configs: the language model, and the modality encoders with their projectors.
 
 Encoders are counted (``EncoderSpec``) if the config states all their sizes. Shapes follow transformers'
-``modeling_<model_type>.py``. Activations of encoders are not modelled: they depend on the images and audio of a batch,
-which a run does not describe.
+``modeling_<model_type>.py``. Those that Megatron Bridge takes from transformers also have a structure, by which their
+activations are recorded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from bridge_memory.readers.fields import Fields, shown
-from bridge_memory.spec import EncoderSpec, SpecError
+from bridge_memory.spec import EncoderSpec, EncoderStructure, SpecError
 from bridge_memory.spec.unmodelled import ENCODER, Effect, Unmodelled
 
 #: Keys of the language model's config, outermost first (an omni model's "thinker" is itself a wrapper).
@@ -68,9 +68,9 @@ def split_multimodal(config: Mapping[str, Any], name: str) -> Encoders:
     if encoder is None:
         assumptions = [f"language model only: the parameters and activations of {names} are left out"]
     else:
-        assumptions = [
-            f"{describe_encoder(encoder)}, on the first stage; activations are those of the language model only"
-        ]
+        words = f"{describe_encoder(encoder)}, on the first stage"
+        recorded = encoder.structure is not None
+        assumptions = [words if recorded else f"{words}; activations are those of the language model only"]
     if left:
         assumptions.append(f"{' and '.join(left)}: Megatron Bridge builds the thinker alone")
     if config.get("model_type") in _WITHOUT_MTP and text.pop("num_nextn_predict_layers", None):
@@ -89,7 +89,23 @@ def encoder_of(config: Mapping[str, Any], names: str, name: str = "config") -> E
     if not count or kind in _NO_BRIDGE:
         return None
     sharded = _SHARDED[kind](Fields(config["vision_config"], name, kind)) if kind in _SHARDED else 0
-    return EncoderSpec(names, count, sharded)
+    return EncoderSpec(names, count, sharded, structure_of(config, name))
+
+
+def structure_of(config: Mapping[str, Any], name: str = "config") -> EncoderStructure | None:
+    """The structure of a wrapper's encoder that transformers runs in training; None if its activations are not recorded
+    or a size is missing."""
+    kind = str(config.get("model_type"))
+    read = _STRUCTURES.get(kind)
+    parts = config.get("text_config"), config.get("vision_config", config.get("audio_config"))
+    if read is None or not all(isinstance(part, Mapping) for part in parts):
+        return None
+    text, encoder = parts
+    try:
+        width = _of(Fields(text or {}, name, kind), "hidden_size")
+        return read(Fields(encoder or {}, name, kind), width, Fields(config, name, kind))
+    except SpecError:
+        return None
 
 
 def describe_encoder(encoder: EncoderSpec) -> str:
@@ -237,6 +253,27 @@ def _qwen2_audio(v: Fields, text: int, outer: Fields) -> int:
     return convolutions + _of(v, "max_source_positions") * h + layers + 2 * h + _linear(h, text)
 
 
+def _structure_qwen2_5(v: Fields, text: int, outer: Fields) -> EncoderStructure:
+    return EncoderStructure(
+        kind="qwen2_5_vl", hidden_size=_of(v, "hidden_size"), ffn_hidden_size=_of(v, "intermediate_size"),
+        num_layers=_of(v, "depth"), num_heads=_of(v, "num_heads"), out_size=_of(v, "out_hidden_size"),
+        patch_size=_of(v, "patch_size"), temporal_patch_size=_of(v, "temporal_patch_size"),
+        channels=_of(v, "in_channels", 3), merge_size=_of(v, "spatial_merge_size"), window_size=_of(v, "window_size"),
+        full_layers=tuple(int(i) for i in v.items("fullatt_block_indexes") or ()),
+    )
+
+
+def _structure_glm4v(v: Fields, text: int, outer: Fields) -> EncoderStructure:
+    out = _of(v, "out_hidden_size")
+    return EncoderStructure(
+        kind="glm4v", hidden_size=_of(v, "hidden_size"), ffn_hidden_size=out, num_layers=_of(v, "depth"),
+        num_heads=_of(v, "num_heads"), out_size=out, patch_size=_of(v, "patch_size"),
+        temporal_patch_size=_of(v, "temporal_patch_size"), channels=_of(v, "in_channels", 3),
+        merge_size=_of(v, "spatial_merge_size"), merger_size=_of(v, "intermediate_size"),
+        positions=(_of(v, "image_size") // _of(v, "patch_size")) ** 2, qkv_bias=v.flag("attention_bias"),
+    )
+
+
 def _patches(v: Fields, h: int, *, bias: bool) -> int:
     """The patch embedding: a convolution over the pixels of a patch in temporal_patch_size frames."""
     return _linear(_of(v, "in_channels") * _of(v, "temporal_patch_size") * _of(v, "patch_size") ** 2, h, bias)
@@ -269,4 +306,11 @@ _SHARDED: dict[str, Callable[[Fields], int]] = {
     "qwen3_5": _qwen3_sharded,
     "qwen3_5_moe": _qwen3_sharded,
     "exaone4_5": _qwen2_5_sharded,
+}
+
+#: model_type of a wrapper whose encoder Megatron Bridge takes from transformers -> function of the same arguments that
+#: returns its structure.
+_STRUCTURES: dict[str, Callable[[Fields, int, Fields], EncoderStructure]] = {
+    "qwen2_5_vl": _structure_qwen2_5,
+    "glm4v_moe": _structure_glm4v,
 }

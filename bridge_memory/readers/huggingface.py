@@ -18,6 +18,7 @@ from bridge_memory.readers.families.dense import DENSE, read_dense
 from bridge_memory.readers.families.generic import read_generic
 from bridge_memory.readers.families.gpt2 import read_bloom, read_gpt2
 from bridge_memory.readers.families.hybrid import read_nemotron_h, read_nemotron_nas
+from bridge_memory.readers.families.interleaved import read_bamba, read_granite_hybrid, read_lfm2
 from bridge_memory.readers.families.moe import MOE, read_moe
 from bridge_memory.readers.families.sparse import SPARSE, read_sparse
 from bridge_memory.readers.fields import Fields, shown
@@ -34,6 +35,10 @@ READERS: dict[str, Callable[[Fields], ModelSpec]] = {
     "bloom": read_bloom,
     "nemotron_h": read_nemotron_h,
     "nemotron-nas": read_nemotron_nas,
+    "granitemoehybrid": read_granite_hybrid,
+    "bamba": read_bamba,
+    "lfm2": read_lfm2,
+    "lfm2_moe": read_lfm2,
     "gemma4_text": read_gemma4,
     "falcon_h1": read_falcon_h1,
     "deepseek_v4": read_deepseek_v4,

@@ -130,6 +130,10 @@ def _largest(phase: PhaseMemory, unit: str) -> Iterator[str]:
 def _notes(job: Job, unit: str) -> list[str]:
     ratio = f"allocated and up to {FRAGMENTATION:.1%} more (measured elsewhere)"
     how = "replayed, storage by storage" if job.replayed else ratio
+    if job.retries:
+        how += ", at least with retries of the allocator, which take time"
+    if job.uneven is not None:
+        how += f", at most with {job.uneven:.2f} times the balanced tokens in some layers"
     notes = [f"reserved: of training {how}; outside: CUDA context, NCCL's communicators, buffers of libraries"]
     if job.overload is not None:
         notes.append(_routing(job))

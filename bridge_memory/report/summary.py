@@ -13,6 +13,7 @@ from bridge_memory.releases import (
 )
 from bridge_memory.report.units import format_bytes, format_count
 from bridge_memory.spec import RunSpec
+from bridge_memory.spec.encoders import items_of, media_words
 from bridge_memory.spec.layout import layout
 
 #: GPUs of one host on most training clusters (HGX boards), by which host memory is added up.
@@ -88,7 +89,20 @@ def _batch(run: RunSpec) -> str:
         f"micro batch {b.micro_batch_size}",
         f"global batch {total}{' (default)' if b.global_batch_size is None else ''}",
         f"{m} {'microbatch' if m == 1 else 'microbatches'} per step",
+        *_media(run),
     )
+
+
+def _media(run: RunSpec) -> list[str]:
+    """What a sample gives each encoder: "1 image of 64 x 80 patches (1280 tokens of the sequence) per sample"."""
+    b = run.batch
+    given = (b.images_per_sample, b.image_size, b.patches_per_image, b.audio_seconds, b.video_frames or None)
+    default = " (default)" if all(value is None for value in given) else ""
+    return [
+        f"{media_words(encoder.structure, items_of(encoder.structure, b))} per sample{default}"
+        for encoder in run.model.encoders
+        if encoder.structure is not None and not run.implementation.torch_layers
+    ]
 
 
 def _precision(run: RunSpec) -> str:

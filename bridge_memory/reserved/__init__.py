@@ -41,3 +41,23 @@ def replayed(run: RunSpec, stage: int | None = None, steps: int | None = None) -
     from bridge_memory.reserved import torch_engines
 
     return torch_engines.replayed(run)
+
+
+def uneven(run: RunSpec, stage: int, factor: float) -> Reserved | None:
+    """As ``replayed``, with routing that gives up to ``factor`` times the tokens; None where sizes do not vary, or
+    variation reserves nothing more."""
+    if run.data_parallel.engine != _MEGATRON:
+        return None
+    from bridge_memory.reserved import megatron
+
+    return megatron.replayed(run, stage, uneven=factor) if megatron.sizes_vary(run) else None
+
+
+def fits_with_retries(run: RunSpec, stage: int, capacity: int) -> bool:
+    """Whether training goes on with no more than ``capacity`` bytes reserved, where ``replayed`` reserves more: the
+    allocator returns cached memory and tries again."""
+    if run.data_parallel.engine != _MEGATRON:
+        return False
+    from bridge_memory.reserved import megatron
+
+    return megatron.fits_with_retries(run, stage, capacity)

@@ -15,6 +15,7 @@ forward exchange brings (``models/common/model_chunk_schedule_plan.py: Transform
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Role
@@ -30,12 +31,14 @@ from bridge_memory.spec import LayerSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, layout
 from bridge_memory.tapes.allocation_trace import Nodes, Passes, Storages, tape_of
 from bridge_memory.tapes.context import context_of
-from bridge_memory.workspaces.caching_allocator import CachingAllocator, Reserved, reserved_by
+from bridge_memory.workspaces.caching_allocator import CachingAllocator, DeviceFull, Reserved, reserved_by
 
 ENGINE = "megatron_ddp"
 #: Training steps that are replayed; after the second, more memory is reserved only by chance.
 STEPS = 3
 COMPUTE, EXCHANGE = "compute", "communication"
+#: Numbers of tokens between which overlapped layers of experts change, if routing is not even.
+_VARIANTS = 4
 #: An optimizer's state for each parameter is in fp32, or half of it.
 _STATE_WIDTH = 4
 
@@ -62,14 +65,37 @@ def why_not(run: RunSpec) -> str | None:
     return f"reserved memory with {', '.join(missing)} is not replayed" if missing else None
 
 
-def replayed(run: RunSpec, stage: int | None = None, steps: int = STEPS) -> Reserved:
-    """``stage``: by default the one with the highest peak."""
+def replayed(run: RunSpec, stage: int | None = None, steps: int = STEPS, uneven: float = 1.0) -> Reserved:
+    """``stage``: by default the one with the highest peak. ``uneven``: overlapped layers of experts get at each pass
+    between the run's number of tokens and this times it, some more, some less."""
     assert why_not(run) is None, why_not(run)
     if stage is None:
         stage = max(peaks(run), key=lambda found: found.peak_bytes).stage
     plain, expandable = CachingAllocator(), CachingAllocator(expandable_segments=True)
-    _Job(run, stage, (plain, expandable)).train(steps)
+    _Job(run, stage, (plain, expandable), uneven).train(steps)
     return reserved_by(plain, expandable)
+
+
+def fits_with_retries(run: RunSpec, stage: int, capacity: int) -> bool:
+    """Whether training goes on where the allocator can reserve ``capacity`` bytes: when the device is full it returns
+    what is free and tries again (``CUDACachingAllocator.cpp: malloc``, release_cached_blocks), which takes time."""
+    one = CachingAllocator(expandable_segments=run.implementation.expandable_segments, capacity=capacity)
+    try:
+        _Job(run, stage, (one,)).train(STEPS)
+    except DeviceFull:
+        return False
+    return True
+
+
+def sizes_vary(run: RunSpec) -> bool:
+    """Whether tensors of experts change their sizes from pass to pass while two streams take turns: with routing that
+    is not even, blocks of one size are free when another size is asked for, and neither stream can use the other's."""
+    impl = run.implementation
+    dropless = impl.moe_expert_capacity_factor is None and impl.moe_expert_rank_capacity_factor is None
+    return (
+        impl.overlap_moe_expert_parallel_comm and run.parallel.ep > 1 and dropless
+        and not impl.moe_pad_expert_input_to_capacity
+    )  # fmt: skip
 
 
 class _Streams:
@@ -134,7 +160,9 @@ class _Pass(NamedTuple):
 class _Job:
     """A rank of one stage, storage by storage."""
 
-    def __init__(self, run: RunSpec, stage: int, allocators: Sequence[CachingAllocator]) -> None:
+    def __init__(
+        self, run: RunSpec, stage: int, allocators: Sequence[CachingAllocator], uneven: float = 1.0
+    ) -> None:
         self.run, self.stage, self.allocators = run, stage, allocators
         self.streams = _Streams(allocators)
         self.storages = Storages(self._report)
@@ -142,6 +170,17 @@ class _Job:
         self.shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
         self.known: dict[object, Passes] = {}
         self.chunks = [self._chunk(shape) for shape in self.shapes]
+        #: The chunks with other numbers of tokens, of which every pass of a layer takes one.
+        self.variants = [self.chunks]
+        self._chosen = Random(0)
+        if uneven > 1:
+            balanced = run.implementation.moe_imbalance
+            for turn in range(1, _VARIANTS):
+                factor = 1 + (uneven - 1) * turn / (_VARIANTS - 1)
+                self.ctx = context_of(run.with_fields(moe_imbalance=balanced * factor))
+                self.known = {}
+                self.variants.append([self._chunk(shape) for shape in self.shapes])
+            self.ctx = context_of(run)
         #: Elements of every parameter, by whether it is of routed experts.
         self.numels: dict[bool, list[int]] = {False: [], True: []}
         for shape in self.shapes:
@@ -339,7 +378,8 @@ class _Job:
         inside = gradient = held = None
         blocks: list[Passes] = []
         if forward is not None:
-            blocks = [block for block in self.chunks[forward] if isinstance(block, Passes)]
+            chosen = [self._chosen.choice(self.variants)[forward][at] for at in range(len(self.chunks[forward]))]
+            blocks = [block for block in chosen if isinstance(block, Passes)]
             assert len(blocks) == len(self.chunks[forward]), "layers are not recomputed together where they overlap"
             shape = self.shapes[forward]
             new = new._replace(x=None if shape.embedding else storages.make(hidden))

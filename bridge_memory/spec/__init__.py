@@ -6,6 +6,7 @@
 
 from bridge_memory.spec.checkpoint import CheckpointSpec
 from bridge_memory.spec.dtypes import DTYPE_BYTES
+from bridge_memory.spec.encoders import EncoderStructure
 from bridge_memory.spec.engine_options import DDPOptions, DeepSpeedOptions, FSDPOptions
 from bridge_memory.spec.errors import SpecError, divide, show
 from bridge_memory.spec.model import (
@@ -22,6 +23,7 @@ from bridge_memory.spec.model import (
     MLPSpec,
     ModelSpec,
     MoESpec,
+    ShortConvSpec,
     SideBySideSpec,
     SparseSpec,
 )
@@ -47,6 +49,7 @@ __all__ = [
     "DataParallelSpec",
     "DeepSpeedOptions",
     "EncoderSpec",
+    "EncoderStructure",
     "FSDPOptions",
     "FeedForward",
     "GatedDeltaNetSpec",
@@ -65,6 +68,7 @@ __all__ = [
     "PrecisionSpec",
     "RecomputeSpec",
     "RunSpec",
+    "ShortConvSpec",
     "SideBySideSpec",
     "SparseSpec",
     "SpecError",

@@ -47,9 +47,9 @@ def positive(default: int | None, *, below: int = MOST) -> Any:
     return _declared(default, (int,), "a positive integer", lowest=1, below=below)
 
 
-def count(default: int | None = 0) -> Any:
-    """An integer of 0 or more."""
-    return _declared(default, (int,), "an integer of 0 or more" if default is not None else "a number of bytes")
+def count(default: int | None = 0, *, give: str = "a number of bytes") -> Any:
+    """An integer of 0 or more, or None if that is the default; ``give``: what it is then."""
+    return _declared(default, (int,), "an integer of 0 or more" if default is not None else give)
 
 
 def flag(default: bool | None) -> Any:

@@ -24,6 +24,7 @@ from bridge_memory.spec.model import (
     MLPSpec,
     ModelSpec,
     MoESpec,
+    ShortConvSpec,
     SideBySideSpec,
 )
 
@@ -130,6 +131,7 @@ _INTS: dict[type, tuple[str, ...]] = {
     MLASpec: ("num_attention_heads", "kv_lora_rank", "qk_head_dim", "v_head_dim"),
     MambaSpec: ("num_heads", "head_dim", "state_dim", "num_groups", "conv_kernel", "chunk_size"),
     GatedDeltaNetSpec: ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel"),
+    ShortConvSpec: ("kernel",),
     MLPSpec: ("ffn_hidden_size",),
     MoESpec: ("num_experts", "topk", "moe_ffn_hidden_size"),
 }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
+from bridge_memory.spec.encoders import EncoderStructure
 from bridge_memory.spec.errors import SpecError, divide, show
 
 
@@ -199,6 +200,23 @@ class GatedDeltaNetSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """The gated short convolution of LFM2 (transformers ``models/lfm2/modeling_lfm2.py: Lfm2ShortConv``): a linear into
+    three parts of h, their first times their last through a depthwise convolution of ``kernel`` tokens, the result
+    times the second part, and a linear out of it. megatron-core has no such block.
+
+    Example:
+        >>> from bridge_memory import ShortConvSpec
+        >>> ShortConvSpec().kernel
+        3
+    """
+
+    kernel: int = 3
+    #: Biases on the convolution and on both linears.
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class MLPSpec:
     """A dense feed-forward block of inner width f (``megatron.core.transformer.mlp: MLP``).
 
@@ -248,6 +266,8 @@ class MoESpec:
     router_group_topk: int | None = None
     #: Latent MoE: experts work in this width instead of h (Nemotron-3).
     latent_size: int | None = None
+    #: The block's input is multiplied by noise in training (Phi-3.5-MoE's input_jitter_noise).
+    noisy_input: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +288,15 @@ class SideBySideSpec:
     scaled: bool = True
 
 
-Mixer = AttentionSpec | CompressedAttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec | SideBySideSpec
+Mixer = (
+    AttentionSpec | CompressedAttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec | ShortConvSpec | SideBySideSpec
+)
 FeedForward = MLPSpec | MoESpec
 #: Field of LayerSpec -> the classes that it may hold.
 KINDS: dict[str, tuple[type, ...]] = {
-    "mixer": (AttentionSpec, CompressedAttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, SideBySideSpec),
+    "mixer": (
+        AttentionSpec, CompressedAttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, ShortConvSpec, SideBySideSpec
+    ),
     "ffn": (MLPSpec, MoESpec),
 }  # fmt: skip
 #: The layer class: megatron-core's TransformerLayer or MambaLayer ("megatron"), or Megatron Bridge's layer for Gemma 4
@@ -351,10 +375,12 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """A modality encoder (images or audio) with its projector. Only its number of parameters is known.
+    """A modality encoder (images or audio) with its projector.
 
     ``parameters``: elements in all. ``sharded``: the part of them that tensor parallelism divides. The parameters of an
-    encoder made of transformers' modules are replicated over tensor-parallel ranks.
+    encoder made of transformers' modules are replicated over tensor-parallel ranks. ``structure``: its sizes, by which
+    its activations are recorded; None: only the number of parameters is known. ``frozen``: modules of it, by the
+    beginning of their names, whose parameters do not train ("": all).
 
     Example:
         >>> from bridge_memory import EncoderSpec
@@ -365,9 +391,15 @@ class EncoderSpec:
     name: str
     parameters: int
     sharded: int = 0
+    structure: EncoderStructure | None = None
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_types(self)
+        if self.structure is not None and type(self.structure) is not EncoderStructure:
+            raise SpecError(f"structure of an encoder ({show(self.structure)}) is no EncoderStructure; give one or None")
+        if type(self.frozen) is not tuple or any(type(name) is not str for name in self.frozen):
+            raise SpecError(f"frozen of an encoder ({show(self.frozen)}) is not a tuple of module names; give one")
         if not 0 <= self.sharded <= self.parameters:
             raise SpecError(
                 f"sharded ({self.sharded}) is not a part of the encoder's parameters ({self.parameters}); give 0 to "

@@ -15,7 +15,8 @@ from bridge_memory.releases import (
     Watch,
 )
 from bridge_memory.spec.engine_options import TORCH_IMPLEMENTATIONS
-from bridge_memory.spec.errors import SpecError
+from bridge_memory.spec.encoders import image_pixels
+from bridge_memory.spec.errors import SpecError, show
 from bridge_memory.spec.fields import (
     MOST_GPUS,
     Checked,
@@ -180,6 +181,30 @@ class BatchSpec(Checked):
     global_batch_size: int | None = positive(None, below=2**32)
     #: The sequences of a micro batch run as one packed row of tokens (the thd layout).
     packed_sequences: bool = flag(False)
+    #: Images of each sequence, for models with a vision encoder. None: one.
+    images_per_sample: int | None = count(None, give="an integer of 0 or more")
+    #: Their size in pixels, "WIDTHxHEIGHT", as the processor hands it on; or the patches of one.
+    #: None: ``encoders.DEFAULT_IMAGE``.
+    image_size: str | None = text(None, "WIDTHxHEIGHT in pixels, such as '1120x896'")
+    patches_per_image: int | None = positive(None, below=2**24)
+    #: Frames of one video of each sequence, of that size; 0: no video.
+    video_frames: int = count(0)
+    #: Seconds of audio of each sequence, for models with an audio encoder. None: 30.
+    audio_seconds: float | None = number(None)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.image_size is not None:
+            image_pixels(self.image_size)
+            if self.patches_per_image is not None:
+                raise SpecError(
+                    f"patches_per_image ({self.patches_per_image}) and image_size ({show(self.image_size)}) both say "
+                    "how large an image is; give one"
+                )
+        if self.video_frames >= 2**20:
+            raise SpecError(f"video_frames ({self.video_frames}) is absurdly large; give a number below 2**20")
+        if self.audio_seconds is not None and self.audio_seconds >= 2**20:
+            raise SpecError(f"audio_seconds ({self.audio_seconds}) is absurdly large; give a number below 2**20")
 
     @property
     def rows(self) -> tuple[int, int]:

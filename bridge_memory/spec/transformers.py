@@ -133,11 +133,19 @@ class Family(NamedTuple):
     fused_qkv: bool = False
     fused_gate_up: bool = False
     #: How queries and keys are rotated. "halves": ``rotate_half``; "half tables": cos and sin as wide as one half
-    #: (gpt-oss); "interleaved": pairs, with cos and sin repeated in every layer (GLM); "polar": as complex numbers
+    #: (gpt-oss); "interleaved": pairs, with cos and sin repeated in every layer (GLM); "joined": halves
+    #: concatenated with the rest of a head, even if there is none (Bamba); "gathered":
+    #: every layer picks cos and sin of the positions (Phi-3.5-MoE before 5); "polar": as complex numbers
     #: (DeepSeek-V2); "torchtune": pairs in fp32.
     rotary: str = "halves"
+    #: The share of ``rotary_dim`` that cos and sin have.
+    rotary_share: float = 1.0
     #: cos and sin are in fp32, and so are rotated queries and keys until they are cast back (OLMo 2).
     rotary_in_fp32: bool = False
+    #: When queries and keys are normed: "each": after its projection; "all": after all projections; "rotated": after
+    #: the rotary embedding. Names of the two norms.
+    qk_norm: str = "each"
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
     #: Rotated queries and keys are cast back, whatever the dtype of cos and sin.
     rotary_cast_back: bool = False
     #: Sliding layers have separate cos and sin (Gemma 3).
@@ -151,11 +159,15 @@ class Family(NamedTuple):
     scaled_embeddings: str = ""
     #: Outputs of attention and MLP are multiplied before the residual addition, and logits divided (Granite).
     scaled_residuals: bool = False
+    #: Logits are returned in fp32.
+    wide_logits: bool = False
     #: A tanh over the scores of eager attention and over the logits (Gemma 2).
     softcapped: bool = False
     #: Masks are in the model's dtype, and positions alone create none (``_update_causal_mask``); sdpa gets keys and
     #: values repeated for every query head.
     own_masks: bool = False
+    #: Masks of padded batches are made by the class, in the model's dtype (``_update_causal_mask``).
+    typed_masks: bool = False
     #: The class has a separate attention function per implementation, whose variables keep keys and values of every
     #: head, and probabilities, alive until it returns.
     own_attention: bool = False
@@ -164,10 +176,18 @@ class Family(NamedTuple):
     #: No mask is created for any batch.
     never_masked: bool = False
     #: The MoE block. "mixtral", "qwen": a loop over experts, with the module names of Mixtral or Qwen; "deepseek": sums
-    #: in fp32, sigmoid scores; "gpt_oss": biases and clamped gates (``gpt_oss.py``); "minimax": sigmoid scores.
+    #: in fp32, sigmoid scores; "gpt_oss": biases and clamped gates (``gpt_oss.py``); "minimax": sigmoid scores;
+    #: "phimoe": Mixtral's with sparsemixer as router; "hunyuan": an fp32 router weight, the shared expert first;
+    #: "lfm2": sigmoid scores in the model's dtype; "granite": tokens sorted by expert, one product for each.
     moe: str = "qwen"
     #: The routing weights of a token sum to one.
     normalized_router: bool = True
+    #: Names of the feed-forward module and of its linears (gate, up, down; or joined, down), of the linear after
+    #: attention, and of a Mamba mixer.
+    mlp: str = "mlp"
+    linears: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    output: str = "o_proj"
+    mamba: str = "mamba"
     #: Prefix of the names of decoder layers and embeddings; the names of layers, embedding and final norm after it.
     prefix: str = "model."
     layers: str = "layers"
@@ -212,7 +232,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         norm="gemma", norms=_SANDWICH, scaled_embeddings="embedding", local_rotary=True, both_masks=True,
-        liger=_LIGER_GEMMA, liger_norm_in_place=False,
+        qk_norm="all", liger=_LIGER_GEMMA, liger_norm_in_place=False,
     ),
     "phi3": Family(fused_qkv=True, fused_gate_up=True, liger=_LIGER),
     "granite": Family(scaled_embeddings="embedding", scaled_residuals=True, liger=_LIGER[:-1]),
@@ -250,12 +270,45 @@ FAMILIES["bloom"] = Family(
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
 FAMILIES["qwen3_next"] = Family(norm="gemma", since=(4, 57))
 FAMILIES["nemotron_h"] = Family(
-    embedding="embeddings", final_norm="norm_f", layer="nemotron_h", moe="deepseek", since=(5, 3),
+    embedding="embeddings", final_norm="norm_f", layer="nemotron_h", moe="deepseek", mamba="mixer",
+    wide_logits=True, since=(5, 3),
+)
+_HUNYUAN = Family(qk_norm="rotated", qk_norms=("query_layernorm", "key_layernorm"), moe="hunyuan", since=(4, 56))
+FAMILIES["hunyuan_v1_dense"] = FAMILIES["hunyuan_v1_moe"] = _HUNYUAN
+FAMILIES["solar_open"] = Family(moe="deepseek", since=(5, 0))
+_LFM2: dict[str, Any] = dict(
+    norms=("operator_norm", "", "ffn_norm", ""), final_norm="embedding_norm", mlp="feed_forward",
+    linears=("w1", "w3", "w2"), output="out_proj", qk_norms=("q_layernorm", "k_layernorm"),
+)
+FAMILIES["lfm2"] = Family(**_LFM2, since=(4, 54))
+FAMILIES["lfm2_moe"] = Family(**_LFM2, moe="lfm2", since=(5, 0))
+FAMILIES["granitemoehybrid"] = Family(
+    scaled_embeddings="embedding", scaled_residuals=True, moe="granite", fused_gate_up=True, mlp="shared_mlp",
+    linears=("input_linear", "output_linear"), typed_masks=True, wide_logits=True,
+)
+FAMILIES["bamba"] = Family(
+    norms=("input_layernorm", "", "pre_ff_layernorm", ""), final_norm="final_layernorm", mlp="feed_forward",
+    rotary="joined", rotary_share=0.5, typed_masks=True,
+)
+FAMILIES["phimoe"] = Family(
+    norm="layernorm", moe="phimoe", normalized_router=False, own_masks=True, own_attention=True, rotary="gathered",
+)
+FAMILIES["apertus"] = Family(
+    qk_norm="all", norms=("attention_layernorm", "", "feedforward_layernorm", ""), since=(4, 56),
 )
 FAMILIES["minimax_m2"] = Family(moe="minimax", since=(5, 0))
 FAMILIES["deepseek_v2"] = Family(moe="deepseek_v2", rotary="polar", normalized_router=False, since=(4, 54))
 #: ``model_type`` whose class is remote code (``trust_remote_code``) that was not read -> its file.
 REMOTE_CODE = {"nemotron-nas": "modeling_decilm.py, whose layers were searched one by one"}
+#: ``model_type`` that Megatron cannot train -> what of it megatron-core does not have.
+NOT_IN_MEGATRON = {
+    "phimoe": "a sparsemixer router, which samples experts and has its own gradient",
+    "granitemoehybrid": "layers of a Mamba mixer or attention with an MLP beside experts in each",
+    "bamba": "layers that hold a Mamba mixer and an MLP",
+    "lfm2": "the gated short convolution",
+    "lfm2_moe": "the gated short convolution",
+    "apertus": "the xIELU activation, with two trained parameters for each MLP",
+}
 #: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys rotated as complex numbers.
 TORCHTITAN = Family(norm="fused", rotary="complex", never_masked=True)
 #: Model types for which torchtitan's layers are supported.
@@ -277,6 +330,10 @@ _FROM_5: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"own_masks": False, "own_attention": False, "idle_mask": True},
     "olmoe": {"own_masks": False, "own_attention": False},
     "deepseek_v3": {"liger": _LIGER_WITHOUT_ROPE},
+    "granitemoehybrid": {"typed_masks": False, "wide_logits": False},
+    # ``BambaRotaryEmbedding.compute_default_rope_parameters`` does not look at partial_rotary_factor.
+    "bamba": {"typed_masks": False, "rotary_share": 1.0},
+    "phimoe": {"own_masks": False, "own_attention": False, "rotary": "halves"},
 }
 #: Before 4.52 OLMo's classes rotated in the model's dtype, and OLMo 2's norm was Llama's.
 _BEFORE_4_52: dict[str, dict[str, Any]] = {

@@ -129,6 +129,8 @@ class Label(str, Enum):
     """What a link of a chunk is."""
 
     EMBEDDING = "embedding"
+    #: Part of a modality encoder of transformers, on the first chunk.
+    ENCODER = "modality encoder"
     LAYER = "layer"
     RECOMPUTED = "recomputed layers"
     OFFLOADED = "offloaded layer"
@@ -271,7 +273,7 @@ def with_engine(links: Sequence[tuple[Link, int]], held: EngineBytes) -> list[tu
     """The same chain with the bytes that an engine holds during each link; a link of several layers has the largest of
     these layers' bytes."""
     others = {
-        Label.EMBEDDING: held.embedding, Label.FINAL_NORM: held.final_norm, Label.MTP: held.mtp, Label.LOSS: held.loss,
+        Label.EMBEDDING: held.embedding, Label.ENCODER: held.embedding, Label.FINAL_NORM: held.final_norm, Label.MTP: held.mtp, Label.LOSS: held.loss,
     }
     out: list[tuple[Link, int]] = []
     layer = 0

@@ -7,6 +7,7 @@ traces of one combination of settings; the process has one bounded ``TraceCache`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
@@ -19,9 +20,26 @@ from bridge_memory.releases import (
     PACKING_IS_CHECKED,
     UNMASKED_MAY_BE_PACKED,
 )
-from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec, SideBySideSpec
+from bridge_memory.spec import (
+    DTYPE_BYTES,
+    EncoderSpec,
+    EncoderStructure,
+    ImplementationSpec,
+    PeftSpec,
+    RecomputeSpec,
+    RunSpec,
+    SideBySideSpec,
+)
+from bridge_memory.spec.encoders import Item, items_of
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
-from bridge_memory.spec.transformers import TORCHTITAN, TORCHTUNE, Family, TransformersSpec, family_of
+from bridge_memory.spec.transformers import (
+    DEFAULT_TRANSFORMERS_SPEC,
+    TORCHTITAN,
+    TORCHTUNE,
+    Family,
+    TransformersSpec,
+    family_of,
+)
 from bridge_memory.tapes.symbolic import DIMENSIONS, SIZES, SymInt, Traces, chosen
 
 #: Traces that a TraceCache holds; one more empties it.
@@ -93,6 +111,18 @@ class TorchLayers(NamedTuple):
         return self.fused_experts and self.spec.experts_implementation in (None, "grouped_mm")
 
 
+class EncoderRun(NamedTuple):
+    """A modality encoder whose activations are recorded, and what each sample gives it."""
+
+    spec: EncoderSpec
+    structure: EncoderStructure
+    items: tuple[Item, ...]
+    #: How transformers runs it.
+    layers: TorchLayers
+    #: Sequences of a microbatch: of ``seq_length`` tokens each, also where they are packed into one row.
+    seq_length: int
+
+
 class Settings(NamedTuple):
     """What a trace depends on in addition to its block and the dimensions."""
 
@@ -125,6 +155,8 @@ class Settings(NamedTuple):
     #: Residual streams of hyper-connections, and whether fused kernels mix them.
     residual_streams: int = 1
     fused_hyper_connections: bool = False
+    #: Encoders whose activations are recorded.
+    encoders: tuple[EncoderRun, ...] = ()
 
 
 class SettingsCache:
@@ -245,6 +277,7 @@ class BlockContext:
     torch_layers: TorchLayers | None
     residual_streams: int
     fused_hyper_connections: bool
+    encoders: tuple[EncoderRun, ...]
     #: s after context parallelism, b: the micro batch.
     seq: int
     batch: int
@@ -271,6 +304,7 @@ class BlockContext:
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
             self.fp8_attention, self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim,
             self.adapters, self.packed, self.torch_layers, self.residual_streams, self.fused_hyper_connections,
+            self.encoders,
         ) = cache.settings
         (
             self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab, self._sp, *switches
@@ -398,6 +432,25 @@ def settings_of(run: RunSpec) -> Settings:
         _torch_layers(run) if run.implementation.torch_layers else None,
         m.residual_streams,
         m.fused_hyper_connections,
+        _encoders(run) if m.encoders else (),
+    )
+
+
+def _encoders(run: RunSpec) -> tuple[EncoderRun, ...]:
+    """The encoders of Megatron's models whose structure is known, as transformers runs them in the dtype of the
+    parameters."""
+    if run.implementation.torch_layers:
+        return ()
+    width = DTYPE_BYTES[run.precision.params_dtype]
+    spec = replace(
+        DEFAULT_TRANSFORMERS_SPEC, transformers_version=run.transformers.transformers_version,
+        attn_implementation=run.transformers.attn_implementation,
+    )
+    layers = TorchLayers(spec, Family(), width, False, width)
+    return tuple(
+        EncoderRun(encoder, encoder.structure, items_of(encoder.structure, run.batch), layers, run.batch.seq_length)
+        for encoder in run.model.encoders
+        if encoder.structure is not None
     )
 
 

@@ -131,8 +131,8 @@ _SCHEMAS: dict[str, Any] = {
         {
             "looked_at": _WHOLE, "fit": _WHOLE, "too_large": _WHOLE, "tight": _WHOLE, "stopped": _YES,
             "refused": {"type": "object", "additionalProperties": _WHOLE}, "global_batch_size": _WHOLE,
-            "global_batch_size_given": _YES, "ties": _WHOLE, "not_timed": _many(_TEXT), "rows": _many(_ref("Row")),
-            "front": _many(_ref("Row")),
+            "global_batch_size_given": _YES, "ties": _WHOLE, "not_timed": _many(_TEXT),
+            "not_modelled": _many(_TEXT), "rows": _many(_ref("Row")), "front": _many(_ref("Row")),
         }
     ),
     "Job": _object(

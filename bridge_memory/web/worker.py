@@ -59,9 +59,10 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Layouts that fit, fastest first."""
     from bridge_memory.arguments.template import template
     from bridge_memory.outside.context import outside_bytes_of
-    from bridge_memory.plan.found import ties
+    from bridge_memory.plan.found import pareto, ties
     from bridge_memory.plan.megatron.search import search
     from bridge_memory.plan.megatron.space import AXES, Space
+    from bridge_memory.report.said import names_of
     from bridge_memory.speed.hardware import hardware_of
     from bridge_memory.speed.megatron.step_time import not_timed
     from bridge_memory.web.api import hardware_for
@@ -97,15 +98,27 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
 
     found = search(space, hardware, capacity=gpu.capacity_bytes, outside=partial(outside_bytes_of, gpu=gpu),
                    progress=progress)  # fmt: skip
-    best = found.best(asked["top"])
+    best = found.ranked(asked["top"]).rows
     return {
         "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
         "tight": found.tight, "stopped": found.stopped,
         "refused": dict(found.refused.most_common(6)), "global_batch_size": sequences,
         "global_batch_size_given": "batch.global_batch_size" in given, "ties": ties(best),
-        "not_timed": list(not_timed(best[0].run)) if best else [], "rows": [_row(row) for row in best],
-        "front": [_row(row) for row in found.front()[:_FRONT]],
+        "not_timed": list(not_timed(best[0].run)) if best else [],
+        "not_modelled": names_of(_decisive(best[0], gpu)) if best else [], "rows": [_row(row) for row in best],
+        "front": [_row(row) for row in pareto([*found.front(), *best])[:_FRONT]],
     }  # fmt: skip
+
+
+def _decisive(row: Any, gpu: Any) -> tuple[str, ...]:
+    """What is not modelled of a row, where it can change whether the row fits."""
+    from bridge_memory.estimation import estimate
+    from bridge_memory.spec.unmodelled import bounds
+    from bridge_memory.verdict import headroom
+
+    features = estimate(row.run).unmodelled
+    most = bounds(row.peak, features).most
+    return features if most is None or headroom(gpu, most, row.run) < 0 else ()
 
 
 def _row(row: Any) -> dict[str, Any]:
@@ -129,14 +142,20 @@ def _row(row: Any) -> dict[str, Any]:
 
 def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Compare a log, a journal or a snapshot with the prediction."""
-    from bridge_memory.comparison.compare import compare
+    from bridge_memory.comparison.compare import SnapshotComparison, compare
     from bridge_memory.web.options import asked as parsed
 
     question = asked["question"]
-    run = None if question is None else parsed(question, hub=asked.get("hub", False)).run
+    one = None if question is None else parsed(question, hub=asked.get("hub", False))
     _bound_memory(_MORE_MEMORY + _PER_BYTE * os.path.getsize(asked["path"]))
     try:
-        return compare(asked["path"], run, stage=asked.get("stage", 0)).as_json(asked["name"])
+        found = compare(asked["path"], None if one is None else one.run, stage=asked.get("stage", 0))
+        if isinstance(found, SnapshotComparison):
+            return found.as_json(asked["name"])
+        phases = found.phases()  # on the card that the journal names, else on the page's
+        if phases is not None and phases.gpu is None and one is not None:
+            phases = found.phases(one.gpu)
+        return found.as_json(asked["name"], phases=phases)
     except SpecError as error:  # The file has the name that it came with.
         raise SpecError(str(error).replace(asked["path"], asked["name"])) from None
 

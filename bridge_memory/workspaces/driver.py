@@ -7,6 +7,7 @@ them in one NVLink domain, e experts of a rank.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from bridge_memory.inventory.megatron.moe import DEEPEP_PEERS
@@ -89,6 +90,7 @@ def driver_bytes(run: RunSpec) -> int:
     return sum(found.nbytes for found in driver_buffers(run))
 
 
+@lru_cache(maxsize=64)
 def _experts(model: ModelSpec) -> MoESpec | None:
     """The experts with the widest tokens; the process has one buffer for all layers."""
     kinds = [kind.ffn for kind in (*dict.fromkeys(model.layers), model.mtp_layer) if kind is not None]

@@ -20,6 +20,12 @@ SCHEMAS = Path(bridge_memory.__file__).parent / "report"
 SPEEDS = Path(__file__).parents[1] / "data" / "throughput" / "runs.jsonl"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = Path(__file__).parents[1] / "data" / "measurements" / "runs.jsonl"
+FAILURE = (
+    "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.25 GiB. GPU 1 has a total capacity of 79.10 "
+    "GiB of which 1.20 GiB is free. Process 7 has 2.00 GiB memory in use. Including non-PyTorch memory, this process has "
+    "75.90 GiB memory in use. Of the allocated memory 70.12 GiB is allocated by PyTorch, and 4.35 GiB is reserved by "
+    "PyTorch but unallocated.\n"
+)
 LOG = "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1000.0 | max allocated: 2000.0 | reserved: 2100.0"
 
 
@@ -41,6 +47,13 @@ def of_every_kind(capsys: pytest.CaptureFixture[str], command: str, tmp_path: Pa
             printed(capsys, command, str(log), *model), printed(capsys, command, str(log), *model, "--tolerance=9999"),
             printed(capsys, command, str(snapshot)), printed(capsys, command, str(snapshot), *model),
         ]
+    if command == "why":
+        log, other = tmp_path / "failed.log", tmp_path / "killed.log"
+        log.write_text(FAILURE)
+        other.write_text("Out of memory: Killed process 12 (python)\n")
+        more = [*model, "--gpu", "H100"]
+        return [printed(capsys, command, str(log)), printed(capsys, command, str(log), *more),
+                printed(capsys, command, str(other), *more)]
     if command == "rollout":
         small = ["--seq-length", "2048", "--gpu", "H100", "--max-tokens-per-gpu", "4096"]
         log = tmp_path / "verl.log"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bridge_memory import ParallelSpec, RunSpec, whole_job
+from bridge_memory import ParallelSpec, RunSpec, SpecError, compare, whole_job
 from bridge_memory.calibration import journal
 from bridge_memory.calibration.records import Bounds, PhaseRecord, PhasesRecord, ReportRecord, RunRecord, StageRecord
 from bridge_memory.cli import main
@@ -20,6 +20,7 @@ from bridge_memory.live import MemoryReport
 from bridge_memory.live.cuda import Reading
 from bridge_memory.outside.amount import Range, total
 from bridge_memory.readers.run_spec import run_to_json
+from bridge_memory.web import worker
 
 GIB = 1 << 30
 RUN = RunSpec(
@@ -215,3 +216,30 @@ def test_whatever_a_journal_says_of_phases_there_is_an_answer(
     found = document(capsys, str(path))
     assert main(["compare", str(path)]) == 0
     assert "phases" not in found or all(row["phases"] for row in found["phases"]["rows"])
+
+
+# ---- in Python and on the page ----
+
+
+def test_python_and_the_page_have_the_phases_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_bound_memory", lambda more: None)  # of a process of its own
+    path = written(tmp_path / "r.jsonl", everything())
+    said = document(capsys, str(path))["phases"]
+    found = compare(None, path).phases
+    assert found is not None and found.as_json() == said
+    asked = {"question": None, "path": str(path), "name": "r.jsonl"}
+    answer = worker._compare(asked, None)
+    assert answer["phases"] == said
+    assert compare(None, written(tmp_path / "none.jsonl")).phases is None
+
+
+def test_the_card_of_phases_is_the_journals_or_the_given_one(tmp_path: Path) -> None:
+    named = compare(None, written(tmp_path / "a.jsonl", everything()), gpu="H200").phases
+    unnamed = written(tmp_path / "b.jsonl", everything(), gpu="")
+    assert named is not None and named.gpu == "H200"
+    (none, given) = compare(None, unnamed).phases, compare(None, unnamed, gpu="H100").phases
+    assert none is not None and none.gpu is None and given is not None and given.gpu == "H100"
+    with pytest.raises(SpecError, match="Wafer"):
+        compare(None, unnamed, gpu="Wafer 9000")

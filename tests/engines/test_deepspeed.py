@@ -125,6 +125,17 @@ def test_zero3_gathers_ahead() -> None:
     check(run_of("zero3", ranks=RANKS, dtype="bf16", deepspeed=options(**chosen)), real(3, **chosen))
 
 
+@pytest.mark.parametrize("bucket", (1_500_000, 50_000_000))
+def test_zero3_prefetches_from_modules_around_others(bucket: int) -> None:
+    """The model itself has no parameters; its call prefetches the embedding with what fits the bucket beside it, which
+    are then copied out of one buffer."""
+    chosen = {
+        "stage3_prefetch_bucket_size": bucket, "stage3_param_persistence_threshold": 1000,
+        "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 1000,
+    }  # fmt: skip
+    check(run_of("zero3", ranks=RANKS, dtype="bf16", deepspeed=options(**chosen)), real(3, **chosen))
+
+
 def test_zero3_that_frees_nothing_near() -> None:
     chosen = {
         "stage3_prefetch_bucket_size": 1_000_000, "stage3_param_persistence_threshold": 1000,

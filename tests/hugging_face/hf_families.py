@@ -8,6 +8,9 @@ TINY: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 3, "num_attention_heads": 8,
     "num_key_value_heads": 2, "vocab_size": 640, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 24, "mamba_n_groups": 1, "mamba_chunk_size": 32,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **TINY},
     "llama, biases": {"model_type": "llama", **TINY, "attention_bias": True, "mlp_bias": True},
@@ -33,6 +36,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "ssm_state_size": 24, "n_groups": 2, "chunk_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 192, "n_group": 1, "topk_group": 1,
         "use_mamba_kernels": True, "tie_word_embeddings": False, "mlp_hidden_act": "relu2",
+    },
+    "nemotron_h latent": {
+        "model_type": "nemotron_h", "hidden_size": 256, "intermediate_size": 688, "vocab_size": 640,
+        "hybrid_override_pattern": "E*EE", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 32, "max_position_embeddings": 2048, "mamba_num_heads": 8, "mamba_head_dim": 48,
+        "ssm_state_size": 24, "n_groups": 2, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 192, "n_group": 1, "topk_group": 1,
+        "moe_latent_size": 96, "tie_word_embeddings": False, "mlp_hidden_act": "relu2",
     },
     "olmoe": {"model_type": "olmoe", **TINY, "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96},
     "glm4_moe": {"model_type": "glm4_moe", **TINY, "n_routed_experts": 8, "num_experts_per_tok": 2,
@@ -87,4 +98,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
                   "intermediate_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "glm": {"model_type": "glm", **TINY, "head_dim": 32, "pad_token_id": 0, "attention_bias": True},
     "glm4": {"model_type": "glm4", **TINY, "head_dim": 32, "pad_token_id": 0, "attention_bias": True},
+    "hunyuan dense": {"model_type": "hunyuan_v1_dense", **TINY, "head_dim": 64},
+    "hunyuan moe": {"model_type": "hunyuan_v1_moe", **TINY, "head_dim": 32, "num_experts": 8, "moe_topk": 2,
+                    "intermediate_size": 96},
+    "solar_open": {"model_type": "solar_open", **TINY, "n_routed_experts": 8, "num_experts_per_tok": 2,
+                   "moe_intermediate_size": 96, "n_shared_experts": 1, "head_dim": 32, "n_group": 1, "topk_group": 1},
+    "phimoe": {"model_type": "phimoe", **TINY, "num_local_experts": 8, "num_experts_per_tok": 2,
+               "intermediate_size": 96, "attention_bias": True, "lm_head_bias": True, "sliding_window": None},
+    "phimoe with noise": {
+        "model_type": "phimoe", **TINY, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96,
+        "input_jitter_noise": 0.01, "sliding_window": None,
+    },
+    "apertus": {"model_type": "apertus", **TINY, "hidden_act": "xielu"},
+    "lfm2": {"model_type": "lfm2", **TINY, "layer_types": ["conv", "full_attention", "conv"],
+             "block_auto_adjust_ff_dim": False, "conv_bias": True},
+    "lfm2_moe": {
+        "model_type": "lfm2_moe", **TINY, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
+    },
+    "granite hybrid": {
+        "model_type": "granitemoehybrid", **TINY, **MAMBA, "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96, "shared_intermediate_size": 192,
+        "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.2, "attention_multiplier": 0.1,
+    },
+    "granite hybrid dense": {
+        "model_type": "granitemoehybrid", **TINY, **MAMBA, "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 688,
+        "position_embedding_type": "rope",
+    },
+    "bamba": {"model_type": "bamba", **TINY, **MAMBA, "attn_layer_indices": [1]},
 }

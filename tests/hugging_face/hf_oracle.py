@@ -75,7 +75,8 @@ def measure(
     tracker = Graph(static=static)
     experts = getattr(model.config, "num_local_experts", None) or getattr(model.config, "num_experts", None)
     experts = experts or getattr(model.config, "n_routed_experts", None)
-    routed = Routed(experts, batch * seq * model.config.num_experts_per_tok // experts) if experts else None
+    topk = getattr(model.config, "num_experts_per_tok", None) or getattr(model.config, "moe_topk", None)
+    routed = Routed(experts, batch * seq * topk // experts) if experts else None
     held: list[Any] = []
 
     def loss() -> Any:

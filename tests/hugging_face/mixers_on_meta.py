@@ -14,11 +14,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import transformers
 
 from bridge_memory.rehearsal import scan_kernels
 from bridge_memory.rehearsal.scan_kernels import _convolved, _fp32, _Mamba2, _rows
+from bridge_memory.releases import FAMILIES_OF_5
+from bridge_memory.spec.transformers import TransformersSpec
 
 SMS = 132
+INSTALLED = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -63,7 +67,7 @@ class _WholeMamba(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, zxbcdt: Any, conv_weight: Any, conv_bias: Any, dt_bias: Any, a: Any, d: Any, chunk: int,
-        head_dim: int, groups: int, norm_weight: Any, out_weight: Any,
+        head_dim: int, groups: int, norm_weight: Any, out_weight: Any, finals: bool,
     ) -> Any:  # fmt: skip
         b, s, _ = zxbcdt.shape
         heads = a.shape[0]
@@ -83,7 +87,7 @@ class _WholeMamba(torch.autograd.Function):
         ctx.save_for_backward(zxbcdt, conv_weight, conv_bias, out, a, d, dt_bias, norm_weight, rstd, out_weight)
         ctx.sizes = b, s, heads, head_dim, groups, state, chunk, chunks
         del dt, cumulated, rows, states
-        return y, final
+        return (y, final) if finals else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -99,16 +103,35 @@ class _WholeMamba(torch.autograd.Function):
         found = _Mamba2.backward(fake, grads[0])[:6]
         of_out = torch.empty_like(out_weight)
         del dy, again
-        return *found, None, None, None, of_norm, of_out
+        return *found, None, None, None, of_norm, of_out, None
 
 
 def mamba_split_conv1d_scan_combined(
     zxbcdt: Any, weight: Any, bias: Any, dt_bias: Any, A: Any, D: Any, chunk_size: int, rmsnorm_weight: Any,
-    outproj_weight: Any, headdim: int, ngroups: int, **_: object,
+    outproj_weight: Any, headdim: int, ngroups: int, return_final_states: bool = False, **_: object,
 ) -> Any:  # fmt: skip
     return _WholeMamba.apply(
-        zxbcdt, weight, bias, dt_bias, A, D, chunk_size, headdim, ngroups, rmsnorm_weight, outproj_weight
+        zxbcdt, weight, bias, dt_bias, A, D, chunk_size, headdim, ngroups, rmsnorm_weight, outproj_weight,
+        return_final_states,
     )
+
+
+class _Conv1d(torch.autograd.Function):
+    """causal_conv1d ``CausalConv1dFn`` without an activation: keeps its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+        ctx.save_for_backward(x, weight, bias)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight, bias = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+
+
+def plain_conv1d(x: Any, weight: Any, bias: Any, activation: Any = None, **_: object) -> Any:
+    return _Conv1d.apply(x, weight, bias)
 
 
 @contextmanager
@@ -123,12 +146,23 @@ def mixers_on_meta(kind: str) -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, "current_device", lambda: "meta"))
             # Which 4.57 asks for where the config says no dtype, and torch does not have.
             stack.enter_context(patch.object(torch, "get_current_dtype", torch.get_default_dtype, create=True))
+        elif kind.startswith("lfm2"):
+            conv = module.Lfm2ShortConv if kind == "lfm2" else module.Lfm2MoeShortConv
+            mask = FAMILIES_OF_5(TransformersSpec(transformers_version=INSTALLED))
+
+            def convolve(self: Any, hidden_states: Any, *a: Any, attention_mask: Any = None, **_: object) -> Any:
+                with patch.object(module, "causal_conv1d_fn", plain_conv1d):
+                    return self.cuda_kernels_forward(hidden_states, attention_mask=attention_mask if mask else None)
+
+            stack.enter_context(patch.object(conv, "forward", convolve))
         else:
-            mixer = module.NemotronHMamba2Mixer
+            names = {"bamba": "BambaMixer", "granitemoehybrid": "GraniteMoeHybridMambaLayer"}
+            mixer = getattr(module, names.get(kind, "NemotronHMamba2Mixer"))
 
             def forward(self: Any, hidden_states: Any, cache_params: Any = None, **_: object) -> Any:
-                with patch.object(module, "mamba_split_conv1d_scan_combined", mamba_split_conv1d_scan_combined):
-                    return self.cuda_kernels_forward(hidden_states, cache_params, None)
+                name = "mamba_split_conv1d_scan_combined"
+                with patch.object(module, name, mamba_split_conv1d_scan_combined, create=True):
+                    return self.cuda_kernels_forward(hidden_states, cache_params)
 
             stack.enter_context(patch.object(mixer, "forward", forward))
         yield

@@ -19,7 +19,7 @@ from parameters_of import stage_parameters
 from bridge_memory import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec, SpecError, estimate
 from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.spec import PrecisionSpec
-from bridge_memory.spec.transformers import FAMILIES, TransformersSpec
+from bridge_memory.spec.transformers import FAMILIES, NOT_IN_MEGATRON, TransformersSpec
 from bridge_memory.tapes.context import context_of
 
 CLOSE = 0.005
@@ -138,7 +138,7 @@ def test_magnitudes(way: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", [{}, {"gradient_checkpointing": True}])
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "granite hybrid", "bamba", "lfm2"])
 def test_mixers_in_kernels(name: str, way: dict[str, Any]) -> None:
     """As where causal_conv1d, flash-linear-attention and mamba_ssm are installed."""
     skip_what_does_not_run(name)
@@ -207,6 +207,13 @@ def test_an_unknown_family_is_refused_by_name() -> None:
             model="nvidia/Llama-3_3-Nemotron-Super-49B-v1",
             implementation=ImplementationSpec(transformer_impl="transformers"),
         )
+
+
+@pytest.mark.parametrize("kind", sorted(NOT_IN_MEGATRON))
+def test_what_megatron_does_not_have_is_refused_by_name(kind: str) -> None:
+    config = next(config for config in CONFIGS.values() if config["model_type"] == kind)
+    with pytest.raises(SpecError, match=f"{kind}.*megatron-core does not have.*--engine fsdp2"):
+        RunSpec(model=model_from_hf_config(config, "a small model"))
 
 
 @pytest.mark.parametrize(

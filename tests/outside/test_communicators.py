@@ -113,13 +113,14 @@ def test_without_cumem_every_communicator_has_a_pool_from_the_start() -> None:
 
 
 def test_unbatched_sends_make_a_pair_a_neighbour() -> None:
-    """With virtual stages, inside a node: init 230 and connections of 384 MiB each; with 2 stages in one direction."""
+    """With virtual stages, inside a node: init 196 (2 x (3 x 32 + 2), without NVLS) and connections of 384 MiB each;
+    with 2 stages in one direction."""
     four = communicators(run(parallel(8, pp=4, virtual_pipeline_model_parallel_size=2)), H100, 0)
     pairs = [one for one in four if one.name.endswith("(pair)")]
-    assert [one.bytes.most for one in pairs] == [(230 + 384) * MIB] * 2
+    assert [one.bytes.most for one in pairs] == [(196 + 384) * MIB] * 2
     assert "PP" not in names(four)
     two = communicators(run(parallel(8, pp=2, virtual_pipeline_model_parallel_size=2)), H100, 0)
-    assert sum(one.bytes.most for one in two if one.name.endswith("(pair)")) == (2 * 230 + 384) * MIB
+    assert sum(one.bytes.most for one in two if one.name.endswith("(pair)")) == (2 * 196 + 384) * MIB
 
 
 def test_middle_stages_have_two_neighbours() -> None:

@@ -141,6 +141,12 @@ def test_channels_of_logs() -> None:
     assert channels(H100, Spread(1), (2, 24, 3))[0].most == 32
 
 
+def test_nvls_needs_three_gpus_of_a_domain() -> None:
+    """``transport/nvls.cc: ncclNvlsInit`` returns where its topology has two GPUs or fewer."""
+    for spread, there in ((Spread(2), 0), (Spread(3), 16), (Spread(4, 2), 0), (Spread(16, 2), 16)):
+        assert most(H100, spread).nvls == there, spread
+
+
 def test_connections_by_generation() -> None:
     """Ampere's peers read, so the sender keeps the Simple buffer: 6 + 6 MiB in place of 2 + 10."""
     assert local_connection(H100) == local_connection(B200) == (2 * MIB, 10 * MIB)

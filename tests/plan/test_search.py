@@ -307,7 +307,7 @@ def test_rows_that_keep_the_reserve_come_first(capsys: pytest.CaptureFixture[str
     space = Space(base, 16, 8, frozenset({"cp", "vpp", "split"}), global_batch_size=256)
     outside = partial(outside_bytes_of, gpu=card)
     found = search(space, hardware, capacity=card.capacity_bytes, outside=outside)
-    rows, keeping = found.ranked(40)
+    rows, keeping, _ = found.ranked(40)
     assert len(rows) == 40 and [row.time.seconds for row in rows[:keeping]] == sorted(
         row.time.seconds for row in rows[:keeping]
     )

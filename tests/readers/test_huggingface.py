@@ -232,11 +232,18 @@ def test_new_names_for_dtype_and_rope_change_nothing() -> None:
     assert model_from_hf_config(new, "x").rotary_dim == 64
 
 
-def test_a_pattern_in_words_is_the_pattern_in_symbols() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"},  # transformers 5.3 to 5.22
+        {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"},  # 5.23 and 5.24, as saved
+    ],
+)
+def test_a_pattern_in_words_is_the_pattern_in_symbols(words: dict[str, str]) -> None:
     old = config_of("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
-    words = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-    new = {k: v for k, v in old.items() if k != "hybrid_override_pattern"}
+    new = {k: v for k, v in old.items() if k not in ("hybrid_override_pattern", "num_hidden_layers")}
     new["layers_block_type"] = [words[symbol] for symbol in old["hybrid_override_pattern"]]
+    new["mtp_layers_block_type"] = [words["*"], words["E"]]
     assert model_from_hf_config(new, "x") == model_from_hf_config(old, "x")
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.arguments.template import template
+from bridge_memory.cli.garbage import few_collections
 from bridge_memory.cli.measured import measured_steps
 from bridge_memory.cli.progress import Progress
 from bridge_memory.cli.ranked import Shown, Style, how_words, print_found
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     steps = calibrated(measured_steps(args.measured_step_time, space), hardware) if args.measured_step_time else None
     if find_spec("numpy") is None and sys.stderr is not None:
         print(WITHOUT_NUMPY, file=sys.stderr)
-    with _few_collections():
+    with few_collections():
         with Progress("layout") as progress:
             found = search(
                 space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
@@ -90,17 +90,6 @@ def run(args: argparse.Namespace) -> int:
             ),
             args,
         )  # fmt: skip
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Python looks for cycles seldom meanwhile: a search makes a hundred thousand small objects and few cycles."""
-    before = gc.get_threshold()
-    gc.set_threshold(50_000, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _space(args: argparse.Namespace, gpu: Gpu, hardware: Hardware) -> tuple[Space, SpecError | None]:

@@ -34,6 +34,7 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
     if spec.learnable_softmax_sink:
         t.r.parameter("self_attn.sinks", (a,))
     query, key, value, gate = _projected(t, spec, x)
+    norms_rotated = spec.qk_layernorm is not None and t.hf.family.qk_norm == "rotated"
     if spec.rotary and shared.cos is not None and t.hf.liger("rope"):
         query, key = liger.rotated(t, "query", query), liger.rotated(t, "key", key)
     elif t.hf.family.rotary == "half tables" and shared.cos is not None and shared.sin is not None:
@@ -50,9 +51,12 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
     elif shared.cos is not None and shared.sin is not None and spec.rotary:
         before = query, key
         tables = _tables(t, shared.cos, shared.sin)
-        query = _rotated(t, "query", query, *tables, share=ctx.rotary_dim / d)
-        key = _rotated(t, "key", key, *tables, share=ctx.rotary_dim / d)
+        share = ctx.rotary_dim * t.hf.family.rotary_share / d
+        query = rotate_halves(t, "query", query, *tables, share=share)
+        key = rotate_halves(t, "key", key, *tables, share=share)
         t.keep_alive(*before, *tables)
+    if norms_rotated:
+        query, key = _normed(t, spec, 0, query), _normed(t, spec, 1, key)
     if t.hf.spec.use_cache and not t.hf.spec.gradient_checkpointing:
         # cache_utils.py: DynamicLayer.update concatenates them with an empty cache.
         cached = t.copy("cached keys", key), t.copy("cached values", value)
@@ -64,7 +68,7 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
     if gate is not None:
         out, before_gate = t.mul("attention output, gated", out, t.saves_output("attention gate", gate)), out
         t.keep_alive(before_gate)
-    y = t.linear("self_attn.o_proj", out, tokens, a * spec.value_channels, h, bias=spec.add_output_bias)
+    y = t.linear(f"self_attn.{t.hf.family.output}", out, tokens, a * spec.value_channels, h, bias=spec.add_output_bias)
     if t.hf.family.own_attention:
         t.keep_alive(x, query, out, *t.variables)
         t.variables.clear()
@@ -85,8 +89,6 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
             for name, heads in (("query", a), ("key", g), ("value", g))
         )
         return query, key, value, None
-    rows = {"head": (tokens * a, tokens * g), "full": (tokens, tokens)}
-    width = {"head": (d, d), "full": (a * d, g * d)}
     gate: Array | None = None
     if spec.attention_output_gate:
         both = t.linear("self_attn.q_proj", x, tokens, h, 2 * a * d, bias=bias)
@@ -95,17 +97,21 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
     else:
         query = t.linear("self_attn.q_proj", x, tokens, h, a * d, bias=bias)
     # Norms are recorded in the order in which the class runs them.
-    after = t.hf.family.norm == "gemma" and not spec.attention_output_gate
-    if spec.qk_layernorm and not after:
-        query = norm(t, "self_attn.q_norm", query, rows[spec.qk_layernorm][0], width[spec.qk_layernorm][0])
+    order = t.hf.family.qk_norm if spec.qk_layernorm else ""
+    query = _normed(t, spec, 0, query) if order == "each" else query
     key = t.linear("self_attn.k_proj", x, tokens, h, g * d, bias=bias)
-    if spec.qk_layernorm and not after:
-        key = norm(t, "self_attn.k_norm", key, rows[spec.qk_layernorm][1], width[spec.qk_layernorm][1])
+    key = _normed(t, spec, 1, key) if order == "each" else key
     value = t.linear("self_attn.v_proj", x, tokens, h, g * spec.value_channels, bias=bias)
-    if spec.qk_layernorm and after:
-        query = norm(t, "self_attn.q_norm", query, rows[spec.qk_layernorm][0], width[spec.qk_layernorm][0])
-        key = norm(t, "self_attn.k_norm", key, rows[spec.qk_layernorm][1], width[spec.qk_layernorm][1])
+    if order == "all":
+        query, key = _normed(t, spec, 0, query), _normed(t, spec, 1, key)
     return query, key, value, gate
+
+
+def _normed(t: Torch, spec: AttentionSpec, which: int, x: Array) -> Array:
+    """Queries (0) or keys (1) through their norm, of each head or of all heads together."""
+    heads, d, tokens = (spec.num_attention_heads, spec.num_query_groups)[which], spec.kv_channels, t.r.ctx.tokens
+    rows, width = (tokens * heads, d) if spec.qk_layernorm == "head" else (tokens, heads * d)
+    return norm(t, f"self_attn.{t.hf.family.qk_norms[which]}", x, rows, width)
 
 
 # ---- rotary embedding ----
@@ -113,19 +119,21 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
 
 def _tables(t: Torch, cos: Array, sin: Array) -> tuple[Array, Array]:
     """The tables by which the layer multiplies; interleaved ones have each value twice
-    (``models/glm/modeling_glm.py``).
+    (``models/glm/modeling_glm.py``), gathered ones are picked by position (``models/phimoe/modeling_phimoe.py``, 4).
     """
+    if t.hf.family.rotary == "gathered":
+        return t.copy("cos of the positions", cos), t.copy("sin of the positions", sin)
     if t.hf.family.rotary != "interleaved":
         return cos, sin
     return t.copy("cos of pairs", cos), t.copy("sin of pairs", sin)
 
 
-def _rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: float) -> Array:
+def rotate_halves(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: float) -> Array:
     """``apply_rotary_pos_emb``: x cos + rotate_half(x) sin; saves the tables, which all layers share. If only a
     ``share`` of a head is rotated, the other part is concatenated afterwards."""
     whole, turning, passing = x, x, None
     partly = 0 < share < 1
-    if partly or (share == 1 and (t.hf.family.rotary == "interleaved" or t.hf.family.fused_qkv)):
+    if partly or (share == 1 and (t.hf.family.rotary in ("interleaved", "joined") or t.hf.family.fused_qkv)):
         turning = t.slice(f"{name}: rotary part", whole, round(x.elements * share))
         passing = t.slice(f"{name}: pass-through part", whole, x.elements - turning.elements)
     straight = t.mul(f"{name} times cos", turning, cos)
@@ -205,7 +213,8 @@ def needs_mask(hf: TorchLayers, window: int | None, seq: Any, *, packed: bool = 
         return True
     if spec.attention_mask == "padded" or packed:
         return True
-    if spec.attention_mask == "none" and not spec.use_cache and not hf.family.own_masks and hf.packing_is_supposed:
+    own = hf.family.own_masks or hf.family.typed_masks
+    if spec.attention_mask == "none" and not spec.use_cache and not own and hf.packing_is_supposed:
         return True
     return window is not None and bool(seq >= window)
 
@@ -249,7 +258,8 @@ def _efficient(
     lse = t.tape.tensor("log-sum-exp of the scores", FP32 * rows, grad=False)
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
     mask: tuple[Array, ...] = ()
-    made_here = not t.hf.family.own_masks or (t.hf.family.always_masked and spec.window_size is not None)
+    typed = t.hf.family.own_masks or t.hf.family.typed_masks
+    made_here = not typed or (t.hf.family.always_masked and spec.window_size is not None)
     if masked and made_here:
         mask = (t.constant("attention bias of the mask", ctx.batch * ctx.seq * ctx.seq, query.width),)
     given = query, key, value, *mask

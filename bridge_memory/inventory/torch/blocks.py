@@ -10,10 +10,12 @@ from bridge_memory.inventory.torch.attention import Shared, record_attention
 from bridge_memory.inventory.torch.delta_net import record_delta_net
 from bridge_memory.inventory.torch.experts import last_saver, record_moe
 from bridge_memory.inventory.torch.loss import record_output
+from bridge_memory.inventory.torch.mamba import record_mamba
 from bridge_memory.inventory.torch.mla import record_mla
 from bridge_memory.inventory.torch.mlp import record_mlp
 from bridge_memory.inventory.torch.norms import layer_norm, norm
 from bridge_memory.inventory.torch.ops import FP32, Array, Torch
+from bridge_memory.inventory.torch.short_conv import record_short_conv
 from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
@@ -23,6 +25,7 @@ from bridge_memory.spec import (
     MLASpec,
     MLPSpec,
     ModelSpec,
+    ShortConvSpec,
 )
 from bridge_memory.tapes.blocks import Block, block
 from bridge_memory.tapes.context import BlockContext
@@ -56,13 +59,15 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
         if family.scaled_embeddings:
             x = t.scale("input embeddings, scaled", x)
         # torchtitan's and torchtune's table is a buffer (workspaces/persistent.py: rotary_tables).
-        made = rotary if family.rotary not in ("complex", "torchtune") else 0
+        made = int(rotary * family.rotary_share) if family.rotary not in ("complex", "torchtune") else 0
         tables = [(name, r.ctx.seq * made // table_share(t)) for name in (_table_names(t) if made else ())]
         if alibi and t.hf.spec.gradient_checkpointing:
             tables.append(("slopes of the positions", tokens * alibi))
         for name, elements in tables:
             table = t.constant(name, elements, table_width(t))
-            # Layers save it, or their checkpoints hold it.
+            # Layers save it, or their checkpoints hold it; of what they gather from it they save a copy.
+            if family.rotary == "gathered" and not t.hf.spec.gradient_checkpointing:
+                continue
             t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,), trains=True)
         t.tape.output(x.tensor)
 
@@ -141,17 +146,19 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
         assert layer.ffn is not None
         if not isinstance(layer.ffn, MLPSpec):
             return last_saver(t, layer.ffn)
-        if t.r.frozen and t.adapts("mlp.down_proj"):
+        module = t.hf.family.mlp
+        down = f"{module}.{t.hf.family.linears[-1]}"
+        if t.r.frozen and t.adapts(down):
             dora = t.r.ctx.adapters is not None and t.r.ctx.adapters.use_dora
-            return "mlp.down_proj LoRA output times magnitudes" if dora else "mlp.down_proj.lora_B output"
+            return f"{down} LoRA output times magnitudes" if dora else f"{down}.lora_B output"
         # Linears in 4 or 8 bits save nothing through the hooks of a checkpoint.
-        return "mlp product" if t.quantizes(Use.LAYER) else "mlp.down_proj output"
+        return f"{module} product" if t.quantizes(Use.LAYER) else f"{down} output"
     return f"{last} output" if t.hf.family.norm == "llama" else f"{last} times weight in fp32"
 
 
 def _shared(t: Torch) -> Shared:
     ctx = t.r.ctx
-    elements = ctx.seq * ctx.rotary_dim // table_share(t)
+    elements = ctx.seq * int(ctx.rotary_dim * t.hf.family.rotary_share) // table_share(t)
     if t.hf.family.rotary == "torchtune":
         table = t.input("rotary table", elements, FP32, grad=False, counted=False)
         return Shared(table, table)
@@ -198,6 +205,8 @@ def part_of(mixer: Mixer | None) -> Part:
         return Part.MLA
     if isinstance(mixer, GatedDeltaNetSpec):
         return Part.GATED_DELTA_NET
+    if isinstance(mixer, ShortConvSpec):
+        return Part.SHORT_CONVOLUTION
     return Part.MAMBA if isinstance(mixer, MambaSpec) else Part.ATTENTION
 
 
@@ -207,6 +216,10 @@ def _mixed(t: Torch, mixer: Mixer | None, x: Array, shared: Shared) -> Array:
         return record_attention(t, mixer, x, shared)
     if isinstance(mixer, GatedDeltaNetSpec):
         return record_delta_net(t, mixer, x)
+    if isinstance(mixer, ShortConvSpec):
+        return record_short_conv(t, mixer, x)
+    if isinstance(mixer, MambaSpec):
+        return record_mamba(t, mixer, x)
     assert isinstance(mixer, MLASpec)
     return record_mla(t, mixer, x, shared)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.torch.attention import needs_mask
 from bridge_memory.inventory.torch.blocks import embedding_block, final_norm_block, layer_block, output_block
+from bridge_memory.inventory.torch.ops import FP32
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from bridge_memory.spec.adapters import in_any_layer, is_target
 from bridge_memory.spec.layout import ChunkShape
@@ -31,7 +32,8 @@ def torch_chunk(
     tied = model.share_embeddings_and_output_weights
     masks = mask_bytes(model, ctx)
     embedding = plain_link(embedding_block(model, ctx), Label.EMBEDDING)
-    if masks and (spec.gradient_checkpointing or (family.own_masks and ctx.torch_layers.attention == "sdpa")):
+    own = family.own_masks or family.typed_masks
+    if masks and (spec.gradient_checkpointing or (own and ctx.torch_layers.attention == "sdpa")):
         # The arguments of every checkpoint hold the masks, or attention saves them.
         more = ((Part.ATTENTION, Provenance.FORMULA), masks)
         embedding = embedding._replace(
@@ -82,7 +84,8 @@ def torch_chunk(
         loss, _ = links[-1]
         links[-1] = loss._replace(forward_peak=largest(loss.forward_peak, loss.retained + 2 * logits)), 1
     if spec.keeps_outputs and makes_logits:
-        logits = ctx.tokens * ctx.padded_vocab * ctx.torch_layers.compute_width
+        width = FP32 if family.wide_logits else ctx.torch_layers.compute_width
+        logits = ctx.tokens * ctx.padded_vocab * width
         links = [(link.with_waiting(logits), count) for link, count in links]
         loss, _ = links[-1]
         links[-1] = loss._replace(retained=loss.retained + logits, more=(((Part.LOSS, Provenance.FORMULA), logits),)), 1
@@ -139,7 +142,8 @@ def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
     if ctx.torch_layers.family.always_masked:
         windows = {None}
     made = [needs_mask(ctx.torch_layers, window, ctx.seq, packed=ctx.packed) for window in windows]
-    width = ctx.act if ctx.torch_layers.family.own_masks else 1
+    typed = ctx.torch_layers.family.own_masks or ctx.torch_layers.family.typed_masks
+    width = ctx.act if typed else 1
     return sum(made) * width * ctx.batch * ctx.seq * ctx.seq
 
 

@@ -55,9 +55,17 @@ def record_delta_net(t: Torch, spec: GatedDeltaNetSpec, x: Array) -> Array:
 def convolved(
     t: Torch, module: str, x: Array, channels: int, kernel: int, *, bias: bool = False, held: Sequence[Array] = ()
 ) -> Array:
-    """``silu(conv1d(x)[:, :, :s])`` of x transposed to [b, channels, s]. The output has kernel - 1 more tokens per
-    sequence, and the activation saves it whole; the kernel makes a contiguous copy of x, and another in backward
-    (``aten/src/ATen/native/Convolution.cpp: _convolution, convolution_backward``). ``held``: variables until then."""
+    """``silu(conv1d(x)[:, :, :s])``; the activation saves the convolution's output whole. ``held``: variables until
+    then."""
+    done = t.activation(f"{module} activated", convolution(t, module, x, channels, kernel, bias=bias))
+    t.keep_alive(x, *held)
+    return done
+
+
+def convolution(t: Torch, module: str, x: Array, channels: int, kernel: int, *, bias: bool = False) -> Array:
+    """``conv1d(x)[:, :, :s]`` of x transposed to [b, channels, s]: the output has kernel - 1 more tokens per sequence;
+    the kernel makes a contiguous copy of x, and another in backward (``aten/src/ATen/native/Convolution.cpp:
+    _convolution, convolution_backward``)."""
     ctx = t.r.ctx
     t.r.parameter(f"{module}.weight", (channels, 1, kernel))
     if bias:
@@ -70,10 +78,7 @@ def convolved(
         saves=(entering.tensor, *(() if weight is None else (weight.tensor,))), trains=t.trains(module),
         workspace=copy, backward_workspace=copy,
     )
-    kept = t.slice(f"{module} output without what follows", out, ctx.tokens * channels)
-    done = t.activation(f"{module} activated", kept)
-    t.keep_alive(x, *held)
-    return done
+    return t.slice(f"{module} output without what follows", out, ctx.tokens * channels)
 
 
 def convolved_by_kernel(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bridge_memory.inventory.torch import gpt_oss, liger
-from bridge_memory.inventory.torch.mlp import gated_mlp, plain_mlp, relu_squared
+from bridge_memory.inventory.torch.mlp import gated_mlp, joined_mlp, plain_mlp, relu_squared
 from bridge_memory.inventory.torch.ops import FP32, Array, Torch
 from bridge_memory.releases import EXPERTS_BY_NUMBER
 from bridge_memory.spec import MoESpec
@@ -22,7 +22,9 @@ INT64 = 8
 
 def last_saver(t: Torch, spec: MoESpec) -> str:
     """The last operation of the block that saves anything; "mlp": the last sum over experts."""
-    if spec.shared_expert_intermediate_size:
+    if spec.shared_expert_intermediate_size and t.hf.family.moe != "hunyuan":
+        if t.hf.family.moe == "granite":
+            return "shared_mlp.output_linear output"
         return "shared expert, gated" if spec.shared_expert_gate else f"{_module(t)}.shared_experts.down_proj output"
     return "experts' output in order" if t.hf.grouped_experts else "mlp"
 
@@ -30,24 +32,34 @@ def last_saver(t: Torch, spec: MoESpec) -> str:
 def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
     """[T, h] -> [T, h]."""
     # In transformers 5 Qwen2MoeSparseMoeBlock runs its shared expert first.
-    first = spec.shared_expert_gate and t.hf.fused_experts
+    hunyuan = t.hf.family.moe == "hunyuan"
+    first = (spec.shared_expert_gate and t.hf.fused_experts) or hunyuan
     variables: Sequence[Array] = ()
     logits: Array | None = None
+    if spec.noisy_input:
+        x = _with_noise(t, x)
+    if t.hf.family.moe == "granite":
+        return _granite(t, spec, x)
     early = _mlp_of_shared(t, spec, x) if first else None
     with t.tape.assumed():
         if t.hf.family.moe in ("deepseek", "deepseek_v2"):
             weights, chosen, logits = _router_in_fp32(t, spec, x)
+        elif t.hf.family.moe == "phimoe":
+            weights, chosen, logits = sparsemixer(t, spec, x)
         elif t.hf.family.moe == "gpt_oss":
             weights, which = gpt_oss.router(t, spec, x, scattered=not t.hf.fused_experts)
             chosen = Array(which, t.r.ctx.tokens * spec.topk, INT64)
         else:
             weights, chosen, logits = _softmax_router(t, spec, x)
+        given = _latent(t, spec, x, "fc1_latent_proj") if spec.latent_size else x
         if t.hf.grouped_experts:
-            out = _grouped(t, spec, x, weights, chosen)
+            out = _grouped(t, spec, given, weights, chosen)
         elif t.hf.family.moe == "deepseek_v2" and not t.hf.fused_experts:
-            out = _sorted_loop(t, spec, x, weights)
+            out = _sorted_loop(t, spec, given, weights)
         else:
-            out, variables = _loop(t, spec, x, weights, chosen)
+            out, variables = _loop(t, spec, given, weights, chosen)
+        if spec.latent_size:
+            out = _latent(t, spec, out, "fc2_latent_proj")
     if spec.shared_expert_intermediate_size:
         shared = early if early is not None else _mlp_of_shared(t, spec, x)
         if spec.shared_expert_gate:
@@ -55,25 +67,95 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
         t.keep_alive(out)
         out, before = t.add("mlp routed and shared", out, shared), out
         t.keep_alive(before, shared)
-        if spec.shared_expert_gate and not t.hf.fused_experts:
+        if (spec.shared_expert_gate or hunyuan) and not t.hf.fused_experts:
             t.keep_alive(*variables)  # the loop is in the same function
     t.keep_alive(x, weights, chosen, logits if t.hf.fused_experts else None)
     return out
+
+
+def _width(t: Torch, spec: MoESpec) -> int:
+    """Width in which the experts work."""
+    return spec.latent_size or t.r.ctx.hidden_size
+
+
+def _latent(t: Torch, spec: MoESpec, x: Array, name: str) -> Array:
+    """``NemotronHMoE``: a linear into the experts' width (fc1_latent_proj), or out of it."""
+    assert spec.latent_size is not None
+    wide, narrow = t.r.ctx.hidden_size, spec.latent_size
+    sizes = (wide, narrow) if name == "fc1_latent_proj" else (narrow, wide)
+    return t.linear(f"{_module(t)}.{name}", x, t.r.ctx.tokens, *sizes, bias=spec.add_bias)
 
 
 def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Array]:
     """(weights of the chosen experts [T, k] in the model's dtype, their indices, the logits of all experts)."""
     ctx = t.r.ctx
     tokens, e = ctx.tokens, spec.num_experts
-    logits = t.linear(f"{_module(t)}.gate", x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
-    wide = t.cast("router logits in fp32", logits, FP32)
+    if t.hf.family.moe == "hunyuan":
+        logits = _logits_in_fp32(t, spec, x)
+    else:
+        logits = t.linear(f"{_module(t)}.gate", x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
+    # LFM2's scores are a sigmoid in the model's dtype.
+    wide = logits if t.hf.family.moe == "lfm2" else t.cast("router logits in fp32", logits, FP32)
     scores = t.saves_output("router probabilities", wide)  # softmax or sigmoid
     weights, chosen = _of_the_chosen(t, spec, scores)
-    if not (t.hf.fused_experts and t.hf.family.moe in ("mixtral", "minimax")):
+    if not (t.hf.fused_experts and t.hf.family.moe in ("mixtral", "minimax", "hunyuan")):
         narrow = t.cast("router weights in the model's dtype", weights, x.width)
         t.keep_alive(logits, weights)
         weights = narrow
     t.keep_alive(logits)
+    return weights, chosen, logits
+
+
+def _logits_in_fp32(t: Torch, spec: MoESpec, x: Array) -> Array:
+    """``HunYuanMoEV1Gate.forward``: the router's weight is in fp32 in models of any dtype."""
+    tokens, e, h = t.r.ctx.tokens, spec.num_experts, t.r.ctx.hidden_size
+    wide = t.cast("hidden states of the router in fp32", x, FP32)
+    if t.hf.autocast:
+        return t.linear("mlp.gate.wg", wide, tokens, h, e, use=Use.ROUTER, label="router logits")
+    t.r.parameter("mlp.gate.wg.weight", (e, h), use=Use.ROUTER)
+    trains = t.trains("mlp.gate.wg.weight")
+    return t.make(
+        "router logits", (wide,), tokens * e, FP32, trains=trains, saves=(wide.tensor,) if trains else (),
+        backward_workspace=e * h * FP32,
+    )
+
+
+def _with_noise(t: Torch, x: Array) -> Array:
+    """``PhimoeSparseMoeBlock.forward``: the input times noise, in place, for which the noise is saved; from 5 on
+    ``PhimoeTopKRouter.forward`` does so once more, with the same tensor."""
+    for which in ("noise", "noise of the router")[: 2 if t.hf.fused_experts else 1]:
+        made = t.constant(which, x.elements, x.width)
+        view = t.tape.tensor(f"hidden states with {which}", 0, grad_bytes=x.bytes * x.differentiable)
+        view.whole = x.tensor.whole or x.tensor
+        t.tape.op(f"hidden states with {which}", x.tensor, view, saves=(made.tensor,) if x.differentiable else ())
+        x = Array(view, x.elements, x.width)
+    return x
+
+
+def sparsemixer(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Array]:
+    """``models/phimoe/modeling_phimoe.py: sparsemixer``: two experts are sampled one after the other, each with a
+    softmax over the scores that are not masked. (Weights [T, 2] in the model's dtype, indices, logits.)"""
+    tokens, e = t.r.ctx.tokens, spec.num_experts
+    module = "mlp.router" if t.hf.fused_experts else "block_sparse_moe.gate"
+    logits = t.linear(module, x, tokens, t.r.ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
+    scores, parts, variables = logits, [], []
+    for number in ("first", "second"):
+        mask = t.constant(f"experts too weak for the {number}", tokens * e, 1)
+        kept = t.make(f"scores of the {number}, masked", (scores,), tokens * e, scores.width, saves=(mask.tensor,))
+        where = t.constant(f"{number} experts", tokens, INT64)
+        gates = t.saves_output(f"gates of the {number}", kept)
+        # ``PhimoeMultiplier.apply`` keeps the gathered gates, their indices and all gates.
+        gathered = t.make(f"gates of the {number}, gathered", (gates,), tokens, gates.width, saves=(where.tensor,))
+        parts.append(
+            t.make(f"multiplier of the {number}", (scores, gathered), tokens, gates.width,
+                   saves=(gathered.tensor, where.tensor, gates.tensor))
+        )
+        if number == "first":
+            scores = t.make("scores without the first", (scores,), tokens * e, scores.width, saves=(where.tensor,))
+        variables += [mask, where, gates]
+    weights = t.cat("router weights", *parts)
+    chosen = t.constant("chosen experts", tokens * spec.topk, INT64)
+    t.keep_alive(logits, *variables)
     return weights, chosen, logits
 
 
@@ -126,7 +208,7 @@ def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> t
     """Experts one by one: each gathers its tokens and adds its weighted output to the sum. Returns (the sum, variables
     that live until the function returns)."""
     ctx = t.r.ctx
-    tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
+    tokens, h, e, k = ctx.tokens, _width(t, spec), spec.num_experts, spec.topk
     rows = tokens * k // e
     out_width = weights.width if t.hf.family.moe == "deepseek" else x.width
     total = t.constant("mlp sum over experts", tokens * h, out_width)
@@ -157,7 +239,7 @@ def _sorted_loop(t: Torch, spec: MoESpec, x: Array, weights: Array) -> Array:
     """``DeepseekV2MoE.moe``: tokens are sorted by expert, and each expert gets a slice; outputs are concatenated, put
     back in order, and weighted in fp32 in place, for which autograd saves a copy."""
     ctx = t.r.ctx
-    tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
+    tokens, h, e, k = ctx.tokens, _width(t, spec), spec.num_experts, spec.topk
     rows = tokens * k
     _declare(t, spec)
     counts = t.constant("experts by token, one-hot", tokens * e, INT64)
@@ -192,6 +274,53 @@ def _sorted_loop(t: Torch, spec: MoESpec, x: Array, weights: Array) -> Array:
     return out
 
 
+def _granite(t: Torch, spec: MoESpec, x: Array) -> Array:
+    """``GraniteMoeHybridMoE.forward`` and the shared MLP after it: tokens sorted by expert, a product for each expert's
+    slice, outputs concatenated; the router's softmax is over the chosen logits."""
+    ctx = t.r.ctx
+    tokens, h, e, k, f = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk, spec.moe_ffn_hidden_size
+    rows, module = tokens * k, "block_sparse_moe"
+    for name, shape in (("input_linear", (e, 2 * f, h)), ("output_linear", (e, h, f))):
+        t.r.parameter(f"{module}.{name}.weight", shape, expert=True)
+    with t.tape.assumed():
+        logits = t.linear(f"{module}.router.layer", x, tokens, h, e, use=Use.ROUTER, label="router logits")
+        wide = t.cast("router logits in fp32", logits, FP32)
+        chosen = t.constant("chosen experts", rows, INT64)
+        top = t.make("router logits of the chosen", (wide,), rows, FP32, saves=(chosen.tensor,))
+        weights = t.cast("router weights", t.saves_output("router probabilities", top), x.width)
+        order = t.constant("order of tokens by expert", rows, INT64)
+        places = t.constant("tokens by expert", rows, INT64)
+        share = t.make("router weights sorted by expert", (weights,), rows, weights.width, saves=(order.tensor,))
+        t.keep_alive(logits, wide, top, weights, chosen)
+        taken = t.make("tokens sorted by expert", (x,), rows * h, x.width, saves=(places.tensor,))
+        both = _by_expert(t, "experts' gate and up", taken, _parameter(t, "input_linear", e * 2 * f * h), e, 2 * f, h)
+        gate, up = t.split("experts' gate and up, halves", both, rows * f, rows * f)
+        product = t.mul("experts' product", t.activation("experts' activation of the gate", gate), up)
+        done = _by_expert(t, "experts' output", product, _parameter(t, "output_linear", e * h * f), e, h, f)
+        weighted = t.mul("experts' output, weighted", done, share, broadcast=True)
+        t.keep_alive(done)
+        zeros = t.constant("mlp sum over experts, zeros", tokens * h, weighted.width)
+        kept = (weighted.tensor, places.tensor) if weighted.differentiable else ()
+        # ``index_add`` copies the zeros; it saves the rows, whose shape backward needs.
+        out = t.make("mlp sum over experts", (zeros, weighted), tokens * h, weighted.width, saves=kept)
+        t.keep_alive(taken, both, product, share, weighted, zeros)
+    out = t.cast("mlp output", out, x.width)
+    shared = joined_mlp(t, x, spec.shared_expert_intermediate_size)
+    total = t.add("mlp routed and shared", out, shared)
+    t.keep_alive(x, out, shared)
+    return total
+
+
+def _by_expert(t: Torch, name: str, x: Array, weights: Array, e: int, wide: int, narrow: int) -> Array:
+    """``GraniteMoeHybridParallelExperts.forward``: [S, narrow] -> [S, wide], a list of products, then concatenated."""
+    rows = x.elements // narrow // e
+    parts = t.split(f"{name}: tokens of each expert", x, *[rows * narrow] * e)
+    made = [_times(t, f"{name} of an expert", part, weights, rows * wide, wide * narrow) for part in parts]
+    out = t.cat(name, *made)
+    t.keep_alive(*made, x)
+    return out
+
+
 def _added_rows(t: Torch, total: Array, rows: Array, where: Array, elements: Any) -> Array:
     """``index_add_``, in place. It saves the rows, since backward needs their shape (``derivatives.yaml``); their
     gradient is selected from that of the whole."""
@@ -208,7 +337,7 @@ def _expert(
     t: Torch, spec: MoESpec, x: Array, rows: Any, fused: tuple[Array, Array] | None, number: int
 ) -> tuple[Array, tuple[Array, ...]]:
     """(one expert's output, variables that live until the next expert's)."""
-    h, f = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size
+    h, f = _width(t, spec), spec.moe_ffn_hidden_size
     if fused is None:
         names = _names(t)
         gate = t.linear(f"mlp.experts.{names[0]}", x, rows, h, f, declare=False, number=number)
@@ -263,7 +392,7 @@ def _times(t: Torch, name: str, x: Array, weights: Array, out: Any, elements: An
 def _fused_parameters(t: Torch, spec: MoESpec) -> tuple[Array, Array] | None:
     if not t.hf.fused_experts and t.hf.family.moe != "gpt_oss":
         return None
-    h, f, e = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size, spec.num_experts
+    h, f, e = _width(t, spec), spec.moe_ffn_hidden_size, spec.num_experts
     wide = 2 * f if spec.gated else f
     return _parameter(t, "experts.gate_up_proj", e * wide * h), _parameter(t, "experts.down_proj", e * h * f)
 
@@ -279,7 +408,7 @@ def _parameter(t: Torch, name: str, elements: Any) -> Array:
 
 def _declare(t: Torch, spec: MoESpec) -> None:
     """Parameters of the experts."""
-    r, h, f, e = t.r, t.r.ctx.hidden_size, spec.moe_ffn_hidden_size, spec.num_experts
+    r, h, f, e = t.r, _width(t, spec), spec.moe_ffn_hidden_size, spec.num_experts
     module = f"{_module(t)}.experts"
     if t.hf.family.moe == "gpt_oss":
         for name, wide, out in (("gate_up_proj", h, 2 * f), ("down_proj", f, h)):
@@ -302,19 +431,21 @@ def _declare(t: Torch, spec: MoESpec) -> None:
 
 def _names(t: Torch) -> tuple[str, str, str]:
     """Names of an expert's linears: gate, up, down."""
-    return ("w1", "w3", "w2") if t.hf.family.moe == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    return ("w1", "w3", "w2") if t.hf.family.moe in ("mixtral", "phimoe") else ("gate_proj", "up_proj", "down_proj")
 
 
 def _module(t: Torch) -> str:
     if t.hf.family.layer == "nemotron_h":
         return "mixer"
-    return "block_sparse_moe" if t.hf.family.moe == "mixtral" and not t.hf.fused_experts else "mlp"
+    if t.hf.family.moe == "lfm2":
+        return "feed_forward"
+    return "block_sparse_moe" if t.hf.family.moe in ("mixtral", "phimoe") and not t.hf.fused_experts else "mlp"
 
 
 def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> Array:
     """``grouped_mm_experts_forward``: every token is copied k times, sorted by expert: S = T k rows."""
     ctx = t.r.ctx
-    tokens, h, e, k, f = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk, spec.moe_ffn_hidden_size
+    tokens, h, e, k, f = ctx.tokens, _width(t, spec), spec.num_experts, spec.topk, spec.moe_ffn_hidden_size
     rows = tokens * k
     _declare(t, spec)
     counted = t.constant("experts, counted", rows, 4)
@@ -395,8 +526,15 @@ def _grouped_product(t: Torch, name: str, x: Array, weights: Any, out: Any, offs
     )
 
 
+def _shared(t: Torch, spec: MoESpec) -> str:
+    """The name of the shared experts' module."""
+    if t.hf.family.moe == "hunyuan":
+        return "shared_mlp"
+    return "shared_expert" if spec.shared_expert_gate else "shared_experts"
+
+
 def _mlp_of_shared(t: Torch, spec: MoESpec, x: Array) -> Array:
-    module = "mlp.shared_expert" if spec.shared_expert_gate else f"{_module(t)}.shared_experts"
+    module = f"{_module(t)}.{_shared(t, spec)}"
     ctx = t.r.ctx
     if not spec.gated:
         return plain_mlp(t, module, x, spec.shared_expert_intermediate_size, bias=spec.add_bias)

@@ -18,27 +18,31 @@ from bridge_memory.tapes.symbolic import largest
 
 
 def record_mamba(t: Torch, spec: MambaSpec, x: Array) -> Array:
-    """``NemotronHMamba2Mixer.torch_forward``: [T, h] -> [T, h]."""
+    """``NemotronHMamba2Mixer.torch_forward``, ``BambaMixer.torch_forward``: [T, h] -> [T, h]."""
     ctx = t.r.ctx
     tokens, h, heads = ctx.tokens, ctx.hidden_size, spec.num_heads
     inner, states = heads * spec.head_dim, spec.num_groups * spec.state_dim
     mixed_width = inner + 2 * states
     padded = t.hf.spec.attention_mask == "padded"
-    if padded:
+    of_bamba = t.hf.family.mamba == "mamba"
+    if padded and not (of_bamba and ctx.batch == 1):
         x = t.scale("hidden states without padding", x)
-    both = t.linear("mixer.in_proj", x, tokens, h, inner + mixed_width + heads, bias=spec.proj_bias)
+        if of_bamba and not t.hf.spec.mixer_kernels:  # once more in ``torch_forward``
+            t.variables.append(x)
+            x = t.scale("input states without padding", x)
+    both = t.linear(f"{t.hf.family.mamba}.in_proj", x, tokens, h, inner + mixed_width + heads, bias=spec.proj_bias)
     if t.hf.spec.mixer_kernels:
         return _by_kernels(t, spec, x, both)
     gate, mixed, steps = t.split("gates, states and steps", both, tokens * inner, tokens * mixed_width, tokens * heads)
-    mixed = convolved(t, "mixer.conv1d", mixed, mixed_width, spec.conv_kernel, bias=spec.conv_bias)
-    if padded:
+    mixed = convolved(t, f"{t.hf.family.mamba}.conv1d", mixed, mixed_width, spec.conv_kernel, bias=spec.conv_bias)
+    if padded and not (of_bamba and ctx.batch == 1):
         mixed, before = t.scale("convolved without padding", mixed), mixed
         t.keep_alive(before)
     core = _scan(t, spec, mixed, steps)
-    y = _gated_norm(t, "mixer.norm", core, gate, tokens, inner, spec.num_groups)
+    y = _gated_norm(t, f"{t.hf.family.mamba}.norm", core, gate, tokens, inner, 1 if of_bamba else spec.num_groups)
     narrow = t.cast("mixer output in the model's dtype", y, mixed.width)
-    out = t.linear("mixer.out_proj", narrow, tokens, inner, h, bias=spec.proj_bias)
-    t.keep_alive(x, both, gate, steps, y, *t.variables)
+    out = t.linear(f"{t.hf.family.mamba}.out_proj", narrow, tokens, inner, h, bias=spec.proj_bias)
+    t.keep_alive(x, both, gate, steps, y, mixed if of_bamba else None, *t.variables)
     t.variables.clear()
     return out
 
@@ -57,36 +61,41 @@ def _by_kernels(t: Torch, spec: MambaSpec, x: Array, both: Array) -> Array:
     shapes += [("conv1d.bias", (conv_dim,))] if spec.conv_bias else []
     shapes += [("out_proj.bias", (h,))] if spec.proj_bias else []
     for name, shape in shapes:
-        t.r.parameter(f"mixer.{name}", shape)
+        t.r.parameter(f"{t.hf.family.mamba}.{name}", shape)
     width = both.width
     scratch = scan_scratch(
         spec, batch=ctx.batch, seq=ctx.seq, tokens=tokens, heads=heads, groups=spec.num_groups, conv_dim=conv_dim,
         act=width,
     )
     scanned = t.tape.tensor("scan output", tokens * inner * width, grad=False)
-    deviations = t.tape.tensor("mixer.norm rstd", FP32 * tokens * spec.num_groups, grad=False)
-    last = t.tape.tensor("last states", FP32 * ctx.batch * inner * spec.state_dim, grad=False)
+    deviations = t.tape.tensor(f"{t.hf.family.mamba}.norm rstd", FP32 * tokens * spec.num_groups, grad=False)
+    # Nemotron-H asks for the last states, which the kernel makes in any case.
+    nbytes = FP32 * ctx.batch * inner * spec.state_dim
+    last = t.tape.tensor("last states", nbytes, grad=False) if t.hf.family.mamba == "mixer" else None
+    returned = nbytes if last is not None else 0
     done = tokens * inner * width
-    weight, trains = h * inner * t.parameter_width, t.trains("mixer.out_proj.weight")
+    weight, trains = h * inner * t.parameter_width, t.trains(f"{t.hf.family.mamba}.out_proj.weight")
     stays = trains and t.hf.gradients_stay
-    inputs = (both, t.waiting("mixer.out_proj.weight", h * inner)) if stays else (both,)
+    inputs = (both, t.waiting(f"{t.hf.family.mamba}.out_proj.weight", h * inner)) if stays else (both,)
     # States in fp32 and products are freed before the scan's output is normed. Backward: the recomputed normed output,
     # its gradient, that of the scan's output, and zeros for the last states; the projection's weight gradient is made
     # after that scratch is freed.
     before = largest(scratch.states - done, scratch.products) - tokens * h * width
     out = t.make(
-        "mixer.out_proj output", inputs, tokens * h, width, saves=(both.tensor, scanned, deviations),
-        also=(scanned, deviations, last), trains=trains,
-        workspace=scratch.forward - last.bytes + largest(before, done),
-        backward_workspace=largest(scratch.backward + 3 * done + last.bytes, weight * (trains and not stays)),
+        f"{t.hf.family.mamba}.out_proj output", inputs, tokens * h, width, saves=(both.tensor, scanned, deviations),
+        also=(scanned, deviations) if last is None else (scanned, deviations, last), trains=trains,
+        workspace=scratch.forward - returned + largest(before, done),
+        backward_workspace=largest(scratch.backward + 3 * done + returned, weight * (trains and not stays)),
     )
-    t.tape.keep_alive(last)
+    if last is not None:
+        t.tape.keep_alive(last)
     t.keep_alive(x, both)
     return out
 
 
 def _gated_norm(t: Torch, name: str, x: Array, gate: Array, tokens: Any, width: int, groups: int) -> Array:
-    """``Zamba2RMSNormGated``: x, already in fp32, times silu of the gate; a norm per group; times the weight."""
+    """``Zamba2RMSNormGated``, ``BambaRMSNormGated`` (one group): x, already in fp32, times silu of the gate; a norm per
+    group; times the weight."""
     t.r.parameter(f"{name}.weight", (width,))
     act = t.activation(f"{name} activation of the gate", t.cast(f"{name} gate in fp32", gate, FP32))
     gated = t.mul(f"{name} gated", x, act)
@@ -107,7 +116,7 @@ def _scan(t: Torch, spec: MambaSpec, mixed: Array, steps: Array) -> Array:
         "convolved", mixed, tokens * heads * p, tokens * spec.num_groups * n, tokens * spec.num_groups * n
     )
     for name in ("dt_bias", "A_log", "D"):
-        t.r.parameter(f"mixer.{name}", (heads,))
+        t.r.parameter(f"{t.hf.family.mamba}.{name}", (heads,))
     trains = t.trains("A_log")
     decay = t.scale("exp of A_log, negated", t.make("exp of A_log", (), heads, FP32, save_output=True, trains=trains))
     biased = t.make("steps and dt_bias", (steps,), steps.elements, steps.width, alias=True, trains=trains)
@@ -121,7 +130,7 @@ def _scan(t: Torch, spec: MambaSpec, mixed: Array, steps: Array) -> Array:
         spread.append((name, wide))
     many = [t.repeat(f"{name} of every head", wide, heads // spec.num_groups) for name, wide in spread]
     padded = t.make("states in whole chunks", (x32,), rows * heads * p, FP32)
-    skip = t.mul_weight("states by D", padded, "mixer.D")
+    skip = t.mul_weight("states by D", padded, f"{t.hf.family.mamba}.D")
     discrete = t.mul("states by steps", x32, dt, broadcast=True)
     t.keep_alive(x32)
     rate = t.mul("decay by steps", dt, decay, broadcast=True)

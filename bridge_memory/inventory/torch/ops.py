@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from bridge_memory.inventory.torch import quantized
 from bridge_memory.spec import DTYPE_BYTES
 from bridge_memory.spec.adapters import in_any_layer, is_target
+from bridge_memory.tapes.context import TorchLayers
 from bridge_memory.tapes.parameters import Use
 from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.tapes.tape import Tensor
@@ -41,14 +42,21 @@ def _where(*kept: tuple[Array, bool]) -> tuple[Tensor, ...]:
     return tuple(dict.fromkeys(array.tensor for array, keep in kept if keep))
 
 
+def _gradient(of: Array, nbytes: Any) -> Any:
+    """Bytes of a gradient: none if no gradient flows to the array."""
+    return nbytes if of.differentiable else 0
+
+
 class Torch:
     """Operations for the recorder of one block."""
 
-    def __init__(self, r: Recorder) -> None:
+    def __init__(self, r: Recorder, layers: TorchLayers | None = None) -> None:
+        """``layers``: how transformers runs the block, where the run's layers are Megatron's."""
         self.r = r
         self.tape = r.tape
-        assert r.ctx.torch_layers is not None
-        self.hf = r.ctx.torch_layers
+        found = r.ctx.torch_layers if layers is None else layers
+        assert found is not None
+        self.hf = found
         #: Bytes per element of parameters, and of outputs of linears.
         self.parameter_width = r.ctx.act
         self.compute_width = self.hf.compute_width
@@ -113,7 +121,7 @@ class Torch:
         """An operand that a kernel converts to a wider dtype as it reads; its gradient is cast back in a new tensor."""
         if x.width == width:
             return x
-        view = self.tape.tensor(f"{x.tensor.name}, as it is read", 0, grad_bytes=x.elements * width * x.differentiable)
+        view = self.tape.tensor(f"{x.tensor.name}, as it is read", 0, grad_bytes=_gradient(x, x.elements * width))
         view.whole = x.tensor.whole or x.tensor
         self.tape.op(f"{x.tensor.name}: gradient in its own dtype", x.tensor, view)
         return Array(view, x.elements, width)
@@ -132,7 +140,7 @@ class Torch:
     def subtract(self, name: str, a: Array, b: Array, *, broadcast: bool = False) -> Array:
         """a - b. Saves nothing; the gradient of b is the output's gradient negated. If b is ``broadcast`` that has the
         output's size before it is summed."""
-        view = self.tape.tensor(f"{b.tensor.name}, taken off", 0, grad_bytes=a.bytes * b.differentiable)
+        view = self.tape.tensor(f"{b.tensor.name}, taken off", 0, grad_bytes=_gradient(b, a.bytes))
         view.whole = b.tensor.whole or b.tensor
         spread = a.bytes if broadcast and b.differentiable else 0
         self.tape.op(f"{name}: gradient negated", b.tensor, view, backward_workspace=spread)
@@ -213,7 +221,7 @@ class Torch:
 
     def spread(self, name: str, x: Array, elements: Any) -> Array:
         """x, which the next operation broadcasts: its gradient first has the result's size, then is summed."""
-        view = self.tape.tensor(name, 0, grad_bytes=elements * x.width * x.differentiable)
+        view = self.tape.tensor(name, 0, grad_bytes=_gradient(x, elements * x.width))
         view.whole = x.tensor.whole or x.tensor
         self.tape.op(name, x.tensor, view)
         return Array(view, elements, x.width)
@@ -229,7 +237,7 @@ class Torch:
 
     def in_place(self, name: str, x: Array) -> Array:
         """An operation in place on x, whose gradient is a new tensor."""
-        view = self.tape.tensor(name, 0, grad_bytes=x.bytes * x.differentiable)
+        view = self.tape.tensor(name, 0, grad_bytes=_gradient(x, x.bytes))
         view.whole = x.tensor.whole or x.tensor
         self.tape.op(name, x.tensor, view)
         return Array(view, x.elements, x.width)
@@ -237,7 +245,7 @@ class Torch:
     def written(self, name: str, whole: Array, part: Array) -> Array:
         """``whole[...] = part``: backward copies the gradient of the whole and that of the part, and writes zeros in
         the place of the part (``torch/csrc/autograd/functions/tensor.cpp: CopySlices::apply``)."""
-        view = self.tape.tensor(name, 0, grad_bytes=whole.bytes * part.differentiable)
+        view = self.tape.tensor(name, 0, grad_bytes=_gradient(part, whole.bytes))
         view.whole = whole.tensor.whole or whole.tensor
         copied = 0 if whole.differentiable else whole.bytes
         self.tape.op(name, (whole.tensor, part.tensor), view, backward_workspace=part.bytes + copied)
@@ -251,7 +259,7 @@ class Torch:
 
     def slice(self, name: str, x: Array, elements: Any) -> Array:
         """A slice of ``x``: its gradient is copied into zeros of the size of x."""
-        view = self.tape.tensor(name, 0, grad_bytes=elements * x.width * x.differentiable)
+        view = self.tape.tensor(name, 0, grad_bytes=_gradient(x, elements * x.width))
         view.whole = x.tensor.whole or x.tensor
         self.tape.op(name, x.tensor, view)
         return Array(view, elements, x.width)
@@ -259,7 +267,7 @@ class Torch:
     def split(self, name: str, x: Array, *parts: Any) -> tuple[Array, ...]:
         """``split`` or ``chunk``: views, whose gradients are concatenated in one tensor."""
         views = self.tape.views(
-            name, x.tensor, *((f"{name} {i}", n * x.width * x.differentiable) for i, n in enumerate(parts))
+            name, x.tensor, *((f"{name} {i}", _gradient(x, n * x.width)) for i, n in enumerate(parts))
         )
         return tuple(Array(view, n, x.width) for view, n in zip(views, parts, strict=True))
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 from bridge_memory.components import Component, Provenance, Role, State
@@ -321,8 +322,14 @@ def _in_parts(run: RunSpec, stage: int) -> Iterator[Parameter]:
     mixers = any(isinstance(x.mixer, (MambaSpec, GatedDeltaNetSpec)) for x in _layers(run))
     for chunk in stage_parameters(run, stage):
         for p in chunk:
-            if (gated and _GATED.search(p.name)) or (mixers and _MIXER.search(p.name)) or _TRANSPOSED.search(p.name):
+            of_gated, of_mixer, transposed = _kinds(p.name)
+            if (gated and of_gated) or (mixers and of_mixer) or transposed:
                 yield p
+
+
+@lru_cache(maxsize=1 << 14)  # the names of a stage of 64 experts in each of 15 layers
+def _kinds(name: str) -> tuple[bool, bool, bool]:
+    return bool(_GATED.search(name)), bool(_MIXER.search(name)), bool(_TRANSPOSED.search(name))
 
 
 def _layers(run: RunSpec) -> Iterator[LayerSpec]:

@@ -1,12 +1,13 @@
 """What an expert would refuse to queue, as rules about the first row of a search.
 
 They are about layouts, not about predicted times: most hold whatever the time model says. ``refusals`` asks all of them
-(``scripts/expert_acceptance.py``).
+(``scripts/expert_acceptance.py``). ``PassedOver`` has those that a search applies to every row that it shows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -107,6 +108,75 @@ RULES = (
     Rule(f"context parallelism leaves {LEAST_TOKENS} tokens of a sequence", _short_sequences),
     Rule(f"tensor parallelism leaves {LEAST_COLUMNS} columns of the hidden size", _narrow_products),
 )
+
+
+class PassedOver:
+    """Why a search does not show a row, though it is fast; None where it does.
+
+    Of the rules those about experts and full recomputation, and one about context parallelism: several sequences a
+    microbatch that are cut in two are as much work and memory for every rank as half as many whole ones, and keys and
+    values travel.
+    """
+
+    def __init__(self) -> None:
+        #: What is found, and of its choices the first that keeps the reserve and has experts on several ranks, or no
+        #: full recomputation.
+        self._found: Found | None = None
+        self._spread: Row[StepTime] | None = None
+        self._partial: Row[StepTime] | None = None
+
+    def __call__(self, row: Row[StepTime], found: Found) -> str | None:
+        if self._found is None or self._found.rows is not found.rows:
+            self._look(Judged(row, found, 0))
+        run = row.run
+        experts = limits_of(run.model).experts_gcd
+        if experts >= MANY_EXPERTS and run.parallel.ep == 1 and self._spread is not None:
+            return f"EP 1 for {experts} experts, where EP {self._spread.run.parallel.ep} fits"
+        if run.recompute.granularity == "full" and self._partial is not None:
+            slower = self._partial.time.seconds / row.time.seconds - 1
+            if slower <= WITHOUT_FULL:
+                return f"full recomputation, where a layout without it fits at no more than {WITHOUT_FULL:.0%} more time"
+        return _cut_sequences(Judged(row, found, 0))
+
+    def _look(self, judged: Judged) -> None:
+        self._found, self._spread, self._partial = judged.found, None, None
+        of_experts = limits_of(judged.row.run.model).experts_gcd >= MANY_EXPERTS
+        for other in judged.others():
+            spread = of_experts and self._spread is None and other.run.parallel.ep > 1
+            partial = self._partial is None and other.run.recompute.granularity != "full"
+            if (spread or partial) and judged.keeps(other):
+                self._spread = other if spread else self._spread
+                self._partial = other if partial else self._partial
+            if self._partial is not None and (self._spread is not None or not of_experts):
+                return
+
+
+def mechanisms(row: Row[StepTime]) -> int:
+    """How many of these a layout needs: tensor, pipeline and context parallelism, virtual stages, a layout string,
+    recomputation, and recomputation of whole layers."""
+    run, p = row.run, row.run.parallel
+    recompute = run.recompute.granularity
+    used = (
+        p.tp > 1, p.pp > 1, p.cp > 1, p.vpp > 1, p.pipeline_model_parallel_layout, recompute is not None,
+        recompute == "full",
+    )  # fmt: skip
+    return sum(map(bool, used))
+
+
+def _cut_sequences(judged: Judged) -> str | None:
+    run = judged.row.run
+    p, sequences = run.parallel, run.batch.micro_batch_size
+    if p.cp == 1 or sequences % 2:
+        return None
+    halves = replace(p, context_parallel_size=p.cp // 2), sequences // 2
+    for other in judged.others():
+        if other.time.seconds > judged.row.time.seconds:
+            return None
+        there = other.run
+        same = there.recompute == run.recompute and there.implementation == run.implementation
+        if same and (there.parallel, there.batch.micro_batch_size) == halves:
+            return "context parallelism of several sequences, where fewer whole ones are as much"
+    return None
 
 
 def refusals(judged: Judged) -> tuple[str, ...]:

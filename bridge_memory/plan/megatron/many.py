@@ -9,7 +9,6 @@ of recomputation. What of memory does not depend on the pipeline is worked out o
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -23,7 +22,6 @@ from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
 from bridge_memory.estimation import StageContents, by_lifetime
 from bridge_memory.outside import communicators
-from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import Limit, Refused
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.space import (
@@ -51,6 +49,7 @@ from bridge_memory.tapes.batched import (
     batched,
     collapsed,
     distinct,
+    numbered,
     parts,
     whole,
 )
@@ -209,6 +208,14 @@ class Sheet:
             batch=replace(base.batch, micro_batch_size=self.batches[batch], global_batch_size=self.total),
             recompute=pipeline.recomputes[recompute],
         )
+
+    def unchecked(self, pipeline: Pipeline, place: int, batch: int) -> RunSpec:
+        """One of its layouts that is known to be legal, by its place in ``sizes``, with nothing recomputed."""
+        base, sizes = self.base, self.sizes[place]._replace(pp=pipeline.pp)
+        parallel = _unchecked(base.parallel, world_size=self.space.num_gpus, **{**sizes.fields(), **pipeline.fields})
+        batches = _unchecked(base.batch, micro_batch_size=self.batches[batch], global_batch_size=self.total)
+        run: Any = Runs(base, parallel, batches, RecomputeSpec())
+        return run
 
     # ---- arrays in the place of runs ----
 
@@ -808,9 +815,9 @@ class Sweep:
     ) -> None:
         """``costs``: what earlier searches kept."""
         self.sheet, self._limit = sheet, limit
-        #: Bytes outside of torch by the sizes, the micro batch where buffers of libraries follow it, the number of
-        #: pipeline stages and whether there are virtual ones.
-        self._outside: dict[tuple[object, ...], Range] = {}
+        #: The highest peaks that fit for sure, and that may fit, by the sizes with the micro batch where buffers of
+        #: libraries follow it, the number of pipeline stages and whether there are virtual ones.
+        self._highest: dict[tuple[int, int, bool], tuple[int, ...]] = {}
         self._legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
         #: Numbers of the pipelines that any layout has.
         self.todo = [number for number, which in enumerate(self._legal) if which.any()]
@@ -836,23 +843,24 @@ class Sweep:
         """(those of ``found`` that fit beside what lies outside of torch, how many more are tight)."""
         if not len(found.peaks):
             return found, 0
-        batch = found.batch if may_have_driver_buffers(self.sheet.base) else np.zeros_like(found.batch)
-        rows, which = np.unique(np.stack([pipeline.at[found.sizes], batch]), axis=1, return_inverse=True)
-        which = which.reshape(-1)
-        kept, tight = np.ones(len(found.peaks), bool), 0
-        first = self.sheet.run(pipeline, int(found.sizes[0]), int(found.batch[0]), int(found.recompute[0]))
-        virtual = communicators.sizes_of(first.parallel).virtual
-        for number, places in enumerate(rows.T.tolist()):
-            mine = np.flatnonzero(which == number)
-            one = int(mine[0])
-            key = (*places, pipeline.pp, virtual)
-            outside = self._outside.get(key)
-            if outside is None:
-                run = self.sheet.run(pipeline, int(found.sizes[one]), int(found.batch[one]), int(found.recompute[one]))
-                outside = self._outside[key] = self._limit.outside(run)
-            peaks, alone = found.peaks[mine], self._limit.alone
-            kept[mine] = _held(peaks, alone._replace(outside=outside.most))
-            tight += int((_held(peaks, alone._replace(outside=outside.least)) & ~kept[mine]).sum())
+        sheet = self.sheet
+        batch = found.batch if may_have_driver_buffers(sheet.base) else np.zeros_like(found.batch)
+        few, which = numbered(pipeline.at[found.sizes] * len(sheet.batches) + batch)
+        one = Subgrid((found.sizes[:1], found.batch[:1], found.recompute[:1]))
+        virtual = communicators.sizes_of(sheet.runs(pipeline, one).parallel).virtual
+        highest = []
+        for place in few.tolist():
+            key = (place, pipeline.pp, virtual)
+            limits = self._highest.get(key)
+            if limits is None:
+                outside = self._limit.outside(sheet.unchecked(pipeline, *divmod(place, len(sheet.batches))))
+                limits = self._highest[key] = tuple(
+                    highest_held(self._limit.alone._replace(outside=nbytes)) for nbytes in (outside.most, outside.least)
+                )
+            highest.append(limits)
+        sure, lucky = np.array(highest, np.int64)[which].T
+        kept = found.peaks <= sure
+        tight = int(((found.peaks <= lucky) & ~kept).sum())
         return Peaks(*(each[kept] for each in found)), tight
 
     def keep_costs(self) -> None:
@@ -926,11 +934,18 @@ def fitting(
     sweep.keep_costs()
 
 
+def highest_held(limit: MemoryLimit) -> int:
+    """The highest peak that a limit holds; -1 where it holds none."""
+    peak = max(-1, int((limit.capacity - limit.outside) / (1 + limit.fragmentation)) + 2)
+    while peak >= 0 and not limit.holds(peak):
+        peak -= 1
+    return peak
+
+
 def _held(peaks: np.ndarray, limit: MemoryLimit) -> np.ndarray:
-    """Which of ``peaks`` fit: asked of a few, since what is lower fits too."""
-    few = distinct(peaks)
-    number = bisect_left(range(len(few)), True, key=lambda i: not limit.holds(int(few[i])))
-    return peaks < few[number] if number < len(few) else np.ones(len(peaks), bool)
+    """Which of ``peaks`` fit."""
+    held: np.ndarray = peaks <= highest_held(limit)
+    return held
 
 
 def sorted_batches(found: Sequence[tuple[Sheet, Fitting]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from bridge_memory.estimation import model_state, peaks
 from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import Found, Limit, Listed, OneByOne, Refused, Row, Rows
 from bridge_memory.plan.jobs import spread
+from bridge_memory.plan.megatron.expert import PassedOver, mechanisms
 from bridge_memory.plan.megatron.space import (
     AXES,
     Space,
@@ -30,6 +31,7 @@ from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, 
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import StepTime, step_time
+from bridge_memory.verdict import FRAGMENTATION
 
 if TYPE_CHECKING:
     from bridge_memory.plan.megatron.many import Fitting, Sheet
@@ -98,11 +100,41 @@ def search(
 
         try:
             found = _in_batches(space, hardware, limit, constants, report, share, jobs, backend, cache)
-            return found._replace(keeps=Reserve(limit).kept)
+            return _as_an_expert(found, space, hardware, limit, constants)
         except TooLarge:
             reason = OneByOne.LARGE
     found = _one_by_one(space, hardware, limit, constants, report, jobs, backend)
-    return found._replace(one_by_one=reason, keeps=Reserve(limit).kept)
+    return _as_an_expert(found._replace(one_by_one=reason), space, hardware, limit, constants)
+
+
+def _as_an_expert(found: Found, space: Space, hardware: Hardware, limit: Limit, constants: Constants) -> Found:
+    """With what stands first as an expert has it: rows that keep the reserve, that no rule refuses, and whose layers are
+    split as well as they can be."""
+    keeps = cache(Reserve(limit).kept)
+    improves = cache(partial(_balanced, hardware=hardware, limit=limit, constants=constants, keeps=keeps))
+    return found._replace(
+        keeps=keeps, refuses=PassedOver(), improves=None if "split" in space.fixed else improves, mechanisms=mechanisms
+    )
+
+
+def _balanced(
+    row: Row[StepTime], hardware: Hardware, limit: Limit, constants: Constants, keeps: Callable[[Row[StepTime]], bool]
+) -> Row[StepTime]:
+    """The row with its layers balanced over its stages, where that is faster and the reserve stays."""
+    from bridge_memory.plan.megatron.balance import balance
+
+    if row.run.parallel.pp == 1:
+        return row
+    kept = keeps(row)
+    free = int(row.headroom / (1 + FRAGMENTATION))
+    for capacity in (row.peak + free, row.peak):
+        try:
+            found = _row(balance(row.run, hardware, capacity=capacity).run, hardware, limit, constants)
+        except SpecError:
+            return row
+        if isinstance(found, Row) and found.time.seconds < row.time.seconds and (keeps(found) or not kept):
+            return found
+    return row
 
 
 def _any_layout(space: Space) -> bool:

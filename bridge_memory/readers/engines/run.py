@@ -234,6 +234,10 @@ def run_from_files(
     specified = Specified(world_size=world_size, hidden_size=spec.hidden_size, model_type=spec.model_type)
     settings = settings_from_files(**paths, specified=specified)
     settings.diagnostics.check()
+    return _run_of(spec, settings, world_size, seq_length)
+
+
+def _run_of(spec: ModelSpec, settings: Settings, world_size: int | None, seq_length: int | None) -> RunSpec:
     given = fields_of(settings)
     if seq_length is not None:
         given.setdefault("batch", {})["seq_length"] = seq_length
@@ -246,6 +250,22 @@ def run_from_files(
         model=spec, parallel=parallel, assumptions=tuple(settings.diagnostics.assumptions),
         not_modelled=tuple(settings.diagnostics.not_modelled), **groups,
     )  # fmt: skip
+
+
+def run_from_torchtitan(config: Mapping[str, Any], *, world_size: int | None = None) -> RunSpec:
+    """The run of torchtitan's configuration as a table, such as the one that a log holds. Raises SpecError."""
+    specified = Specified(world_size=world_size)
+    settings = Settings(Diagnostics("torchtitan's configuration"))
+    read_torchtitan(config, settings, specified)
+    if settings.model is None:
+        settings.diagnostics.check()
+        raise SpecError("torchtitan's configuration names no model that is known here; name the MODEL")
+    model = resolve_model(settings.model)
+    settings = Settings(Diagnostics("torchtitan's configuration"))
+    specified = Specified(world_size=world_size, hidden_size=model.hidden_size, model_type=model.model_type)
+    read_torchtitan(config, settings, specified)
+    settings.diagnostics.check()
+    return _run_of(model, settings, world_size, None)
 
 
 def apply_world_size(given: dict[str, dict[str, Any]], settings: Settings, world_size: int) -> None:

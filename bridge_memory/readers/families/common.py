@@ -24,6 +24,7 @@ ACTIVATIONS = {
     "swigluoai": "quick_gelu",
     "relu": "relu",
     "relu2": "squared_relu",
+    "xielu": "xielu",
 }
 
 NO_BRIDGE = "Megatron Bridge 0.6.2 has no bridge for this model: read as megatron-core's modules would build it"
@@ -134,16 +135,19 @@ def mlp(f: Fields, family: Family) -> MLPSpec:
     )
 
 
-def layer_types(f: Fields, n: int, known: Sequence[str]) -> Sequence[str] | None:
-    """layer_types, with one entry of ``known`` per layer, or None if absent. Raises SpecError."""
-    types = f.items("layer_types")
+def layer_types(f: Fields, n: int, known: Sequence[str], *keys: str) -> Sequence[str] | None:
+    """layer_types, or the first of ``keys`` that is there, with one entry of ``known`` per layer; None if absent.
+    Raises SpecError."""
+    key = next((key for key in keys if f.has(key)), "layer_types")
+    types = f.items(key)
+    f.ignore(*keys)
     if types is None:
         return None
     if len(types) != n:
-        raise f.error(f"layer_types has {len(types)} entries for num_hidden_layers {n}; give one a layer")
+        raise f.error(f"{key} has {len(types)} entries for num_hidden_layers {n}; give one a layer")
     for kind in types:
         if kind not in known:
-            raise f.error(f"layer_types holds {shown(kind)}; known here: {', '.join(known)}")
+            raise f.error(f"{key} holds {shown(kind)}; known here: {', '.join(known)}")
     return types
 
 

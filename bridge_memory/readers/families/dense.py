@@ -69,6 +69,7 @@ DENSE: dict[str, Family] = {
         bias_keys=(), qkv_bias=True, output_bias="never", rotary_factor=0.5, post_layernorms=True
     ),
     "hunyuan_v1_dense": Family(qk_layernorm="head", assumptions=(NO_BRIDGE,)),
+    "apertus": Family(qk_layernorm="head", gated=False, activation="xielu", ignored=("qk_norm", "post_norm")),
     "nemotron": Family(normalization="LayerNorm", gated=False, activation="relu2", rotary_factor=0.5),
     "seed_oss": Family(qkv_bias=True, output_bias="attention_out_bias", head_dim=128),
     "gpt_neox": Family(

@@ -20,6 +20,12 @@ from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
 #: megatron.core.ssm.mamba_hybrid_layer_allocation.Symbols, as Nemotron-H's hybrid_override_pattern uses them.
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
+#: transformers' names of blocks. From 5.23 on it saves the longer ones (``configuration_utils.py:
+#: remap_legacy_layer_types``).
+WORDS = {
+    "mamba": MAMBA, "linear_attention": MAMBA, "attention": ATTENTION, "full_attention": ATTENTION, "mlp": MLP,
+    "moe": MOE,
+}  # fmt: skip
 
 
 def read_nemotron_h(f: Fields) -> ModelSpec:
@@ -58,7 +64,7 @@ def read_nemotron_h(f: Fields) -> ModelSpec:
 
 
 def _pattern(f: Fields) -> str:
-    pattern = _symbols(f, "hybrid_override_pattern", "layers_block_type")
+    pattern = _symbols(f, "hybrid_override_pattern", "layer_types" if f.has("layer_types") else "layers_block_type")
     if not pattern:
         raise f.error("hybrid_override_pattern is missing; it says which layer is which")
     for symbol in pattern:
@@ -77,11 +83,10 @@ def _symbols(f: Fields, key: str, named_key: str) -> str:
     pattern, named = f.text(key, default=""), f.items(named_key)
     if pattern or named is None:
         return pattern
-    words = {"mamba": MAMBA, "attention": ATTENTION, "mlp": MLP, "moe": MOE}
     for word in named:
-        if not isinstance(word, str) or word not in words:
-            raise f.error(f"{named_key} holds {shown(word)}; known: {', '.join(words)}")
-    return "".join(words[word] for word in named)
+        if not isinstance(word, str) or word not in WORDS:
+            raise f.error(f"{named_key} holds {shown(word)}; known: {', '.join(WORDS)}")
+    return "".join(WORDS[word] for word in named)
 
 
 def _block(f: Fields, symbol: str, hidden_size: int) -> LayerSpec:

@@ -28,6 +28,8 @@ MOE: dict[str, Family] = {
     "olmoe": Family(qk_layernorm="full"),
     "flex_olmo": Family(qk_layernorm="full", assumptions=(NORM_AFTER, NO_BRIDGE)),
     "glm4_moe": Family(output_bias="never", rotary_factor=0.5),
+    "solar_open": Family(output_bias="never", head_dim=128, assumptions=(NO_BRIDGE,)),
+    "phimoe": Family(normalization="LayerNorm", window="all"),
     "dots1": Family(qk_layernorm="head", window="qwen"),
     "minimax_m2": Family(
         bias_keys=(),
@@ -130,7 +132,7 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
             shared_expert_gate=shared > 0,
         )
         return block, sparse_layers(f, n)
-    if kind in ("glm4_moe", "dots1"):
+    if kind in ("glm4_moe", "dots1", "solar_open"):
         experts, topk = expert_count(f, "n_routed_experts")
         width = f.integer("moe_intermediate_size")
         block = MoESpec(
@@ -155,7 +157,9 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
         moe_ffn_hidden_size=f.integer("intermediate_size"),
         activation=act,
     )
-    if kind == "olmoe":
+    if kind == "phimoe":
+        block = replace(block, noisy_input=f.number("input_jitter_noise", default=0.0) > 0)
+    elif kind == "olmoe":
         block = replace(block, router_load_balancing_type="seq_aux_loss")
     elif kind == "gpt_oss":
         block = replace(block, add_bias=True, add_router_bias=True, router_load_balancing_type="none")

@@ -27,7 +27,10 @@ except ImportError:  # before 4.53 each class builds its masks
 TAKES_DTYPE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
 META = "meta"
 #: Class of a model that reads values of the attention mask -> its method that does.
-MASK_OF = {"Qwen3NextModel": "_update_linear_attn_mask", "NemotronHModel": "_update_mamba_mask"}
+MASK_OF = {
+    "Qwen3NextModel": "_update_linear_attn_mask", "NemotronHModel": "_update_mamba_mask",
+    "GraniteMoeHybridModel": "_update_mamba_mask", "BambaModel": "_update_mamba_mask",
+}  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -161,6 +164,7 @@ class AutocastOnMeta(TorchFunctionMode):
     WIDER = (
         torch.pow, torch.Tensor.pow, torch.rsqrt, torch.Tensor.rsqrt, F.softmax, torch.softmax, torch.Tensor.softmax,
         torch.cumsum, torch.Tensor.cumsum, torch.sum, SUM, F.layer_norm, F.softplus, torch.exp, torch.Tensor.exp,
+        torch.expm1,
     )  # fmt: skip
 
     active: AutocastOnMeta | None = None
@@ -207,9 +211,29 @@ def in_autocast(forward: Any, dtype: torch.dtype) -> Any:
     return run
 
 
+@contextmanager
+def _tables_of_whole_sequences() -> Iterator[None]:
+    """Phi-3.5-MoE's rotary embedding reads how long a sequence is from positions, which have no values here."""
+    try:
+        phimoe = import_module("transformers.models.phimoe.modeling_phimoe")
+    except ImportError:
+        yield
+        return
+    kind = phimoe.PhimoeRotaryEmbedding
+
+    def before_5(self: Any, x: Any, seq_len: Any = None) -> Any:
+        return forward(self, x, seq_len=x.shape[1])
+
+    forward = kind.forward
+    takes_positions = "position_ids" in forward.__code__.co_varnames or hasattr(forward, "__wrapped__")
+    with nullcontext() if takes_positions else patch.object(kind, "forward", before_5):
+        yield
+
+
 def _models_with_linear_masks() -> Iterator[Any]:
     """The classes of ``MASK_OF`` that the installed transformers has."""
-    for kind, name in (("qwen3_next", "Qwen3NextModel"), ("nemotron_h", "NemotronHModel")):
+    kinds = ("qwen3_next", "nemotron_h", "granitemoehybrid", "bamba")
+    for kind, name in zip(kinds, MASK_OF, strict=True):
         try:
             yield getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), name)
         except ImportError:  # not in this release
@@ -232,6 +256,7 @@ def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterato
     with ExitStack() as stack:
         if masking_utils is not None:
             stack.enter_context(patch.object(masking_utils, "_ignore_causal_mask_sdpa", skipped))
+        stack.enter_context(_tables_of_whole_sequences())
         for model in _models_with_linear_masks():
             stack.enter_context(patch.object(model, MASK_OF[model.__name__], linear_mask))
         for owner, name, value in (
@@ -256,7 +281,11 @@ def build(
     given = dict(config)
     cfg = AutoConfig.for_model(given.pop("model_type"), **given)
     chosen = None if attention == "sdpa" else attention  # sdpa where the class supports it, else eager
-    with torch.device(device):
-        word = "dtype" if TAKES_DTYPE else "torch_dtype"
-        model = AutoModelForCausalLM.from_config(cfg, attn_implementation=chosen, **{word: dtype})
+    word = "dtype" if TAKES_DTYPE else "torch_dtype"
+    options = {"attn_implementation": chosen, word: dtype}
+    try:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(cfg, **options)
+    except NotImplementedError:  # a class that reads values as it is built (``XIELUActivation`` before 5)
+        model = AutoModelForCausalLM.from_config(cfg, **options).to(device)
     return model.train()

@@ -7,11 +7,19 @@
     147456
 """
 
-from bridge_memory.rollout.inference.memory import TAGS, Asleep, Held, InferenceMemory, inference_memory
+from bridge_memory.rollout.inference.memory import (
+    TAGS,
+    Asleep,
+    Held,
+    InferenceMemory,
+    KvCapacity,
+    inference_memory,
+    kv_capacity,
+)
 from bridge_memory.rollout.inference.rules import DEFAULT_RELEASES, FRAMEWORKS
 from bridge_memory.rollout.inference.spec import NOT_MODELLED, InferenceSpec, NotModelled
 
 __all__ = [
     "DEFAULT_RELEASES", "FRAMEWORKS", "NOT_MODELLED", "TAGS", "Asleep", "Held", "InferenceMemory", "InferenceSpec",
-    "NotModelled", "inference_memory",
+    "KvCapacity", "NotModelled", "inference_memory", "kv_capacity",
 ]  # fmt: skip

@@ -122,6 +122,8 @@ def _prefill_graph_sizes(spec: InferenceSpec, gpu: Gpu) -> tuple[int, ...]:
     most = max_num_batched_tokens(spec, gpu)
     if latent(spec):
         most = min(most, 8192)
+    if "llama-2" in spec.model.name.lower():
+        most = min(most, 4096)
     sizes = (*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64),
              *range(1280, 4097, 256), *range(4608, most + 1, 512))  # fmt: skip
     return tuple(one for one in sizes if one <= most)

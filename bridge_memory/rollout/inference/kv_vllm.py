@@ -11,6 +11,7 @@ from math import lcm
 from typing import NamedTuple
 
 from bridge_memory.cards.gpu import Gpu
+from bridge_memory.rollout.inference import defaults, rules
 from bridge_memory.rollout.inference.layer_cache import Kind, LayerCache, layer_caches, layers_of_stage
 from bridge_memory.rollout.inference.spec import InferenceSpec
 
@@ -52,10 +53,6 @@ class Plan(NamedTuple):
     groups: tuple[Group, ...]
     #: Bytes of a block: those of the largest group.
     block_bytes: int
-
-    def blocks_of(self, length: int, in_flight: int, aligned: bool) -> int:
-        """Blocks of a sequence, over all groups, which draw from one pool."""
-        return sum(group.blocks_of(length, in_flight, aligned) for group in self.groups)
 
 
 class _Layer(NamedTuple):
@@ -109,6 +106,27 @@ def plan(spec: InferenceSpec, gpu: Gpu, stage: int) -> Plan:
         group._replace(layers=tuple(one for one in group.layers if one[0] in here)) for group in whole
     )  # fmt: skip
     return Plan(groups, max((sum(page for _, page in group.layers) for group in groups), default=0))
+
+
+def in_flight_tokens(spec: InferenceSpec, gpu: Gpu) -> int:
+    """Tokens of all batches that run at once (``config/vllm.py: max_concurrent_batches``)."""
+    batches = spec.pipeline_parallel_size
+    if spec.async_scheduling and (rules.SECOND_RUNNER(spec.release_numbers) or batches == 1):
+        batches += 1
+    return batches * defaults.max_num_batched_tokens(spec, gpu)
+
+
+def blocks_of(spec: InferenceSpec, gpu: Gpu, length: int) -> int:
+    """Blocks that a sequence of ``length`` tokens holds at most, over all groups."""
+    groups = groups_of(_layers(spec, gpu))
+    tokens, aligned = in_flight_tokens(spec, gpu), aligned_states(spec)
+    return sum(group.blocks_of(length, tokens, aligned) for group in groups)
+
+
+def reported_tokens(spec: InferenceSpec, gpu: Gpu, blocks: int) -> int:
+    """Tokens that vLLM reports: sequences of max_model_len that fit, times that (``get_kv_cache_capacity``)."""
+    needed = blocks_of(spec, gpu, spec.length)
+    return int(blocks / needed * spec.length) if needed else 0
 
 
 def _whole(spec: InferenceSpec) -> list[LayerCache]:

@@ -78,6 +78,8 @@ class InferenceMemory:
     kv_bytes_per_token: int
     #: Tokens that the engine reports at its start: vLLM's "GPU KV cache size", SGLang's max_total_num_tokens.
     kv_tokens: Range
+    #: Sequences that run at once at most: max_num_seqs, and what SGLang's tables and states hold.
+    max_sequences: Range
     #: Whether it starts for sure; whether it can.
     starts: bool
     may_start: bool
@@ -121,7 +123,8 @@ class InferenceMemory:
         return rules.GRAPHS_INSIDE_BUDGET(self.spec.release_numbers)
 
     def concurrent_sequences(self, length: int) -> Range:
-        """Whole sequences of ``length`` tokens that fit into the cache at once, least and most.
+        """Whole sequences of ``length`` tokens that fit into the cache at once, least and most. The engine runs no more
+        than ``max_sequences`` of them.
 
         Raises:
             SpecError: ``length`` is not positive.
@@ -297,7 +300,6 @@ def _stage_of(spec: InferenceSpec, gpu: Gpu, stage: int) -> _Stage:
         state = profile.request_state(spec, gpu, stage, -(-spec.length // size), groups)
         held.append(Held(state, "engine" if rules.RUNTIME_SLEEPS(spec.release_numbers) else ""))
     else:
-        held.append(Held(profile.request_state(spec, gpu, stage, 0, 0), "kv_cache"))
         held.append(Held(graphs.graph_tables(spec, gpu, kv_sglang.page_size(spec, gpu)), "cuda_graph"))
     held.append(Held(graphs.graph_amount(spec, gpu, stage), "cuda_graph"))
     held += [Held(one, "") for one in (*beside.process(gpu), *beside.communicators(spec, gpu))]
@@ -310,20 +312,6 @@ def _kv_bytes_per_token(spec: InferenceSpec, stage: int) -> int:
     windows = spec.framework == "sglang" and not spec.model.model_type.startswith(kv_sglang.HYBRID_WINDOWS)
     keeps = (Kind.FULL, Kind.LATENT, *((Kind.SLIDING,) if windows else ()))
     return sum(one.nbytes for one in caches if one.kind in keeps)
-
-
-def _in_flight(spec: InferenceSpec, gpu: Gpu) -> int:
-    """``config/vllm.py: max_in_flight_tokens``: tokens of all batches that run at once."""
-    pp = spec.pipeline_parallel_size
-    batches = pp
-    if spec.async_scheduling:
-        batches = pp + 1 if rules.SECOND_RUNNER(spec.release_numbers) else max(pp, 2 if pp == 1 else pp)
-    return batches * defaults.max_num_batched_tokens(spec, gpu)
-
-
-def _blocks_of(spec: InferenceSpec, gpu: Gpu, length: int) -> int:
-    plan = kv_vllm.plan(spec, gpu, 0)
-    return plan.blocks_of(length, _in_flight(spec, gpu), kv_vllm.aligned_states(spec))
 
 
 def _vllm(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> InferenceMemory:
@@ -350,18 +338,24 @@ def _vllm(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> 
     kv = Amount("KV cache", number.least * plan.block_bytes, number.most * plan.block_bytes, Provenance.FORMULA,
                 "v1/core/kv_cache_planning.py: get_kv_cache_configs")  # fmt: skip
     held = (stage.held[0], Held(kv, "kv_cache"), *stage.held[1:])
-    needed = _blocks_of(spec, gpu, spec.length)
-    tokens = Range(*(int(one / needed * spec.length) if needed else 0 for one in number))
+    needed = kv_vllm.blocks_of(spec, gpu, spec.length)
+    tokens = Range(*(kv_vllm.reported_tokens(spec, gpu, one) for one in number))
     own = total(one.amount for one in stage.held if one.tag == "")
     free = Range(gpu.capacity_bytes - other.most - own.most, gpu.capacity_bytes - other.least - own.least)
     why = [""] * 2
-    for place, (unclaimed, count, rest) in enumerate(
-        ((free.least, number.least, space.least), (free.most, number.most, space.most))
-    ):  # fmt: skip
+    taken = stage.sum_of("weights", "engine", "step", "cuda_graph")
+    for place, (unclaimed, count, rest, claimed) in enumerate(
+        ((free.least, number.least, space.least, taken.most), (free.most, number.most, space.most, taken.least))
+    ):
         if spec.kv_cache_memory_bytes is None and unclaimed < requested:
             why[place] = (
                 f"free memory ({max(0, unclaimed) / GIB:.2f} GiB) is less than gpu_memory_utilization asks for "
                 f"({requested / GIB:.2f} GiB)"
+            )
+        elif count * plan.block_bytes + claimed > unclaimed:
+            why[place] = (
+                f"weights, KV cache and a step take {(count * plan.block_bytes + claimed) / GIB:.2f} GiB of the "
+                f"{max(0, unclaimed) / GIB:.2f} GiB that are free"
             )
         elif rest <= 0:
             why[place] = f"nothing is left for the KV cache ({rest / GIB:.2f} GiB)"
@@ -370,7 +364,8 @@ def _vllm(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> 
                           f"{count} can be used")  # fmt: skip
     return InferenceMemory(
         spec, gpu, Range(*other), held, space, number, kv_vllm.block_size(spec, gpu),
-        _kv_bytes_per_token(spec, fullest), tokens, not why[0], not why[1], why[0],
+        _kv_bytes_per_token(spec, fullest), tokens, Range(*(defaults.max_num_seqs(spec, gpu),) * 2), not why[0],
+        not why[1], why[0],
     )  # fmt: skip
 
 
@@ -388,26 +383,33 @@ def _sglang(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -
         )
         spaces.append(space)
         found = kv_sglang.pools(spec, one.place)
-        sizes.append([kv_sglang.sizes(spec, found, max(0, rest), page) for rest in space])
+        sizes.append([kv_sglang.sizes(spec, gpu, found, max(0, rest), page) for rest in space])
     tokens = Range(min(low.tokens for low, _ in sizes), min(high.tokens for _, high in sizes))
     fullest = min(range(len(stages)), key=lambda place: spaces[place].least)
     stage, space = stages[fullest], spaces[fullest]
     pool = kv_sglang.pools(spec, fullest)
-    nbytes = [kv_sglang.bytes_of(pool, size, page) for size in sizes[fullest]]
+    nbytes = [
+        kv_sglang.bytes_of(pool, kv_sglang.shrunk(spec, pool, size, least, page), page)
+        for size, least in zip(sizes[fullest], tokens, strict=True)
+    ]
     kv = Amount("KV cache", nbytes[0], nbytes[1], Provenance.FORMULA,
                 "mem_cache/kv_cache_configurator.py; pool_configurator.py")  # fmt: skip
-    held = (stage.held[0], Held(kv, "kv_cache"), *stage.held[1:])
+    requests = Range(*(kv_sglang.most_requests(spec, pool, size) for size in sizes[fullest]))
+    table = profile.token_table(spec, requests)
+    held = (stage.held[0], Held(kv, "kv_cache"), Held(table, "kv_cache"), *stage.held[1:])
     slack = [int(one * (1 - fraction)) for one in before]
-    tables = total(one.amount for one in stage.held if one.amount.name in ("request tables", "graph tables"))
-    rest = total([stage.sum_of("step", "cuda_graph"), tables])
+    rest = total([stage.sum_of("step", "cuda_graph"), table])
     why = [""] * 2
-    for place, (room, share, count, needs) in enumerate(
-        ((space.least, slack[0], tokens.least, rest.most), (space.most, slack[1], tokens.most, rest.least))
-    ):  # fmt: skip
+    for place, (room, share, count, needs, most) in enumerate((
+        (space.least, slack[0], tokens.least, rest.most, requests.least),
+        (space.most, slack[1], tokens.most, rest.least, requests.most),
+    )):  # fmt: skip
         if room <= 0 or count <= 0:
             why[place] = (
                 f"weights leave nothing for the KV cache ({room / GIB:.2f} GiB) at mem_fraction_static {fraction}"
             )
+        elif most <= 0:
+            why[place] = f"the cache of recurrent states is too small for one sequence ({room / GIB:.2f} GiB in all)"
         elif share < needs:
             why[place] = (
                 f"mem_fraction_static {fraction} leaves {share / GIB:.2f} GiB for graphs and activations, which take "
@@ -415,7 +417,7 @@ def _sglang(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -
             )
     return InferenceMemory(
         spec, gpu, Range(*other), held, space, Range(tokens.least // page, tokens.most // page), page,
-        _kv_bytes_per_token(spec, fullest), tokens, not why[0], not why[1], why[0],
+        _kv_bytes_per_token(spec, fullest), tokens, requests, not why[0], not why[1], why[0],
     )  # fmt: skip
 
 
@@ -423,8 +425,56 @@ def _sequences(memory: InferenceMemory, blocks: int, length: int) -> int:
     """Whole sequences in ``blocks``; vLLM keeps one block as null."""
     spec, gpu = memory.spec, memory.gpu
     if spec.framework == "vllm":
-        each = _blocks_of(spec, gpu, length)
+        each = kv_vllm.blocks_of(spec, gpu, length)
         return max(0, blocks - 1) // each if each else 0
-    pages = -(-length // memory.block_size)
-    found = blocks // pages
-    return found
+    fit = blocks // -(-length // memory.block_size)
+    recurrent = any(one.kind is Kind.STATE for one in layer_caches(spec, range(spec.model.num_layers)))
+    return min(fit, memory.max_sequences[blocks != memory.num_blocks.least]) if recurrent else fit
+
+
+class KvCapacity(NamedTuple):
+    """What some bytes of KV cache are on each rank."""
+
+    #: vLLM: blocks; SGLang: pages.
+    num_blocks: int
+    #: Tokens of a block or page.
+    block_size: int
+    #: Tokens that the engine reports.
+    kv_tokens: int
+    #: Bytes of the cache on each stage's ranks.
+    nbytes: tuple[int, ...]
+
+
+def kv_capacity(spec: InferenceSpec, gpu: Gpu, available_bytes: int) -> KvCapacity:
+    """The cache that an engine makes of ``available_bytes`` on every rank, exactly.
+
+    Args:
+        spec: The engine.
+        gpu: Its card, which decides block sizes.
+        available_bytes: vLLM's "Available KV cache memory"; SGLang's free memory less its slack.
+
+    Returns:
+        Blocks, tokens, bytes.
+
+    Example:
+        >>> from bridge_memory import find_gpu, resolve_model
+        >>> kv_capacity(InferenceSpec(model=resolve_model("Qwen/Qwen3-4B")), find_gpu("A100"), 23_106_994_176).kv_tokens
+        156688
+    """
+    if type(available_bytes) is not int or available_bytes < 0:
+        raise SpecError(f"available_bytes ({show(available_bytes)}) is not a number of bytes; give 0 or more")
+    stages = range(spec.pipeline_parallel_size)
+    if spec.framework == "vllm":
+        plans = [kv_vllm.plan(spec, gpu, stage) for stage in stages]
+        blocks = min(available_bytes // plan.block_bytes if plan.block_bytes else 1 for plan in plans)
+        tokens = kv_vllm.reported_tokens(spec, gpu, blocks)
+        return KvCapacity(
+            blocks, kv_vllm.block_size(spec, gpu), tokens, tuple(blocks * plan.block_bytes for plan in plans)
+        )
+    page = kv_sglang.page_size(spec, gpu)
+    pools = [kv_sglang.pools(spec, stage) for stage in stages]
+    found = [kv_sglang.sizes(spec, gpu, pool, available_bytes, page) for pool in pools]
+    tokens = min(one.tokens for one in found)
+    found = [kv_sglang.shrunk(spec, pool, one, tokens, page) for pool, one in zip(pools, found, strict=True)]
+    nbytes = tuple(kv_sglang.bytes_of(pool, size, page) for pool, size in zip(pools, found, strict=True))
+    return KvCapacity(tokens // page, page, tokens, nbytes)

@@ -26,6 +26,8 @@ from bridge_memory.spec import (
 )
 
 FP32, INT64, INT32 = 4, 8, 4
+#: Tokens of a request beyond its context (SGLang ``mem_cache/kv_cache_configurator.py``).
+EXTRA_TOKENS = 4
 
 
 def forward(spec: InferenceSpec, gpu: Gpu, stage: int) -> Amount:
@@ -138,8 +140,9 @@ def headroom(spec: InferenceSpec, gpu: Gpu, stage: int) -> Amount:
 
 
 def request_state(spec: InferenceSpec, gpu: Gpu, stage: int, blocks: int, groups: int) -> Amount:
-    """Buffers of a row for each sequence, for the engine's life: block tables; and in vLLM's second model runner the
-    counts of sampled tokens for penalties (``v1/worker/gpu/sample/penalties.py: PenaltiesState``), of the last stage.
+    """vLLM's buffers of a row for each sequence, for the engine's life: block tables, and in the second model runner
+    the counts of sampled tokens for penalties (``v1/worker/gpu/sample/penalties.py: PenaltiesState``) on the last
+    stage.
 
     Args:
         spec: The engine.
@@ -149,12 +152,6 @@ def request_state(spec: InferenceSpec, gpu: Gpu, stage: int, blocks: int, groups
         groups: Block tables.
     """
     sequences = defaults.max_num_seqs(spec, gpu)
-    if spec.framework == "sglang":
-        # ``mem_cache/memory_pool.py: ReqToTokenPool``: a slot for each token of each request.
-        rows = 4096 if spec.max_num_seqs is None else spec.max_num_seqs
-        least = (2048 if spec.max_num_seqs is None else rows) * (spec.length + 4) * INT32
-        return Amount("request tables", least, (rows + 1) * (spec.length + 4) * INT32, Provenance.FORMULA,
-                      "mem_cache/memory_pool.py: ReqToTokenPool")  # fmt: skip
     tables = sequences * blocks * INT32 * max(1, groups)
     least, most = tables, 2 * tables
     if stage == spec.pipeline_parallel_size - 1 and rules.SECOND_RUNNER(spec.release_numbers):
@@ -162,6 +159,18 @@ def request_state(spec: InferenceSpec, gpu: Gpu, stage: int, blocks: int, groups
         least, most = least + counts, most + counts
     return Amount("request tables", least, most, Provenance.FORMULA,
                   "v1/worker/gpu/block_table.py; sample/penalties.py: PenaltiesState")  # fmt: skip
+
+
+def token_table(spec: InferenceSpec, requests: Range) -> Amount:
+    """SGLang's slot of each token of each request, and a row for padding.
+
+    Args:
+        spec: The engine.
+        requests: Sequences that run at once, least and most.
+    """
+    row = (spec.length + EXTRA_TOKENS) * INT32
+    return Amount("request tables", (requests.least + 1) * row, (requests.most + 1) * row, Provenance.FORMULA,
+                  "mem_cache/memory_pool.py: ReqToTokenPool")  # fmt: skip
 
 
 def rotary_tables(spec: InferenceSpec) -> Amount:

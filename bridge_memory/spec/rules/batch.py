@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bridge_memory.spec.encoders import items_of
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.limits import divisors, next_multiple
 from bridge_memory.spec.rules.pipeline import check_schedule
@@ -37,6 +38,9 @@ def check_batch(run: RunSpec) -> None:
             f"({tp}), which sequence_parallel needs; use a multiple of {tp * cp}, such as "
             f"{next_multiple(s, tp * cp * (2 if cp > 1 else 1))}"
         )
+    for encoder in m.encoders:
+        if encoder.structure is not None:
+            items_of(encoder.structure, b)
     g = b.global_batch_size
     if g is not None:
         step = b.micro_batch_size * (p.world_size // (tp * p.pipeline_model_parallel_size * cp))

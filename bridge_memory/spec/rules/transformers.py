@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bridge_memory.spec.adapters import OF_TRANSFORMERS
 from bridge_memory.spec.errors import SpecError, listed, show
-from bridge_memory.spec.model import GatedDeltaNetSpec, MambaSpec
+from bridge_memory.spec.model import GatedDeltaNetSpec, MambaSpec, ShortConvSpec
 from bridge_memory.spec.parts import ALL_LINEAR
 from bridge_memory.spec.rules.own_layers import check_own_layers
 from bridge_memory.spec.rules.quantized import check_quantized
@@ -15,6 +15,7 @@ from bridge_memory.spec.transformers import (
     DEFAULT_TRANSFORMERS_SPEC,
     FAMILIES,
     KNOWN_TRANSFORMERS,
+    NOT_IN_MEGATRON,
     REMOTE_CODE,
     family_of,
 )
@@ -29,20 +30,35 @@ _SIZES = (
 )  # fmt: skip
 
 
+#: Fields of a TransformersSpec that matter to an encoder beside Megatron's layers.
+OF_ENCODERS = ("transformers_version", "attn_implementation")
+
+
 def check_transformers(run: RunSpec) -> None:
     """Raise SpecError for models and options that transformers, torchtitan or torchtune do not support."""
     spec = run.transformers
     if not run.implementation.torch_layers:
+        missing = NOT_IN_MEGATRON.get(run.model.model_type)
+        if any(isinstance(layer.mixer, ShortConvSpec) for layer, _, _ in run.model.layer_runs):
+            missing = NOT_IN_MEGATRON["lfm2"]
+        if missing is not None:
+            raise SpecError(
+                f"model_type ({run.model.model_type}): megatron-core does not have {missing}; set transformer_impl to "
+                "transformers, or choose an engine that trains its layers (--engine fsdp2, zero3, ddp, ...)"
+            )
         if run.peft.use_dora:
             raise SpecError(
                 "peft.use_dora (True) is counted for transformers' layers alone; set transformer_impl to transformers"
             )
         if spec is not DEFAULT_TRANSFORMERS_SPEC and spec != DEFAULT_TRANSFORMERS_SPEC:
-            name = next(f for f in spec.__slots__ if getattr(spec, f) != getattr(DEFAULT_TRANSFORMERS_SPEC, f))
-            raise SpecError(
-                f"{name} ({show(getattr(spec, name))}) is for transformer_impl transformers, not "
-                f"{run.implementation.transformer_impl}; drop it, or set transformer_impl to transformers"
-            )
+            # An encoder of transformers runs beside Megatron's layers.
+            known = OF_ENCODERS if any(encoder.structure is not None for encoder in run.model.encoders) else ()
+            changed = [f for f in spec.__slots__ if getattr(spec, f) != getattr(DEFAULT_TRANSFORMERS_SPEC, f)]
+            for name in [f for f in changed if f not in known]:
+                raise SpecError(
+                    f"{name} ({show(getattr(spec, name))}) is for transformer_impl transformers, not "
+                    f"{run.implementation.transformer_impl}; drop it, or set transformer_impl to transformers"
+                )
         return
     kind = run.model.model_type
     if kind in REMOTE_CODE:
@@ -93,9 +109,10 @@ def check_transformers(run: RunSpec) -> None:
             "transformers use gradient_checkpointing"
         )
     mixers = {type(layer.mixer) for layer in run.model.layers}
-    if spec.mixer_kernels and not mixers & {GatedDeltaNetSpec, MambaSpec}:
+    if spec.mixer_kernels and not mixers & {GatedDeltaNetSpec, MambaSpec, ShortConvSpec}:
         raise SpecError(
-            f"mixer_kernels (True) does nothing: {kind} has no gated delta net and no Mamba layer; drop it"
+            f"mixer_kernels (True) does nothing: {kind} has no gated delta net, no Mamba layer and no short "
+            "convolution; drop it"
         )
     check_quantized(run)
     if {"cross_entropy", "fused_linear_cross_entropy"} <= set(spec.liger_kernel):

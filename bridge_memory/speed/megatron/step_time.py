@@ -43,6 +43,11 @@ LEAST_EXPOSED = 0.05
 #: momentum takes four operations. Assumed: threads enough for the bandwidth of host memory (OMP_NUM_THREADS, which
 #: torchrun sets to 1).
 _HOST_STEP = {"adam": 28, "sgd": 32}
+#: Operations of the host where a pass enters and leaves a chunk of a pipeline, beside its layers: what is received is
+#: allocated, received and waited for, what is sent is sent and waited for, the output is freed but for its graph, and
+#: autograd is entered (megatron-core ``pipeline_parallel/p2p_communication.py: _communicate``, ``schedules.py:
+#: deallocate_output_tensor, custom_backward``).
+_BOUNDARY = 8
 #: Rows and columns of a result that one processor makes at a time: cuBLAS's most efficient tile, upright or lying.
 _TILE = 256, 128
 
@@ -225,8 +230,10 @@ def not_timed(run: RunSpec) -> tuple[str, ...]:
 class _Pass:
     """Forward and backward of one chunk for one microbatch, and of backward what runs again."""
 
-    def __init__(self, forward: Parts, backward: Parts, recomputation: float) -> None:
+    def __init__(self, forward: Parts, backward: Parts, recomputation: float, launching: float = 0.0) -> None:
+        """``launching``: seconds in which the host launches forward; backward takes twice that."""
         self.forward, self.backward, self.recomputation = forward, backward, recomputation
+        self.launching = launching
 
     @cached_property
     def forward_total(self) -> float:
@@ -239,6 +246,13 @@ class _Pass:
     @property
     def total(self) -> float:
         return self.forward_total + self.backward_total
+
+    def late(self, boundary: float) -> Any:
+        """Seconds of ``boundary``, which the host takes once forward and once backward beside what it launches, that
+        the kernels do not hide: they run on while the host is behind by less than they take."""
+        forward = self.launching + boundary - (self.forward_total - self.forward.host)
+        backward = 2 * self.launching + boundary - (self.backward_total - self.backward.host)
+        return added(smallest(boundary, largest(0.0, behind)) for behind in (forward, backward))
 
 
 class Step:
@@ -267,7 +281,9 @@ class Step:
             shapes: [(passes.chunk(shape), times) for shape, times in Counter(shapes).items()]
             for shapes in dict.fromkeys(self._shapes)
         }
-        totals = {shapes: added(x.total * times for x, times in of) for shapes, of in stages.items()}
+        boundary = self._boundary()
+        late = {x: x.late(boundary) if boundary else 0.0 for of in stages.values() for x, _ in of}
+        totals = {shapes: added((x.total + late[x]) * times for x, times in of) for shapes, of in stages.items()}
         hop = self._hop()
         # 1F1B receives before it can go on; interleaved schedules receive while another chunk runs.
         messages = 4 if passes.kernels.separate_sends and p.pp > 2 else 2
@@ -278,6 +294,7 @@ class Step:
             for x, times in of:
                 number = times * m
                 work = work.plus(x.forward, number).plus(x.backward, number)
+                work = work._replace(host=work.host + number * late[x])
                 recomputation = recomputation + number * x.recomputation
             here = [totals[shapes], recomputation, *work]
             later = slowest and here[0] > slowest[0]
@@ -306,7 +323,18 @@ class Step:
 
     def seconds_of(self, stage: Sequence[ChunkShape]) -> float:
         """Seconds of all passes of one microbatch through a stage that holds this."""
-        return added(self.passes.chunk(shape).total for shape in stage)
+        boundary = self._boundary()
+        passes = map(self.passes.chunk, stage)
+        return added(x.total + (x.late(boundary) if boundary else 0.0) for x in passes)
+
+    def _boundary(self) -> float:
+        """Host seconds around a chunk's pass; none where a graph of the whole step launches it. Where the host waits
+        for every kernel its time is in ``layer_blocking``."""
+        passes = self.passes
+        whole = self.run.implementation.cuda_graph_impl == "full_iteration"
+        if self.run.parallel.pp == 1 or whole or passes.kernels.blocking_launches:
+            return 0.0
+        return _BOUNDARY * passes.c.launch
 
     def _hop(self) -> Any:
         """A hidden state from one stage to the next."""
@@ -454,9 +482,12 @@ class Passes:
             return kernels
         if self.kernels.blocking_launches:
             return kernels._replace(host=passed * self.c.layer_blocking / 2)
-        launching = w.launches * self.c.launch + w.expert_launches * self.c.launch_expert
-        late = largest(0.0, passed * launching - kernels.total)
+        late = largest(0.0, passed * self._launching(w) - kernels.total)
         return kernels._replace(host=chosen(w.launches > 0, passed * self.c.layer / 2, 0.0) + late)
+
+    def _launching(self, w: Work) -> Any:
+        """Seconds in which the host launches a block forward."""
+        return w.launches * self.c.launch + w.expert_launches * self.c.launch_expert
 
     def _accumulated(self, w: Work) -> Any:
         """Bytes that are read and written where a microbatch's gradients of matrices are added to those before it,
@@ -510,7 +541,7 @@ class Passes:
         if self.run.implementation.offload_modules:
             sent = chosen(recomputed, 0, layer_block(layer, self.ctx).cost.offloaded)
             forward, backward = self._offloaded(forward, sent), self._offloaded(backward, sent)
-        return _Pass(forward, backward, again)
+        return _Pass(forward, backward, again, added(map(self._launching, (mixer, ffn))))
 
     def _offloaded(self, passes: Parts, nbytes: Any) -> Parts:
         """A pass with what moving ``nbytes`` to or from host memory takes longer. Each layer's copies have a stream of
@@ -563,12 +594,14 @@ class Passes:
         model, ctx = self.run.model, self.ctx
         recomputed = recomputed_layers(shape.num_layers, ctx, ignored=self.ignored)
         recomputation: Any
-        forward, backward, recomputation = Parts(), Parts(), 0.0
+        launching: Any
+        forward, backward, recomputation, launching = Parts(), Parts(), 0.0, 0.0
 
         def add(one: _Pass, times: Any) -> None:
-            nonlocal forward, backward, recomputation
+            nonlocal forward, backward, recomputation, launching
             forward, backward = forward.plus(one.forward, times), backward.plus(one.backward, times)
             recomputation = recomputation + times * one.recomputation
+            launching = launching + times * one.launching
 
         for kind, count in shape.layers:
             first = largest(0, smallest(count, recomputed))
@@ -588,8 +621,7 @@ class Passes:
             losses += shape.num_depths
         if losses:
             add(_Pass(*self._half(self._once("output", lambda: output_work(model, ctx))), 0.0), losses)
-        return _Pass(forward, backward, recomputation)
-
+        return _Pass(forward, backward, recomputation, launching)
 
     def _whole_layers_offloaded(self, shape: ChunkShape) -> Any:
         """Bytes of a chunk's layers that ``cpu_offloading_num_layers`` moves, spread over the passes of all layers

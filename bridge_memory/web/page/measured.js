@@ -63,7 +63,7 @@ export class Measured {
         h("label", { class: "inline" }, own, " predict the run described in the file")),
       busy && h("p", { role: "status" }, `Reading ${this.file.name} ...`),
       error && h("p", { class: "error", role: "alert" }, error),
-      found?.stages && this.table(found), found?.snapshot && this.snapshot(found.snapshot));
+      found?.stages && this.table(found), found?.phases && this.phases(found.phases), found?.snapshot && this.snapshot(found.snapshot));
   }
 
   table(found) {
@@ -75,6 +75,24 @@ export class Measured {
         cell(s.predicted_static_bytes), cell(s.allocated_bytes), cell(s.static_residual_bytes, true),
         cell(s.predicted_peak_bytes), cell(s.max_allocated_bytes), cell(s.residual_bytes, true),
         h("td", { class: "number" }, s.error === null ? "\u2013" : `${s.error > 0 ? "+" : ""}${(100 * s.error).toFixed(1)} %`))))));
+  }
+
+  /** The phases of a journal's job: of each the stage that is furthest off. */
+  phases(found) {
+    const error = (row) => row.driver.error ?? row.allocated.error;
+    const worst = new Map();
+    for (const row of found.rows) {
+      const name = row.phases.join(" + "), known = worst.get(name);
+      if (!known || Math.abs(error(row) ?? 0) > Math.abs(error(known) ?? 0)) worst.set(name, row);
+    }
+    const range = (bytes) => !bytes ? "\u2013" : bytes[1] === null ? `${gib(bytes[0], 2)} or more`
+      : gib(bytes[0], 2) === gib(bytes[1], 2) ? gib(bytes[0], 2) : `${gib(bytes[0], 2)}\u2013${gib(bytes[1], 2)}`;
+    const cells = (row) => ["allocated", "driver"].flatMap((name) => [row[name].measured_bytes, row[name].predicted_bytes].map((b) => h("td", { class: "number" }, range(b))));
+    return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Phases of the job" }, h("table", {},
+      h("caption", {}, `Phases of the job${found.gpu ? `, predicted on ${found.gpu}` : ""}, GiB; error 0 where the ranges meet${found.notes.length ? `; ${found.notes.join("; ")}` : ""}`),
+      h("thead", {}, h("tr", {}, ...["Phase", "Stage", "Allocated", "Predicted", "Driver peak", "Predicted", "Error"].map((t, i) => h("th", { scope: "col", class: i ? "number" : "" }, t)))),
+      h("tbody", {}, ...[...worst].map(([name, row]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: "number" }, row.stage), ...cells(row),
+        h("td", { class: "number" }, error(row) === null ? "\u2013" : `${error(row) > 0 ? "+" : ""}${(100 * error(row)).toFixed(1)} %`))))));
   }
 
   snapshot(found) {

@@ -65,7 +65,10 @@ export class Search {
           this.vary = this.vary.filter((one) => one !== axis).concat(event.target.checked ? [axis] : []);
         } }), ` ${name}`))));
     boxes.open = $("search").querySelector(".vary")?.open ?? false;
-    const head = h("h2", {}, "Layouts that fit", h("small", {}, "fastest first, by predicted step time"));
+    const open = job?.result?.not_modelled ?? [];
+    const head = open.length
+      ? h("h2", {}, "Layouts that may fit", h("small", {}, `unknown: not modelled: ${open.join(", ")}`))
+      : h("h2", {}, "Layouts that fit", h("small", {}, "fastest first, by predicted step time"));
     const again = h("div", { class: "buttons" }, button("Search again", () => this.start(), { "data-focus": "search" }),
       button("Close", () => this.close(), { class: "quiet" }));
     if (!job) return; // the verdict's button starts a search

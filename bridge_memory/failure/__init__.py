@@ -1,0 +1,1 @@
+"""A job that ran out of memory: what its text proves, beside its prediction, and what to do first."""

@@ -1,0 +1,229 @@
+"""An encoder as links of the first chunk: what is before its layers, the layers, what is after them, and the step that
+writes its features over the placeholders among the token embeddings.
+
+Source: Megatron Bridge ``models/*_vl/modeling_*.py: forward``. The token embeddings are made first and wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from bridge_memory.components import Part
+from bridge_memory.inventory.encoders import audio, vision
+from bridge_memory.inventory.encoders.ops import EncoderOps
+from bridge_memory.inventory.torch.ops import FP32, Array
+from bridge_memory.spec.encoders import EncoderStructure, features
+from bridge_memory.tapes.blocks import Block, block
+from bridge_memory.tapes.chain import Label, Link, plain_link
+from bridge_memory.tapes.context import BlockContext, EncoderRun
+from bridge_memory.tapes.parameters import Repeated
+from bridge_memory.tapes.recorder import Recorder
+
+#: A layer of an encoder: what distinguishes it from the others.
+LayerKind = tuple[tuple[str, Any], ...]
+
+
+class Recorders(NamedTuple):
+    """The recorders of one kind of encoder."""
+
+    stem: Callable[[EncoderOps], Array]
+    layer: Callable[..., Array]
+    head: Callable[[EncoderOps, Array], Array]
+    #: Modules that run before the layers, and the layers', by the beginning of their names.
+    stem_modules: tuple[str, ...]
+    layer_modules: tuple[str, ...] = ("blocks",)
+    #: What distinguishes the layers of a structure, in order.
+    kinds: Callable[[EncoderStructure], list[LayerKind]] = lambda s: [()] * s.num_layers
+    #: Bytes that the encoder's forward holds beside its layers.
+    held: Callable[[EncoderOps], Any] = lambda t: 0
+    #: Rows of the hidden states of layers.
+    rows: Callable[[EncoderOps], Any] = lambda t: t.patches
+
+
+RECORDERS: dict[str, Recorders] = {
+    "qwen2_5_vl": Recorders(
+        vision.qwen2_5_stem, vision.qwen2_5_layer, vision.qwen2_5_head, ("patch_embed",),
+        kinds=lambda s: [(("whole", i in s.full_layers),) for i in range(s.num_layers)], held=vision.table_bytes,
+    ),
+    "glm4v": Recorders(
+        vision.glm4v_stem, vision.glm4v_layer, vision.glm4v_head,
+        ("patch_embed", "post_conv_layernorm", "embeddings.position_embedding"), held=vision.table_bytes,
+    ),
+    "siglip": Recorders(
+        vision.siglip_stem, vision.siglip_layer, vision.gemma3_head,
+        ("embeddings.patch_embedding", "embeddings.position_embedding"), ("encoder",),
+    ),
+    "pixtral": Recorders(
+        vision.pixtral_stem, vision.pixtral_layer, vision.mistral3_head, ("patch_conv", "ln_pre"), ("transformer",),
+        held=vision.pixtral_held,
+    ),
+    "qwen3_omni_vision": Recorders(
+        vision.qwen3_omni_stem, vision.qwen3_omni_layer, vision.qwen3_omni_head, ("patch_embed", "pos_embed"),
+        kinds=lambda s: [
+            (("deep", s.deepstack_layers.index(i) + 1 if i in s.deepstack_layers else 0),) for i in range(s.num_layers)
+        ], held=vision.table_bytes,
+    ),
+    "qwen2_audio": Recorders(
+        audio.qwen2_audio_stem, audio.qwen2_audio_layer, audio.qwen2_audio_head, ("conv1", "conv2"), ("layers",),
+        rows=audio.frames,
+    ),
+}
+
+
+def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
+    """The links of every encoder and of the step that joins its features and the token embeddings. To be put between the
+    embedding and the layers."""
+    links: list[tuple[Link, int]] = []
+    for i, run in enumerate(ctx.encoders):
+        if not run.items:
+            continue
+        waiting, held = _embeddings(ctx), _sizes(run, ctx).held
+        for name, found, count in _blocks(ctx, run, i):
+            link = plain_link(found, Label.ENCODER)
+            variables = waiting + (held if name != "stem" else 0)
+            link = link._replace(forward_peak=link.forward_peak + variables)
+            links.append((link.with_gradients(waiting) if ctx.adapters is None else link, count))
+        links.append((plain_link(_joined(ctx, run, i), Label.ENCODER), 1))
+    return links
+
+
+def pixel_bytes(ctx: BlockContext) -> Any:
+    """Bytes of the batch's pixels and spectrograms in fp32, which the step holds during the first chunk's forward."""
+    total: Any = 0
+    for run in ctx.encoders:
+        total = total + _sizes(run, ctx).pixels
+    return total
+
+
+def encoder_parameters(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[Repeated]:
+    """The parameters of an encoder on one rank; names are relative to it."""
+    for _, found, count in _blocks(ctx.bare(), run, number):
+        for parameters, times in found.parameters.rows:
+            yield Repeated(parameters, times * count)
+
+
+class _Sizes(NamedTuple):
+    held: Any
+    pixels: Any
+
+
+class _Measure:
+    """In the place of a recorder: sizes alone."""
+
+    def __init__(self, ctx: BlockContext) -> None:
+        self.ctx, self.tape, self.frozen = ctx, None, False
+
+
+def _sizes(run: EncoderRun, ctx: BlockContext) -> _Sizes:
+    t = EncoderOps(_Measure(ctx), run)  # type: ignore[arg-type]
+    s = run.structure
+    pixel = s.mel_bins if s.audio else s.channels * s.temporal_patch_size * s.patch_size**2
+    return _Sizes(RECORDERS[s.kind].held(t), t.patches * pixel * FP32)
+
+
+def _embeddings(ctx: BlockContext) -> Any:
+    """Bytes of the token embeddings of a microbatch: whole on every tensor- and context-parallel rank until the features
+    are among them (``scatter_embedding_sequence_parallel`` is off)."""
+    return ctx.tokens * ctx.cp * ctx.hidden_size * ctx.act
+
+
+def _blocks(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[tuple[str, Block, int]]:
+    """(what it is, the block, how often it is repeated), in order."""
+    recorders = RECORDERS[run.structure.kind]
+    yield "stem", _block(ctx, run, (number, "stem"), recorders.stem, None), 1
+    first = _reached(ctx, run, recorders.stem_modules)
+    trains = _reached(ctx, run, recorders.layer_modules)
+    for at, (kind, some) in enumerate(groupby(recorders.kinds(run.structure))):
+        count = len(list(some))
+        reached = first or (trains and at > 0)
+        if trains and not reached and count > 1:  # the first layer's input has no gradient
+            yield "layer", _layer(ctx, run, number, kind, False), 1
+            reached, count = True, count - 1
+        yield "layer", _layer(ctx, run, number, kind, reached), count
+    yield "head", _block(ctx, run, (number, "head", first or trains), recorders.head, first or trains), 1
+
+
+def _layer(ctx: BlockContext, run: EncoderRun, number: int, kind: LayerKind, reached: bool) -> Block:
+    layer = RECORDERS[run.structure.kind].layer
+    return _block(ctx, run, (number, "layer", kind, reached), lambda t, x: _held(t, x, layer(t, x, **dict(kind))), reached)
+
+
+def _reached(ctx: BlockContext, run: EncoderRun, modules: tuple[str, ...]) -> bool:
+    """Whether any of these modules trains."""
+    if ctx.adapters is not None:
+        return False
+    return any(not any(module.startswith(name) for name in run.spec.frozen) for module in modules)
+
+
+def _block(
+    ctx: BlockContext, run: EncoderRun, key: tuple[Any, ...], body: Callable[..., Array], reached: bool | None
+) -> Block:
+    """``reached``: whether its input has a gradient; None: it takes none."""
+
+    def record(r: Recorder) -> None:
+        r.tape.part = Part.ENCODER
+        t = EncoderOps(r, run)
+        recorders = RECORDERS[run.structure.kind]
+        t.layers_reached = _reached(ctx, run, (*recorders.stem_modules, *recorders.layer_modules))
+        if reached is None:
+            r.tape.output(body(t).tensor)
+            return
+        x = t.input("hidden states", _inputs(t), t.compute_width, grad=reached)
+        r.tape.output(body(t, x).tensor)
+
+    return block(ctx, ("encoder", *key), record)
+
+
+def _held(t: EncoderOps, x: Array, out: Array) -> Array:
+    """The encoder's forward holds a layer's input until the layer returns."""
+    t.keep_alive(x)
+    return out
+
+
+def _inputs(t: EncoderOps) -> Any:
+    """Elements of the hidden states of layers."""
+    return RECORDERS[t.s.kind].rows(t) * t.s.hidden_size
+
+
+def _joined(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
+    """``inputs_embeds.masked_scatter(mask, features)``: of token embeddings copied to [b, s, h], with the features of
+    all images in one copy; the result is copied to [s, b, h] (``modeling_glm_45v.py: GLM45VModel.forward``).
+
+    Saves the mask, a byte a token. Backward makes a gradient of each (``derivatives.yaml: masked_scatter``).
+    """
+    recorders = RECORDERS[run.structure.kind]
+    s = run.structure
+    modules = (*recorders.stem_modules, *recorders.layer_modules)
+    whole = "" in run.spec.frozen
+    reached = ctx.adapters is None and (not whole) and (_reached(ctx, run, modules) or _head_trains(run))
+
+    def record(r: Recorder) -> None:
+        r.tape.part = Part.ENCODER
+        t = EncoderOps(r, run)
+        tokens = r.ctx.tokens * r.ctx.cp
+        elements = tokens * r.ctx.hidden_size
+        given = t.input("features", t.samples * features(s, run.items) * s.out_size, t.compute_width, grad=reached)
+        found = t.input("token embeddings", elements, t.compute_width, grad=not r.frozen)
+        rows = t.copy("token embeddings by sequence", found)
+        joined = t.cat("features of all images", given)
+        mask = t.constant("mask of the placeholders", tokens, 1)
+        t.keep_alive(found, given)
+        out = t.make(
+            "embeddings with features", (rows, joined, mask), elements, t.compute_width, saves=(mask.tensor,),
+        )
+        t.keep_alive(rows, joined, mask)
+        last = t.copy("embeddings by position", out)
+        r.tape.output(last.tensor)
+
+    return block(ctx, ("encoder", number, "joined", reached), record)
+
+
+def _head_trains(run: EncoderRun) -> bool:
+    """Whether the projector trains."""
+    return not any(name in HEAD_MODULES for name in run.spec.frozen)
+
+
+#: Modules of projectors, by the names that freezing gives.
+HEAD_MODULES = ("merger", "multi_modal_projector", "embed_vision", "")

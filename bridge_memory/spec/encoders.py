@@ -1,0 +1,211 @@
+"""Modality encoders: their structure, and what a sample gives them.
+
+``EncoderStructure`` has what a recorder of ``inventory/encoders`` needs; ``items_of`` says how many patches or frames a
+sample has, from the fields of a BatchSpec and the defaults below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import isqrt
+from typing import TYPE_CHECKING, NamedTuple
+
+from bridge_memory.spec.errors import SpecError, show
+
+if TYPE_CHECKING:
+    from bridge_memory.spec.parts import BatchSpec
+
+#: Kind -> the class of transformers that it is.
+ENCODER_KINDS = {
+    "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel",
+    "glm4v": "Glm4vVisionModel",
+    "siglip": "SiglipVisionModel with Gemma 3's projector",
+    "pixtral": "PixtralVisionModel with Mistral 3's projector",
+    "qwen3_omni_vision": "Qwen3OmniMoeVisionEncoder",
+    "qwen3_omni_audio": "Qwen3OmniMoeAudioEncoder",
+    "qwen2_audio": "Qwen2AudioEncoder with its projector",
+}
+AUDIO_KINDS = ("qwen2_audio", "qwen3_omni_audio")
+#: Width and height in pixels of an image whose size nobody states: 1,003,520 pixels, the most that Megatron Bridge's
+#: Qwen task encoder hands on (``data/builders/energon.py: max_pixels``).
+DEFAULT_IMAGE = (1120, 896)
+#: Seconds of audio of a sample, to which Qwen2-Audio's processor pads.
+DEFAULT_SECONDS = 30.0
+#: Columns of a mel spectrogram in a second (``feature_extraction_whisper.py``: 16,000 samples, a column for 160).
+MEL_FRAMES = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderStructure:
+    """Sizes of an encoder of transformers with its projector, by which its activations are recorded.
+
+    Example:
+        >>> from bridge_memory import EncoderStructure
+        >>> EncoderStructure(
+        ...     kind="siglip", hidden_size=1152, ffn_hidden_size=4304, num_layers=27, num_heads=16, out_size=2560,
+        ...     patch_size=14, image_size=896, merge_size=4, positions=4096,
+        ... ).head_dim
+        72
+    """
+
+    #: One of ENCODER_KINDS.
+    kind: str
+    hidden_size: int
+    ffn_hidden_size: int
+    num_layers: int
+    num_heads: int
+    #: Width of the features that the language model gets.
+    out_size: int
+    #: Pixels of a patch's side, and frames of a patch.
+    patch_size: int = 0
+    temporal_patch_size: int = 1
+    channels: int = 3
+    #: Patches along each side that the projector joins to one feature.
+    merge_size: int = 1
+    #: Inner width of the projector, where it is neither of the others.
+    merger_size: int = 0
+    #: Rows of a learned table of positions; 0: none.
+    positions: int = 0
+    #: Side of every image, in pixels; 0: images have any size.
+    image_size: int = 0
+    #: Side of an attention window in pixels (0: none), and the layers that attend to the whole image.
+    window_size: int = 0
+    full_layers: tuple[int, ...] = ()
+    #: Layers after which a merger makes features of their own (``deepstack_visual_indexes``).
+    deepstack_layers: tuple[int, ...] = ()
+    #: Whether the projection of queries, keys and values has biases; likewise the projector.
+    qkv_bias: bool = True
+    projector_bias: bool = True
+    #: Rows of a mel spectrogram; columns of one chunk of it, and chunks to which attention reaches.
+    mel_bins: int = 0
+    chunk_frames: int = 0
+    chunks_attended: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ENCODER_KINDS:
+            raise SpecError(f"kind of an encoder ({show(self.kind)}) is unknown; use {', '.join(ENCODER_KINDS)}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            known = {"int": int, "bool": bool, "str": str}.get(str(f.type), tuple)
+            if type(value) is not known:
+                raise SpecError(f"{f.name} of an encoder ({show(value)}) is not {f.type}; give one")
+            if known is int and value < 0:
+                raise SpecError(f"{f.name} of an encoder ({value}) is below 0; give 0 or more")
+        for name in ("hidden_size", "ffn_hidden_size", "num_heads", "out_size", "merge_size", "temporal_patch_size"):
+            if not getattr(self, name):
+                raise SpecError(f"{name} of an encoder (0) is below 1; give 1 or more")
+        if not self.audio and not self.patch_size:
+            raise SpecError("patch_size of a vision encoder (0) is below 1; give 1 or more")
+
+    @property
+    def audio(self) -> bool:
+        return self.kind in AUDIO_KINDS
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+class Item(NamedTuple):
+    """Equal images, videos or sounds of one sample.
+
+    Of images and videos ``frames`` steps of ``height`` x ``width`` patches; of sounds ``frames`` columns of a mel
+    spectrogram, with a height and width of 1.
+    """
+
+    number: int
+    frames: int
+    height: int
+    width: int
+
+    @property
+    def patches(self) -> int:
+        """Of all of them."""
+        return self.number * self.frames * self.height * self.width
+
+
+def image_pixels(size: str) -> tuple[int, int]:
+    """(width, height) of "WIDTHxHEIGHT". Raises SpecError."""
+    parts = size.lower().split("x")
+    if len(parts) != 2 or not all(part.isascii() and part.isdecimal() and 0 < int(part) < 2**17 for part in parts):
+        raise SpecError(f"image_size ({show(size)}) is no WIDTHxHEIGHT in pixels; give one such as 1120x896")
+    return int(parts[0]), int(parts[1])
+
+
+def items_of(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
+    """What one sample gives the encoder. Raises SpecError where its features do not fit the sequence."""
+    if structure.audio:
+        return _sounds(structure, batch)
+    count = 1 if batch.images_per_sample is None else batch.images_per_sample
+    height, width = _grid(structure, batch)
+    items = [Item(count, 1, height, width)] if count else []
+    if batch.video_frames:
+        items.append(Item(1, -(-batch.video_frames // structure.temporal_patch_size), height, width))
+    found = features(structure, items)
+    if found > batch.seq_length:
+        fix = "lower images_per_sample or image_size, or raise seq_length"
+        raise SpecError(f"seq_length ({batch.seq_length}) is less than the {found} visual tokens of a sample; {fix}")
+    return tuple(items)
+
+
+def _grid(structure: EncoderStructure, batch: BatchSpec) -> tuple[int, int]:
+    """Height and width of an image, in patches; both are multiples of ``merge_size``."""
+    merge, unit = structure.merge_size, structure.patch_size * structure.merge_size
+    if structure.image_size:
+        side = structure.image_size // structure.patch_size
+        return side, side
+    if batch.patches_per_image is not None:
+        merged = max(1, batch.patches_per_image // merge**2)
+        rows = next(n for n in range(isqrt(merged), 0, -1) if merged % n == 0)
+        return rows * merge, merged // rows * merge
+    stated = None if batch.image_size is None else image_pixels(batch.image_size)
+    width, height = stated or DEFAULT_IMAGE
+    rows, columns = max(1, round(height / unit)), max(1, round(width / unit))
+    if stated is None and rows * columns > batch.seq_length:
+        rows = columns = isqrt(batch.seq_length)
+    return rows * merge, columns * merge
+
+
+def _sounds(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
+    seconds = DEFAULT_SECONDS if batch.audio_seconds is None else batch.audio_seconds
+    if not seconds:
+        return ()
+    if structure.kind == "qwen2_audio":  # sounds are padded to the positions of the encoder, longer ones are cut
+        return (Item(1, 2 * structure.positions, 1, 1),)
+    return (Item(1, max(1, round(seconds * MEL_FRAMES)), 1, 1),)
+
+
+def features(structure: EncoderStructure, items: tuple[Item, ...] | list[Item]) -> int:
+    """Features that the language model gets of a sample: tokens of its sequence."""
+    if structure.kind == "qwen2_audio":
+        return sum(item.number * (item.frames // 4) for item in items)
+    if structure.kind == "qwen3_omni_audio":
+        return sum(item.number * sum(audio_chunks(structure, item)) for item in items)
+    return sum(item.patches for item in items) // structure.merge_size**2
+
+
+def audio_chunks(structure: EncoderStructure, item: Item) -> tuple[int, ...]:
+    """Features of each chunk of one sound, after three convolutions with stride 2."""
+    chunk = structure.chunk_frames or item.frames
+    whole, left = divmod(item.frames, chunk)
+    return tuple(_after_convolutions(n) for n in [chunk] * whole + [left] * bool(left))
+
+
+def _after_convolutions(frames: int) -> int:
+    for _ in range(3):
+        frames = (frames - 1) // 2 + 1
+    return frames
+
+
+def media_words(structure: EncoderStructure, items: tuple[Item, ...]) -> str:
+    """What a sample gives, in words: "1 image of 64 x 80 patches (1280 tokens)"."""
+    out = []
+    for item in items:
+        if structure.audio:
+            out.append(f"{item.frames / MEL_FRAMES:g} s of audio")
+        elif item.frames > 1:
+            out.append(f"a video of {item.frames} x {item.height} x {item.width} patches")
+        else:
+            plural = "" if item.number == 1 else "s"
+            out.append(f"{item.number} image{plural} of {item.height} x {item.width} patches")
+    return f"{' and '.join(out) or 'no images'} ({features(structure, items)} tokens of the sequence)"
