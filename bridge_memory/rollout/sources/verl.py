@@ -61,7 +61,8 @@ _HARMLESS = re.compile(
 )
 _HARMLESS_SECTIONS = ("data", "trainer", "algorithm", "reward_model", "reward", "custom_reward_function", "ray_kwargs",
                       "ray_init", "global_profiler", "transfer_queue", "hydra", "defaults", "env", "reward_manager",
-                      "distillation", "sandbox_fusion", "wandb", "searchpath", "model_engine", "prompt", "custom")  # fmt: skip
+                      "distillation",
+                      "sandbox_fusion", "wandb", "searchpath", "model_engine", "prompt", "custom")  # fmt: skip
 #: Sections whose options are listed with their defaults.
 _LISTED = ("actor_rollout_ref", "critic", "algorithm", "trainer", "data")
 #: Dtypes as verl writes them.
