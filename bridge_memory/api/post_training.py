@@ -44,7 +44,7 @@ def post_training(
         ...     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
         ... ])
         >>> [str(phase.phase) for phase in job.phases][-3:]
-        ['update', 'weight sync', 'KV cache wakes']
+        ['weight sync', 'KV cache wakes', 'validation']
         >>> str(job.verdict), job.limits().share.safe is not None
         ('fits', True)
     """

@@ -19,6 +19,8 @@ def setup_of_flags(args: argparse.Namespace, gpu: Gpu) -> PostTraining:
     from bridge_memory.rollout.inference import InferenceSpec
     from bridge_memory.rollout.setup import Critic, PostTraining, Reference
 
+    if args.max_model_len and "batch.seq_length" not in vars(args):
+        setattr(args, "batch.seq_length", args.max_model_len)
     run = run_on_gpus(args, [gpu])
     longest = args.max_model_len or run.batch.seq_length
     most = (args.max_tokens_per_gpu or longest) * run.parallel.cp

@@ -58,7 +58,7 @@ def phase_table(found: Rollout, unit: str = "GiB") -> Grid:
     capacity, several = found.gpu.capacity_bytes, len(found.stages) > 1
     columns = (
         Column("phase", words=True), *((Column("stage"),) if several else ()), Column("trainer"), Column("reserved"),
-        Column("outside"), Column("engine"), Column("driver peak"), Column(f"of {_number(capacity, unit)}", words=True),
+        Column("outside"), Column("engine"), Column("driver"), Column(f"of {_number(capacity, unit)}", words=True),
     )  # fmt: skip
     rows = tuple(
         (
@@ -71,7 +71,7 @@ def phase_table(found: Rollout, unit: str = "GiB") -> Grid:
     emphasis = next(i for i, p in enumerate(found.phases) if p is found.binds)
     notes = (
         "trainer: allocated by its torch; reserved: with its allocator's cache; outside: its CUDA context, NCCL and "
-        "buffers of libraries; engine: all of the inference engine's",
+        "buffers of libraries; engine: all of the inference engine's; driver: all of it",
     )
     return Grid(f"A step, phase by phase, {unit}", columns, rows, emphasis, notes)
 

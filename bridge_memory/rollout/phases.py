@@ -161,10 +161,10 @@ class Trainer:
                 found += names if there else ()
         return found
 
-    def outside(self, stage: int) -> tuple[Amount, ...]:
-        """Context, communicators and buffers of libraries."""
-        found = outside(self.setup.trainer, self.gpu, stage, JobPhase.TRAINING)
-        return tuple(found)
+    def outside(self, stage: int, phase: Phase) -> tuple[Amount, ...]:
+        """Context, communicators that a collective has opened by then, and buffers of libraries."""
+        by_then = JobPhase.LOAD if phase is Phase.ENGINE_START else JobPhase.TRAINING
+        return outside(self.setup.trainer, self.gpu, stage, by_then)
 
 
 def held(setup: PostTraining, phase: Phase) -> Held:
@@ -229,7 +229,7 @@ def trainer_phases(setup: PostTraining, gpu: Gpu) -> list[list[TrainerPhase]]:
 
 
 def _of_stage(side: Trainer, stage: int) -> Iterator[TrainerPhase]:
-    setup, beyond = side.setup, side.outside(stage)
+    setup = side.setup
     kept = Range(0, 0)
     for phase in phases_of(setup):
         parts = tuple(a for a in _parts(side, stage, phase) if a.most)
@@ -241,7 +241,9 @@ def _of_stage(side: Trainer, stage: int) -> Iterator[TrainerPhase]:
         found = Range(found.least, max(found.most, kept.most))
         kept = found
         rests = phase in (*AWAKE, Phase.SLEEP, Phase.SYNC)
-        around = (PAUSED,) if setup.framework == "slime" and rests and setup.param_offload else beyond
+        around = (PAUSED,) if setup.framework == "slime" and rests and setup.param_offload else (
+            side.outside(stage, phase)
+        )
         yield TrainerPhase(phase, stage, parts, found, around)
 
 
@@ -260,6 +262,10 @@ def _parts(side: Trainer, stage: int, phase: Phase) -> list[Amount]:
     """Of the trainer, as torch counts it."""
     setup, at = side.setup, held(side.setup, phase)
     paused = setup.framework == "slime" and setup.param_offload
+    if phase is Phase.ENGINE_START and not paused:
+        # Optimizer states are made by the first step, which comes after.
+        later = side.states(stage).later | (side.critic(stage).later if setup.critic is not None else frozenset())
+        return [a for a in side.resident(stage, at) if a.name not in later]
     if phase in (*AWAKE, Phase.SLEEP):
         return [] if paused else side.resident(stage, at)
     if phase is Phase.LOG_PROBS:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from bridge_memory.components import Component, Provenance, Role
+from bridge_memory.components import Component, Lifetime, Provenance, Role
 from bridge_memory.estimation import explain, stage_parts
 from bridge_memory.job.megatron import evaluation as megatron_evaluation
 from bridge_memory.job.torch import ENGINES as OF_TORCH
@@ -33,6 +33,8 @@ class States(NamedTuple):
     optimizer: tuple[Amount, ...]
     #: Workspaces, tables, and what is carried over from step to step.
     lasting: tuple[Amount, ...]
+    #: Names of what is there from the first pass or step on.
+    later: frozenset[str]
 
 
 def states(run: RunSpec, stage: int, of: str = "") -> States:
@@ -40,12 +42,15 @@ def states(run: RunSpec, stage: int, of: str = "") -> States:
     parts = stage_parts(run, stage)
     freed = run.data_parallel.engine in OF_TORCH
     by_role: dict[Role, list[Amount]] = {role: [] for role in Role}
-    for c in (*parts.persistent, *parts.between_steps):
+    kept = (*parts.persistent, *parts.between_steps)
+    for c in kept:
         by_role[c.role].append(_amount(c, of))
+    later = frozenset(f"{of}{c.name}" for c in kept if c.lifetime is not Lifetime.MODEL)
     return States(
         tuple(by_role[Role.WEIGHTS]), () if freed else tuple(by_role[Role.GRADIENTS]),
         tuple(by_role[Role.OPTIMIZER]), tuple(a for role in (Role.BUFFERS, Role.ACTIVATION, Role.TRANSIENT)
                                               for a in by_role[role]),
+        later,
     )  # fmt: skip
 
 

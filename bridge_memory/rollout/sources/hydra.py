@@ -14,7 +14,7 @@ from typing import Any
 
 from bridge_memory.files import Unparsed, parse_yaml
 from bridge_memory.spec import SpecError
-from bridge_memory.spec.errors import bounded
+from bridge_memory.spec.errors import bounded, show
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.\-/@]*)(?:=(.*))?", re.DOTALL)
 #: Interpolations inside of one another.
@@ -41,7 +41,7 @@ def overrides(words: Iterable[str]) -> list[tuple[str, Any, str]]:
     for word in words:
         match = _OVERRIDE.fullmatch(word.strip())
         if match is None or (match[3] is None and match[1] != "~"):
-            raise SpecError(f"{bounded(word, 80)} is no override; give KEY=VALUE, as on the trainer's command line")
+            raise SpecError(f"{show(word)} is no override; give KEY=VALUE, as on the trainer's command line")
         found.append((match[2], None if match[3] is None else scalar(match[3], match[2]), match[1]))
     return found
 
@@ -216,7 +216,7 @@ class Options:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if type(value) is not int or value < least:
-            raise SpecError(f"{name} ({bounded(str(value), 40)}) is no whole number of {least} or more; give one")
+            raise SpecError(f"{name} ({show(value)}) is no whole number of {least} or more; give one")
         return value
 
     def number(self, name: str, default: float | None = None) -> float | None:
@@ -229,7 +229,7 @@ class Options:
         except (TypeError, ValueError):
             number = float("nan")
         if number != number:
-            raise SpecError(f"{name} ({bounded(str(value), 40)}) is no number; give one")
+            raise SpecError(f"{name} ({show(value)}) is no number; give one")
         return number
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -240,7 +240,7 @@ class Options:
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
         if type(value) is not bool:
-            raise SpecError(f"{name} ({bounded(str(value), 40)}) is neither True nor False; give one")
+            raise SpecError(f"{name} ({show(value)}) is neither True nor False; give one")
         return value
 
     def text(self, name: str, default: str = "") -> str:
@@ -249,7 +249,7 @@ class Options:
         if value is None:
             return default
         if not isinstance(value, str | int | float):
-            raise SpecError(f"{name} ({bounded(str(value), 40)}) is no word; give one")
+            raise SpecError(f"{name} ({show(value)}) is no word; give one")
         return str(value)
 
     def _resolved(self, name: str, value: Any, depth: int) -> Any:
@@ -275,7 +275,7 @@ class Options:
             first, _, second = _split(rest)
             numbers = [self._resolved(name, scalar(part, name), depth + 1) for part in (first, second)]
             if any(type(n) not in (int, float) for n in numbers):
-                raise SpecError(f"{name} ({bounded(inside, 60)}) multiplies what is no number; correct it")
+                raise SpecError(f"{name} ({show(inside)}) multiplies what is no number; correct it")
             if operation == "div":
                 return numbers[0] // numbers[1] if numbers[1] else None
             return numbers[0] * numbers[1] if operation == "mul" else numbers[0] + numbers[1]

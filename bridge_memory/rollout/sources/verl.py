@@ -61,6 +61,7 @@ _HARMLESS = re.compile(
 )
 _HARMLESS_SECTIONS = ("data", "trainer", "algorithm", "reward_model", "reward", "custom_reward_function", "ray_kwargs",
                       "ray_init", "global_profiler", "transfer_queue", "hydra", "defaults", "env", "reward_manager",
+                      "distillation",
                       "sandbox_fusion", "wandb", "searchpath", "model_engine", "prompt", "custom")  # fmt: skip
 #: Sections whose options are listed with their defaults.
 _LISTED = ("actor_rollout_ref", "critic", "algorithm", "trainer", "data")
@@ -108,8 +109,7 @@ def read_verl(source: str, words: Sequence[str] = (), *, release: str = "", mode
     given = [word for word in given if not word.startswith(("model_engine=", "--"))]
     number = _release(release, megatron, {*table, *(name for name, _, mark in overrides(given) if not mark)})
     name = f"verl {'.'.join(map(str, number))}"
-    others = (*_HARMLESS_SECTIONS, "distillation", "actor_rollout_ref")
-    options = Options(_options(number, megatron), name, [s for s in others if s not in _LISTED])
+    options = Options(_options(number, megatron), name, [s for s in _HARMLESS_SECTIONS if s not in _LISTED])
     options.update(table.items())
     options.override(given)
     return _Reader(options, number, megatron, model).read(bool(release))
@@ -508,6 +508,8 @@ class _Reader:
 
     def _unread(self) -> None:
         """Options of a configuration that nothing here reads, and that can move memory."""
+        if self.o.flag("distillation.enabled"):
+            self.not_modelled.append("distillation: a teacher and its logits")
         for name in self.o.unread():
             section = name.partition(".")[0]
             if section in _HARMLESS_SECTIONS or _HARMLESS.search(name):
