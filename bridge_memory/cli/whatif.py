@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from bridge_memory.result import Estimate
 
 
-    from bridge_memory.cards.gpu import Gpu
-    from bridge_memory.plan.changes import Effect, WhatIf
 
 #: Changes that are shown; as text those that fit a screen.
 TOP, TOP_OF_TEXT = 20, 12
