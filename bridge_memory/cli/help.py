@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 #: Question -> the commands that answer it.
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "before a run": ("estimate", "quick", "calculate", "validate"),
+    "before a run": ("estimate", "rollout", "quick", "calculate", "validate"),
     "plan: what fits, what to change": ("search", "sweep", "fit", "whatif", "balance", "diff"),
     "after it, or when it failed": ("why", "compare", "record"),
     "is it right?": ("accuracy", "rehearse"),
@@ -63,6 +63,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --pp 2 --stage 0",
         "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --layer 0",
     ),
+    "rollout": (
+        "--verl config.yaml --gpu H100",
+        "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --rollout vllm --rollout-tp 2 --gpu-memory-utilization 0.6 --gpu H100",
+        "--slime train.sh --gpu H200 --search",
+    ),
 }  # fmt: skip
 
 #: Flags of a run that people use, whatever the command; with a command's own they are what its help shows.
@@ -82,6 +87,11 @@ _OWN: Mapping[str, frozenset[str]] = {
     "why": frozenset({"--gpu", "--json", "--output"}),
     "record": frozenset({"--gpu", "--json", "-o", "--format"}),
     "rehearse": frozenset({"--stage", "--layer", "--gpu", "--json", "--output"}),
+    "rollout": frozenset({
+        "--verl", "--nemo-rl", "--slime", "--trl", "--ms-swift", "--rollout", "--rollout-tp", "--gpu-memory-utilization",
+        "--mem-fraction-static", "--max-tokens-per-gpu", "--param-offload", "--optimizer-offload", "--search", "--log",
+        "--gpu", "--emit", "--json",
+    }),
 }
 #: Flags with which a help is no longer read: one with fewer is shown whole.
 _MANY = 40
