@@ -89,8 +89,7 @@ _OWN: Mapping[str, frozenset[str]] = {
     "rehearse": frozenset({"--stage", "--layer", "--gpu", "--json", "--output"}),
     "rollout": frozenset({
         "--verl", "--nemo-rl", "--slime", "--trl", "--ms-swift", "--rollout", "--rollout-tp", "--gpu-memory-utilization",
-        "--mem-fraction-static", "--max-tokens-per-gpu", "--param-offload", "--optimizer-offload", "--search", "--log",
-        "--gpu", "--emit", "--json",
+        "--max-tokens-per-gpu", "--param-offload", "--optimizer-offload", "--search", "--log", "--gpu", "--emit", "--json",
     }),
 }
 #: Flags with which a help is no longer read: one with fewer is shown whole.
