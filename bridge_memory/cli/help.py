@@ -88,7 +88,7 @@ _OWN: Mapping[str, frozenset[str]] = {
     "record": frozenset({"--gpu", "--json", "-o", "--format"}),
     "rehearse": frozenset({"--stage", "--layer", "--gpu", "--json", "--output"}),
     "rollout": frozenset({
-        "--verl", "--nemo-rl", "--slime", "--trl", "--ms-swift", "--rollout", "--rollout-tp", "--gpu-memory-utilization",
+        "--verl", "--nemo-rl", "--slime", "--trl", "--rollout", "--rollout-tp", "--gpu-memory-utilization",
         "--max-tokens-per-gpu", "--param-offload", "--optimizer-offload", "--search", "--log", "--gpu", "--emit", "--json",
     }),
 }
