@@ -82,15 +82,22 @@ def _depths_are_with_the_losses(run: RunSpec) -> bool:
     return all(bool(shape.num_depths) == shape.output for shape in shapes)
 
 
-def replayed(run: RunSpec, stage: int | None = None, steps: int = STEPS, uneven: float = 1.0) -> Reserved:
-    """``stage``: by default the one with the highest peak. ``uneven``: overlapped layers of experts get at each pass
-    between the run's number of tokens and this times it, some more, some less."""
+def replayed(run: RunSpec, stage: int | None = None, steps: int = STEPS) -> Reserved:
+    """``stage``: by default the one with the highest peak."""
     assert why_not(run) is None, why_not(run)
     if stage is None:
         stage = max(peaks(run), key=lambda found: found.peak_bytes).stage
     plain, expandable = CachingAllocator(), CachingAllocator(expandable_segments=True)
-    _Job(run, stage, (plain, expandable), uneven).train(steps)
+    _Job(run, stage, (plain, expandable)).train(steps)
     return reserved_by(plain, expandable)
+
+
+def held(run: RunSpec, stage: int, uneven: float = 1.0) -> int:
+    """The most that is reserved with the allocator as the run has it. ``uneven``: overlapped layers of experts get at
+    each pass between the run's number of tokens and this times it, some more, some less."""
+    one = CachingAllocator(expandable_segments=run.implementation.expandable_segments)
+    _Job(run, stage, (one,), uneven).train(STEPS)
+    return one.peak_reserved
 
 
 def fits_with_retries(run: RunSpec, stage: int, capacity: int) -> bool:
