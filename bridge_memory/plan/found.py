@@ -235,7 +235,7 @@ class Found(NamedTuple):
                 (keeping if self.keeps(row) else tight).append(row)
         if refused and not (keeping or tight):
             return self._replace(refuses=None).ranked(number)
-        if self.improves is not None:
+        if self.improves is not None and not self.stopped:
             first = [self.improves(row) for row in keeping[:IMPROVED]]
             keeping = sorted([*first, *keeping[IMPROVED:]], key=lambda row: row.time.seconds)
         if self.mechanisms is not None and keeping:
