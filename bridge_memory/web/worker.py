@@ -68,6 +68,8 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     from bridge_memory.web.options import arguments
 
     args, gpu = arguments(asked["question"], hub=asked.get("hub", False))
+    if args.model is None and args.custom_config is None and args.megatron_args is None:
+        raise SpecError("config says its own layout; choose the model in the list to search others")
     hardware = hardware_of(gpu.name)
     vary = set(asked["vary"])
     for axis in vary:
@@ -129,16 +131,33 @@ def _row(row: Any) -> dict[str, Any]:
 
 def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Compare a log, a journal or a snapshot with the prediction."""
-    from bridge_memory.comparison.compare import compare
+    from bridge_memory.comparison.compare import SCHEMA, compare
     from bridge_memory.web.options import asked as parsed
 
     question = asked["question"]
     run = None if question is None else parsed(question, hub=asked.get("hub", False)).run
     _bound_memory(_MORE_MEMORY + _PER_BYTE * os.path.getsize(asked["path"]))
+    why = _why(asked["path"], run)
     try:
-        return compare(asked["path"], run, stage=asked.get("stage", 0)).as_json(asked["name"])
+        return {**compare(asked["path"], run, stage=asked.get("stage", 0)).as_json(asked["name"]), "why": why}
     except SpecError as error:  # The file has the name that it came with.
+        if why is not None:
+            return {"schema": SCHEMA, "measured": asked["name"], "stages": [], "tolerance": None, "beyond": [],
+                    "why": why}  # fmt: skip
         raise SpecError(str(error).replace(asked["path"], asked["name"])) from None
+
+
+def _why(path: str, run: Any) -> dict[str, Any] | None:
+    """Why the job of a file failed, which may say what ran; None where it did not fail."""
+    from bridge_memory.failure.why import why_file
+
+    try:
+        found = why_file(path)
+        if found.run is None and run is not None:
+            found = why_file(path, run)
+    except SpecError:
+        return None
+    return found.as_json()
 
 
 def _bound_memory(more: int) -> None:

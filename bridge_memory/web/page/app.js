@@ -13,6 +13,11 @@ const ONE_STEP = 900;
 const QUIET = 120;
 // Milliseconds after which a pending answer is marked as busy.
 const SLOW = 300;
+// Options outside of the groups of layouts that only engines with Megatron's layers take.
+const OF_MEGATRON = ["fp8", "fp8-recipe", "fp8-param-gather", "use-precision-aware-optimizer", "exp-avg-dtype", "exp-avg-sq-dtype", "main-grads-dtype",
+  "main-params-dtype", "use-distributed-optimizer", "grad-reduce-in-fp32", "overlap-grad-reduce", "overlap-param-gather", "optimizer-cpu-offload",
+  "optimizer-offload-fraction", "cross-entropy-loss-fusion", "cross-entropy-fusion-impl", "moe-token-dispatcher-type", "moe-permute-fusion", "offload-modules",
+  "mtp-num-layers", "transformer-impl", "attention-backend", "cuda-graph-impl"];
 
 class Page {
   constructor(facts, models) {
@@ -59,6 +64,11 @@ class Page {
       else this.state.now[key] = value;
     }
     if (field === "model" || field === "config") this.forget();
+    // What is no JSON says the whole run: only the GPUs stay.
+    if (field === "config" && !/^\s*[{[]/.test(this.state.now.config ?? "{")) {
+      const { "num-gpus": gpus } = this.state.now.options;
+      this.state.now.options = gpus === undefined ? {} : { "num-gpus": gpus };
+    }
     if (options) this.follow(options);
     this.last = field;
     this.ask(); // first: an entry of the history takes the browser some milliseconds
@@ -86,10 +96,30 @@ class Page {
       this.state.change({ "recompute-method": null, "recompute-num-layers": null });
       if (options["recompute-granularity"] !== "selective") this.state.change({ "recompute-modules": null });
     }
-    const sharding = "data-parallel-sharding-strategy";
-    if (options.engine === "megatron_fsdp") this.state.change({ [sharding]: now[sharding] ?? "optim_grads_params" });
-    else if ("engine" in options) this.state.change({ [sharding]: null });
+    if ("engine" in options) this.engine(options.engine ?? "megatron_ddp");
     if ("fp8" in options && options.fp8 === null) this.state.change({ "fp8-recipe": null, "fp8-param-gather": null });
+  }
+
+  // Another engine: what carries over is kept, in its words; the rest is dropped, so that it runs.
+  engine(engine) {
+    const now = this.state.now.options;
+    const megatron = this.facts.megatron_engines.includes(engine);
+    const own = this.facts.engine_options[engine];
+    const dropped = {};
+    for (const option of this.facts.options) {
+      const { name, group } = option;
+      if (!(name in now) || ["num-gpus", "engine"].includes(name)) continue;
+      const others = ["ddp", "fsdp", "deepspeed"].includes(group) && group !== own;
+      const notIts = megatron ? group === "transformers" : ["parallel", "recompute"].includes(group) || OF_MEGATRON.includes(name);
+      if (others || notIts) dropped[name] = null;
+    }
+    const again = now["recompute-granularity"] === "full" || now["gradient-checkpointing"] === true;
+    if (!megatron && again) dropped["gradient-checkpointing"] = true;
+    if (megatron && now["gradient-checkpointing"] === true) Object.assign(dropped, { "recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1 });
+    const sharding = "data-parallel-sharding-strategy";
+    dropped[sharding] = engine === "megatron_fsdp" ? now[sharding] ?? "optim_grads_params" : null;
+    if (engine === "single") dropped["num-gpus"] = 1;
+    this.state.change(dropped);
   }
 
   apply(options) {
@@ -156,9 +186,9 @@ class Page {
         ...refusal.changes.map((change) => button(changeWords(change), () => this.apply(change.options), { class: "fix" })),
         this.shown && this.shown.address !== asked.address && button("Undo", () => this.undo(), { class: "fix quiet" }),
       ].filter(Boolean);
-      this.form.refused(refusal, this.last, fixes());
-      results.refused(refusal, fixes(), this);
-      results.hide();
+      const field = this.form.refused(refusal, this.last);
+      results.refused(refusal, fixes(), this, field);
+      results.stale(true);
       document.title = "cannot run \u00b7 bridge-memory";
     }
     document.body.dataset.answered = asked.address;
@@ -167,6 +197,7 @@ class Page {
 
   draw() {
     const { answer } = this.shown;
+    results.stale(false);
     this.fits = answer.fit.fits;
     results.verdict(answer, this);
     results.stages(answer, this);

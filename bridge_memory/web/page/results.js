@@ -101,21 +101,24 @@ function brief(tone, words) {
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 const fact = (name, value, more) => [h("div", {}, h("dt", {}, name), h("dd", {}, h("b", {}, value), h("small", {}, more)))];
 
-export function refused(refusal, fixes, page) {
+// `field`: {label, input} where the form shows the message; it is said once.
+export function refused(refusal, fixes, page, field) {
   const section = $("verdict");
   section.className = "no";
   brief("no", "This cannot run");
   fill(section,
     h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, "!"), "This cannot run"),
-    h("p", { class: "answer" }, refusal.message),
+    field ? h("p", { class: "answer" }, "The form says why, at ", button(field.label, () => field.input.focus(), { class: "inline", "data-focus": "at-field" }), ".")
+      : h("p", { class: "answer" }, refusal.message),
+    page.shown && h("p", { class: "hint" }, "Below is the last answer, of the configuration before."),
     h("div", { class: "buttons" }, ...fixes,
       button("Find a layout that fits", () => page.search(), { class: "quiet", "data-focus": "find" })));
 }
 
-// Hides the parts of the last answer.
-export function hide() {
-  clearTimeout(next);
-  for (const id of ["phases", "stages", "stage", "whatif", "notes"]) $(id).hidden = true;
+// Dims the parts of the last answer, which are of another configuration; `on` false: they are of this one again.
+export function stale(on) {
+  $("results").classList.toggle("stale", on);
+  for (const id of ["versus", "phases", "stages", "stage", "whatif", "notes"]) $(id).inert = on;
 }
 
 // ---- the phases of the job ----
