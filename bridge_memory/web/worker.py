@@ -129,6 +129,44 @@ def _row(row: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _fit(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
+    """What to recompute and offload so that the run fits as it is laid out, in the least time: options to set, or why
+    nothing does."""
+    from bridge_memory.components import GIB
+    from bridge_memory.emit.fixes import state_alone
+    from bridge_memory.outside.context import outside_bytes_of
+    from bridge_memory.plan.megatron.fit import changed_fields, fit
+    from bridge_memory.spec.parts import MEGATRON_ENGINES
+    from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.web.options import asked as parsed
+    from bridge_memory.web.options import options
+
+    run, gpu, _ = parsed(asked["question"], hub=asked.get("hub", False))
+    engine = run.data_parallel.engine
+    if engine not in MEGATRON_ENGINES or run.implementation.torch_layers:
+        raise SpecError(f"engine ({engine}) is not fitted on the page; use `bridge-memory fit`, or a suggested change")
+    reported = 0.0
+
+    def progress(looked_at: int, fitting: int) -> None:
+        nonlocal reported
+        if time.monotonic() - reported > _EVERY:
+            reported = time.monotonic()
+            say({"progress": {"looked_at": looked_at, "fit": fitting}})
+
+    found = fit(run, hardware_of(gpu.name), capacity=gpu.capacity_bytes, outside=partial(outside_bytes_of, gpu=gpu),
+                progress=progress)  # fmt: skip
+    rows = found.ranked(1).rows
+    if not rows:
+        least = state_alone(found.lowest.run, gpu) or f"the lowest peak is {found.lowest.peak / GIB:.1f} GiB"
+        words = f"no recomputation or offloading makes it fit: {least}"
+        return {"looked_at": found.looked_at, "fit": 0, "options": None, "words": words}
+    names = {option.field: option for option in options().values()}
+    changed = {names[field].name: names[field].plain(value)
+               for field, value in changed_fields(run, rows[0].run).items() if field in names}  # fmt: skip
+    changed = {name: None if value == [] else value for name, value in changed.items()}
+    return {"looked_at": found.looked_at, "fit": len(found.rows), "options": changed, "words": ""}
+
+
 def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Compare a log, a journal or a snapshot with the prediction."""
     from bridge_memory.comparison.compare import SCHEMA, compare
@@ -173,4 +211,4 @@ def _bound_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-_JOBS = {"search": _search, "compare": _compare}
+_JOBS = {"search": _search, "fit": _fit, "compare": _compare}

@@ -673,6 +673,37 @@ def test_two_configurations_stand_side_by_side(tab: Callable[..., Tab]) -> None:
     one.until(lambda: not one.page.is_visible("#versus"))
 
 
+def test_several_configurations_are_a_table_and_a_link(tab: Callable[..., Tab]) -> None:
+    one = tab("#model=Qwen/Qwen3-8B&num-gpus=8&tp=1")
+    for size in ("2", "4"):
+        one.page.click("text=Compare with another")
+        one.settled()
+        one.type("tp", size)
+    sizes = "#versus tr:has-text('--tp') td"
+    one.until(lambda: one.page.locator(sizes).all_inner_texts() == ["1", "2", "4"])
+    assert one.page.locator("#versus h2").inner_text().startswith("3 configurations")
+    link = one.page.evaluate("location.hash")
+    assert tab(link).page.locator(sizes).all_inner_texts() == ["1", "2", "4"]
+    one.page.click("text=Copy as Markdown")
+    text = one.page.evaluate("navigator.clipboard.readText()")
+    assert "| --tp | 1 | 2 | 4 |" in text and one.page.locator("#versus tbody tr").nth(1).locator("td").nth(0).inner_text() in text
+    one.page.click("text=Swap with A")
+    one.until(lambda: one.page.locator(sizes).all_inner_texts() == ["4", "2", "1"])
+    one.page.click("text=Unpin B")
+    one.until(lambda: one.page.locator(sizes).all_inner_texts() == ["4", "1"])
+
+
+def test_one_click_makes_a_layout_fit(tab: Callable[..., Tab]) -> None:
+    """By recomputation and offloading alone: its sizes stay."""
+    one = tab("#model=Qwen/Qwen3-32B&gpu=H100&num-gpus=8&tp=8&seq-length=16384")
+    assert "not fit" in one.heading
+    one.page.click("text=Make this layout fit")
+    one.until(lambda: "recompute-granularity" in one.fragment or "optimizer-cpu-offload" in one.fragment, 60)
+    one.settled()
+    assert "not fit" not in one.heading and "cannot" not in one.heading and one.fragment["tp"] == "8"
+    assert "Changed:" in one.page.inner_text("#verdict")
+
+
 def test_exports_say_what_the_page_says(tab: Callable[..., Tab]) -> None:
     one = tab(QWEN)
     one.page.click("#export summary")

@@ -6,7 +6,7 @@ import { changeWords, Form } from "./form.js";
 import { Measured } from "./measured.js";
 import * as results from "./results.js";
 import { Search } from "./search.js";
-import { State } from "./state.js";
+import { MOST_OTHERS, State } from "./state.js";
 
 // Milliseconds: changes of one field within ONE_STEP are one history entry; the what-if is asked after QUIET.
 const ONE_STEP = 900;
@@ -24,7 +24,7 @@ class Page {
     this.facts = facts;
     this.state = new State(Object.fromEntries(facts.options.map((option) => [option.name, option.kind])));
     this.shown = null; // the last answer with its question
-    this.other = null;
+    this.others = new Map(); // address -> {address, question, answer or refusal}
     this.last = null; // the field that changed last
     this.pushed = { field: null, at: 0 };
     this.answers = 0;
@@ -149,7 +149,7 @@ class Page {
   ask() {
     clearTimeout(this.quiet);
     document.body.dataset.asked = this.state.address();
-    this.estimates.ask({ question: structuredClone(this.state.question()), address: this.state.address(), vs: this.state.vs });
+    this.estimates.ask({ question: structuredClone(this.state.question()), address: this.state.address(), vs: [...this.state.vs] });
   }
 
   async estimate(asked, more) {
@@ -269,54 +269,73 @@ class Page {
     this.ask();
   }
 
-  // ---- two configurations ----
+  // ---- several configurations ----
 
   async ofTheOther(vs) {
-    if (vs === null) {
-      this.other = null;
-      return results.versus(null);
-    }
-    if (this.other?.address !== vs) {
-      const other = new State(this.state.kinds);
-      other.read(vs);
-      this.other = { address: vs, question: other.now };
+    for (const known of this.others.keys()) if (!vs.includes(known)) this.others.delete(known);
+    for (const address of vs) {
+      if (this.others.has(address)) continue;
+      const state = new State(this.state.kinds);
+      state.read(address);
+      const other = { address, question: state.now };
+      this.others.set(address, other);
       try {
-        this.other.answer = await post("/api/estimate", other.now);
+        other.answer = await post("/api/estimate", other.question);
       } catch (error) {
         if (!(error instanceof Refusal)) throw error;
-        this.other.refusal = error.document;
+        other.refusal = error.document;
       }
     }
-    results.versus(this.other, this.shown, this);
+    results.versus(vs.map((address) => this.others.get(address)), this.shown, this);
   }
 
   pin() {
-    const alone = new State(this.state.kinds);
-    alone.now = this.state.now;
-    this.state.vs = alone.address();
+    const { state } = this, address = state.alone();
+    if (state.vs.includes(address)) return toast("It is pinned already: change something");
+    if (state.vs.length >= MOST_OTHERS) return toast(`${MOST_OTHERS} are pinned: unpin one first`);
+    state.vs = [...state.vs, address];
     this.push(null);
     this.ask();
-    toast("Pinned as A: change anything to compare");
+    toast(`Pinned as ${String.fromCharCode(64 + state.vs.length)}: change anything to compare`);
   }
 
-  unpin() {
-    this.state.vs = null;
+  unpin(address) {
+    this.state.vs = this.state.vs.filter((one) => one !== address);
     this.push(null);
     this.ask();
   }
 
-  swap() {
-    const alone = new State(this.state.kinds);
-    alone.now = this.state.now;
-    const other = this.state.vs;
-    this.state.read(other);
-    this.state.vs = alone.address();
+  // The pinned configuration becomes the page's, and the page's takes its place.
+  swap(address) {
+    const now = this.state.alone();
+    const vs = this.state.vs.map((one) => (one === address ? now : one));
+    this.state.read(address);
+    this.state.vs = vs;
     this.push(null);
     this.form.show();
     this.ask();
   }
 
   // ---- the rest ----
+
+  // What to recompute and offload in the least time, as one change.
+  async makeFit() {
+    const asked = this.state.address(), said = (text) => { if ($("fitting")) $("fitting").textContent = text; };
+    try {
+      let job = await post("/api/fit", this.state.question());
+      while (job.state === "running" && asked === this.state.address()) {
+        said(`${job.progress.looked_at ?? 0} choices evaluated \u2026`);
+        await new Promise((resolve) => setTimeout(resolve, 250));
+        job = await get(`/api/search/${job.id}`);
+      }
+      if (asked !== this.state.address()) return;
+      if (job.result?.options) this.apply(job.result.options);
+      else said(job.result?.words ?? job.refused?.message ?? "stopped");
+    } catch (error) {
+      if (!(error instanceof Refusal) && !(error instanceof Gone)) throw error;
+      said(error.message);
+    }
+  }
 
   search() {
     this.searching.start();
