@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ SIZES = {
     "temporal_patch_size": 2, "in_channels": 3, "spatial_merge_size": 2, "num_position_embeddings": 2304,
     "out_hidden_size": 4096, "deepstack_visual_indexes": [],
 }  # fmt: skip
+#: What ``freeze_vision_model`` freezes, with projections that train (``Qwen3VLModel.freeze``).
+FROZEN = ("patch_embed", "pos_embed", "decoder.layers")
 CASES: dict[str, tuple[dict[str, Any], int, str | None, tuple[int, int, int]]] = {
     "Qwen3.5-VL": ({}, 1, None, (1, 32, 48)),
     "Qwen3.5-VL, TP 4": ({}, 4, None, (1, 32, 48)),
@@ -32,6 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], int, str | None, tuple[int, int, int]]] =
     ),
     "Qwen3.5-VL, recomputed": ({}, 2, "full", (1, 32, 48)),
     "Qwen3-VL, attention recomputed": ({"deepstack_visual_indexes": [1]}, 2, "selective", (1, 32, 48)),
+    "Qwen3-VL, mergers alone train": ({"deepstack_visual_indexes": [1], "frozen": FROZEN}, 2, None, (1, 32, 48)),
     "Qwen3-VL, recomputed": ({"deepstack_visual_indexes": [0, 1], "depth": 4}, 2, "full", (1, 32, 48)),
 }
 
@@ -115,7 +119,10 @@ def measured(name: str) -> Any:
     sizes = SIZES | sizes
     run = run_of(tp)
     with on_rank(run, 0):
+        frozen = sizes.pop("frozen", ())
         model = vision_model(sizes, run, recompute)
+        for parameter, p in model.named_parameters():
+            p.requires_grad = not parameter.startswith(frozen) if frozen else True
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         for p in model.parameters():
             p.main_grad = torch.empty(p.shape, dtype=torch.float32, device="meta")
@@ -152,6 +159,8 @@ def predicted(name: str) -> Any:
     encoder = encoder_of(
         {"model_type": "qwen3_vl", "vision_config": sizes, "text_config": {"hidden_size": 1024}}, "vision_config"
     )
+    frozen = sizes.pop("frozen", ())
+    encoder = replace(encoder, frozen=frozen)
     pixels = f"{width * sizes['patch_size']}x{height * sizes['patch_size']}"
     run = run_of(tp, recompute, encoders=(encoder,)).with_(batch=BatchSpec(seq_length=4096, image_size=pixels))
     ctx = context_of(run)

@@ -94,7 +94,8 @@ def encoder_of(config: Mapping[str, Any], names: str, name: str = "config") -> E
     if not count or kind in _NO_BRIDGE:
         return None
     sharded = _SHARDED[kind](Fields(config["vision_config"], name, kind)) if kind in _SHARDED else 0
-    return EncoderSpec(names, count, sharded, structure_of(config, name), _ALWAYS_FROZEN.get(kind, ()))
+    projector = _PROJECTORS[kind](Fields(config["vision_config"], name, kind)) if kind in _PROJECTORS else (0, 0)
+    return EncoderSpec(names, count, sharded, structure_of(config, name), _ALWAYS_FROZEN.get(kind, ()), *projector)
 
 
 def structure_of(config: Mapping[str, Any], name: str = "config") -> EncoderStructure | None:
@@ -183,6 +184,16 @@ def _qwen3_sharded(v: Fields) -> int:
     merged = h * merge**2
     merger = _linear(merged, merged) + merged * _of(v, "out_hidden_size")
     return _of(v, "depth") * block + (1 + len(v.items("deepstack_visual_indexes") or ())) * merger
+
+
+def _qwen3_projector(v: Fields) -> tuple[int, int]:
+    """Parameters of the mergers, and how many of them are sharded (``modelling_qwen3_vl/model.py: freeze``)."""
+    h, merge = _of(v, "hidden_size"), _of(v, "spatial_merge_size")
+    merged, out = h * merge**2, _of(v, "out_hidden_size")
+    deep = len(v.items("deepstack_visual_indexes") or ())
+    one = _linear(merged, merged) + _linear(merged, out)
+    sharded = (1 + deep) * (_linear(merged, merged) + merged * out)
+    return 2 * h + one + deep * (2 * merged + one), sharded
 
 
 def _qwen2_5_sharded(v: Fields) -> int:
@@ -352,6 +363,11 @@ _SHARDED: dict[str, Callable[[Fields], int]] = {
     "exaone4_5": _qwen2_5_sharded,
 }
 
+#: Wrappers whose encoder Megatron Bridge builds of megatron-core's modules -> function that returns the parameters of the
+#: projector, which may train alone, and how many of them tensor parallelism shards.
+_PROJECTORS: dict[str, Callable[[Fields], tuple[int, int]]] = dict.fromkeys(
+    ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3_projector
+)
 #: model_type of a wrapper whose encoder Megatron Bridge takes from transformers -> function of the same arguments that
 #: returns its structure.
 _STRUCTURES: dict[str, Callable[[Fields, int, Fields], EncoderStructure]] = {

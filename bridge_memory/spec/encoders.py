@@ -141,7 +141,7 @@ def image_pixels(size: str) -> tuple[int, int]:
 
 
 def items_of(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
-    """What one sample gives the encoder. Raises SpecError where its features do not fit the sequence."""
+    """What one sample gives the encoder. Raises SpecError where what is stated does not fit the sequence."""
     if structure.audio:
         return _sounds(structure, batch)
     count = 1 if batch.images_per_sample is None else batch.images_per_sample
@@ -150,7 +150,8 @@ def items_of(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
     if batch.video_frames:
         items.append(Item(1, -(-batch.video_frames // structure.temporal_patch_size), height, width))
     found = features(structure, items)
-    if found > batch.seq_length:
+    stated = (batch.images_per_sample, batch.image_size, batch.patches_per_image, batch.video_frames or None)
+    if found > batch.seq_length and any(value is not None for value in stated):
         fix = "lower images_per_sample or image_size, or raise seq_length"
         raise SpecError(f"seq_length ({batch.seq_length}) is less than the {found} visual tokens of a sample; {fix}")
     return tuple(items)

@@ -401,7 +401,9 @@ class PeftSpec(Checked):
 
     _prefix: ClassVar[str] = "peft."
 
-    scheme: str = choice("none", "none", "lora")
+    #: "frozen": Megatron's language model is frozen without adapters, and what trains of its encoders trains
+    #: (``freeze_language_model``).
+    scheme: str = choice("none", "none", "lora", "frozen")
     #: LoRA's rank; 0: unknown.
     dim: int = count(0)
     #: Linears that get an adapter: module names, or full names with ``*`` wildcards.
@@ -417,7 +419,7 @@ class PeftSpec(Checked):
     @property
     def trains_adapters(self) -> bool:
         """Whether adapters of a known rank train."""
-        return self.freezes and self.dim > 0
+        return self.scheme == "lora" and self.dim > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

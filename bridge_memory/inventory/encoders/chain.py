@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.encoders import audio, megatron, vision
-from bridge_memory.inventory.encoders.ops import EncoderOps
+from bridge_memory.inventory.encoders.ops import EncoderOps, encoder_trains
 from bridge_memory.inventory.layer_links import fully_recomputed, recomputed_together
 from bridge_memory.inventory.torch.ops import FP32, Array
 from bridge_memory.spec.adapters import is_target
@@ -38,6 +38,8 @@ class Recorders(NamedTuple):
     #: Modules that run before the layers, and the layers', by the beginning of their names.
     stem_modules: tuple[str, ...]
     layer_modules: tuple[str, ...] = ("blocks",)
+    #: Modules after the layers.
+    head_modules: tuple[str, ...] = ("merger",)
     #: What distinguishes the layers of a structure, in order.
     kinds: Callable[[EncoderStructure], list[LayerKind]] = lambda s: [()] * s.num_layers
     #: Bytes that the encoder's forward holds beside its layers.
@@ -55,19 +57,22 @@ RECORDERS: dict[str, Recorders] = {
     ),
     "glm4v": Recorders(
         vision.glm4v_stem, vision.glm4v_layer, vision.glm4v_head,
-        ("patch_embed", "post_conv_layernorm", "embeddings.position_embedding"), held=vision.table_bytes,
+        ("patch_embed", "post_conv_layernorm", "embeddings.position_embedding"),
+        head_modules=("post_layernorm", "downsample", "merger"), held=vision.table_bytes,
     ),
     "siglip": Recorders(
         vision.siglip_stem, vision.siglip_layer, vision.gemma3_head,
         ("embeddings.patch_embedding", "embeddings.position_embedding"), ("encoder",),
+        ("post_layernorm", "multi_modal_projector"),
     ),
     "pixtral": Recorders(
         vision.pixtral_stem, vision.pixtral_layer, vision.mistral3_head, ("patch_conv", "ln_pre"), ("transformer",),
+        ("multi_modal_projector",),
         held=vision.pixtral_held,
     ),
     "qwen3_vl": Recorders(
-        megatron.qwen3_stem, megatron.qwen3_layer, megatron.qwen3_head, ("patch_embed", "pos_embed"), ("decoder",),
-        held=megatron.held, beside=megatron.deep_merger,
+        megatron.qwen3_stem, megatron.qwen3_layer, megatron.qwen3_head, ("patch_embed", "pos_embed"),
+        ("decoder.layers",), held=megatron.held, beside=megatron.deep_merger,
     ),
     "qwen3_omni_vision": Recorders(
         vision.qwen3_omni_stem, vision.qwen3_omni_layer, vision.qwen3_omni_head, ("patch_embed", "pos_embed"),
@@ -75,14 +80,15 @@ RECORDERS: dict[str, Recorders] = {
     ),
     "qwen2_audio": Recorders(
         audio.qwen2_audio_stem, audio.qwen2_audio_layer, audio.qwen2_audio_head, ("conv1", "conv2"), ("layers",),
+        ("layer_norm", "multi_modal_projector"),
         rows=audio.frames,
     ),
 }
 
 
 def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
-    """The links of every encoder and of the step that joins its features and the token embeddings. To be put between the
-    embedding and the layers."""
+    """The links of every encoder and of the step that joins its features and the token embeddings. To be put between
+    the embedding and the layers."""
     links: list[tuple[Link, int]] = []
     for i, run in enumerate(ctx.encoders):
         if not run.items:
@@ -155,11 +161,12 @@ def _recomputed(group: list[BlockCost], deep: list[BlockCost], sizes: _Sizes, ct
     """
     link = recomputed_together([(cost, False, 1) for cost in group], ctx)
     kept = len(deep) * sizes.features
+    mergers = sum(cost.no_grad_peak for cost in deep)
     # What mergers save when they run again stays until the checkpoint's backward returns.
     again = link.backward_peak + sum(cost.retained for cost in deep)
     return link._replace(
         label=Label.ENCODER, retained=link.retained + kept,
-        forward_peak=largest(link.forward_peak, link.retained + sum(c.no_grad_peak for c in deep)) + sizes.held - sizes.angles,
+        forward_peak=largest(link.forward_peak, link.retained + mergers) + sizes.held - sizes.angles,
         backward_peak=again, backward_peak_held=again, more=(*link.more, ((Part.ENCODER, Provenance.FORMULA), kept)),
     )
 
@@ -207,8 +214,8 @@ def _sizes(run: EncoderRun, ctx: BlockContext) -> _Sizes:
 
 
 def _embeddings(ctx: BlockContext) -> Any:
-    """Bytes of the token embeddings of a microbatch: whole on every tensor- and context-parallel rank until the features
-    are among them (``scatter_embedding_sequence_parallel`` is off)."""
+    """Bytes of the token embeddings of a microbatch: whole on every tensor- and context-parallel rank until the
+    features are among them (``scatter_embedding_sequence_parallel`` is off)."""
     return ctx.tokens * ctx.cp * ctx.hidden_size * ctx.act
 
 
@@ -231,7 +238,8 @@ def _blocks(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[tuple[s
             yield "layer", _layer(ctx, run, number, kind, reached), count
             if merges:
                 assert recorders.beside is not None
-                yield "beside", _block(ctx, run, (number, "beside", first or trains), recorders.beside, first or trains), 1
+                key = number, "beside", first or trains
+                yield "beside", _block(ctx, run, key, recorders.beside, first or trains), 1
     yield "head", _block(ctx, run, (number, "head", first or trains), recorders.head, first or trains), 1
 
 
@@ -257,9 +265,12 @@ _LINEARS = (
 
 def _reached(ctx: BlockContext, run: EncoderRun, modules: tuple[str, ...]) -> bool:
     """Whether any of these modules trains."""
-    if ctx.adapters is not None:
-        return False
-    return any(not any(module.startswith(name) for name in run.spec.frozen) for module in modules)
+    return any(encoder_trains(ctx, run, module) for module in modules)
+
+
+def _features_reached(ctx: BlockContext, run: EncoderRun) -> bool:
+    recorders = RECORDERS[run.structure.kind]
+    return _reached(ctx, run, (*recorders.stem_modules, *recorders.layer_modules, *recorders.head_modules))
 
 
 def _block(
@@ -305,12 +316,7 @@ def _joined(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
 
     Saves the mask, a byte a token. Backward makes a gradient of each (``derivatives.yaml: masked_scatter``).
     """
-    recorders = RECORDERS[run.structure.kind]
-    s = run.structure
-    modules = (*recorders.stem_modules, *recorders.layer_modules)
-    whole = "" in run.spec.frozen
-    reached = ctx.adapters is None and (not whole) and (_reached(ctx, run, modules) or _head_trains(run))
-    reached = reached or _adapted(ctx, run)
+    s, reached = run.structure, _features_reached(ctx, run)
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.ENCODER
@@ -331,12 +337,3 @@ def _joined(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
         r.tape.output(last.tensor)
 
     return block(ctx, ("encoder", number, "joined", reached), record)
-
-
-def _head_trains(run: EncoderRun) -> bool:
-    """Whether the projector trains."""
-    return not any(name in HEAD_MODULES for name in run.spec.frozen)
-
-
-#: Modules of projectors, by the names that freezing gives.
-HEAD_MODULES = ("merger", "multi_modal_projector", "embed_vision", "")

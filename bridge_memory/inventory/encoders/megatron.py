@@ -18,8 +18,9 @@ from bridge_memory.inventory.encoders.ops import INT64, EncoderOps
 from bridge_memory.inventory.encoders.vision import added, patch_embedding
 from bridge_memory.inventory.layer import record_parts
 from bridge_memory.inventory.torch.ops import FP32, Array
-from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, PeftSpec
 from bridge_memory.tapes.context import BlockContext
+from bridge_memory.tapes.parameters import Repeated
 from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.tapes.tape import Tensor
 
@@ -42,15 +43,25 @@ def inside(t: EncoderOps, rows: Any, width: int) -> BlockContext:
     return ctx
 
 
-def recorded(t: EncoderOps, ctx: BlockContext, body: Callable[[Recorder], Tensor], elements: Any) -> Array:
-    """What ``body`` records with the encoder's context."""
-    r, outer, whole = t.r, t.r.ctx, t.r.unquantized
+def recorded(
+    t: EncoderOps, module: str, ctx: BlockContext, body: Callable[[Recorder], Tensor], elements: Any
+) -> Array:
+    """What ``body`` records of a ``module`` of the encoder with its context."""
+    r = t.r
+    outer, before, first = r.ctx, (r.unquantized, r.frozen, r.tape.part), len(r.rows)
+    trains = t.trains(module)
+    if outer.adapters is None or outer.adapters.scheme != "lora":
+        ctx.adapters = None if trains else PeftSpec(scheme="frozen", target_modules=())
+        r.frozen = not trains
     r.ctx, r.unquantized = ctx, True
-    part = r.tape.part
-    try:
+    with r.tape.freezing(r.frozen):
         out = body(r)
-    finally:
-        r.ctx, r.unquantized, r.tape.part = outer, whole, part
+    r.ctx, (r.unquantized, r.frozen, r.tape.part) = outer, before
+    if trains is (outer.adapters is not None):  # named where it is not as with the run's other weights
+        r.rows[first:] = [
+            Repeated(tuple(replace(p, trains=trains) for p in parameters), times)
+            for parameters, times in r.rows[first:]
+        ]
     return Array(out, elements, t.compute_width)
 
 
@@ -90,7 +101,7 @@ def qwen3_layer(t: EncoderOps, x: Array) -> Array:
     def body(r: Recorder) -> Tensor:
         return record_parts(r, layer, x.tensor)
 
-    out = recorded(t, inside(t, n, h), body, n * h)
+    out = recorded(t, "decoder.layers", inside(t, n, h), body, n * h)
     t.r.tape.part = Part.ENCODER
     return out
 
@@ -117,7 +128,7 @@ def merger(t: EncoderOps, module: str, x: Array, *, after: bool = False) -> Arra
         # ``gemm_bias_unfused_add`` of row-parallel linears (TE ``module/linear.py``).
         return r.tape.make(f"{module}.linear_fc2 output + bias", out, rows * s.out_size * ctx.act, alias=True)
 
-    return recorded(t, ctx, body, rows * s.out_size)
+    return recorded(t, module, ctx, body, rows * s.out_size)
 
 
 def qwen3_head(t: EncoderOps, x: Array) -> Array:
