@@ -85,13 +85,13 @@ def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
     for i, run in enumerate(ctx.encoders):
         if not run.items:
             continue
-        waiting, held = _embeddings(ctx), _sizes(run, ctx).held
-        for name, found, count in _blocks(ctx, run, i):
+        waiting, held = _embeddings(ctx), sizes_of_encoder(run, ctx).held
+        for name, found, count in blocks_of_encoder(ctx, run, i):
             link = plain_link(found, Label.ENCODER)
             variables = waiting + (held if name != "stem" else 0)
             link = link._replace(forward_peak=link.forward_peak + variables)
             if name == "beside":  # the next layer counts what it takes, which is alive here too
-                taken = _sizes(run, ctx).hidden
+                taken = sizes_of_encoder(run, ctx).hidden
                 link = link._replace(forward_peak=link.forward_peak + taken).with_gradients(taken)
             links.append((link.with_gradients(waiting) if ctx.adapters is None else link, count))
         links.append((plain_link(_joined(ctx, run, i), Label.ENCODER), 1))
@@ -102,13 +102,13 @@ def pixel_bytes(ctx: BlockContext) -> Any:
     """Bytes of the batch's pixels and spectrograms in fp32, which the step holds during the first chunk's forward."""
     total: Any = 0
     for run in ctx.encoders:
-        total = total + _sizes(run, ctx).pixels
+        total = total + sizes_of_encoder(run, ctx).pixels
     return total
 
 
 def encoder_parameters(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[Repeated]:
     """The parameters of an encoder on one rank; names are relative to it."""
-    for _, found, count in _blocks(ctx.bare(), run, number):
+    for _, found, count in blocks_of_encoder(ctx.bare(), run, number):
         for parameters, times in found.parameters.rows:
             yield Repeated(parameters, times * count)
 
@@ -126,7 +126,7 @@ class _Measure:
         self.ctx, self.tape, self.frozen = ctx, None, False
 
 
-def _sizes(run: EncoderRun, ctx: BlockContext) -> _Sizes:
+def sizes_of_encoder(run: EncoderRun, ctx: BlockContext) -> _Sizes:
     t = EncoderOps(_Measure(ctx), run)  # type: ignore[arg-type]
     s = run.structure
     pixel = s.mel_bins if s.audio else s.channels * s.temporal_patch_size * s.patch_size**2
@@ -140,7 +140,7 @@ def _embeddings(ctx: BlockContext) -> Any:
     return ctx.tokens * ctx.cp * ctx.hidden_size * ctx.act
 
 
-def _blocks(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[tuple[str, Block, int]]:
+def blocks_of_encoder(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[tuple[str, Block, int]]:
     """(what it is, the block, how often it is repeated), in order."""
     recorders = RECORDERS[run.structure.kind]
     yield "stem", _block(ctx, run, (number, "stem"), recorders.stem, None), 1
