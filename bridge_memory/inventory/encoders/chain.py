@@ -106,7 +106,7 @@ def encoder_chain(ctx: BlockContext, run: EncoderRun, number: int) -> list[tuple
     the first layers of all, in groups (``transformer_block.py: Qwen3VLVisionTransformerBlock._checkpointed_forward``).
     """
     links: list[tuple[Link, int]] = []
-    s, sizes = run.structure, _sizes(run, ctx)
+    s, sizes = run.structure, sizes_of_encoder(run, ctx)
     recomputed, size = fully_recomputed(s.num_layers, ctx) if s.kind in MEGATRON_KINDS else (0, 1)
     group: list[BlockCost] = []
     deep: list[BlockCost] = []
@@ -126,7 +126,7 @@ def encoder_chain(ctx: BlockContext, run: EncoderRun, number: int) -> list[tuple
             group.clear()
             deep.clear()
 
-    for name, found, count in _blocks(ctx, run, number):
+    for name, found, count in blocks_of_encoder(ctx, run, number):
         again = 0
         if name == "layer":
             again = min(recomputed - done, count)
@@ -175,13 +175,13 @@ def pixel_bytes(ctx: BlockContext) -> Any:
     """Bytes of the batch's pixels and spectrograms in fp32, which the step holds during the first chunk's forward."""
     total: Any = 0
     for run in ctx.encoders:
-        total = total + _sizes(run, ctx).pixels
+        total = total + sizes_of_encoder(run, ctx).pixels
     return total
 
 
 def encoder_parameters(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[Repeated]:
     """The parameters of an encoder on one rank; names are relative to it."""
-    for _, found, count in _blocks(ctx.bare(), run, number):
+    for _, found, count in blocks_of_encoder(ctx.bare(), run, number):
         for parameters, times in found.parameters.rows:
             yield Repeated(parameters, times * count)
 
@@ -203,7 +203,7 @@ class _Measure:
         self.ctx, self.tape, self.frozen = ctx, None, False
 
 
-def _sizes(run: EncoderRun, ctx: BlockContext) -> _Sizes:
+def sizes_of_encoder(run: EncoderRun, ctx: BlockContext) -> _Sizes:
     t = EncoderOps(_Measure(ctx), run)  # type: ignore[arg-type]
     s = run.structure
     pixel = s.mel_bins if s.audio else s.channels * s.temporal_patch_size * s.patch_size**2
@@ -219,7 +219,7 @@ def _embeddings(ctx: BlockContext) -> Any:
     return ctx.tokens * ctx.cp * ctx.hidden_size * ctx.act
 
 
-def _blocks(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[tuple[str, Block, int]]:
+def blocks_of_encoder(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[tuple[str, Block, int]]:
     """(what it is, the block, how often it is repeated), in order."""
     recorders = RECORDERS[run.structure.kind]
     yield "stem", _block(ctx, run, (number, "stem"), recorders.stem, None), 1
