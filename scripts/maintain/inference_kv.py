@@ -43,6 +43,7 @@ VLLM = frozenset(
         "v1.attention.backends.registry", "v1.attention.backend", "platforms.interface",
         "model_executor.layers.mamba.mamba_utils", "model_executor.layers.attention.attention",
         "model_executor.layers.attention.mla_attention", "distributed.utils", "v1.attention.backends.triton_attn",
+        "config.vllm", "engine.arg_utils",
     )
 )  # fmt: skip
 SGLANG = frozenset(
@@ -372,6 +373,48 @@ class Vllm:
             yield f"layers.{place}", spec
 
 
+    def defaults(self, case: dict[str, Any]) -> dict[str, Any]:
+        """Tokens and sequences of a step by card, and the sizes of graphs (``get_batch_defaults``,
+        ``_set_cudagraph_sizes``)."""
+        arguments, config = real("vllm.engine.arg_utils"), real("vllm.config.vllm")
+        usage = real("vllm.usage.usage_lib")
+        usage.UsageContext = SimpleNamespace(LLM_CLASS="llm", OPENAI_API_SERVER="server")
+        platform = SimpleNamespace(
+            get_device_total_memory=lambda: case["bytes"], get_device_name=lambda: case["card"],
+            is_device_capability=lambda capability: False, is_tpu=lambda: False, is_cpu=lambda: False,
+            is_device_capability_family=lambda family: family == 100 and case["card"] in ("B200", "GB200"),
+            is_xpu=lambda: False, is_rocm=lambda: False,
+        )  # fmt: skip
+        arguments.current_platform = platform
+        real("vllm.platforms").current_platform = platform
+        tokens, sequences = arguments.EngineArgs.get_batch_defaults(1)
+        kind = "server" if case["served"] else "llm"
+        step, most = case["max_num_batched_tokens"] or tokens[kind], case["max_num_seqs"] or sequences[kind]
+        modes = SimpleNamespace(NONE="none")
+        config.CUDAGraphMode = modes
+        compilation = SimpleNamespace(
+            cudagraph_mode="full_and_piecewise", max_cudagraph_capture_size=None, cudagraph_capture_sizes=None,
+            post_init_cudagraph_sizes=lambda: None,
+        )  # fmt: skip
+        itself = SimpleNamespace(
+            model_config=SimpleNamespace(enforce_eager=False), compilation_config=compilation,
+            scheduler_config=SimpleNamespace(max_num_seqs=most, max_num_batched_tokens=step),
+            uniform_decode_query_len=1, speculative_config=None, performance_mode="balanced",
+        )  # fmt: skip
+        config.VllmConfig._set_cudagraph_sizes(itself)
+        return {"max_num_batched_tokens": step, "max_num_seqs": most, "sizes": compilation.cudagraph_capture_sizes}
+
+
+DEFAULTS_USUAL = {"served": True, "max_num_batched_tokens": None, "max_num_seqs": None}
+#: Cards with their bytes as torch counts them.
+DEFAULTS_CARDS = {"H100": 84_942_979_072, "NVIDIA A100-SXM4-80GB": 85_094_825_984, "H200": 150_109_880_320,
+                  "B200": 191_504_908_288, "NVIDIA GeForce RTX 4090": 25_386_352_640}  # fmt: skip
+DEFAULTS_CASES: tuple[dict[str, Any], ...] = (
+    {}, {"served": False}, {"max_num_seqs": 100}, {"max_num_seqs": 1000, "max_num_batched_tokens": 300},
+    {"max_num_seqs": 33, "max_num_batched_tokens": 50}, {"max_num_seqs": 3},
+)  # fmt: skip
+
+
 FLASH = [["multiple", 16]]
 #: Models and what of the command line moves their caches; each with several sizes of memory.
 VLLM_CASES: tuple[dict[str, Any], ...] = (
@@ -422,6 +465,16 @@ def vllm_rows() -> list[dict[str, Any]]:
         for available in MEMORY:
             case = {**VLLM_USUAL, **given, "available_bytes": available}
             rows.append({**given, "available_bytes": available, "found": engine.case(case)})
+    return rows
+
+
+def default_rows() -> list[dict[str, Any]]:
+    engine = Vllm()
+    rows = []
+    for given in DEFAULTS_CASES:
+        for card, nbytes in DEFAULTS_CARDS.items():
+            case = {**DEFAULTS_USUAL, **given, "card": card, "bytes": nbytes}
+            rows.append({**given, "card": card, "bytes": nbytes, "found": engine.defaults(case)})
     return rows
 
 
@@ -643,6 +696,7 @@ def tables(vllm: Path | None, sglang: Path | None) -> dict[str, Any]:
     if vllm:
         with stubbed(vllm, "vllm", VLLM):
             found["vllm"] = {"release": "0.33.0", "usual": VLLM_USUAL, "rows": vllm_rows()}
+            found["vllm_defaults"] = {"release": "0.33.0", "usual": DEFAULTS_USUAL, "rows": default_rows()}
     if sglang:
         with stubbed(sglang, "sglang", SGLANG):
             capacity, fractions = sglang_rows()

@@ -158,3 +158,19 @@ def test_a_refusal_names_the_field(given: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says) as refusal:
         InferenceSpec(model=model("Qwen/Qwen3-8B"), **given)
     assert ";" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_defaults_and_graphs_are_vllms() -> None:
+    """Tokens and sequences of a step by card, and the sizes of graphs (``get_batch_defaults``,
+    ``_set_cudagraph_sizes``)."""
+    cards = {"NVIDIA A100-SXM4-80GB": "A100-80GB", "NVIDIA GeForce RTX 4090": "RTX 4090"}
+    for row in rows_of("vllm_defaults"):
+        gpu = replace(find_gpu(cards.get(row["card"], row["card"])), capacity_bytes=row["bytes"])
+        spec = InferenceSpec(
+            model=model("Qwen/Qwen3-8B"), served=row["served"], max_num_seqs=row["max_num_seqs"],
+            max_num_batched_tokens=row["max_num_batched_tokens"],
+        )  # fmt: skip
+        found = row["found"]
+        assert defaults.max_num_batched_tokens(spec, gpu) == found["max_num_batched_tokens"], row
+        assert defaults.max_num_seqs(spec, gpu) == found["max_num_seqs"], row
+        assert list(defaults.piecewise_graph_sizes(spec, gpu)) == found["sizes"], row

@@ -305,3 +305,18 @@ def test_graphs_of_measured_engines_with_nccl() -> None:
     whole = graphs.graph_amount(spec, card, 0).most * len(sizes) / graphs.number_of_graphs(spec, card)
     assert whole == pytest.approx(ROWS[114]["extra"]["graph_MiB"] << 20, rel=0.01)
     assert graphs.graph_amount(spec, H100, 0).most < graphs.graph_amount(spec, card, 0).most / 3
+
+
+def test_what_the_numbers_rest_on_is_said() -> None:
+    assert engine("Qwen/Qwen3-8B").assumptions == ()
+    assert "0.5.23 stand for 0.4.1" in engine("Qwen/Qwen3-8B", framework="sglang", release="0.4.1").assumptions[0]
+    assert "MTP" in engine("deepseek-ai/DeepSeek-V3", tensor_parallel_size=8).assumptions[0]
+
+
+def test_adapters() -> None:
+    """Llama-3.2-1B, one adapter of rank 8 on the fused linears of 16 layers in bf16: q, k, v of 2048 + 2 x 512 rows, o,
+    gate and up of 2 x 8192 rows, down; each has (rows + columns) x 8 weights at least."""
+    found = {one.name: one for one in engine("meta-llama/Llama-3.2-1B", max_loras=1, max_lora_rank=8).components}
+    rows_and_columns = (3072 + 2048) + (2048 + 2048) + (16384 + 2048) + (2048 + 8192)
+    assert found["LoRA adapters"].least == 16 * rows_and_columns * 8 * 2
+    assert "LoRA adapters" not in {one.name for one in engine("meta-llama/Llama-3.2-1B").components}

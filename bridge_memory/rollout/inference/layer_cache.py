@@ -115,12 +115,13 @@ def _latent(spec: InferenceSpec, mixer: MLASpec) -> list[LayerCache]:
 def state_dtype_bytes(spec: InferenceSpec) -> int:
     """Bytes of an element of the recurrent state; the convolution's state is of the model's dtype.
 
-    SGLang: fp32 (``configs/mamba_utils.py: mamba2_state_dtype``). vLLM: the model's dtype, but fp32 for Nemotron-H
-    (``model_executor/models/config.py: NemotronHForCausalLMConfig``).
+    SGLang: fp32 (``configs/mamba_utils.py: mamba2_state_dtype``). vLLM: the model's dtype, but fp32 for Nemotron-H and
+    for Qwen3.5, whose config.json says so (``model_executor/models/config.py: NemotronHForCausalLMConfig,
+    Qwen3_5ForConditionalGenerationConfig``).
     """
     if spec.mamba_ssm_cache_dtype != "auto":
         return STATE_DTYPES[spec.mamba_ssm_cache_dtype]
-    fp32 = spec.framework == "sglang" or spec.model.model_type.startswith("nemotron_h")
+    fp32 = spec.framework == "sglang" or spec.model.model_type.startswith(("nemotron_h", "qwen3_5"))
     return DTYPES["float32"] if fp32 else spec.element_bytes
 
 
