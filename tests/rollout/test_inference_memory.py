@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripts_of import load_script
 
 import bridge_memory.rollout.inference as inference_room
-from bridge_memory import SpecError, find_gpu, list_presets, resolve_model
+from bridge_memory import SpecError, find_gpu, list_presets, model_from_hf_config, resolve_model
 from bridge_memory.components import GIB
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.outside.amount import Range, total
+from bridge_memory.readers.resolve import resolve_config
 from bridge_memory.rollout.inference import (
     NOT_MODELLED,
     InferenceMemory,
@@ -66,6 +68,21 @@ def test_weights_are_the_models(name: str) -> None:
         and not layer.ffn.expert_bias_in_published_count
     )  # fmt: skip
     assert sum(one.numel for one in weights(spec, 0)) == model_parameters(m)[0] + padding + biases
+
+
+def test_an_indexer_is_whole_on_every_rank() -> None:
+    """DeepSeek-V3.2 beside V3: 64 heads of 128 from the query latent of 1536, a key of 128 and 64 weights from 7168, and
+    a norm of 128, in each of 61 layers. The parameters are those that the inventory counts."""
+    _, config = resolve_config("deepseek-ai/DeepSeek-V3")
+    with_indexer = model_from_hf_config({**config, **load_script("maintain/inference_kv").SPARSE}, "V3.2")
+
+    def numel(m: ModelSpec, tp: int) -> int:
+        return sum(one.numel for one in weights(InferenceSpec(model=m, tensor_parallel_size=tp), 0))
+
+    indexers = 61 * (64 * 128 * 1536 + (128 + 64) * 7168 + 2 * 128)
+    for tp in (1, 8):
+        assert numel(with_indexer, tp) - numel(model("deepseek-ai/DeepSeek-V3"), tp) == indexers
+    assert model_parameters(with_indexer)[0] - model_parameters(model("deepseek-ai/DeepSeek-V3"))[0] == indexers
 
 
 def test_stages_and_ranks_share_the_weights() -> None:

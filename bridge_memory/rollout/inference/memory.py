@@ -130,7 +130,8 @@ class InferenceMemory:
         first, last = rules.READ[spec.framework]
         if not first <= release <= last:
             near = first if release < first else last
-            found.append(f"the rules of {title} {rules.words(near)} stand for {rules.words(release)}, which was not read")
+            near_words, asked = rules.words(near), rules.words(release)
+            found.append(f"the rules of {title} {near_words} stand for {asked}, which was not read")
         if spec.framework == "sglang" and spec.data_parallel_size > 1 and not spec.dp_attention:
             found.append("data-parallel replicas of SGLang are separate processes; one of them is counted")
         if spec.model.mtp_num_layers:
@@ -335,6 +336,7 @@ def _stage(spec: InferenceSpec, gpu: Gpu, stage: int) -> _Stage:
     else:
         held.append(Held(graphs.graph_tables(spec, gpu, kv_sglang.page_size(spec, gpu)), "cuda_graph"))
     held.append(Held(graphs.graph_amount(spec, gpu, stage), "cuda_graph"))
+    held.append(Held(profile.sparse_buffers(spec, gpu), "late"))
     held.append(Held(beside.workspaces(spec, gpu), "late"))
     held.append(Held(beside.loaded_late(), "late"))
     held += [Held(one, "") for one in beside.process(gpu)]
