@@ -59,7 +59,7 @@ def sglang_spec(row: dict[str, Any]) -> InferenceSpec:
 
 
 def test_blocks_tokens_and_bytes_are_vllms() -> None:
-    """MHA, GQA, MLA, sparse attention, windows, recurrent layers, quantised caches with and without scales, pipelines."""
+    """MHA, GQA, MLA, sparse attention, windows, recurrent layers, quantised caches with scales or not, pipelines."""
     checked = 0
     for row in rows_of("vllm"):
         gpu, found = find_gpu(CARDS[json.dumps(row["kernel_blocks"])]), row["found"]

@@ -71,8 +71,8 @@ def test_weights_are_the_models(name: str) -> None:
 
 
 def test_an_indexer_is_whole_on_every_rank() -> None:
-    """DeepSeek-V3.2 beside V3: 64 heads of 128 from the query latent of 1536, a key of 128 and 64 weights from 7168, and
-    a norm of 128, in each of 61 layers. The parameters are those that the inventory counts."""
+    """DeepSeek-V3.2 beside V3: 64 heads of 128 from the query latent of 1536, a key of 128 and 64 weights from 7168, a
+    norm of 128, in each of 61 layers. The parameters are those that the inventory counts."""
     _, config = resolve_config("deepseek-ai/DeepSeek-V3")
     with_indexer = model_from_hf_config({**config, **load_script("maintain/inference_kv").SPARSE}, "V3.2")
 
