@@ -28,9 +28,10 @@ from bridge_memory.rollout.inference import (
     defaults,
     graphs,
     inference_memory,
+    kv_capacity,
 )
 from bridge_memory.rollout.inference.weights import Weight, padded_vocab, weight_amount, weight_bytes, weights
-from bridge_memory.spec import ModelSpec, MoESpec
+from bridge_memory.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec
 
 ROWS: dict[int, dict[str, Any]] = {
     row["id"]: row
@@ -337,3 +338,35 @@ def test_adapters() -> None:
     rows_and_columns = (3072 + 2048) + (2048 + 2048) + (16384 + 2048) + (2048 + 8192)
     assert found["LoRA adapters"].least == 16 * rows_and_columns * 8 * 2
     assert "LoRA adapters" not in {one.name for one in engine("meta-llama/Llama-3.2-1B").components}
+
+
+def test_the_block_of_a_measured_hybrid() -> None:
+    """Row 116, vLLM with a 27B hybrid in an fp8 cache: blocks of 1568 tokens, states padded by 0.13%. With Qwen3.5-27B's
+    sizes a state is 48 x 128 x 128 x 4 bytes and 3 x 10240 x 2 of its convolution, 3,207,168; a token of 4 KV heads of
+    2 x 256 takes 2048, and 98 blocks of 16 hold a state: 3,211,264."""
+    mixers = (GatedDeltaNetSpec(16, 48, 128, 128), AttentionSpec(24, 4, 256, attention_output_gate=True))
+    layers = tuple(LayerSpec(mixer, MLPSpec(17408, gated=True)) for mixer in mixers)
+    hybrid = ModelSpec(
+        name="27B", model_type="qwen3_5_text", hidden_size=5120, vocab_size=248320,
+        layers=(layers[0], layers[0], layers[0], layers[1]) * 16, max_position_embeddings=262144,
+    )  # fmt: skip
+    spec = InferenceSpec(model=hybrid, kv_cache_dtype="fp8_e4m3")
+    capacity = kv_capacity(spec, find_gpu("RTX A6000"), 16 * GIB)
+    assert capacity.block_size == 1568
+    page, state = 1568 * 2048, 48 * 128 * 128 * 4 + 3 * 10240 * 2
+    assert capacity.nbytes == (capacity.num_blocks * 16 * page,)
+    assert f"block {capacity.block_size} tokens, mamba page padded {page / state - 1:.2%}" in ROWS[116]["phase"]
+
+
+def test_the_page_table_of_measured_graphs() -> None:
+    """Row 133, SGLang with a context of 1,048,576 and graphs of up to 256 sequences: 1.07 GB a table, of which its four
+    draft runners have one each. Nothing puts it to sleep."""
+    row = ROWS[133]
+    spec = InferenceSpec(
+        model=model("Qwen/Qwen3-8B"), framework="sglang", max_model_len=row["config"]["context"],
+        cuda_graph_sizes=(1, row["config"]["graph_bs"]),
+    )  # fmt: skip
+    table = graphs.graph_tables(spec, H100, 1)
+    assert row["extra"]["draft"] == f"4x{table.least / 1e9:.2f}"
+    asleep = inference_memory(spec, H100).asleep(2)
+    assert table in asleep.components
