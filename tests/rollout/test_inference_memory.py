@@ -257,20 +257,21 @@ NAMES = ("Qwen/Qwen3-4B", "openai/gpt-oss-20b", "Qwen/Qwen3-Next-80B-A3B-Instruc
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(NAMES), st.sampled_from(["vllm", "sglang"]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3]),
-    st.sampled_from(["H100", "RTX 4090", "B200", "A100-40GB"]), st.integers(0, 60), st.integers(1, 9999),
+    st.sampled_from(["H100", "RTX 4090", "B200", "A100-40GB"]), st.integers(0, 60), st.integers(1, 9500),
     st.sampled_from([1, 17, 4096, 100_000]), st.sampled_from(["", "0.8.5", "0.10.2", "0.19.0", "0.24.0"]),
 )  # fmt: skip
 def test_ranges_are_ranges_and_more_memory_is_more_cache(
     name: str, framework: str, tp: int, pp: int, card: str, other: int, share: int, length: int, release: str
 ) -> None:
-    """Whatever is asked: least is at most most, nothing is negative, more share and fewer others never lose tokens."""
+    """Whatever is asked: least is at most most, nothing is negative, 5% more share and fewer others never lose tokens.
+    (SGLang's states are whole: a share that is larger by less than one of them can lose tokens.)"""
     gpu = find_gpu(card)
     spec = InferenceSpec(
         model=model(name), framework=framework, tensor_parallel_size=tp, pipeline_parallel_size=pp,
         max_model_len=length, release=release if framework == "vllm" else "",
     )  # fmt: skip
     found = inference_memory(spec, gpu, other_bytes=Range(other * GIB // 2, other * GIB)).at_utilization(share / 10_000)
-    more = found.at_utilization(min(1.0, share / 10_000 + 0.05))
+    more = found.at_utilization(share / 10_000 + 0.05)
     for one in (*found.components, found.total, found.asleep(1).total, found.asleep(2).host_bytes, found.kv_tokens):
         assert 0 <= one[-2 if len(one) == 2 else 1] <= one[-1 if len(one) == 2 else 2]
     assert found.may_start or not found.starts
@@ -341,9 +342,11 @@ def test_adapters() -> None:
 
 
 def test_the_block_of_a_measured_hybrid() -> None:
-    """Row 116, vLLM with a 27B hybrid in an fp8 cache: blocks of 1568 tokens, states padded by 0.13%. With Qwen3.5-27B's
-    sizes a state is 48 x 128 x 128 x 4 bytes and 3 x 10240 x 2 of its convolution, 3,207,168; a token of 4 KV heads of
-    2 x 256 takes 2048, and 98 blocks of 16 hold a state: 3,211,264."""
+    """Row 116, vLLM with a 27B hybrid in an fp8 cache: blocks of 1568 tokens, states padded by 0.13%.
+
+    With Qwen3.5-27B's sizes a state is 48 x 128 x 128 x 4 bytes and 3 x 10240 x 2 of its convolution: 3,207,168. A token
+    of 4 KV heads of 2 x 256 takes 2048, and 98 blocks of 16 hold a state: 3,211,264.
+    """
     mixers = (GatedDeltaNetSpec(16, 48, 128, 128), AttentionSpec(24, 4, 256, attention_output_gate=True))
     layers = tuple(LayerSpec(mixer, MLPSpec(17408, gated=True)) for mixer in mixers)
     hybrid = ModelSpec(

@@ -212,6 +212,9 @@ class InferenceMemory:
     def utilization_for(self, kv_tokens: int) -> float:
         """The smallest utilization (vLLM) or mem_fraction_static (SGLang) whose cache has ``kv_tokens`` for sure.
 
+        To a ten-thousandth. SGLang's recurrent states are whole: tokens can fall by less than one's bytes where the
+        share grows, and this is then one of the smallest.
+
         Raises:
             SpecError: the card cannot hold them.
         """
