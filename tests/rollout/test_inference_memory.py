@@ -344,8 +344,8 @@ def test_adapters() -> None:
 def test_the_block_of_a_measured_hybrid() -> None:
     """Row 116, vLLM with a 27B hybrid in an fp8 cache: blocks of 1568 tokens, states padded by 0.13%.
 
-    With Qwen3.5-27B's sizes a state is 48 x 128 x 128 x 4 bytes and 3 x 10240 x 2 of its convolution: 3,207,168. A token
-    of 4 KV heads of 2 x 256 takes 2048, and 98 blocks of 16 hold a state: 3,211,264.
+    With Qwen3.5-27B's sizes a state is 48 x 128 x 128 x 4 bytes and 3 x 10240 x 2 of its convolution: 3,207,168. A
+    token of 4 KV heads of 2 x 256 takes 2048, and 98 blocks of 16 hold a state: 3,211,264.
     """
     mixers = (GatedDeltaNetSpec(16, 48, 128, 128), AttentionSpec(24, 4, 256, attention_output_gate=True))
     layers = tuple(LayerSpec(mixer, MLPSpec(17408, gated=True)) for mixer in mixers)
