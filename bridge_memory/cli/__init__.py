@@ -70,6 +70,7 @@ _TYPICAL = {
     "whatif": "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --gpu H100",
     "fit": "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --seq-length 16384 --gpu H100",
     "balance": "Qwen/Qwen3-32B --num-gpus 16 --tp 4 --pp 4 --gpu H100",
+    "rollout": "--verl config.yaml --gpu H100",
     "compare": "train.log Qwen/Qwen3-8B --num-gpus 8 --tp 2",
     "why": "train.log",
     "record": "memory_report.jsonl -o rows.jsonl",

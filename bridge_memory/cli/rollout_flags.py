@@ -57,6 +57,12 @@ def setup_of_flags(args: argparse.Namespace, gpu: Gpu) -> PostTraining:
     sequences = None if run.batch.global_batch_size is None else max(
         1, run.batch.global_batch_size // run.parallel.data_parallel_size
     )  # fmt: skip
+    for flag, tokens in (("--max-tokens-per-gpu", most), ("--log-prob-max-tokens-per-gpu", logs)):
+        if packed and tokens < longest:
+            raise SpecError(
+                f"{flag} ({tokens // run.parallel.cp}) holds no sequence of {longest} tokens; raise it, or lower "
+                "--max-model-len"
+            )
     return PostTraining(
         framework="verl", release=(0, 9), trainer=trainer, engine=engine, longest=longest, update_tokens=most,
         log_prob_tokens=logs, reference_tokens=logs, update_sequences=sequences, dynamic=packed,
