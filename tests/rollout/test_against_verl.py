@@ -112,6 +112,8 @@ def in_logits(run: RunSpec, nbytes: int) -> float:
 @pytest.mark.parametrize(("entropy", "chunk"), [(False, 0), (True, 0), (True, 16)])
 def test_a_pass_without_gradients(world: Any, monkeypatch: pytest.MonkeyPatch, entropy: bool, chunk: int) -> None:
     module = of_verl()
+    if chunk and not hasattr(module, "vocab_parallel_entropy_with_chunking"):
+        pytest.skip("verl before 0.9 has no chunks")
     monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: lambda f: f)
     alive = Alive()
     with torch.no_grad(), alive:
