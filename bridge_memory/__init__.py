@@ -7,8 +7,9 @@
     [True]
 
 Before a run: ``estimate``, ``peaks``, ``explain``, ``fits``. To plan one: ``search``, ``fit``, ``whatif``, ``balance``.
-During it: ``MemoryReport`` and ``MemoryReportCallback``. After it: ``compare``, ``why``. ``rehearse`` runs the real training
-stack without a GPU. ``SpecError``, a ValueError of one line, says what cannot be estimated and what to give instead.
+``diff`` compares two. During it: ``MemoryReport`` and ``MemoryReportCallback``. After it: ``compare``, ``why``.
+``rehearse`` runs the real training stack without a GPU. ``SpecError``, a ValueError of one line, says what cannot be
+estimated and what to give instead.
 
 Sizes are bytes, as integers. references/api.md lists every name.
 """
@@ -55,13 +56,14 @@ from bridge_memory.spec.transformers import TransformersSpec
 
 if TYPE_CHECKING:
     from bridge_memory.api.comparing import Comparison, compare
-    from bridge_memory.api.explaining import why
+    from bridge_memory.api.explaining import diff, why
     from bridge_memory.api.jobs import whole_job
     from bridge_memory.api.planning import balance, fit, search, whatif
     from bridge_memory.api.post_training import post_training
     from bridge_memory.api.rehearsing import RehearsalResult, RehearsalRow, rehearse
     from bridge_memory.cards.gpu import Gpu
     from bridge_memory.comparison.residuals import StageResidual
+    from bridge_memory.difference import ChangedComponent, ChangedField, Configuration, Difference
     from bridge_memory.failure.causes import Finding
     from bridge_memory.failure.remedies import Remedy
     from bridge_memory.failure.why import Why
@@ -90,13 +92,17 @@ __all__ = [
     "Balanced",
     "BatchSpec",
     "Change",
+    "ChangedComponent",
+    "ChangedField",
     "CheckpointSpec",
     "Comparison",
     "Component",
     "CompressedAttentionSpec",
+    "Configuration",
     "DDPOptions",
     "DataParallelSpec",
     "DeepSpeedOptions",
+    "Difference",
     "Effect",
     "EncoderSpec",
     "EncoderStructure",
@@ -147,6 +153,7 @@ __all__ = [
     "balance",
     "clear_caches",
     "compare",
+    "diff",
     "estimate",
     "explain",
     "find_gpu",
@@ -180,12 +187,13 @@ _ELSEWHERE = {
     name: module
     for module, names in {
         "bridge_memory.api.comparing": ("Comparison", "compare"),
-        "bridge_memory.api.explaining": ("why",),
+        "bridge_memory.api.explaining": ("diff", "why"),
         "bridge_memory.api.jobs": ("whole_job",),
         "bridge_memory.api.planning": ("balance", "fit", "search", "whatif"),
         "bridge_memory.api.post_training": ("post_training",),
         "bridge_memory.api.rehearsing": ("RehearsalResult", "RehearsalRow", "rehearse"),
         "bridge_memory.comparison.residuals": ("StageResidual",),
+        "bridge_memory.difference": ("ChangedComponent", "ChangedField", "Configuration", "Difference"),
         "bridge_memory.failure.causes": ("Finding",),
         "bridge_memory.failure.remedies": ("Remedy",),
         "bridge_memory.failure.why": ("Why",),

@@ -28,6 +28,7 @@ from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StageP
 from bridge_memory.schedule.events import ChunkCost, OverlapCost, PeakMoment
 from bridge_memory.schedule.peak import dynamic_peak, peak_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
+from bridge_memory.spec.encoders import default_words
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.spec.ranks import stage_of_rank
 from bridge_memory.spec.unmodelled import Bounds, NoEffect
@@ -659,6 +660,9 @@ def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
             f"mtp_num_layers ({run.model.mtp_num_layers}) with fp8 and full recomputation: depths get no gradients, "
             "since this megatron-core hands their inputs to Transformer Engine's checkpoint by name"
         )
+    for encoder in ctx.encoders:
+        if words := default_words(encoder.structure, run.batch):
+            out.append(f"{encoder.spec.name}: {words}")
     asked = []
     if ignores_full_recompute(run.model, ctx) and run.recompute.granularity == "full":
         asked.append("recompute_granularity (full)")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from bridge_memory.api.planning import search
 from bridge_memory.files import Unparsed, parse_yaml, read_text
 from bridge_memory.plan.jobs import spread
+from bridge_memory.plan.megatron.settings import PRECISIONS
 from bridge_memory.readers.resolve import resolve_model
 from bridge_memory.spec import BatchSpec, RunSpec, SpecError, show
 
@@ -28,12 +29,6 @@ AXES = {
 _NUMBERS = ("num_gpus", "seq_length", "global_batch_size", "tokens")
 _NEEDED = ("model", "gpu", "num_gpus", "seq_length")
 _DEFAULTS: dict[str, Any] = {"engine": "megatron_ddp", "precision": "bf16"}
-#: What "precision" may be, and the fields of a run that it sets.
-PRECISIONS: dict[str, dict[str, str]] = {
-    "bf16": {}, "fp8": {"fp8": "hybrid", "fp8_recipe": "delayed"},
-    **{f"fp8-{name}": {"fp8": "hybrid", "fp8_recipe": name} for name in ("tensorwise", "blockwise")},
-    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "nvfp4": {"fp4": "e2m1"},
-}  # fmt: skip
 #: Cells of one sweep, at most.
 MOST_CELLS = 1_000_000
 

@@ -61,13 +61,15 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Planning a run: what fits, and what to change": (
         "search", "Found", "Row", "fit", "Fitted", "whatif", "WhatIf", "Effect", "Change", "balance", "Balanced",
+        "diff", "Difference", "Configuration", "ChangedField", "ChangedComponent",
     ),
     "During a run: predicted and measured, side by side": (
         "MemoryReport", "MemoryReportCallback", "install", "uninstall", "run_of_trainer", "run_of_accelerator",
         "run_of_deepspeed", "run_of_torchtitan",
     ),
     "After a run: was the prediction right": (
-        "compare", "Comparison", "StageResidual", "why", "Why", "Finding", "Remedy", "rehearse", "RehearsalResult", "RehearsalRow",
+        "compare", "Comparison", "StageResidual", "why", "Why", "Finding", "Remedy", "rehearse", "RehearsalResult",
+        "RehearsalRow",
     ),
     "Where a model and a run come from": (
         "resolve_model", "model_from_hf_config", "model_from_transformer_config", "run_from_megatron_args",

@@ -7,7 +7,8 @@ Needs megatron-bridge and megatron-core; runs on a CPU. Prints the table; ``--wr
 it, ``--check`` exits 1, with a diff, where that file is out of date.
 
 Hugging Face configs come from the package's presets instead of the hub; tests/bridge_stubs.py stubs CUDA-only packages.
-A config that is not among the presets has its class's defaults, and its rows say so.
+A config that is not among the presets has its class's defaults with the sizes of published_sizes.py, or without them;
+its rows say which.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
+
+from published_sizes import published
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = ROOT / "bridge_memory" / "readers" / "presets"
@@ -196,10 +199,11 @@ def stand_in(name: str, kind: str) -> Any:
     for key, value in _UNSET.get(kind, {}).items():
         *path, last = key.split(".")
         setattr(reduce(getattr, path, config), last, value)
-    for part, published in _PUBLISHED.items():
-        if part not in name:
-            continue
-        for where, sizes in published.items():
+    theirs = [fields for part, fields in _PUBLISHED.items() if part in name]
+    written = published(name)
+    theirs += [written.fields] if written is not None else []
+    for fields in theirs:
+        for where, sizes in fields.items():
             target = reduce(getattr, where.split("."), config) if where else config
             if isinstance(sizes, str):
                 preset = json.loads((PRESETS / f"{sizes.replace('/', '__')}.json").read_text())
@@ -208,8 +212,10 @@ def stand_in(name: str, kind: str) -> Any:
             pattern = sizes.get("layers_block_type")
             if pattern:
                 sizes["layers_block_type"] = [_BLOCKS[letter] for letter in pattern]
-            if "layer_types" in sizes:
-                sizes["layer_types"] = sizes["layer_types"] * (sizes["num_hidden_layers"] // len(sizes["layer_types"]))
+            n, kinds = sizes.get("num_hidden_layers"), sizes.get("layer_types") or getattr(target, "layer_types", None)
+            if n and kinds and len(kinds) != n:
+                unit = kinds[: kinds.index("full_attention") + 1] if "full_attention" in kinds else kinds
+                sizes["layer_types"] = (unit * (n // len(unit) + 1))[:n]
             for key, value in sizes.items():
                 setattr(target, key, value)
     return config
@@ -243,6 +249,17 @@ def vocabulary_of(name: str) -> int | None:
 _STOOD_IN: list[str] = []
 
 
+#: Hub names of the current recipe whose sizes ``published_sizes.py`` has -> the sentence that says so.
+_WRITTEN: dict[str, str] = {}
+
+
+def _written(name: str) -> None:
+    found = published(name)
+    if found is not None:
+        encoder = "; its encoder has the class's defaults" if found.encoder_unknown else ""
+        _WRITTEN[name] = f"sizes of `{name}`: {found.source}{encoder}"
+
+
 class ConfigNotAtHand(Exception):
     """The recipe's Hugging Face config is not among the presets."""
 
@@ -271,15 +288,17 @@ def bridge_on_cpu() -> Iterator[Any]:
         preset = PRESETS / (name.replace("/", "__") + ".json")
         wrapper = wrapper_of(name)
         if wrapper is not None:
-            if wrapper[2] is None:
+            if wrapper[2] is None and published(name) is None:
                 _STOOD_IN.append(name)
+            _written(name)
             return wrapped(*wrapper)
         if not preset.exists():
             kind = model_type_of(name)
             if kind is None or kind not in CONFIG_MAPPING:
                 raise ConfigNotAtHand(str(path))
-            if not any(part in name for part in _PUBLISHED):
+            if not any(part in name for part in _PUBLISHED) and published(name) is None:
                 _STOOD_IN.append(name)
+            _written(name)
             return stand_in(name, kind)
         target = Path(folder.name) / preset.stem
         target.mkdir(exist_ok=True)
@@ -431,9 +450,10 @@ def grouped(recipes: Any, names: list[str]) -> list[Row]:
     """One row for recipes with equal containers, in the order of the names."""
     groups: dict[str, list[str]] = {}
     # Per group: the reason why there is no row, or the container and the names of replaced configs.
-    found: dict[str, Row | tuple[Any, tuple[str, ...]]] = {}
+    found: dict[str, Row | tuple[Any, tuple[str, ...], tuple[str, ...]]] = {}
     for name in names:
         _STOOD_IN.clear()
+        _WRITTEN.clear()
         try:
             config = build(getattr(recipes, name))
         except ConfigNotAtHand as missing:
@@ -446,7 +466,7 @@ def grouped(recipes: Any, names: list[str]) -> list[Row]:
             # Addresses of functions and hooks differ between runs.
             said = " ".join(repr(getattr(config, part, None)) for part in SAME)
             key = re.sub(r" at 0x[0-9a-f]+", "", said)
-            found.setdefault(key, (config, tuple(_STOOD_IN)))
+            found.setdefault(key, (config, tuple(_STOOD_IN), tuple(_WRITTEN.values())))
         groups.setdefault(key, []).append(name)
     rows = []
     for key, aliases in groups.items():
@@ -455,17 +475,21 @@ def grouped(recipes: Any, names: list[str]) -> list[Row]:
             rows.append(what._replace(names=aliases))
             continue
         recipe = getattr(recipes, aliases[0])
-        kind, row = row_of(what[0], world_of(what[0], aliases), partial(build, recipe), what[1])
+        kind, row = row_of(what[0], world_of(what[0], aliases), partial(build, recipe), what[1], what[2])
         rows.append(Row(aliases, kind, row))
     return rows
 
 
-def row_of(config: Any, world: int, again: Callable[[], Any], stood_in: tuple[str, ...]) -> tuple[str, str]:
-    """(outcome, cells). ``again`` builds the recipe anew, since validation changes a container."""
+def row_of(
+    config: Any, world: int, again: Callable[[], Any], stood_in: tuple[str, ...], written: tuple[str, ...] = ()
+) -> tuple[str, str]:
+    """(outcome, cells). ``again`` builds the recipe anew, since validation changes a container. ``written``: sentences
+    on sizes with a source."""
     from bridge_memory.spec import SpecError
 
     theirs = refusal_of_bridge(again(), world)
     notes = [] if theirs is None else [f"Megatron Bridge refuses it as it is: {theirs}"]
+    notes += written
     try:
         row = estimate_row(config, world, stood_in, notes)
     except SpecError as error:
@@ -691,6 +715,8 @@ def table(rows: list[Row]) -> str:
     built = total - counted["no config"] - counted["not built"]
     estimated = sum(counted[kind] for kind in ("estimated", "estimated all the same", "mended"))
     guessed = sum(len(row.names) for row in rows if "is its class's defaults" in row.cells)
+    sized = sum(len(row.names) for row in rows if "sizes of `" in row.cells)
+    half = sum(len(row.names) for row in rows if "its encoder has the class's defaults" in row.cells)
     counts = "\n".join(f"- {counted[kind]} {words}" for kind, words in KINDS.items() if counted[kind])
     head = f"""# Megatron Bridge's recipes
 
@@ -701,7 +727,9 @@ Of {total} recipes {built} are built, and {estimated} estimated:
 
 {counts}
 
-The published config of {guessed} of the estimated ones is not at hand: they have the defaults of its class, and say so.
+The published config of {guessed + sized} of the estimated ones is not at hand. {sized} of them have sizes from the
+source that the last column names (`scripts/published_sizes.py`; {half} of these with an encoder of its class's
+defaults), the other {guessed} the defaults of their class, and say so.
 A recipe runs on the number of GPUs that its name says, else on its smallest world (one replica, or what its expert
 parallelism needs), with its own batch. "Megatron Bridge refuses it as it is" quotes what stops it on that world:
 Bridge's `runtime_config_update`, which validates the container, and megatron-core's layout of layers and microbatches

@@ -40,7 +40,8 @@ from bridge_memory.emit.megatron import recompute_words, split_words  # noqa: E4
 from bridge_memory.job.job import Job, job_of  # noqa: E402
 from bridge_memory.outside.context import outside_bytes_of  # noqa: E402
 from bridge_memory.outside.phase import Phase  # noqa: E402
-from bridge_memory.plan.found import Found, Listed, Row  # noqa: E402
+from bridge_memory.plan.found import Found, Listed  # noqa: E402
+from bridge_memory.plan.megatron.balance import balance  # noqa: E402
 from bridge_memory.plan.megatron.expert import RULES, Judged, refusals  # noqa: E402
 from bridge_memory.plan.megatron.search import Layouts, search  # noqa: E402
 from bridge_memory.plan.megatron.space import Space, dispatcher_words, flex_backends  # noqa: E402
@@ -70,8 +71,9 @@ from what was published.
 - **faster**: layouts that fit and are predicted to be faster, of all that fit in the space of `bridge-memory search`:
   every axis that its trainer had and both dispatchers vary, all other settings are those of the layout. *coarse*:
   without context and expert-tensor parallelism, TP and micro batch up to 4.
-- **loss**: its predicted step time over that of the first row, the fastest that keeps the reserve and that no rule
-  refuses. A layout that keeps less can be faster than it.
+- **loss**: its predicted step time over that of the first row, which keeps the reserve and which no rule refuses. A
+  layout that keeps less can be faster than it. **balanced**: the same with its own sizes, and its layers split over its
+  stages as `bridge-memory balance` does it within the memory that it has, or nine tenths of the card.
 
 """
 
@@ -113,6 +115,8 @@ class Line(NamedTuple):
     coarse: bool
     note: str
     source: str
+    #: The loss with its layers balanced over its stages; None: they cannot be better.
+    balanced: float | None = None
 
     @property
     def taken(self) -> bool:
@@ -240,8 +244,22 @@ def line_of(layout: Published) -> Line:
     first = found.ranked(1).rows[0]
     return line._replace(
         fitting=len(found.rows), faster=faster_than(found, seconds), loss=seconds / first.time.seconds - 1,
+        balanced=balanced_seconds(layout) / first.time.seconds - 1,
         instead=instead(layout.run, first.run), refused=refusals(Judged(first, found, layout.hardware.domain)),
     )  # fmt: skip
+
+
+def balanced_seconds(layout: Published) -> float:
+    """Its step time with its layers balanced, within the peak that it has; its own where that is no faster."""
+    run = layout.run
+    timed = partial(step_time, hardware=layout.hardware, constants=DEFAULT, kernels=layout.kernels)
+    seconds = timed(run).seconds
+    if run.parallel.pp == 1 or "split" in layout.fixed:
+        return seconds
+    capacity = max(estimate(run).peak_stage.peak_bytes, int(0.9 * find_gpu(layout.hardware.name).capacity_bytes))
+    with suppress(SpecError):
+        seconds = min(seconds, timed(balance(run, layout.hardware, capacity=capacity).run).seconds)
+    return seconds
 
 
 def _axes(run: RunSpec) -> dict[str, str]:
@@ -272,9 +290,10 @@ def instead(run: RunSpec, first: RunSpec) -> str:
 def _cells(one: Line) -> tuple[str, ...]:
     share = f"{one.faster:,} of {one.fitting:,} ({one.faster / one.fitting:.1%})" if one.fitting else one.instead
     if one.loss is None:
-        return one.name, one.layout, one.fits, one.whole_job, share, "", "no", "", "no", one.note
+        return one.name, one.layout, one.fits, one.whole_job, share, "", "", "no", "", "no", one.note
     return (
         one.name, one.layout, one.fits, one.whole_job, share + ", coarse" * one.coarse, f"{one.loss:+.1%}",
+        "" if one.balanced is None or one.loss - one.balanced < 0.001 else f"{one.balanced:+.1%}",
         "yes" if one.accepted else "no", one.instead, "; ".join(one.refused) or "no", one.note,
     )  # fmt: skip
 
@@ -284,11 +303,12 @@ def summary(rows: Sequence[Line]) -> list[str]:
     number = len(rows)
     fit, accepted = sum(row.taken for row in rows), sum(row.accepted for row in rows)
     refused = sum(bool(row.refused) for row in rows)
+    split = sum(row.accepted or (row.balanced is not None and row.balanced <= NEAR) for row in rows)
     whole = sum(row.whole_job.startswith(TAKEN) for row in rows)
     return [
         f"{fit} of {number} fit ({fit / number:.0%}; target {FIT:.0%}); {whole} under the verdict of every phase.",
         f"{accepted} of {number} are in the first {FIRST:.0%}, or within {NEAR:.0%} of the first row's time "
-        f"({accepted / number:.0%}; target {AMONG_FIRST:.0%}).",
+        f"({accepted / number:.0%}; target {AMONG_FIRST:.0%}); {split} with their layers balanced.",
         f"{refused} first rows would be refused (target 0).",
     ]
 
@@ -296,7 +316,7 @@ def summary(rows: Sequence[Line]) -> list[str]:
 def page(rows: Sequence[Line]) -> str:
     """The whole file."""
     head = (
-        "layout", "as published", "fits", "whole job", "faster", "loss", "accepted", "first row has",
+        "layout", "as published", "fits", "whole job", "faster", "loss", "balanced", "accepted", "first row has",
         "first row refused", "why",
     )  # fmt: skip
     table = [head, ("---",) * len(head), *map(_cells, rows)]
@@ -318,7 +338,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         started = perf_counter()
         kept = args.parts / f"{layout.name}.json" if args.parts else None
         if kept and kept.exists():
-            rows.append(Line(**json.loads(kept.read_text()))._replace(note=layout.note, source=layout.source))
+            line = Line(**json.loads(kept.read_text()))._replace(note=layout.note, source=layout.source)
+            rows.append(line)
             continue
         rows.append(line_of(layout))
         if kept:

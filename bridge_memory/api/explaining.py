@@ -1,8 +1,9 @@
-"""``why``: why a job ran out of memory."""
+"""``why``: why a job ran out of memory. ``diff``: what differs between runs, and which bytes follow."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bridge_memory.cards.gpu import Gpu
@@ -11,6 +12,7 @@ from bridge_memory.spec.errors import show
 from bridge_memory.spec.gpus import find_gpu
 
 if TYPE_CHECKING:
+    from bridge_memory.difference import Difference
     from bridge_memory.failure.why import Why
 
 
@@ -40,9 +42,8 @@ def why(
         >>> from bridge_memory import why
         >>> found = why(
         ...     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity of "
-        ...     "79.10 GiB of which 1.20 GiB is free. Including non-PyTorch memory, this process has 77.90 GiB memory in "
-        ...     "use. Of the allocated memory 60.12 GiB is allocated by PyTorch, and 14.35 GiB is reserved by PyTorch but "
-        ...     "unallocated.\\n"
+        ...     "79.10 GiB of which 1.20 GiB is free. Of the allocated memory 60.12 GiB is allocated by PyTorch, and "
+        ...     "14.35 GiB is reserved by PyTorch but unallocated.\\n"
         ... )
         >>> str(found.cause), found.remedies[0].do
         ('fragmented', 'PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment')
@@ -57,3 +58,36 @@ def why(
     if isinstance(failure, str) and "\n" in failure:
         return why_text(failure, run, card, world_size=num_gpus)
     return why_file(os.fspath(failure), run, card, world_size=num_gpus)
+
+
+def diff(runs: Mapping[str, RunSpec] | Sequence[RunSpec], *, gpu: str | None = None) -> Difference:
+    """Say what differs between runs, and which bytes follow.
+
+    Args:
+        runs: Two or more; a mapping names them. The others are compared with the first.
+        gpu: A GPU to judge them by, by a name that ``find_gpu`` knows. None: without a verdict.
+
+    Returns:
+        ``configurations`` have the peaks. ``fields(i)`` are those in which run ``i`` differs from the first, each with
+        the bytes by which it changes the first's peak alone; ``components(i)`` the parts of both peaks, whose
+        differences add up to ``more(i)``.
+
+    Raises:
+        SpecError: There are fewer than two runs, or the GPU is not known.
+
+    Example:
+        >>> from bridge_memory import ParallelSpec, RunSpec, diff
+        >>> run = RunSpec(model="Qwen/Qwen3-8B", parallel=ParallelSpec(world_size=8))
+        >>> found = diff({"tp 1": run, "tp 2": run.with_fields(tensor_model_parallel_size=2)})
+        >>> found.more(1) < 0, [field.name for field in found.fields(1)]
+        (True, ['tensor_model_parallel_size'])
+    """
+    from bridge_memory.difference import difference
+
+    if not isinstance(runs, (Mapping, Sequence)) or isinstance(runs, str):
+        raise SpecError(f"runs ({show(runs)}) is no list of runs; give two or more RunSpec")
+    named = list(runs.items()) if isinstance(runs, Mapping) else [(f"run {i}", run) for i, run in enumerate(runs)]
+    for _, run in named:
+        if not isinstance(run, RunSpec):
+            raise SpecError(f"runs ({show(run)}) holds something else; give RunSpec(model=...)")
+    return difference([(str(name), run) for name, run in named], gpu)

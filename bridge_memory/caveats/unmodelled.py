@@ -87,7 +87,7 @@ def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
             Effect.DOWN,
             order="up to all optimizer states",
         )
-    if run.peft.freezes and not run.peft.trains_adapters:
+    if run.peft.scheme == "lora" and not run.peft.trains_adapters:
         yield Unmodelled(
             f"peft ({run.peft.scheme}): activations, which are counted as if every weight trained", Effect.EITHER,
             order="the saved inputs of frozen linears, in every layer",
@@ -175,7 +175,13 @@ def _of_encoders(run: RunSpec) -> Iterator[Unmodelled]:
                 f"{encoder.name}: {encoder.parameters} parameters with their gradients and optimizer state, and "
                 "activations", Effect.UP, order=ENCODER,
             )
-        elif encoder.structure is None:
+        elif encoder.structure is not None:
+            if encoder.frozen and run.data_parallel.engine != "megatron_ddp":
+                yield Unmodelled(
+                    f"{encoder.name}: frozen parameters are counted as if they trained with engine "
+                    f"{run.data_parallel.engine}", Effect.DOWN, order="some 16 bytes for each of its frozen parameters",
+                )
+        else:
             yield Unmodelled(
                 f"{encoder.name}: activations of images and sounds", Effect.UP,
                 order="on the first stage; some 17 elements of its width for each patch of a microbatch in every layer "

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from bridge_memory.cli.help import EXAMPLES as EXAMPLES_OF
+from bridge_memory.cli.help import HelpAll, commands_help, many, shown_groups
 from bridge_memory.cli.output import command_line, written
 from bridge_memory.report.document import one_line
 from bridge_memory.spec import SpecError
@@ -30,6 +32,7 @@ COMMANDS = {
     "fit": ("bridge_memory.cli.fit", "what to recompute or offload so that a layout fits a GPU, in the least time"),
     "whatif": ("bridge_memory.cli.whatif", "what each single change of an option frees, and its cost in step time"),
     "balance": ("bridge_memory.cli.balance", "the split of layers over pipeline stages with the lowest peak"),
+    "diff": ("bridge_memory.cli.diff", "what differs between configurations, and which bytes follow"),
     "models": ("bridge_memory.cli.models", "the embedded models and their parameters"),
     "accuracy": ("bridge_memory.cli.accuracy", "predicted memory or speed compared with measured runs"),
     "compare": ("bridge_memory.cli.compare", "a run's logs or memory snapshots compared with its estimate"),
@@ -63,25 +66,19 @@ bridge-memory says how much GPU memory a training run takes, before it is launch
 `bridge-memory --help` lists the commands, `bridge-memory models` the models that it knows."""
 
 
-#: Command -> the arguments of a typical question, for its usage.
-_TYPICAL = {
-    "estimate": "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --gpu H100",
-    "search": "Qwen/Qwen3-8B --num-gpus 8 --global-batch-size 64 --gpu H100",
-    "whatif": "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --gpu H100",
-    "fit": "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --seq-length 16384 --gpu H100",
-    "balance": "Qwen/Qwen3-32B --num-gpus 16 --tp 4 --pp 4 --gpu H100",
-    "rollout": "--verl config.yaml --gpu H100",
-    "compare": "train.log Qwen/Qwen3-8B --num-gpus 8 --tp 2",
-    "why": "train.log",
-    "record": "memory_report.jsonl -o rows.jsonl",
-    "rehearse": "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --pp 2 --stage 0",
-}
 #: Lines of a usage that lists every flag; where it takes more, it lists none.
 _USAGE_LINES = 5
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse with one-line errors. Abbreviations are off: a flag means what it says."""
+
+    #: Whether the help has every flag.
+    every_flag = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_argument("--help-all", action=HelpAll)
 
     def format_usage(self) -> str:
         full = super().format_usage()
@@ -90,14 +87,25 @@ class _Parser(argparse.ArgumentParser):
         named = [str(a.metavar) if a.required else f"[{a.metavar}]" for a in self._actions if not a.option_strings]
         needed = [f"{a.option_strings[0]} {a.metavar}" for a in self._actions if a.option_strings and a.required]
         words = " ".join([self.prog, *named, *needed, "[flags]"])
-        typical = _TYPICAL.get(self.prog.split()[-1], "")
-        return f"usage: {words}\n" + f"e.g.:  {self.prog} {typical}\n" * bool(typical)
+        return f"usage: {words}\n" + "".join(f"e.g.:  {self.prog} {typical}\n" for typical in self._examples[:1])
+
+    @property
+    def _examples(self) -> tuple[str, ...]:
+        return EXAMPLES_OF.get(self.prog.split()[-1], ())
 
     def format_help(self) -> str:
-        """What the command does before its usage; argparse has them the other way round."""
-        body = super().format_help().removeprefix(super().format_usage()).lstrip("\n")
-        what, _, flags = body.partition("\n\n")
-        return f"{what}\n\n{self.format_usage()}\n{flags}"
+        """What the command does, its usage, examples, and the flags that people use; or all."""
+        every = self.every_flag or not many(self)
+        formatter = self._get_formatter()
+        for title, actions in shown_groups(self, self.prog.split()[-1], every=every):
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        usage = self.format_usage()
+        if len(self._examples) > 1:
+            usage = f"{usage.splitlines()[0]}\n\nexamples:\n" + "".join(f"  {self.prog} {e}\n" for e in self._examples)
+        more = "" if every else f"\n`{self.prog} --help-all` lists all {len(self._actions) - 2} flags.\n"
+        return f"{self.description}\n\n{usage}\n{formatter.format_help()}{more}"
 
     def error(self, message: str) -> NoReturn:
         raise SpecError(message)
@@ -123,21 +131,6 @@ class _Parser(argparse.ArgumentParser):
         positional = [a.metavar for a in self._actions if not a.option_strings and isinstance(a.metavar, str)]
         found = suggestion(flag.split("=")[0], list(self._option_string_actions), positional)
         return f"; {found or f'`{self.prog} --help` lists the flags'}"
-
-
-def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [
-        "usage: bridge-memory COMMAND ...",
-        "",
-        "How much GPU memory a training run takes, on which pipeline stage, because of which tensors:",
-        "Megatron, PyTorch DDP and FSDP, DeepSpeed ZeRO.",
-        "",
-        *(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()),
-        "",
-        "`bridge-memory COMMAND --help` explains a command.",
-    ]
-    return "\n".join(lines)
 
 
 def _version() -> str:
@@ -184,7 +177,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         print(EXAMPLES)
         return EXIT_USAGE
     if argv[0] in ("-h", "--help", "help"):
-        print(_usage())
+        print(commands_help(COMMANDS))
         return 0
     if argv[0] == "--version":
         print(_version())

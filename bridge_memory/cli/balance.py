@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
             found[f"fastest on {gpu.name}"] = balance(base, hardware, capacity=largest)
         except SpecError:
             pass  # none fits; the lowest peak says by how much
+    args.answer = "; ".join(_answer(found, base, gpu).lines[:2])
     if args.json:
         import json
 

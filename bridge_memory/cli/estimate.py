@@ -16,7 +16,7 @@ from bridge_memory.components import GIB
 from bridge_memory.releases import known_releases, nearest_known, release_words
 from bridge_memory.report.document import one_line
 from bridge_memory.report.json import SCHEMA
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import SpecError
 from bridge_memory.spec.release import read_release
 
 if TYPE_CHECKING:
@@ -130,6 +130,10 @@ def _run(args: argparse.Namespace) -> int:
             fix = try_first(spec, gpus[0], needs, needs.hopeless)
         else:
             fix = try_first(spec, gpus[0])
+    if args.output is not None:
+        from bridge_memory.report.answer import answer_of
+
+        args.answer = answer_of(result, fitting, unit=unit, fix=fix, jobs=jobs).words
     _print(args, result, fitting, unit, fix, jobs)
     of_jobs = {verdict for job in jobs for verdict in (job.verdict, job.host_verdict)}
     fit = all(fit.fits for fit in fitting) and not {Verdict.DOES_NOT_FIT, Verdict.UNKNOWN} & of_jobs

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_memory.arguments.flags import add_run_arguments, spelling
 from bridge_memory.arguments.run import run_on_gpus
-from bridge_memory.cli.megatron.search import STYLE as OF_SEARCH
+from bridge_memory.cli.megatron.search import layout_style
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.progress import Progress
 from bridge_memory.cli.ranked import Shown, print_found
 from bridge_memory.components import GIB
 from bridge_memory.emit.commands import field_words
+from bridge_memory.emit.fixes import state_alone
 from bridge_memory.emit.formats import emitted, formats_of
 from bridge_memory.emit.megatron import recompute_words
 from bridge_memory.spec import RunSpec, SpecError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from bridge_memory.plan.found import Row
 
 SCHEMA = "bridge-memory/fit/2"
+OF_SEARCH = layout_style(frozenset(), experts=True)
 _SLOWER, _OFFLOAD, _OPTIMIZER, _MOVED = "beside yours", "offload", "optimizer", "offload time"
 #: Some are those of ``search`` that say something of one layout.
 _HEADINGS = (
@@ -134,9 +136,9 @@ def run(args: argparse.Namespace) -> int:
 
     least = found.lowest
     alone = max(model_state(least.run))
-    states = f"its weights, gradients and optimizer states alone are {alone / GIB:.1f} GiB"
-    if alone > gpu.capacity_bytes:
-        states += f" of {gpu.capacity_bytes / GIB:.1f}: no change of activations can make it fit"
+    states = state_alone(least.run, gpu) or (
+        f"its weights, gradients and optimizer states alone are {alone / GIB:.1f} GiB"
+    )
     otherwise = (
         f"the lowest peak of them is {least.peak / GIB:.1f} GiB, with {_words(least.run)}", states,
         "`bridge-memory whatif` looks at every other option, `search` at other layouts",

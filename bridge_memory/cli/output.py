@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bridge_memory.report.document import Chart, Drawn, one_line
-from bridge_memory.report.printing import collected
+from bridge_memory.report.printing import answers, collected
 from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
+from bridge_memory.spec.errors import LONGEST_LINE, bounded
 
 #: Format -> the suffixes of files that ask for it, of which the longest counts. A name without one is text.
 FORMATS = {
@@ -95,7 +96,8 @@ def written(args: argparse.Namespace) -> Iterator[None]:
         yield
         return
     text = io.StringIO()
-    with contextlib.redirect_stdout(text) if args.output is not None else contextlib.nullcontext():
+    to_file = contextlib.redirect_stdout(text) if args.output is not None else contextlib.nullcontext()
+    with answers() as first, to_file:
         if args.format in _OF_BLOCKS and args.format not in args.own_formats:
             beside = io.StringIO()
             with collected() as blocks, contextlib.redirect_stdout(beside):
@@ -106,7 +108,9 @@ def written(args: argparse.Namespace) -> Iterator[None]:
     if args.output is not None and args.format != "snapshot":
         write_text(args.output, text.getvalue(), force=args.force)
     if args.output is not None:
-        print(f"bridge-memory: wrote {one_line(args.output)} ({args.format})", file=sys.stderr)
+        answer = getattr(args, "answer", "") or "; ".join(first[:2])
+        wrote = f"bridge-memory: wrote {one_line(args.output)} ({args.format})"
+        print(bounded(f"{wrote}: {one_line(answer)}" if answer else wrote, 2 * LONGEST_LINE), file=sys.stderr)
 
 
 def _rendered(blocks: list[Drawn], text: str, args: argparse.Namespace) -> str:

@@ -78,6 +78,10 @@ class Shown(NamedTuple):
 def print_found(shown: Shown, args: argparse.Namespace) -> int:
     """Print in the format of ``args``. Returns 0, 1 where nothing fits, or 130 where Ctrl-C ended the search."""
     found, style = shown.found, shown.style
+    if args.output is not None:
+        first = found.ranked(1)
+        lines = [_answer(row, shown, args, first.keeping > 0).lines for row in first.rows]
+        args.answer = "; ".join(lines[0]) if lines else "nothing fits"
     if args.emit:
         emitted = shown.emit(_asked_row(shown, args))
         print(emitted.text)
@@ -106,9 +110,9 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
 
 
 def _first_verdict(shown: Shown, ranked: Ranked, args: argparse.Namespace) -> dict[str, Any]:
-    """The verdict on the first row, and what of it is not modelled; nothing where nothing fits."""
+    """The verdict on the first row (None where nothing fits), and what of it is not modelled."""
     if not ranked.rows:
-        return {}
+        return {"verdict": None, "not_modelled": []}
     from bridge_memory.estimation import estimate
 
     row = ranked.rows[0]
@@ -176,7 +180,7 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
     notes += shown.last
     drawn: list[Drawn] = [_chart(found, ranked, style, gpu)] if args.format == "html" else []
     drawn += [answer, *_table(title, best, style, args, notes, found.keeps and keeping)]
-    if len(front) > 1:
+    if len(front) > 1 and front != best:
         title = f"Memory against step time (Pareto front): no other {style.noun} is both faster and smaller"
         drawn += _table(title, front, style, args)
     return drawn

@@ -7,6 +7,7 @@ import argparse
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.cli.megatron import search as megatron
 from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.phased import FIRST, add_phases_argument
 from bridge_memory.cli.torch import search as torch
 from bridge_memory.emit.formats import FORMATS
 from bridge_memory.plan.torch.mixed import DTYPES
@@ -15,6 +16,8 @@ from bridge_memory.spec import SpecError
 from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, ENGINES
 
 MOST_JOBS = 256
+#: Rows that are shown: as text no more than, with those of the Pareto front, fit a screen.
+TOP, TOP_OF_TEXT = 20, 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser, f"by the schema {megatron.SCHEMA} or {torch.SCHEMA}", own=("csv", "md"))
     group = parser.add_argument_group("search")
     group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
-    group.add_argument("--vary", metavar="A,B",
-                       help="vary only these axes: tp, pp, vpp, cp, ep, etp, dispatcher, mbs, split, recompute; of "
-                            "other engines engine, mbs, checkpointing, reshard, shard, accumulation, overlap and, only "
-                            "if named, offload, attention, liger (all: every axis)")
+    group.add_argument("--vary", metavar="AXIS[=A/B],...",
+                       help="vary only these axes, with = only these values (tp=2/4, ep=1..64, precision=bf16/mxfp8): "
+                            "tp, pp, vpp, cp, ep, etp, mbs, split, recompute, dispatcher, and where they are named "
+                            "precision, offload, optimizer_offload, graphs, dp_overlap, ep_overlap, cp_comm, packing; "
+                            "of other engines engine, mbs, checkpointing, reshard, shard, accumulation, overlap and, "
+                            "only if named, offload, attention, liger (all: every axis)")
+    group.add_argument("--fix", metavar="AXIS[=A],...", action="append", default=[],
+                       help="keep these axes at one value (recompute=none); without = as flags give them")
+    group.add_argument("--exclude", metavar="AXIS=A/B,...", action="append", default=[],
+                       help="leave these values out (ep=1, recompute=full, split=uneven)")
     group.add_argument("--mixed-precision", choices=DTYPES,
                        help="dtypes as accelerate's mixed_precision sets them (engines outside of megatron-core)")
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
@@ -46,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--measured-step-time", action="append", default=[], metavar="LAYOUT=SECONDS",
                        help="calibrate the time model with a measured step, such as tp2,pp8,mbs1=58.2; may be "
                             "repeated")
-    group.add_argument("--top", type=int, default=20, metavar="N", help="layouts to show (default: 20)")
+    group.add_argument("--top", type=int, metavar="N", help="layouts to show (default: 8 as text, else 20)")
+    add_phases_argument(group, f"the first {FIRST} rows")
     group.add_argument("--brief", action="store_true", help="print the answer and its first rows alone, as text")
     group.add_argument("--emit", choices=tuple(FORMATS), help="print one row in this form, ready to run")
     group.add_argument("--row", type=int, default=1, metavar="N", help="the row that --emit prints (default: 1)")
@@ -54,13 +64,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search and print. Returns 0, 1 where nothing fits, or 130 where Ctrl-C ended it."""
+    if args.top is None:
+        args.top = TOP_OF_TEXT if args.format == "text" else TOP
     if args.top < 1 or args.row < 1:
         raise SpecError("--top and --row count from 1; give a positive number")
     if args.jobs is not None and not 1 <= args.jobs <= MOST_JOBS:
         raise SpecError(f"--jobs ({args.jobs}) is not a number of processes; give 1 to {MOST_JOBS}")
     if args.headroom < 0 or args.headroom != args.headroom:
         raise SpecError(f"--headroom ({args.headroom}) is not a size; give GiB of 0 or more")
+    if args.phases and (args.brief or args.emit or args.format == "csv"):
+        raise SpecError("--phases is shown in text, md and JSON; drop it, or --brief, --emit and csv")
     engines = torch.asked_engines(args)
+    if engines is not None and (args.fix or args.exclude):
+        flag = "--fix" if args.fix else "--exclude"
+        raise SpecError(f"{flag} is for layouts of megatron-core; give the flag of what stays, or name axes in --vary")
     return megatron.run(args) if engines is None else torch.run(args, engines)
 
 

@@ -8,14 +8,24 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.phased import HEADING, add_phases_argument, job_cell, job_record, jobs
 from bridge_memory.components import GIB
-from bridge_memory.emit.fixes import changed_flags, flag_words
+from bridge_memory.emit.fixes import changed_flags, fix_words, flag_words, state_alone
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED
 
 if TYPE_CHECKING:
-    from bridge_memory.plan.changes import Effect
+    from collections.abc import Sequence
 
+    from bridge_memory.cards.gpu import Gpu
+    from bridge_memory.job.job import Job
+    from bridge_memory.plan.changes import Effect, WhatIf
+    from bridge_memory.result import Estimate
+
+
+
+#: Changes that are shown; as text those that fit a screen.
+TOP, TOP_OF_TEXT = 20, 12
 _TITLES = ("change", "frees GiB", "peak GiB", "step time")
 
 
@@ -28,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pairs", action="store_true", help="also the best pairs of changes")
     group.add_argument("--target-gib", type=float, metavar="X",
                        help="the cheapest changes with which no stage exceeds X GiB")
-    group.add_argument("--top", type=int, default=20, metavar="N", help="changes to show (default: 20)")
+    group.add_argument("--top", type=int, metavar="N", help="changes to show (default: 12 as text, else 20)")
+    add_phases_argument(group, "every change that is shown")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from bridge_memory.speed.hardware import HARDWARE, hardware_of
 
     gpu = find_gpu(args.gpu)
-    if args.top < 1:
+    if args.top is not None and args.top < 1:
         raise SpecError(f"--top ({args.top}) counts from 1; give a positive number")
     spec = run_on_gpus(args, [gpu])
     hardware = HARDWARE.get(gpu.name)
@@ -50,7 +61,12 @@ def run(args: argparse.Namespace) -> int:
         if hardware is None:
             hardware_of(gpu.name)  # the cheapest takes a time: this refuses
         target = whatif.cheapest(int(args.target_gib * GIB))
+    answer = _answer(whatif, spec, gpu)
+    args.answer = "; ".join(answer)
+    if args.top is None:
+        args.top = TOP_OF_TEXT if args.format == "text" and not args.json else TOP
     shown = {"changes": whatif.singles[: args.top], "pairs": whatif.pairs()[: args.top] if args.pairs else []}
+    of_jobs = {name: jobs((e.run for e in some), gpu) for name, some in shown.items()} if args.phases else {}
     if args.json:
         import json
 
@@ -58,12 +74,31 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(
             {
                 "schema": "bridge-memory/whatif/1", "peak_bytes": whatif.before, **_unmodelled(spec),
-                **{name: [_record(e, spec) for e in some] for name, some in shown.items()}, **reached,
+                **{name: [
+                    {**_record(e, spec), **({"job": job_record(of_jobs[name][n])} if of_jobs else {})}
+                    for n, e in enumerate(some)
+                ] for name, some in shown.items()}, **reached,
             }, indent=2,
         ))  # fmt: skip
     else:
-        _print(args, spec, shown, target, whatif.before)
+        _print(args, spec, shown, target, answer, of_jobs)
     return int(args.target_gib is not None and target is None)
+
+
+def _answer(whatif: WhatIf, run: RunSpec, gpu: Gpu) -> tuple[str, ...]:
+    """How it fits as it is; where it does not, the change to try first, or that none of activations helps."""
+    from bridge_memory.cli.ranked import fit_words
+    from bridge_memory.estimation import estimate
+    from bridge_memory.verdict import headroom
+
+    result, free = estimate(run), headroom(gpu, whatif.before, run)
+    stage = result.peak_stage.stage if len(result.stages) > 1 else None
+    lines = [_peak_words(result, whatif.before), fit_words(gpu, whatif.before, free, stage, run)]
+    if free < 0:
+        first = next(whatif.to_try(gpu), None)
+        lines.append(f"try first: {fix_words(first, run)}" if first is not None else "no single option makes it fit")
+        lines += filter(None, (state_alone(run, gpu),))
+    return tuple(lines)
 
 
 def _unmodelled(run: RunSpec) -> dict[str, Any]:
@@ -86,16 +121,22 @@ def _record(effect: Effect, run: RunSpec) -> dict[str, Any]:
 
 
 def _print(
-    args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]], target: Effect | None, before: int
-) -> None:
+    args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]], target: Effect | None,
+    answer: Sequence[str], of_jobs: dict[str, list[Job]],
+) -> None:  # fmt: skip
     from bridge_memory.report.document import Block, Bullets, Column, Grid, Words
     from bridge_memory.report.printing import print_blocks
 
-    columns = tuple(Column(title, words=title == "change") for title in _TITLES)
-    blocks: list[Block] = [Words("", (_peak_words(run, before),))]
-    for title, some in (("One change", shown["changes"]), ("Two changes", shown["pairs"])):
-        if some:
-            rows = tuple((_words(effect, args, run), *_numbers(effect)) for effect in some)
+    titles = (*_TITLES, *((HEADING,) if of_jobs else ()))
+    columns = tuple(Column(title, words=title in ("change", HEADING)) for title in titles)
+    blocks: list[Block] = [Words("", tuple(answer))]
+    for title, name in (("One change", "changes"), ("Two changes", "pairs")):
+        if some := shown[name]:
+            beside: list[tuple[str, ...]] = [(job_cell(job),) for job in of_jobs.get(name, ())]
+            rows = tuple(
+                (_words(effect, args, run), *_numbers(effect), *more)
+                for effect, more in zip(some, beside or [()] * len(some), strict=True)
+            )
             blocks.append(Grid(f"{title} to {run.model.name}", columns, rows))
     if not shown["changes"]:
         blocks.append(Bullets("Nothing frees memory", ("no single change lowers the highest peak of all stages",)))
@@ -111,18 +152,18 @@ def _print(
         "step time: change of the predicted time per sequence (references/search.md); ?: the time model does not know "
         "the option",
     ]
+    if of_jobs:
+        notes.append("job GiB: the highest driver peak of the whole job with the change, at most, and its phase")
     if run.data_parallel.engine in TIMED:
         notes.append(NOT_FITTED)
     print_blocks([*blocks, Bullets("How to read it", tuple(notes))])
 
 
-def _peak_words(run: RunSpec, before: int) -> str:
+def _peak_words(result: Estimate, before: int) -> str:
     """The peak, "at least" where what is not modelled raises it."""
-    from bridge_memory.estimation import estimate
     from bridge_memory.report.answer import bounded_peak, feature_names
 
-    result = estimate(run)
-    start = f"{run.model.name}: the highest peak is"
+    start = f"{result.run.model.name}: the highest peak is"
     if result.peak_bounds == (before, before):
         return f"{start} {before / GIB:.2f} GiB"
     return f"{start} {bounded_peak(result, 'GiB')}; not modelled: {feature_names(result)}"

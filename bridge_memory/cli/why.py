@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     gpu = None if args.gpu is None else find_gpu(args.gpu)
     name = args.failure
     found = why_file(name, given_run(args), gpu, world_size=getattr(args, "parallel.world_size", None))
+    args.answer = f"{found.cause}: {found.findings[0].words}"
     if args.json:
         print(json.dumps(found.as_json(), indent=2))
     else:

@@ -6,6 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from bridge_memory.arguments.flags import FLAGS, SPECS, spelling
+from bridge_memory.components import GIB
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.fields import called
 from bridge_memory.spec.parts import MEGATRON_ENGINES
@@ -41,11 +42,24 @@ def try_first(
             return f"try first: {fix_words(effect, run)}{f' and {more}' if more else ''}"
     of_step = next(found.to_try(gpu), None)
     if of_step is None:
+        alone = state_alone(run, gpu)
+        why = f" ({alone})" if alone else ""
         if run.implementation.torch_layers:
-            return "no single option makes it fit: `bridge-memory whatif --pairs` looks further"
-        further = "fit" if run.data_parallel.engine in MEGATRON_ENGINES else "whatif"
-        return f"no single option makes it fit: `bridge-memory {further}` and `search` look further"
+            return f"no single option makes it fit{why}: `bridge-memory whatif --pairs` looks further"
+        further = "fit" if run.data_parallel.engine in MEGATRON_ENGINES and not alone else "whatif --pairs"
+        return f"no single option makes it fit{why}: `bridge-memory {further}` and `search` look further"
     return f"try first: {fix_words(of_step, run)}, with which only the step fits"
+
+
+def state_alone(run: RunSpec, gpu: Gpu) -> str:
+    """"model state alone is 46.0 GiB: no change of activations can make it fit"; "" where it leaves room."""
+    from bridge_memory.estimation import model_state
+    from bridge_memory.verdict import headroom
+
+    alone = max(model_state(run))
+    if headroom(gpu, alone, run) >= 0:
+        return ""
+    return f"model state alone is {alone / GIB:.1f} GiB: no change of activations can make it fit"
 
 
 def fix_words(effect: Effect, run: RunSpec) -> str:

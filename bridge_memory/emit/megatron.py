@@ -6,15 +6,21 @@ import argparse
 import shlex
 from typing import Any
 
+from bridge_memory.arguments.flags import FLAGS
 from bridge_memory.emit.bridge import bridge_overrides
 from bridge_memory.emit.commands import Emitted, estimate_words, given_fields
 from bridge_memory.emit.megatron_args import megatron_arguments
-from bridge_memory.plan.megatron.space import AXES, DISPATCHER
+from bridge_memory.plan.megatron.settings import FIELDS, SET_BESIDE
+from bridge_memory.plan.megatron.space import AXES
 from bridge_memory.plan.megatron.splits import split_fields
 from bridge_memory.spec import ParallelSpec, RecomputeSpec, RunSpec
+from bridge_memory.spec.run import GROUPS
 
 #: "group.field" of what makes a layout.
 _FIELDS = (*(field for fields in AXES.values() for field in fields), "parallel.sequence_parallel")
+_FLAGGED = frozenset(flag.field for flag in FLAGS)
+#: Groups of what settings set, at Megatron's defaults.
+_DEFAULTS = {group: GROUPS[group]() for group in ("precision", "optimizer", "implementation", "data_parallel", "batch")}
 _ONE_UNLESS_GIVEN = frozenset(AXES[axis][0] for axis in ("tp", "pp", "vpp", "cp", "ep"))
 
 
@@ -42,15 +48,23 @@ def layout_fields(run: RunSpec) -> dict[str, Any]:
         if value is False or value == default or value is None:
             continue
         found[name] = value
-    if run.model.has_experts and run.implementation.moe_token_dispatcher_type == "flex":
-        found |= {name: getattr(run.implementation, name.partition(".")[2]) for name in DISPATCHER}
+    for name in dict.fromkeys((*(name for fields in FIELDS.values() for name in fields), *SET_BESIDE)):
+        group, _, field = name.partition(".")
+        value = getattr(getattr(run, group), field)
+        if value == getattr(_DEFAULTS[group], field) or name not in _FLAGGED:
+            continue
+        if (name in FIELDS["dispatcher"] and not run.model.has_experts) or (name in FIELDS["cp_comm"] and p.cp == 1):
+            continue  # it does nothing, and flags that do nothing are refused
+        found[name] = value
     return found
 
 
 def estimate_command(run: RunSpec, args: argparse.Namespace, gpu: str) -> str:
     """The ``estimate`` command that shows this layout; ``args``: the flags that were given beside it."""
     layout = layout_fields(run)
-    given = {name: value for name, value in given_fields(args).items() if name not in layout}
+    # Settings that a search varies are those of the row, also where a flag says another.
+    settings = {name for fields in FIELDS.values() for name in fields}
+    given = {name: value for name, value in given_fields(args).items() if name not in layout and name not in settings}
     return shlex.join(estimate_words(run, args, gpu, {**given, **layout}))
 
 

@@ -24,7 +24,7 @@ from bridge_memory.engines.optimizer_states import (
     keeps_fp32_gradient_copies,
     optimizer_states,
 )
-from bridge_memory.engines.peft import adapter_units
+from bridge_memory.engines.peft import adapter_units, with_parameters
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.releases import EXPERTS_APART_WITH_ETP, MTP_BUILT_IN_FP8, OTHERS_MAPPED_BESIDE_MXFP8
 from bridge_memory.spec import DTYPE_BYTES, PrecisionSpec, RunSpec
@@ -56,6 +56,13 @@ BUCKET_ALIGNMENT = 128
 #: Elements: Megatron's default bucket when gradient reduction overlaps: at least the first, or the second per
 #: data-parallel rank (``DistributedDataParallel.__init__``).
 BUCKET_MINIMUM, BUCKET_PER_RANK = 40_000_000, 1_000_000
+
+
+class _Apart(NamedTuple):
+    """Parameters that are frozen where others train: elements, and bytes as separate tensors."""
+
+    elements: int
+    nbytes: int
 
 
 class MegatronDDP:
@@ -116,10 +123,14 @@ class MegatronDDP:
         ]
         self._remainders_at = [at[_REMAINDERS[s.over], s.width] for s in self.remainder_states]
         self._chunks: PerChunk[ChunkState] = PerChunk()
+        #: First chunks with an encoder that is partly frozen, by their id.
+        self._split: dict[int, tuple[Sequence[Unit], list[Unit], _Apart]] = {}
         self.adapters = MegatronDDP(run, adapters=True) if self.frozen else None
 
     def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
         """What a stage of ``chunks`` keeps."""
+        given = chunks
+        chunks, apart = self._apart(chunks)
         amounts = [0] * len(self.lines)
         parameters = remainders = copies = 0
         # On later stages and chunks a buffer is one bucket (``DistributedDataParallel.__init__``: disable_bucketing).
@@ -129,10 +140,13 @@ class MegatronDDP:
             remainders += times * found.remainders
             copies += times * found.gradient_copies
             amounts = [n + times * more for n, more in zip(amounts, found.amounts, strict=True)]
+        # Parameters that are frozen where others train are separate tensors beside the buffers.
+        parameters += apart.elements
+        amounts = [amounts[0] + apart.nbytes, *amounts[1:]]
         lines, whole = self.lines, amounts
         if self.adapters is not None:
             of_adapters = [0] * len(self.adapters.lines)
-            for index, units in enumerate(chunks):
+            for index, units in enumerate(given):
                 of_chunk = adapter_units(self.run, units)
                 if of_chunk:
                     found = self.adapters.chunk(of_chunk, in_buckets=starts and index == 0)
@@ -140,6 +154,30 @@ class MegatronDDP:
             lines, whole = (*lines, *self.adapters.lines), [*amounts, *of_adapters]
         kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if any_nonzero(n))
         return StageState(parameters, kept, remainders, copies, in_step=copies_in_step(self.run, self.states, kept))
+
+    def _apart(self, chunks: Sequence[Sequence[Unit]]) -> tuple[Sequence[Sequence[Unit]], _Apart]:
+        """(the chunks with the parameters that train or are frozen as the run's weights are, what is frozen beside what
+        trains). Only the first chunk has an encoder."""
+        exceptions = (False, True) if self.frozen else (False,)
+        first = chunks[0] if chunks else ()
+        if not self.run.model.encoders or not any(
+            p.trains in exceptions for unit in first for few, _ in unit.parameters.rows for p in few
+        ):
+            return chunks, _Apart(0, 0)
+        key = id(first)
+        known = self._split.get(key)
+        if known is None:
+            frozen = with_parameters(first, lambda p: p.trains is False)
+            elements_, nbytes = 0, 0
+            for unit in frozen:
+                for few, times in unit.parameters.rows:
+                    for p in few:
+                        elements_ += unit.times * times * p.numel
+                        nbytes += unit.times * times * rounded_bytes(p, self.width)
+            kept = with_parameters(first, lambda p: p.trains is None)
+            # ``first`` is kept too, so that its id stays its own.
+            known = self._split[key] = (first, kept, _Apart(elements_, nbytes))
+        return (known[1], *chunks[1:]), known[2]
 
     def _counted(self, chunks: Sequence[Sequence[Unit]], starts: bool) -> Iterator[tuple[ChunkState, int]]:
         """(what a chunk keeps, number of equal chunks of the stage)."""

@@ -23,7 +23,10 @@ _WEIGHT = re.compile(r"(?P<module>.*?(?P<linear>[A-Za-z_0-9]+))\.weight(?P<exper
 
 
 def adapter_units(run: RunSpec, units: Sequence[Unit]) -> list[Unit]:
-    """The adapters of a chunk's linears; none if every weight trains or the adapters' rank is not known."""
+    """What trains of a chunk whose weights are frozen: the adapters of its linears (none if their rank is not known),
+    or the parts of encoders that are not frozen."""
+    if run.peft.scheme == "frozen":
+        return with_parameters(units, lambda p: p.trains is True)
     if run.peft.scheme != "lora" or not run.peft.dim:
         return []
     targets = run.peft.target_modules
@@ -37,6 +40,20 @@ def adapter_units(run: RunSpec, units: Sequence[Unit]) -> list[Unit]:
         if kind not in made:
             made[kind] = ParameterList(list(_adapters_of(unit, make)))
     return [unit._replace(parameters=made[id(unit.parameters), unit.prefix]) for unit in units]
+
+
+def with_parameters(units: Sequence[Unit], kept: Callable[[Parameter], bool]) -> list[Unit]:
+    """The units with those of their parameters that are ``kept``; units without any are left out."""
+    out = []
+    for unit in units:
+        rows = [
+            Repeated(few, times)
+            for parameters, times in unit.parameters.rows
+            if (few := tuple(p for p in parameters if kept(p)))
+        ]
+        if rows:
+            out.append(unit._replace(parameters=ParameterList(rows)))
+    return out
 
 
 def _adapters_of(unit: Unit, make: Callable[[Sequence[Parameter]], list[Parameter]]) -> Iterator[Repeated]:

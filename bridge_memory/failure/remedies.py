@@ -24,8 +24,10 @@ MOST = 3
 
 
 class Remedy(NamedTuple):
-    """A thing to do. ``do``: what to set or type; ``frees_bytes``: None where it cannot be counted, which ``frees`` then
-    says in words; ``fits``: whether the step is predicted to fit with it; None: not known.
+    """A thing to do.
+
+    ``do``: what to set or type; ``frees_bytes``: None where it cannot be counted, which ``frees`` then says in words;
+    ``fits``: whether the step is predicted to fit with it; None: not known.
 
     Example:
         >>> from bridge_memory import why

@@ -59,7 +59,8 @@ def reached(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> bool:
     The output of a frozen embedding has none, except under full recomputation, where Megatron Bridge sets
     ``requires_grad`` (``peft/recompute.py: maybe_enable_recompute_inputs_grad``).
     """
-    if ctx.adapters is None or not shape.embedding:
+    beside = ctx.adapters is not None and ctx.adapters.scheme == "frozen"  # something trains, whose features enter
+    if ctx.adapters is None or not shape.embedding or beside:
         return True
     full: bool = ctx.common_recompute(lambda rc: rc.granularity == "full")
     return full and not ignores_full_recompute(model, ctx)

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Part, Provenance
-from bridge_memory.inventory.encoders.chain import encoder_links, encoder_parameters, pixel_bytes
 from bridge_memory.inventory.deferred import bytes_per_call, calls
+from bridge_memory.inventory.encoders.chain import encoder_links, encoder_parameters, pixel_bytes
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import layer_links, reached
 from bridge_memory.inventory.megatron.embedding import learned_positions
@@ -24,7 +24,7 @@ from bridge_memory.inventory.tail import (
     tail_links,
 )
 from bridge_memory.inventory.torch.chain import torch_chunk
-from bridge_memory.spec import LayerSpec, ModelSpec
+from bridge_memory.spec import EncoderSpec, LayerSpec, ModelSpec
 from bridge_memory.spec.layout import ChunkShape, StageShape
 from bridge_memory.tapes.chain import (
     ChunkInventory,
@@ -248,10 +248,26 @@ def _with_encoders(embedding: ParameterList, model: ModelSpec, ctx: BlockContext
                     for parameters, times in encoder_parameters(ctx, run, i)
                 ]
                 continue
-            held = encoder.parameters - encoder.sharded + encoder.sharded // ctx.tp
-            rows.append(Repeated((Parameter(encoder.name, (held,), use=Use.ROUTER),)))
+            rows += [Repeated((p,)) for p in _of_unknown_structure(encoder, ctx)]
         known = ctx.evaluated[key] = ParameterList(rows)
     return known
+
+
+def _of_unknown_structure(encoder: EncoderSpec, ctx: BlockContext) -> Iterator[Parameter]:
+    """One parameter for an encoder, and one for its projector where its size is known. Adapters freeze both."""
+    lora = ctx.adapters is not None and ctx.adapters.scheme == "lora"
+    parts = (
+        ("encoder", encoder.parameters - encoder.projector, encoder.sharded - encoder.projector_sharded),
+        ("projector", encoder.projector, encoder.projector_sharded),
+    )
+    for part, elements, sharded in parts:
+        trains = not lora and not any(part.startswith(name) for name in encoder.frozen)
+        if elements:
+            yield Parameter(
+                encoder.name if part == "encoder" else f"{encoder.name}: projector",
+                (elements - sharded + sharded // ctx.tp,), use=Use.ROUTER,
+                trains=trains if trains is (ctx.adapters is not None) else None,
+            )
 
 
 def named_parameters(units: Sequence[Unit]) -> Iterator[Parameter]:

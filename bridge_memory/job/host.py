@@ -9,6 +9,7 @@ from bridge_memory.components import GIB, Provenance, State
 from bridge_memory.estimation import explain, stage_parts
 from bridge_memory.inventory.layer_links import layer_link, offloaded_layers
 from bridge_memory.outside.amount import Amount, Range, exactly, total
+from bridge_memory.outside.phase import Phase
 from bridge_memory.schedule.events import ChunkCost
 from bridge_memory.schedule.peak import peak_bytes
 from bridge_memory.spec import LayerSpec, OptimizerSpec, RunSpec, SpecError, show
@@ -27,8 +28,16 @@ _ROUNDED = 2
 _HYBRID = "optimizer/cpu_offloading/hybrid_optimizer.py: HybridDeviceOptimizer"
 
 
+class Moment(NamedTuple):
+    """What a phase holds in host memory beside what all of training does: on every rank, and on the job's first one."""
+
+    phase: Phase
+    every: tuple[Amount, ...] = ()
+    first: tuple[Amount, ...] = ()
+
+
 class HostMemory(NamedTuple):
-    """Host memory of the rank that needs most, and of the node that needs most."""
+    """Host memory of the rank that needs most, and of the node that needs most, in the phase in which it does."""
 
     #: The pipeline stage of that rank.
     stage: int
@@ -36,17 +45,18 @@ class HostMemory(NamedTuple):
     #: The sum over all ranks of a node, in bytes, and how many these are.
     node: Range
     ranks: int
+    phase: Phase = Phase.TRAINING
 
 
 def host_memory(
-    run: RunSpec, gpus_per_node: int = 8, *, saving: Sequence[Amount] = (), workers: int = WORKERS
+    run: RunSpec, gpus_per_node: int = 8, *, moments: Sequence[Moment] = (), workers: int = WORKERS
 ) -> HostMemory:
     """What the processes of a job hold in host memory.
 
     Args:
         run: The run.
         gpus_per_node: Ranks of a node; fewer if the job has fewer.
-        saving: What a checkpoint holds on each rank's host while it is saved.
+        moments: What phases hold beside what training does, such as a checkpoint while it is saved.
         workers: Data loader workers of a rank.
 
     Raises:
@@ -63,12 +73,27 @@ def host_memory(
     for name, value, least in (("gpus_per_node", gpus_per_node, 1), ("workers", workers, 0)):
         if type(value) is not int or value < least:
             raise SpecError(f"{name} ({show(value)}) is not a whole number of {least} or more; give one")
-    stages = [(*offloaded(run, stage), *saving, PROCESS, *_loaders(workers)) for stage in range(run.parallel.pp)]
+    own = [offloaded(run, stage) for stage in range(run.parallel.pp)]
+    found = [_at(run, gpus_per_node, own, moment, workers) for moment in (Moment(Phase.TRAINING), *moments)]
+    return max(found, key=lambda memory: memory.node.most)
+
+
+def _at(
+    run: RunSpec, gpus_per_node: int, own: Sequence[tuple[Amount, ...]], moment: Moment, workers: int
+) -> HostMemory:
+    """Host memory in one phase, of which ``own`` is what each stage's ranks offload."""
+    loaders = () if moment.phase is Phase.LOAD else _loaders(workers)  # the first step starts them
+    stages = [(*of, *moment.every, PROCESS, *loaders) for of in own]
     sums = [total(amounts) for amounts in stages]
     fullest = max(range(len(sums)), key=lambda stage: sums[stage].most)
+    if moment.first:
+        fullest = 0
+        stages[0] = (*moment.first, *stages[0])
     nodes = [total([sums[stage] for stage in node]) for node in _nodes(run, gpus_per_node)]
+    nodes[0] = total([nodes[0], *moment.first])
     most = max(nodes, key=lambda node: node.most)
-    return HostMemory(fullest, stages[fullest], most, min(gpus_per_node, run.parallel.world_size))
+    ranks = min(gpus_per_node, run.parallel.world_size)
+    return HostMemory(fullest, stages[fullest], most, ranks, moment.phase)
 
 
 def _nodes(run: RunSpec, gpus_per_node: int) -> list[list[int]]:

@@ -17,7 +17,7 @@ from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import Part
 from bridge_memory.engines.engine import Phase as StepPhase
 from bridge_memory.estimation import estimate
-from bridge_memory.job.host import HostMemory, host_memory
+from bridge_memory.job.host import HostMemory, Moment, host_memory
 from bridge_memory.job.megatron import building, evaluation, loading, saving
 from bridge_memory.job.megatron.graphs import graphs
 from bridge_memory.job.megatron.loading import How, ToTry
@@ -147,7 +147,8 @@ class Job:
             },
             "host": {
                 "stage": self.host.stage, "rank": [_amount(a) for a in self.host.rank],
-                "node_bytes": _range(self.host.node), "ranks_of_node": self.host.ranks,
+                "phase": str(self.host.phase), "node_bytes": _range(self.host.node),
+                "ranks_of_node": self.host.ranks,
                 "capacity_bytes": self.host_bytes, "verdict": self.host_verdict and str(self.host_verdict),
             },
             "not_modelled": list(self.not_modelled), "reserved_replayed": self.replayed,
@@ -224,11 +225,21 @@ def job_steps(
     how = replayed.get(training.stage, _Replayed(Range(0, 0)))
     return Job(
         gpu, worst, tuple(every), overload(run, card),
-        host_memory(run, node_of(gpu), saving=saving.host_of_saving(run, training.stage) or ()),
+        host_memory(run, node_of(gpu), moments=_host_moments(run, training.stage)),
         tuple(filter(None, reasons)), bool(replayed), host_bytes,
         tuple(feature for feature in result.unmodelled if not feature.of_job), _to_try(run, gpu, worst),
         how.uneven, how.retries,
     )
+
+
+def _host_moments(run: RunSpec, stage: int) -> tuple[Moment, ...]:
+    """Megatron's loads need no more host memory than its saves, but for one tensor at a time."""
+    if _of_torch(run):
+        from bridge_memory.job.torch.host import host_moments
+
+        return host_moments(run)
+    saved = saving.host_of_saving(run, stage)
+    return () if saved is None else (Moment(Phase.SAVE, every=saved),)
 
 
 class _Replayed(NamedTuple):

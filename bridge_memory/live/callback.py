@@ -33,8 +33,8 @@ class MemoryReport:
     """Prints predicted and measured memory of all pipeline stages from inside a training job.
 
     It is a callback of Megatron Bridge, and a context of any other loop.
-    One table is printed when the model is built, after the first and second optimizer step, and then every ``every``
-    steps. Rank 0 prints it. Nothing in it raises into training, takes part in a collective, or synchronises the GPU.
+    One table is printed when the model is built and after the first and second optimizer step, and then a line every
+    ``every`` steps. Rank 0 prints it. Nothing in it raises into training, takes part in a collective, or synchronises the GPU.
     The journal also has each phase of the job with torch's peaks in it, which are never reset, and the driver's memory
     at its end: that of the whole GPU, other processes included. Bridge's loop and the Trainer have events for
     evaluation; saves are those that their configs announce. Elsewhere name phases with ``phase``.
@@ -47,6 +47,9 @@ class MemoryReport:
         calibration: A file that keeps residuals for ``bridge-memory estimate --calibration``. None: no file.
         html: A page of all reports, written anew at each; a browser that shows it reads it again by itself. None: no
             page.
+        prometheus: A file ``*.prom`` in Prometheus's text format for node exporter's textfile collector, written anew
+            at each report. None: no file.
+        tables: Print a table at every report. False: one line at each after the table of the second step.
         threshold: The share of a measured figure beyond which a stage gets a line of explanation.
         deadline: Seconds that rank 0 waits for the readings of the others, until two reports in a row were without
             some of them.
@@ -76,14 +79,17 @@ class MemoryReport:
         every: int | None = None,
         calibration: str | os.PathLike[str] | None = None,
         html: str | os.PathLike[str] | None = None,
+        prometheus: str | os.PathLike[str] | None = None,
+        tables: bool = False,
         threshold: float = THRESHOLD,
         deadline: float = gather.DEADLINE,
         emit: Callable[[str], None] | None = None,
         read: Callable[[int, int], Reading] = read_cuda,
     ) -> None:
         self._reporter = Reporter(
-            path, calibration_path=calibration, html=html, threshold=threshold, deadline=deadline, emit=emit, read=read
-        )
+            path, calibration_path=calibration, html=html, prometheus=prometheus, tables=tables, threshold=threshold,
+            deadline=deadline, emit=emit, read=read,
+        )  # fmt: skip
         if every is not None and (type(every) is not int or every < 1):
             raise SpecError(f"every ({show(every)}) is not a number of steps; give 1 or more, or leave it out")
         if run is not None and not isinstance(run, RunSpec) and not callable(run):

@@ -29,7 +29,19 @@ from bridge_memory.live.machine import Machine
 from bridge_memory.live.phases import Phases, phase_records
 from bridge_memory.live.place import Place, place
 from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predict
-from bridge_memory.live.table import THRESHOLD, notes, runs_with, stage_records, text_table, verdict
+from bridge_memory.live.prometheus import check_prometheus
+from bridge_memory.live.prometheus import write as write_prometheus
+from bridge_memory.live.table import (
+    THRESHOLD,
+    notes,
+    overload_line,
+    phase_lines,
+    report_line,
+    runs_with,
+    stage_records,
+    text_table,
+    verdict,
+)
 from bridge_memory.outside.phase import Phase
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.readers.run_spec import run_to_json
@@ -54,14 +66,19 @@ class Reporter:
         *,
         calibration_path: str | os.PathLike[str] | None = None,
         html: str | os.PathLike[str] | None = None,
+        prometheus: str | os.PathLike[str] | None = None,
+        tables: bool = False,
         threshold: float = THRESHOLD,
         deadline: float = gather.DEADLINE,
         emit: Callable[[str], None] | None = None,
         read: Callable[[int, int], Reading] = read_cuda,
     ) -> None:
         """Raises SpecError for an argument that is none."""
-        for name, file in (("path", path), ("calibration", calibration_path), ("html", html)):
+        for name, file in (
+            ("path", path), ("calibration", calibration_path), ("html", html), ("prometheus", prometheus)
+        ):  # fmt: skip
             check_file(name, file)
+        check_prometheus(prometheus)
         for name, number in (("threshold", threshold), ("deadline", deadline)):
             if not finite(number) or number < 0:
                 raise SpecError(f"{name} ({show(number)}) is not a number of 0 or more; give one")
@@ -69,6 +86,13 @@ class Reporter:
             name, wrong = ("emit", emit) if callable(read) else ("read", read)
             raise SpecError(f"{name} ({show(wrong)}) is not a function; give one, or leave it out")
         self.calibration_path = calibration_path
+        self.prometheus = prometheus
+        #: Whether every report is a table; else one line, once the table of a steady step was printed.
+        self.tables = tables
+        self._steady = False
+        self._exporting = Attempts(f"writing {prometheus}")
+        self._routing = Attempts("the overload factor")
+        self._overload: str | None = None
         self.history = History()
         self.threshold = threshold
         self.deadline = deadline
@@ -226,10 +250,13 @@ class Reporter:
     ) -> ReportRecord:
         prediction = self.prediction(config)
         stages = stage_records(prediction, readings, moment)
+        if moment == STEADY and self._overload is None:
+            # Once: it is evaluated, which takes some tenths of a second on rank 0.
+            self._overload = self._routing(overload_line, prediction, stages) or ""
         return ReportRecord(
             time=time.time(), iteration=iteration, moment=moment, world_size=world_size, missing_ranks=missing,
             stages=stages, notes=[
-                *verdict(prediction, stages), *runs_with(prediction),
+                *verdict(prediction, stages), *filter(None, (self._overload,)), *runs_with(prediction),
                 *notes(prediction, stages, self.threshold),
             ],
         )  # fmt: skip
@@ -258,9 +285,16 @@ class Reporter:
             remark = self._print_line(config, num_microbatches)
         if remark:
             self._remark(config)
+        if self.prometheus is not None:
+            self._exporting(write_prometheus, self.prometheus, table, phase_records(self._passed.values()))
+        again, self._steady = self._steady, self._steady or table.moment == STEADY
+        if again and not self.tables:
+            self._showing(self.emit, report_line(table))
+            return
         title = f"GPU memory by pipeline stage, GiB ({table.moment}, iteration {table.iteration})"
         title += f"\n  {self.machine(config).line()}"
         lines = [text_table(table.stages, title), *(f"  {note}" for note in table.notes)]
+        lines += [f"  {line}" for line in phase_lines(phase_records(self._passed.values()))]
         if table.missing_ranks:
             alone = "" if self._collector.answered else "; MemoryReport belongs on every rank"
             lines.append(f"  no reading in time from ranks {ranges(table.missing_ranks)}{alone}")

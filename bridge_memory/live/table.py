@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bridge_memory.calibration.records import StageRecord
+from bridge_memory.calibration.records import PhaseRecord, ReportRecord, StageRecord
 from bridge_memory.components import GIB
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
@@ -101,6 +101,55 @@ def verdict(prediction: Prediction | None, records: Sequence[StageRecord]) -> li
     counted, room = room_words(card, peak, left, f"stage {stage}")
     why = "; features that are not modelled decide" if answer is Verdict.UNKNOWN else ""
     return [f"verdict: {answer}: predicted {counted}, {room}{why}"]
+
+
+def overload_line(prediction: Prediction | None, records: Sequence[StageRecord]) -> str:
+    """Up to which overload factor of routing every stage fits its GPU, beside what lies outside of torch there; ""
+    where routing does not matter, or nothing is known. Raises SpecError."""
+    from bridge_memory.job.overload import overload
+
+    run = prediction.run if prediction is not None else None
+    card = min((r.device_total for r in records if r.device_total), default=None)
+    if run is None or card is None:
+        return ""
+    found = overload(run, MemoryLimit(card, max(r.outside or 0 for r in records)))
+    if found is None:
+        return ""
+    if found.any:
+        return "routing: fits however tokens are routed"
+    if found.factor is None:
+        return "routing: does not fit even if it is balanced"
+    return f"routing: fits up to an overload factor of {found.factor:.2f} (stage {found.stage})"
+
+
+def phase_lines(phases: Sequence[PhaseRecord]) -> list[str]:
+    """One line: of each phase of the job up to now the most that torch allocated and the driver counted, GiB."""
+    most: dict[str, list[int]] = {}
+    for phase in phases:
+        figures = most.setdefault(" + ".join(phase.phases), [0, 0])
+        figures[0] = max(figures[0], phase.allocated[0] if phase.allocated else 0)
+        figures[1] = max(figures[1], phase.driver or 0)
+    words = [f"{name} {_gib(allocated)} ({_gib(driver)})" for name, (allocated, driver) in most.items() if allocated]
+    return [f"phases, GiB allocated (of the driver): {', '.join(words)}"] if words else []
+
+
+def report_line(report: ReportRecord) -> str:
+    """A report in one line, of the stage with the least free memory."""
+    known = [r for r in report.stages if r.max_allocated is not None]
+    if not known:
+        return f"GPU memory at iteration {report.iteration}: no reading"
+    tightest = min(known, key=lambda r: (r.headroom if r.headroom is not None else 0, -(r.max_allocated or 0)))
+    of = f" of {_gib(tightest.device_total)}" if tightest.device_total else ""
+    stage = f"stage {tightest.stage}: " if len(report.stages) > 1 else ""
+    words = f"GPU memory at iteration {report.iteration}: {stage}max {_gib(tightest.max_allocated)}{of} GiB"
+    if tightest.predicted_peak is not None:
+        words += f", predicted {_gib(tightest.predicted_peak)}"
+    words += f", {_gib(tightest.headroom)} free"
+    if any(r.retries for r in known):
+        words += f", {max(r.retries or 0 for r in known)} allocator retries"
+    if report.missing_ranks:
+        words += f", {len(report.missing_ranks)} ranks without a reading"
+    return words
 
 
 def _gib(value: int | None) -> str:

@@ -442,8 +442,8 @@ def makes_it_fit(effect: Effect, gpu: Gpu) -> bool:
 
 
 def keeps_state(run: RunSpec, changed: RunSpec) -> bool:
-    """Whether a change (``changes``) of a run is one of its passes alone: its model state is the same. Engines outside of
-    Megatron DDP keep other things when passes change."""
+    """Whether a change (``changes``) of a run is one of its passes alone: its model state is the same. Engines beside
+    Megatron's DDP keep other things when passes change."""
     if run.data_parallel.engine != "megatron_ddp":
         return False
     return all(group in OF_PASSES or getattr(run, group) == getattr(changed, group) for group in GROUPS)

@@ -34,6 +34,7 @@ from bridge_memory.readers.container_unmodelled import (
     PARTS,
     distillation_of,
     encoders_of,
+    language_model_frozen,
     not_modelled,
     provider_of,
     teacher_of,
@@ -218,7 +219,7 @@ def run_of_container(
         precision=_precision(view),
         optimizer=_optimizer(config, view),
         data_parallel=_data_parallel_spec(config, view, running),
-        peft=_peft(getattr(config, "peft", None)),
+        peft=_peft(getattr(config, "peft", None), container_part(config, "model")),
         checkpoint=_checkpoint(getattr(config, "checkpoint", None), fsdp=view.fsdp, bridge=bridge is not None),
         recompute=_recompute(view),
         implementation=_on_machine(
@@ -548,8 +549,23 @@ def _batch(config: Any, view: _Views, data_parallel: int, num_microbatches: int 
         total = micro * data_parallel * num_microbatches
     _, packed = _packing(getattr(config, "dataset", None))
     return BatchSpec(
-        seq_length=seq_length, micro_batch_size=micro, global_batch_size=total, packed_sequences=packed
+        seq_length=seq_length, micro_batch_size=micro, global_batch_size=total, packed_sequences=packed,
+        **_media(container_part(config, "model"), getattr(config, "dataset", None)),
     )
+
+
+def _media(model: Any, dataset: Any) -> dict[str, Any]:
+    """The images of a sample, where the dataset states them (Megatron Bridge ``data/builders/mock_vlm_sft.py``), for a
+    model whose encoder is recorded. The processor scales an image to whole merged patches."""
+    if not any(encoder.structure is not None and not encoder.structure.audio for encoder in encoders_of(model)):
+        return {}
+    number, size = _get(dataset, "num_images"), _get(dataset, "image_size")
+    found: dict[str, Any] = {}
+    if type(number) is int and number >= 0:
+        found["images_per_sample"] = number
+    if isinstance(size, (tuple, list)) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+        found["image_size"] = f"{size[0]}x{size[1]}"
+    return found
 
 
 def _parallel(view: _Views, world_size: int) -> ParallelSpec:
@@ -694,10 +710,11 @@ def _dtype_or_none(ddp: Any, name: str) -> str | None:
     return None if value is None else dtype_name(value, f"ddp.{name}")
 
 
-def _peft(peft: Any) -> PeftSpec:
-    """``ConfigContainer.peft``. With any scheme the base model is frozen; only LoRA's adapters are counted."""
+def _peft(peft: Any, model: Any) -> PeftSpec:
+    """``ConfigContainer.peft``. With any scheme the base model is frozen; only LoRA's adapters are counted. Without one,
+    ``freeze_language_model`` may freeze all but the encoders."""
     if peft is None:
-        return PeftSpec()
+        return PeftSpec(scheme="frozen") if language_model_frozen(model) else PeftSpec()
     fields: dict[str, Any] = {}
     if type(peft).__name__ == "LoRA":
         fields["dim"] = int(_get(peft, "dim", 32))
@@ -894,7 +911,7 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     parts = {part: getattr(config, part, None) for part in PARTS}
     parts |= {"model": view.model, "optimizer": view.optimizer, "ddp": view.ddp}
     out = [*not_modelled(parts), *unmodelled_encoders(model), *_unmodelled_layer_spec(view.model)]
-    if _get(model, "freeze_language_model", False):
+    if _get(model, "freeze_language_model", False) and not language_model_frozen(model):
         out.append(
             Unmodelled(
                 "model.freeze_language_model: the language model is counted as if it trained", Effect.DOWN,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any
 
 from bridge_memory.readers.container_registry import PROVIDERS, REFUSED, feature_of, known
@@ -83,10 +83,46 @@ _WRAPPERS = {
 }
 
 
+#: Kind of an encoder's structure -> (what freezing the encoder freezes of it, the projector), by the beginning of the
+#: names of modules (Megatron Bridge ``models/*/modeling_*.py: freeze``).
+_FROZEN = {
+    "qwen2_5_vl": (("patch_embed", "blocks"), ("merger",)),
+    "glm4v": (("patch_embed", "blocks"), ("merger",)),
+    "siglip": (("embeddings", "encoder", "post_layernorm"), ("multi_modal_projector",)),
+    "pixtral": (("patch_conv", "ln_pre", "transformer"), ("multi_modal_projector",)),
+    "qwen2_audio": (("conv1", "conv2", "embed_positions", "layers", "layer_norm"), ("multi_modal_projector",)),
+}
+
+
+def _frozen(model: Any, encoder: EncoderSpec) -> tuple[str, ...]:
+    """The modules of an encoder that a provider freezes; "": all of an encoder whose modules are not known."""
+    modality = "audio" if encoder.structure is not None and encoder.structure.audio else "vision"
+    whole = bool(getattr(model, f"freeze_{modality}_model", False))
+    projector = bool(getattr(model, f"freeze_{modality}_projection", False))
+    if encoder.structure is None:
+        return (*(("encoder",) if whole else ()), *(("projector",) if projector else ()))
+    of_encoder, of_projector = _FROZEN[encoder.structure.kind]
+    given = (*encoder.frozen, *(of_encoder if whole else ()), *(of_projector if projector else ()))
+    return tuple(dict.fromkeys(given))
+
+
+def language_model_frozen(model: Any) -> bool:
+    """Whether the language model is frozen, and a counted encoder or its projector trains beside it."""
+    if not getattr(model, "freeze_language_model", False):
+        return False
+
+    def trains(encoder: EncoderSpec) -> bool:
+        if encoder.structure is None:
+            return encoder.trains
+        return not {name for names in _FROZEN[encoder.structure.kind] for name in names} <= set(encoder.frozen)
+
+    return any(trains(encoder) for encoder in encoders_of(model))
+
+
 def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
-    """The provider's modality encoder with its projector, if its size is known and it is trained."""
+    """The provider's modality encoder with its projector, if its size is known."""
     provider = provider_of(model)
-    if provider not in _WRAPPERS or getattr(model, "freeze_vision_model", False):
+    if provider not in _WRAPPERS:
         return ()
     (path,) = PROVIDERS[provider]
     *_, key = path.split(".")
@@ -96,7 +132,7 @@ def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
         "text_config": {"hidden_size": getattr(model, "hidden_size", None)}, key: _as_mapping(_at(model, path)),
     }
     found = encoder_of(config, f"model.{path}")
-    return () if found is None else (found,)
+    return () if found is None else (replace(found, frozen=_frozen(model, found)),)
 
 
 def _as_mapping(config: Any) -> dict[str, Any]:

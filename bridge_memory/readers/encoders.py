@@ -8,6 +8,7 @@ activations are recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isqrt
 from typing import Any, NamedTuple
 
 from bridge_memory.readers.fields import Fields, shown
@@ -85,11 +86,16 @@ def split_multimodal(config: Mapping[str, Any], name: str) -> Encoders:
 
 def encoder_of(config: Mapping[str, Any], names: str, name: str = "config") -> EncoderSpec | None:
     """A wrapper's encoders as Megatron Bridge 0.6 builds them, as one EncoderSpec; None if their size is unknown."""
-    kind, count = str(config.get("model_type")), encoder_parameters(config, name)
+    kind = str(config.get("model_type"))
+    if kind == "gemma3" and isinstance(config.get("vision_config"), Mapping):
+        # models/gemma_vl/modeling_gemma3_vl.py: without the pooling head
+        config = {**config, "vision_config": {**config["vision_config"], "vision_use_head": False}}
+    count = encoder_parameters(config, name)
     if not count or kind in _NO_BRIDGE:
         return None
     sharded = _SHARDED[kind](Fields(config["vision_config"], name, kind)) if kind in _SHARDED else 0
-    return EncoderSpec(names, count, sharded, structure_of(config, name))
+    projector = _PROJECTORS[kind](Fields(config["vision_config"], name, kind)) if kind in _PROJECTORS else (0, 0)
+    return EncoderSpec(names, count, sharded, structure_of(config, name), _ALWAYS_FROZEN.get(kind, ()), *projector)
 
 
 def structure_of(config: Mapping[str, Any], name: str = "config") -> EncoderStructure | None:
@@ -178,6 +184,16 @@ def _qwen3_sharded(v: Fields) -> int:
     merged = h * merge**2
     merger = _linear(merged, merged) + merged * _of(v, "out_hidden_size")
     return _of(v, "depth") * block + (1 + len(v.items("deepstack_visual_indexes") or ())) * merger
+
+
+def _qwen3_projector(v: Fields) -> tuple[int, int]:
+    """Parameters of the mergers, and how many of them are sharded (``modelling_qwen3_vl/model.py: freeze``)."""
+    h, merge = _of(v, "hidden_size"), _of(v, "spatial_merge_size")
+    merged, out = h * merge**2, _of(v, "out_hidden_size")
+    deep = len(v.items("deepstack_visual_indexes") or ())
+    one = _linear(merged, merged) + _linear(merged, out)
+    sharded = (1 + deep) * (_linear(merged, merged) + merged * out)
+    return 2 * h + one + deep * (2 * merged + one), sharded
 
 
 def _qwen2_5_sharded(v: Fields) -> int:
@@ -274,6 +290,34 @@ def _structure_glm4v(v: Fields, text: int, outer: Fields) -> EncoderStructure:
     )
 
 
+def _structure_gemma3(v: Fields, text: int, outer: Fields) -> EncoderStructure:
+    side = _of(v, "image_size") // _of(v, "patch_size")
+    tokens = isqrt(_of(outer, "mm_tokens_per_image", 256))
+    return EncoderStructure(
+        kind="siglip", hidden_size=_of(v, "hidden_size"), ffn_hidden_size=_of(v, "intermediate_size"),
+        num_layers=_of(v, "num_hidden_layers"), num_heads=_of(v, "num_attention_heads"), out_size=text,
+        patch_size=_of(v, "patch_size"), channels=_of(v, "num_channels", 3), merge_size=max(1, side // tokens),
+        positions=side**2, image_size=_of(v, "image_size"),
+    )
+
+
+def _structure_mistral3(v: Fields, text: int, outer: Fields) -> EncoderStructure:
+    return EncoderStructure(
+        kind="pixtral", hidden_size=_of(v, "hidden_size"), ffn_hidden_size=_of(v, "intermediate_size"),
+        num_layers=_of(v, "num_hidden_layers"), num_heads=_of(v, "num_attention_heads"), out_size=text,
+        patch_size=_of(v, "patch_size"), channels=_of(v, "num_channels", 3),
+        merge_size=_of(outer, "spatial_merge_size", 2), projector_bias=outer.flag("multimodal_projector_bias"),
+    )
+
+
+def _structure_qwen2_audio(v: Fields, text: int, outer: Fields) -> EncoderStructure:
+    return EncoderStructure(
+        kind="qwen2_audio", hidden_size=_of(v, "d_model"), ffn_hidden_size=_of(v, "encoder_ffn_dim"),
+        num_layers=_of(v, "encoder_layers"), num_heads=_of(v, "encoder_attention_heads"), out_size=text,
+        positions=_of(v, "max_source_positions"), mel_bins=_of(v, "num_mel_bins"),
+    )
+
+
 def _patches(v: Fields, h: int, *, bias: bool) -> int:
     """The patch embedding: a convolution over the pixels of a patch in temporal_patch_size frames."""
     return _linear(_of(v, "in_channels") * _of(v, "temporal_patch_size") * _of(v, "patch_size") ** 2, h, bias)
@@ -308,9 +352,19 @@ _SHARDED: dict[str, Callable[[Fields], int]] = {
     "exaone4_5": _qwen2_5_sharded,
 }
 
+#: Wrappers whose encoder Megatron Bridge builds of megatron-core's modules -> function that returns the parameters of the
+#: projector, which may train alone, and how many of them tensor parallelism shards.
+_PROJECTORS: dict[str, Callable[[Fields], tuple[int, int]]] = dict.fromkeys(
+    ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3_projector
+)
 #: model_type of a wrapper whose encoder Megatron Bridge takes from transformers -> function of the same arguments that
 #: returns its structure.
 _STRUCTURES: dict[str, Callable[[Fields, int, Fields], EncoderStructure]] = {
     "qwen2_5_vl": _structure_qwen2_5,
     "glm4v_moe": _structure_glm4v,
+    "gemma3": _structure_gemma3,
+    "mistral3": _structure_mistral3,
+    "qwen2_audio": _structure_qwen2_audio,
 }
+#: model_type of a wrapper -> modules of its encoder that never train (``requires_grad_(False)`` in their class).
+_ALWAYS_FROZEN = {"qwen2_audio": ("embed_positions",)}

@@ -139,8 +139,8 @@ def _notes(job: Job, unit: str) -> list[str]:
         notes.append(_routing(job))
     host, of = job.host, "" if job.host_bytes is None else f" of {_number(job.host_bytes, unit)}"
     judged = "" if job.host_verdict is None else f": {job.host_verdict}"
-    saves = ", while it saves" if any(phase.phase is Phase.SAVE for phase in job.phases) else ""
-    notes.append(f"host memory of a node of {host.ranks}{saves}: {_short(host.node, unit)}{of} {unit}{judged}")
+    while_it = {Phase.SAVE: ", while it saves", Phase.LOAD: ", while it loads"}.get(host.phase, "")
+    notes.append(f"host memory of a node of {host.ranks}{while_it}: {_short(host.node, unit)}{of} {unit}{judged}")
     if job.to_try is not None:
         notes.append(f"resume: try first: {job.to_try.flag} ({_number(job.to_try.less, unit)} {unit} less)")
     notes += [f"not modelled: {reason}" for reason in job.not_modelled]

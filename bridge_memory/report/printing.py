@@ -25,8 +25,12 @@ def print_blocks(blocks: Iterable[Drawn], stream: TextIO | None = None) -> None:
     skipped: they are for pages.
     """
     if stream is None and _collected:
-        _collected[-1].extend(block if isinstance(block, Chart) else _clean(block) for block in blocks)
+        blocks = [block if isinstance(block, Chart) else _clean(block) for block in blocks]
+        _note(blocks)
+        _collected[-1].extend(blocks)
         return
+    blocks = list(blocks)
+    _note(blocks)
     out = sys.stdout if stream is None else stream
     terminal, width = out.isatty(), line_width(out)
     clean = [_clean(block) for block in blocks if not isinstance(block, Chart)]
@@ -48,6 +52,24 @@ def line_width(out: TextIO) -> int:
 
 
 _collected: list[list[Drawn]] = []
+_answers: list[list[str]] = []
+
+
+@contextlib.contextmanager
+def answers() -> Iterator[list[str]]:
+    """The first words of what is printed within the context: the answer, where a report begins with it."""
+    found: list[str] = []
+    _answers.append(found)
+    try:
+        yield found
+    finally:
+        _answers.remove(found)
+
+
+def _note(blocks: Iterable[Drawn]) -> None:
+    for found in _answers:
+        if not found:
+            found += [line for block in blocks if isinstance(block, Words) for line in block.lines]
 
 
 @contextlib.contextmanager

@@ -26,9 +26,13 @@ ENCODER_KINDS = {
     "qwen2_audio": "Qwen2AudioEncoder with its projector",
 }
 AUDIO_KINDS = ("qwen2_audio", "qwen3_omni_audio")
-#: Width and height in pixels of an image whose size nobody states: 1,003,520 pixels, the most that Megatron Bridge's
-#: Qwen task encoder hands on (``data/builders/energon.py: max_pixels``).
-DEFAULT_IMAGE = (1120, 896)
+#: Kind -> (width and height in pixels of the largest image that reaches it where the run states no size, who bounds it).
+LARGEST_IMAGES = {
+    "qwen2_5_vl": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
+    "qwen3_omni_vision": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
+    "glm4v": ((2436, 2408), "the 28 x 28 x 15,000 pixels of two frames in transformers' Glm4vImageProcessor"),
+    "pixtral": ((1036, 1036), "the longest edge of transformers' PixtralImageProcessor, 1,024 pixels"),
+}
 #: Seconds of audio of a sample, to which Qwen2-Audio's processor pads.
 DEFAULT_SECONDS = 30.0
 #: Columns of a mel spectrogram in a second (``feature_extraction_whisper.py``: 16,000 samples, a column for 160).
@@ -133,7 +137,7 @@ def image_pixels(size: str) -> tuple[int, int]:
 
 
 def items_of(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
-    """What one sample gives the encoder. Raises SpecError where its features do not fit the sequence."""
+    """What one sample gives the encoder. Raises SpecError where what is stated does not fit the sequence."""
     if structure.audio:
         return _sounds(structure, batch)
     count = 1 if batch.images_per_sample is None else batch.images_per_sample
@@ -142,7 +146,8 @@ def items_of(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
     if batch.video_frames:
         items.append(Item(1, -(-batch.video_frames // structure.temporal_patch_size), height, width))
     found = features(structure, items)
-    if found > batch.seq_length:
+    stated = (batch.images_per_sample, batch.image_size, batch.patches_per_image, batch.video_frames or None)
+    if found > batch.seq_length and any(value is not None for value in stated):
         fix = "lower images_per_sample or image_size, or raise seq_length"
         raise SpecError(f"seq_length ({batch.seq_length}) is less than the {found} visual tokens of a sample; {fix}")
     return tuple(items)
@@ -159,7 +164,7 @@ def _grid(structure: EncoderStructure, batch: BatchSpec) -> tuple[int, int]:
         rows = next(n for n in range(isqrt(merged), 0, -1) if merged % n == 0)
         return rows * merge, merged // rows * merge
     stated = None if batch.image_size is None else image_pixels(batch.image_size)
-    width, height = stated or DEFAULT_IMAGE
+    width, height = stated or LARGEST_IMAGES[structure.kind][0]
     rows, columns = max(1, round(height / unit)), max(1, round(width / unit))
     if stated is None and rows * columns > batch.seq_length:
         rows = columns = isqrt(batch.seq_length)
@@ -195,6 +200,20 @@ def _after_convolutions(frames: int) -> int:
     for _ in range(3):
         frames = (frames - 1) // 2 + 1
     return frames
+
+
+def default_words(structure: EncoderStructure, batch: BatchSpec) -> str:
+    """What was supposed of a sample's images or sounds, and how to state it; "" where the run states it."""
+    if structure.audio:
+        supposed = batch.audio_seconds is None and structure.kind != "qwen2_audio"
+        return f"{DEFAULT_SECONDS:g} seconds of audio per sample (--audio-seconds)" if supposed else ""
+    number = "one image per sample (--images-per-sample)" if batch.images_per_sample is None else ""
+    stated = structure.image_size or batch.image_size is not None or batch.patches_per_image is not None
+    if stated:
+        return number
+    bound = LARGEST_IMAGES[structure.kind][1]
+    size = f"images as large as {bound} and the sequence allow (--image-size)"
+    return " and ".join(filter(None, (number, size)))
 
 
 def media_words(structure: EncoderStructure, items: tuple[Item, ...]) -> str:

@@ -380,7 +380,8 @@ class EncoderSpec:
     ``parameters``: elements in all. ``sharded``: the part of them that tensor parallelism divides. The parameters of an
     encoder made of transformers' modules are replicated over tensor-parallel ranks. ``structure``: its sizes, by which
     its activations are recorded; None: only the number of parameters is known. ``frozen``: modules of it, by the
-    beginning of their names, whose parameters do not train ("": all).
+    beginning of their names, whose parameters do not train ("": all). Without a structure its modules are "encoder" and
+    "projector"; ``projector`` and ``projector_sharded`` are the projector's part of ``parameters`` and ``sharded``.
 
     Example:
         >>> from bridge_memory import EncoderSpec
@@ -393,6 +394,14 @@ class EncoderSpec:
     sharded: int = 0
     structure: EncoderStructure | None = None
     frozen: tuple[str, ...] = ()
+    projector: int = 0
+    projector_sharded: int = 0
+
+    @property
+    def trains(self) -> bool:
+        """Whether any part of it may train."""
+        parts = ("encoder", *(("projector",) if self.projector else ()))
+        return "" not in self.frozen and (self.structure is not None or not set(parts) <= set(self.frozen))
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -404,6 +413,11 @@ class EncoderSpec:
             raise SpecError(
                 f"sharded ({self.sharded}) is not a part of the encoder's parameters ({self.parameters}); give 0 to "
                 f"{max(0, self.parameters)}"
+            )
+        if not 0 <= self.projector_sharded <= self.projector <= self.parameters:
+            raise SpecError(
+                f"projector ({self.projector}) and projector_sharded ({self.projector_sharded}) are no parts of the "
+                f"encoder's parameters ({self.parameters}); give 0 to {max(0, self.parameters)}"
             )
 
 

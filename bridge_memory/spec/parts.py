@@ -14,8 +14,8 @@ from bridge_memory.releases import (
     TE_GROUPED_GEMM,
     Watch,
 )
-from bridge_memory.spec.engine_options import TORCH_IMPLEMENTATIONS
 from bridge_memory.spec.encoders import image_pixels
+from bridge_memory.spec.engine_options import TORCH_IMPLEMENTATIONS
 from bridge_memory.spec.errors import SpecError, show
 from bridge_memory.spec.fields import (
     MOST_GPUS,
@@ -184,7 +184,7 @@ class BatchSpec(Checked):
     #: Images of each sequence, for models with a vision encoder. None: one.
     images_per_sample: int | None = count(None, give="an integer of 0 or more")
     #: Their size in pixels, "WIDTHxHEIGHT", as the processor hands it on; or the patches of one.
-    #: None: ``encoders.DEFAULT_IMAGE``.
+    #: None: the largest that reaches the encoder (``encoders.LARGEST_IMAGES``).
     image_size: str | None = text(None, "WIDTHxHEIGHT in pixels, such as '1120x896'")
     patches_per_image: int | None = positive(None, below=2**24)
     #: Frames of one video of each sequence, of that size; 0: no video.
@@ -401,7 +401,9 @@ class PeftSpec(Checked):
 
     _prefix: ClassVar[str] = "peft."
 
-    scheme: str = choice("none", "none", "lora")
+    #: "frozen": Megatron's language model is frozen without adapters, and what trains of its encoders trains
+    #: (``freeze_language_model``).
+    scheme: str = choice("none", "none", "lora", "frozen")
     #: LoRA's rank; 0: unknown.
     dim: int = count(0)
     #: Linears that get an adapter: module names, or full names with ``*`` wildcards.
@@ -417,7 +419,7 @@ class PeftSpec(Checked):
     @property
     def trains_adapters(self) -> bool:
         """Whether adapters of a known rank train."""
-        return self.freezes and self.dim > 0
+        return self.scheme == "lora" and self.dim > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from bridge_memory.spec.rules.engine_options import check_engine
 from bridge_memory.spec.rules.implementation import check_implementation
 from bridge_memory.spec.rules.optimizer import check_data_parallel, check_optimizer
 from bridge_memory.spec.rules.parallel import check_model_over_ranks, check_sizes
-from bridge_memory.spec.rules.peft import check_adapters, check_targets
+from bridge_memory.spec.rules.peft import check_adapters, check_frozen, check_targets
 from bridge_memory.spec.rules.pipeline import check_split_release, check_stages
 from bridge_memory.spec.rules.precision import check_precision
 from bridge_memory.spec.rules.recompute import check_layout, check_recompute
@@ -46,6 +46,7 @@ RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
     check_precision,
     lambda run, limits: check_data_parallel(run),
     lambda run, limits: check_optimizer(run),
+    lambda run, limits: check_frozen(run),
     lambda run, limits: check_adapters(run.peft, run.parallel, run.model, limits),
     lambda run, limits: None if run.implementation.torch_layers else check_targets(run.peft, run.model, limits),
     lambda run, limits: None if run.recompute.granularity is None else check_recompute(run, limits),

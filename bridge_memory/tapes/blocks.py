@@ -37,7 +37,9 @@ class _ParameterTemplate:
             rows = [
                 Repeated(
                     tuple(
-                        Parameter(p.name, tuple(next(values) for _ in p.shape), p.expert, p.sharded, p.use)
+                        Parameter(
+                            p.name, tuple(next(values) for _ in p.shape), p.expert, p.sharded, p.use, p.trains
+                        )
                         for p in parameters
                     ),
                     next(values),
@@ -162,7 +164,7 @@ def add_trace(ctx: BlockContext, traces: Traces, record: Callable[[Recorder], No
         sizes += [*shape, nbytes]
     owner = ctx.cache.owner
     template_key = tuple(
-        tuple((p.name, len(p.shape), p.expert, p.sharded, p.use) for p in parameters) for parameters, _ in r.rows
+        tuple((p.name, len(p.shape), p.expert, p.sharded, p.use, p.trains) for p in parameters) for parameters, _ in r.rows
     )
     template = owner.parameter_lists.get(template_key)
     if template is None:
@@ -178,4 +180,4 @@ def add_trace(ctx: BlockContext, traces: Traces, record: Callable[[Recorder], No
 
 
 def _unsized(p: Parameter) -> Parameter:
-    return Parameter(p.name, (0,) * len(p.shape), p.expert, p.sharded, p.use)
+    return Parameter(p.name, (0,) * len(p.shape), p.expert, p.sharded, p.use, p.trains)

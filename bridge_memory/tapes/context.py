@@ -427,13 +427,20 @@ def settings_of(run: RunSpec) -> Settings:
         run.implementation,
         m.position_embedding_type == "rope",
         m.rotary_dim,
-        run.peft if run.peft.trains_adapters else None,
+        _adapters(run.peft),
         b.packed_sequences,
         _torch_layers(run) if run.implementation.torch_layers else None,
         m.residual_streams,
         m.fused_hyper_connections,
         _encoders(run) if m.encoders else (),
     )
+
+
+def _adapters(peft: PeftSpec) -> PeftSpec | None:
+    """Adapters of frozen weights; without targets if the weights are frozen and have none."""
+    if peft.scheme == "frozen":
+        return replace(peft, target_modules=())
+    return peft if peft.trains_adapters else None
 
 
 def _encoders(run: RunSpec) -> tuple[EncoderRun, ...]:

@@ -117,6 +117,7 @@ class ManyParameters:
                     tuple(self._spread([of.rows[i].parameters[j].shape[d] for of in self.lists])
                           for d in range(len(p.shape))),
                     p.expert, self._spread([of.rows[i].parameters[j].sharded for of in self.lists]), p.use,
+                    p.trains,
                 )
                 for j, p in enumerate(parameters)
             )  # fmt: skip
@@ -138,7 +139,7 @@ class ManyParameters:
 
 def _but_sizes(rows: Sequence[Repeated]) -> Any:
     return tuple(
-        tuple((p.name, len(p.shape), p.expert, p.use) for p in parameters) for parameters, _ in rows
+        tuple((p.name, len(p.shape), p.expert, p.use, p.trains) for p in parameters) for parameters, _ in rows
     )
 
 

@@ -44,7 +44,7 @@ def pack(grid: RunGrid) -> tuple[dict[str, np.ndarray], Any]:
 
 def _plain(parameters: ParameterList) -> Any:
     return [
-        [[[p.name, list(p.shape), p.expert, p.sharded, p.use.value] for p in few], times]
+        [[[p.name, list(p.shape), p.expert, p.sharded, p.use.value, p.trains] for p in few], times]
         for few, times in parameters.rows
     ]
 
@@ -82,8 +82,11 @@ def _repeated(row: Any) -> Repeated:
     few, times = row
     return Repeated(
         tuple(
-            Parameter(str(label), tuple(map(int, shape)), bool(expert), bool(sharded), Use(use))
-            for label, shape, expert, sharded, use in few
+            Parameter(
+                str(label), tuple(map(int, shape)), bool(expert), bool(sharded), Use(use),
+                None if trains is None else bool(trains),
+            )
+            for label, shape, expert, sharded, use, trains in few
         ),
         int(times),
     )

@@ -39,7 +39,8 @@ class Parameter:
     """One local parameter shard.
 
     ``expert``: a weight of routed experts, which engines may keep in separate buffers. ``sharded``: TP (or ETP) divides
-    it.
+    it. ``trains``: whether it trains where the run's other weights are frozen (True), or is frozen where they train
+    (False).
     """
 
     name: str
@@ -47,6 +48,7 @@ class Parameter:
     expert: bool = False
     sharded: bool = False
     use: Use = Use.LAYER
+    trains: bool | None = None
 
     @property
     def numel(self) -> int:
@@ -64,7 +66,7 @@ class Parameter:
 
     def named(self, name: str) -> Parameter:
         """The same parameter by another name; a third of the time of ``dataclasses.replace``."""
-        return Parameter(name, self.shape, self.expert, self.sharded, self.use)
+        return Parameter(name, self.shape, self.expert, self.sharded, self.use, self.trains)
 
     def under(self, prefix: str) -> Parameter:
         """The same parameter inside a parent module."""

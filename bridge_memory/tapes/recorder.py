@@ -63,12 +63,13 @@ class Recorder:
     # ---- parameters and persistent buffers ----
 
     def parameter(
-        self, name: str, shape: tuple[Any, ...], *, expert: bool = False, sharded: bool = False, use: Use = Use.LAYER
-    ) -> None:
+        self, name: str, shape: tuple[Any, ...], *, expert: bool = False, sharded: bool = False, use: Use = Use.LAYER,
+        trains: bool | None = None,
+    ) -> None:  # fmt: skip
         """One parameter of this rank: its name in ``named_parameters``, relative to the block, and its local shape."""
         if self.unquantized and use is Use.LAYER:
             use = Use.UNQUANTIZED
-        parameter = Parameter(name, shape, expert, sharded, use)
+        parameter = Parameter(name, shape, expert, sharded, use, trains)
         if self._repeated is not None:
             self._repeated.append(parameter)
         else:

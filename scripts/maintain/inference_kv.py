@@ -146,6 +146,11 @@ def stubbed(folder: Path, package: str, real: frozenset[str]) -> Iterator[None]:
             del sys.modules[name]
 
 
+def real(name: str) -> Any:
+    """A module, of which any name may be replaced."""
+    return importlib.import_module(name)
+
+
 def config_of(preset: str) -> dict[str, Any]:
     """A preset's config.json."""
     found: dict[str, Any] = json.loads((PRESETS / f"{preset.replace('/', '__')}.json").read_text())
@@ -204,35 +209,36 @@ class Vllm:
         import torch
 
         self.torch = torch
-        torch_utils = importlib.import_module("vllm.utils.torch_utils")
+        torch_utils = real("vllm.utils.torch_utils")
         torch_utils.direct_register_custom_op = lambda *args, **kwargs: None
-        self.planning = importlib.import_module("vllm.v1.core.kv_cache_planning")
-        self.utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
-        self.interface = importlib.import_module("vllm.v1.kv_cache_interface")
-        self.layout = importlib.import_module("vllm.v1.kv_cache_layout").KVCacheLayout.LBNHC
-        self.backend = importlib.import_module("vllm.v1.attention.backend")
-        self.platform = importlib.import_module("vllm.platforms.interface")
-        self.attention = importlib.import_module("vllm.model_executor.layers.attention.attention")
-        self.mla = importlib.import_module("vllm.model_executor.layers.attention.mla_attention")
-        self.mamba = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
+        self.planning = real("vllm.v1.core.kv_cache_planning")
+        self.utils = real("vllm.v1.core.kv_cache_utils")
+        self.interface = real("vllm.v1.kv_cache_interface")
+        self.layout = real("vllm.v1.kv_cache_layout").KVCacheLayout.LBNHC
+        self.backend = real("vllm.v1.attention.backend")
+        self.platform = real("vllm.platforms.interface")
+        self.attention = real("vllm.model_executor.layers.attention.attention")
+        self.mla = real("vllm.model_executor.layers.attention.mla_attention")
+        self.mamba = real("vllm.model_executor.layers.mamba.mamba_utils")
         self.mamba.envs.VLLM_SSM_CONV_STATE_LAYOUT = None
-        self.indices = importlib.import_module("vllm.distributed.utils")
+        self.indices = real("vllm.distributed.utils")
         self.indices.envs.VLLM_PP_LAYER_PARTITION = None
         self.mamba.divide = self.indices.divide
-        self.cache = importlib.import_module("vllm.config.cache")
+        self.cache = real("vllm.config.cache")
         self.cache.get_kv_cache_dtype_handler = lambda name: None
-        builder = importlib.import_module("vllm.v1.core.kv_cache_config_builder")
+        builder = real("vllm.v1.core.kv_cache_config_builder")
         builder.get_kv_cache_config_builder = lambda config: self.planning.DefaultKVCacheConfigBuilder()
 
     def backend_of(self, sizes: list[Any], packs: bool) -> Any:
         """A backend that takes blocks of ``sizes``; ``packs``: Triton's, with a scale beside each head."""
         multiple, torch = self.backend.MultipleOf, self.torch
         found = [multiple(one[1]) if isinstance(one, tuple) else one for one in sizes]
-        triton = importlib.import_module("vllm.v1.attention.backends.triton_attn").TritonAttentionBackend
+        triton = real("vllm.v1.attention.backends.triton_attn").TritonAttentionBackend
         customize = triton.customize_spec if packs else (lambda spec: spec)
-        supports = lambda size: any(  # noqa: E731
-            size % one.base == 0 if isinstance(one, multiple) else size == one for one in found
-        )
+
+        def supports(size: int) -> bool:
+            return any(size % one.base == 0 if isinstance(one, multiple) else size == one for one in found)
+
         return SimpleNamespace(
             get_supported_kernel_block_sizes=lambda spec=None: found, customize_spec=customize, is_mla=lambda: False,
             supports_block_size=supports, get_name=lambda: "backend", torch=torch,
@@ -301,11 +307,11 @@ class Vllm:
             get_mamba_state_shape_from_config=lambda config: state[0] if state else (),
             get_mamba_state_dtype_from_config=lambda config: state[1] if state else (),
         )
-        models = importlib.import_module("vllm.model_executor.models")
+        models = real("vllm.model_executor.models")
         models.ModelRegistry.resolve_model_cls = lambda *args, **kwargs: (model, "")
-        abstract = importlib.import_module("vllm.model_executor.layers.mamba.abstract")
+        abstract = real("vllm.model_executor.layers.mamba.abstract")
         abstract.get_mamba_prefill_checkpoint_alignment = lambda config: None
-        vllm = importlib.import_module("vllm.config.vllm")
+        vllm = real("vllm.config.vllm")
 
         @contextmanager
         def current(config: Any) -> Iterator[None]:
@@ -426,17 +432,17 @@ class Sglang:
         import torch
 
         self.torch = torch
-        self.pools = importlib.import_module("sglang.srt.model_executor.pool_configurator")
-        self.kv = importlib.import_module("sglang.srt.mem_cache.kv_cache_configurator")
-        self.mamba = importlib.import_module("sglang.srt.configs.mamba_utils")
-        self.memory_hook = importlib.import_module("sglang.srt.arg_groups.memory_hook")
-        self.graph_hook = importlib.import_module("sglang.srt.arg_groups.cuda_graph_hook")
-        self.graph_config = importlib.import_module("sglang.srt.model_executor.cuda_graph_config")
-        self.indices = importlib.import_module("sglang.srt.distributed.utils")
+        self.pools = real("sglang.srt.model_executor.pool_configurator")
+        self.kv = real("sglang.srt.mem_cache.kv_cache_configurator")
+        self.mamba = real("sglang.srt.configs.mamba_utils")
+        self.memory_hook = real("sglang.srt.arg_groups.memory_hook")
+        self.graph_hook = real("sglang.srt.arg_groups.cuda_graph_hook")
+        self.graph_config = real("sglang.srt.model_executor.cuda_graph_config")
+        self.indices = real("sglang.srt.distributed.utils")
         self.pools.compute_page_shard_scratch_bytes = lambda *args, **kwargs: 0
-        utils = importlib.import_module("sglang.srt.layers.cp.utils")
+        utils = real("sglang.srt.layers.cp.utils")
         utils.get_glm_dsa_layer_split_effective_num_layers = lambda kvc, number: number
-        qsa = importlib.import_module("sglang.srt.layers.attention.qsa.config")
+        qsa = real("sglang.srt.layers.attention.qsa.config")
         qsa.parse_qsa_profile = lambda config: None
         minimax = ("is_minimax_sparse", "is_deepseek_dsa", "is_deepseek_v4", "is_float4_e2m1fn_x2")
         for name in minimax:
@@ -462,9 +468,10 @@ class Sglang:
         """Tokens of each pool on the stage with the fewest, and states."""
         layers = Layers(config_of(case["model"]))
         found = [self._stage(case, layers, stage) for stage in range(case["pp"])]
-        if any(one is None for one in found):
+        sizes = [one for one in found if one is not None]
+        if len(sizes) < len(found):
             return {"refused": "no memory"}
-        fewest = min(one["kv_tokens"] for one in found)  # ``_apply_token_constraints``: the least of the stages
+        fewest = min(one["kv_tokens"] for one in sizes)  # ``_apply_token_constraints``: the least of the stages
         return {"kv_tokens": fewest, "stages": found}
 
     def _stage(self, case: dict[str, Any], layers: Layers, stage: int) -> dict[str, Any] | None:
@@ -482,8 +489,13 @@ class Sglang:
             attention_arch="mla" if layers.mla else "mha", is_multimodal=False, quantization=None,
         )  # fmt: skip
         hybrid = case["hybrid_swa"]
-        of = lambda kind: [i for i in range(layers.number) if layers.kinds[i] == kind]  # noqa: E731
-        here = lambda kind: [i for i in of(kind) if first <= i < beyond]  # noqa: E731
+
+        def of(kind: str) -> list[int]:
+            return [i for i in range(layers.number) if layers.kinds[i] == kind]
+
+        def here(kind: str) -> list[int]:
+            return [i for i in of(kind) if first <= i < beyond]
+
         mamba = None
         if "state" in layers.kinds:
             shape = self.mamba.Mamba2StateShape.create(tp_world_size=tp, **layers.state_sizes())
@@ -561,7 +573,7 @@ class Sglang:
             config.decode.backend = self.graph_config.Backend.DISABLED
         for module in (hook, graphs):
             module.resolving_view = module.resolved_view = lambda found: found
-            module.declare_resolution = lambda found, who, **values: vars(found).update(values)
+            module.declare_resolution = lambda found, who, **values: found.__dict__.update(values)
             module.use_mla_backend = lambda found: case["mla"]
             module.model_config_of = lambda found: SimpleNamespace(is_multimodal=False)
             module.post_capture_kv_sizing_planned = lambda found: False

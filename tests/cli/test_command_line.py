@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,6 +16,7 @@ import pytest
 
 from bridge_memory.arguments.flags import FLAGS
 from bridge_memory.cli import COMMANDS, main
+from bridge_memory.cli.help import EXAMPLES, GROUPS
 from bridge_memory.cli.suggest import MEANT_VALUES, suggestion
 
 ESTIMATE = ["estimate", "Llama-3.1-8B"]
@@ -133,7 +137,7 @@ def test_every_command_writes_text_and_json_alike(
     ):
         assert main([*command, "--output", str(tmp_path / file), *flags]) == 0
         captured = capsys.readouterr()
-        assert captured.out == "" and captured.err == f"bridge-memory: wrote {tmp_path / file} ({name})\n"
+        assert captured.out == "" and captured.err.startswith(f"bridge-memory: wrote {tmp_path / file} ({name})")
         assert (tmp_path / file).read_text() == printed[name]
     assert "--force" in refused(capsys, *command, "--output", str(tmp_path / "a.json"))
     assert main([*command, "--output", str(tmp_path / "a.json"), "--force"]) == 0
@@ -201,17 +205,36 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], comma
     assert " ".join(what.split()).lower() == f"{COMMANDS[command][1]}.".lower()
     assert usage.startswith("usage: ") and usage.count("\n") < 5
     assert any(group.startswith("options:") for group in groups)
+    assert out.count("\n") <= 100
+
+
+def test_every_command_stands_under_one_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{question}\n" in out for question in GROUPS) and all(f"\n  {name} " in out for name in COMMANDS)
 
 
 @pytest.mark.parametrize("command", ("estimate", "search", "whatif", "balance"))
-def test_a_short_usage_gives_a_command_that_runs(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    """It lists no flags; all of them stand in the groups below it."""
+def test_the_first_example_runs_and_help_all_has_every_flag(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """The short help has the flags that people use, 25 or so."""
+    assert main(shlex.split(f"{command} {EXAMPLES[command][0]}")) == 0
+    capsys.readouterr()
     assert main([command, "--help"]) == 0
-    _, usage, groups = capsys.readouterr().out.split("\n\n", 2)
-    typical = usage.splitlines()[1].split("bridge-memory ")[1]
-    assert main(shlex.split(typical)) == 0
-    listed = set(groups.replace(",", " ").split())
+    short = capsys.readouterr().out
+    assert 20 <= len(re.findall(r"(?m)^  -", short)) <= 30 and len(EXAMPLES[command]) == 3
+    assert main([command, "--help-all"]) == 0
+    listed = set(capsys.readouterr().out.replace(",", " ").split())
     assert all(spelling in listed for flag in FLAGS for spelling in flag.names.split())
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_every_example_names_flags_that_there_are(command: str) -> None:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(COMMANDS[command][0]).add_arguments(parser)
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    words = [word for example in EXAMPLES[command] for word in shlex.split(example)]
+    assert {word for word in words if word.startswith("--")} <= known
 
 
 def test_a_reader_that_leaves_ends_it_quietly() -> None:

@@ -21,10 +21,10 @@ SPEEDS = Path(__file__).parents[1] / "data" / "throughput" / "runs.jsonl"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = Path(__file__).parents[1] / "data" / "measurements" / "runs.jsonl"
 FAILURE = (
-    "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.25 GiB. GPU 1 has a total capacity of 79.10 "
-    "GiB of which 1.20 GiB is free. Process 7 has 2.00 GiB memory in use. Including non-PyTorch memory, this process has "
-    "75.90 GiB memory in use. Of the allocated memory 70.12 GiB is allocated by PyTorch, and 4.35 GiB is reserved by "
-    "PyTorch but unallocated.\n"
+    "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.25 GiB. GPU 1 has a total capacity of "
+    "79.10 GiB of which 1.20 GiB is free. Process 7 has 2.00 GiB memory in use. Including non-PyTorch memory, this "
+    "process has 75.90 GiB memory in use. Of the allocated memory 70.12 GiB is allocated by PyTorch, and 4.35 GiB is "
+    "reserved by PyTorch but unallocated.\n"
 )
 LOG = "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1000.0 | max allocated: 2000.0 | reserved: 2100.0"
 
@@ -66,6 +66,9 @@ def of_every_kind(capsys: pytest.CaptureFixture[str], command: str, tmp_path: Pa
             printed(capsys, command, *model, *small, "--rollout", "sglang", "--no-limits", "--critic"),
             printed(capsys, command, "Llama-3.1-70B", "--num-gpus", "2", "--tp", "2", *small),
         ]
+    if command == "diff":
+        sides = ["Llama-3.2-1B --tp 2", "Llama-3.2-1B", "--num-gpus", "2"]
+        return [printed(capsys, command, *sides), printed(capsys, command, *sides, "--gpu", "H100")]
     if command == "record":
         log = tmp_path / "train.log"
         log.write_text(LOG + "\n")

@@ -9,8 +9,10 @@ import pytest
 
 from bridge_memory import BatchSpec, ModelSpec, ParallelSpec, RunSpec, SpecError, explain
 from bridge_memory.components import Part, Provenance, Role
-from bridge_memory.job.host import PROCESS, WORKER, host_memory
-from bridge_memory.outside.amount import Amount, Range
+from bridge_memory.job.host import PROCESS, WORKER, Moment, host_memory
+from bridge_memory.job.torch.host import host_moments
+from bridge_memory.outside.amount import Amount, Range, total
+from bridge_memory.outside.phase import Phase
 from bridge_memory.readers import resolve_model
 from bridge_memory.verdict import Verdict, within
 
@@ -108,7 +110,7 @@ def test_engines_of_torch_count_their_own() -> None:
 
 def test_what_saving_holds_is_added_to_each_rank() -> None:
     staged = Amount("staged checkpoint", 10, 30, Provenance.FORMULA)
-    plain, saving = host_memory(run_of()), host_memory(run_of(), saving=(staged,))
+    plain, saving = host_memory(run_of()), host_memory(run_of(), moments=(Moment(Phase.SAVE, every=(staged,)),))
     assert staged in saving.rank
     assert saving.node == Range(plain.node.least + 80, plain.node.most + 240)
 
@@ -152,3 +154,38 @@ def test_the_verdict() -> None:
 def test_numbers_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=next(iter(wrong))):
         host_memory(run_of(), **wrong)
+
+
+# ---- loads and saves of torch's engines ----
+
+
+def of_torch(engine: str, **fields: Any) -> RunSpec:
+    return run_of(**{"data_parallel.engine": engine, "params_dtype": "bf16"}, **fields)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "zero1"])
+def test_ranks_read_the_model_at_most_once_each(engine: str) -> None:
+    """Eight ranks times 2 bytes for each parameter, before workers of the data loader run; mapped files need none."""
+    load, _ = host_moments(of_torch(engine))
+    assert [total(load.every), load.first] == [Range(0, 2 * PARAMETERS), ()]
+    node = host_memory(of_torch(engine), moments=(load,))
+    assert node.phase is Phase.LOAD
+    assert node.node == Range(8 * PROCESS.least, 8 * (PROCESS.most + 2 * PARAMETERS))
+
+
+def test_zero3_reads_a_file_at_a_time_and_gathers_weights_if_told_to() -> None:
+    load, save = host_moments(of_torch("zero3"))
+    assert total(load.every).most == 5 * 10**9
+    assert save.first == ()
+    _, gathered = host_moments(of_torch("zero3", stage3_gather_16bit_weights_on_model_save=True))
+    assert total(gathered.first).most == 2 * PARAMETERS
+
+
+def test_a_full_state_dict_is_on_the_first_rank_alone() -> None:
+    """Weights, and two moments in bf16, as the parameters are: shards of eight ranks, each padded to a block."""
+    _, save = host_moments(of_torch("fsdp2"))
+    whole = total(save.first).most
+    assert 0 <= whole - 6 * PARAMETERS < 1e-3 * 6 * PARAMETERS
+    node = host_memory(of_torch("fsdp2"), moments=(save,))
+    assert node.node.most == 8 * OWN_MOST + whole
+    assert [amount.name for amount in node.rank][:2] == [amount.name for amount in save.first]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
+from typing import Any
 
 import pytest
+from scripts_of import load_script
 
 from bridge_memory.cards.rows import GPUS
 from bridge_memory.outside.amount import total
 from bridge_memory.outside.nccl import (
-    CHUNK_IN_NODE,
     DEFAULT_RELEASE,
     NOTHING,
     OF_TORCH,
@@ -21,11 +21,8 @@ from bridge_memory.outside.nccl import (
     Use,
     channels,
     communicator_bytes,
-    gather_transports_bytes,
-    init_bytes,
     local_connection,
     machine_of,
-    nvls_bytes,
     pool_bytes,
     release_of_torch,
     ring_bytes,
@@ -50,74 +47,12 @@ def part(machine: Machine, spread: Spread, use: Use, name: str, release: tuple[i
     return found.most
 
 
-class Figure(NamedTuple):
-    """A public figure, and what the formulas give for it. Bytes."""
-
-    where: str
-    formula: str
-    measured: float
-    found: float
-    #: |found - measured| / measured.
-    within: float = 0.0
+figures: Any = load_script("outside_figures")
 
 
-#: 2.18 connects all at init: its pool of sends is there with two ranks and no sends.
-TWO_OF_2_18 = communicator_bytes(A100, Spread(2), Use.ALL_REDUCE, (2, 18, 3))
-#: An end of a chain has one more half connection a channel, here the receive.
-END_OF_CHAIN = 24 * local_connection(A100, False).receive
-
-EXPLAINED = [
-    Figure("nccl #2363: one rank, B300, 2.28.9, connections at init", "64 x 16 x 512 KiB", 536_870_912,
-           pool_bytes(most(B300, Spread(1)).p2p, CHUNK_IN_NODE)),
-    Figure("nccl #964: two ranks", "24 x 12 + 32 x 8 MiB", 544 * MIB, total(TWO_OF_2_18).most - init_bytes(
-        most(A100, Spread(2)), (2, 18, 3), False)),
-    Figure("nccl #964: more ranks", "and 24 x 6 MiB", 688 * MIB, total(TWO_OF_2_18).most - init_bytes(
-        most(A100, Spread(2)), (2, 18, 3), False) + END_OF_CHAIN),
-    Figure("log: init of 8 H100", "2 MiB x (3 x 32 + 2 + 16 + 1)", 230 * MIB, part(H100, NODE, NOTHING, "init")),
-    Figure("log: one rank, less NCCL's modules", "2 MiB x (3 x 64 + 2)", 388 * MIB,
-           part(H100, Spread(1), Use.ALL_REDUCE, "init")),
-    Figure("nccl #1685: receive, Hopper", "LL + LL128 + Simple + head, in 2 MiB", 10_485_760,
-           local_connection(H100).receive),
-    Figure("nccl #1685: send, Hopper", "a head, in 2 MiB", 2_097_152, local_connection(H100).send),
-    Figure("nccl #1685: all-to-all of 8 H100", "230 + 12 x 32 x 7 MiB", 3.28e9,
-           total(communicator_bytes(H100, NODE, Use.ALL_TO_ALL)).most, 0.07),
-    Figure("511 transports of rank 0, 4 channels a peer, GDRCopy", "511 x 4 x 2 MiB", 511 * 4 * 2 * MIB,
-           gather_transports_bytes(511, 4)),
-    Figure("the same, as its document has it", "4 GB", 4e9, gather_transports_bytes(511, 4), 0.08),
-    Figure("log: NVLS of 8 H100 at init, 2.21", "16 x 8 x 6 MiB", 768 * MIB,
-           nvls_bytes(most(H100, NODE), NODE, (2, 21, 5))),
-    Figure("log: NVLS of 8 H100 at init, 2.18", "16 x 8 x 12 MiB", 1536 * MIB,
-           nvls_bytes(most(H100, NODE), NODE, (2, 18, 3))),
-    # nvidia-smi of one job: 18,449 MiB on GPU 0 and 16,273 on the other seven. Rank 0 received objects from seven
-    # (10 MiB x 32 channels each), the seven sent to one (2 MiB x 32).
-    Figure("8 H100, Megatron Bridge: GPU 0 over the others", "7 x 32 x 10 - 32 x 2 MiB", (18_449 - 16_273) * MIB,
-           send_receive_bytes(most(H100, NODE), NODE, H100, Use.GATHER).most
-           - send_receive_bytes(most(H100, NODE), NODE, H100, Use.GATHER).least),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("figure", EXPLAINED, ids=lambda figure: figure.where)
-def test_public_figures(figure: Figure) -> None:
+@pytest.mark.parametrize("figure", figures.explained(), ids=lambda figure: figure.where)
+def test_public_figures(figure: Any) -> None:
     assert abs(figure.found - figure.measured) <= figure.within * figure.measured
-
-
-class Open(NamedTuple):
-    """A public figure that the formulas do not give: bytes, and why not."""
-
-    where: str
-    measured: float
-    why: str
-
-
-#: What stays open: no formula may be bent to these.
-UNEXPLAINED = [
-    Open(
-        "verl: bytes that suspending returns, 8 H100, TP 2 PP 2 DP 2", 7e9, "ring, tree and send-receive: 1.5 GB less"
-    ),
-    Open("SGLang: a communicator", 576 * MIB, "no sum of channels"),
-    Open("vLLM: a communicator", 958 * MIB, "no sum of channels"),
-    Open("64 B200, TP 8 PP 4 EP 16: beside torch", 29 * 2**30, "about 20 GiB are not NCCL's by these formulas"),
-]
 
 
 def test_verl_suspends_less_than_reported() -> None:
@@ -127,7 +62,7 @@ def test_verl_suspends_less_than_reported() -> None:
         use = Use.ALL_REDUCE | Use.SHARDED | (Use.ONE_PEER if ranks == 2 else NOTHING)
         made = communicator_bytes(H100, Spread(ranks), use, (2, 29, 7))
         freed += total(made).most - total(suspended(made, H100, Spread(ranks), (2, 29, 7))).most
-    assert 3e9 < freed < UNEXPLAINED[0].measured
+    assert 3e9 < freed < figures.unexplained()[0].measured
 
 
 def test_channels_of_logs() -> None:
@@ -232,3 +167,9 @@ def test_every_card_and_spread_has_a_range_in_order() -> None:
             together = total(communicator_bytes(machine, spread, everything, release, cumem))
             assert together.most >= last, (gpu.name, spread, everything)
             last = together.most
+
+
+@pytest.mark.slow
+def test_the_page_of_figures_is_current() -> None:
+    ((path, text),) = figures.files().items()
+    assert path.read_text(encoding="utf-8") == text, "run python scripts/outside_figures.py"

@@ -11,11 +11,17 @@ import pytest
 
 from bridge_memory import BatchSpec, ModelSpec, ParallelSpec, RunSpec, SpecError, estimate, resolve_model
 from bridge_memory.cli import main
-from bridge_memory.plan.megatron.balance import balance, default_split, described, with_sizes
+from bridge_memory.outside.amount import Range
+from bridge_memory.plan.megatron.balance import any_split, balance, default_split, described, with_sizes
 from bridge_memory.plan.megatron.published import PUBLISHED
+from bridge_memory.plan.megatron.search import search
+from bridge_memory.plan.megatron.space import AXES, Space
 from bridge_memory.speed.hardware import hardware_of
+from bridge_memory.speed.megatron.step_time import step_time
 
 H100 = hardware_of("H100")
+#: NVIDIA's splits of which a search is fast.
+QUICK = (("Qwen/Qwen3-235B-A22B", 16), ("moonshotai/Moonlight-16B-A3B", 4), ("deepseek-ai/DeepSeek-V3", 8))
 
 
 def run(model: str, layers: int, pp: int, vpp: int | None = None, **fields: Any) -> RunSpec:
@@ -179,3 +185,30 @@ def test_refusals_are_one_line(flags: str, words: str, capsys: pytest.CaptureFix
     assert main(["balance", "meta-llama/Llama-3.2-1B", "--gpu", "H100", *flags.split()]) == 2
     captured = capsys.readouterr()
     assert words in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        pytest.param(name, chunks, marks=() if (name, chunks) in QUICK else pytest.mark.slow)
+        for name, of in PUBLISHED.items() for chunks in of
+    ],
+)  # fmt: skip
+def test_nvidias_split_never_beats_the_first_row_of_a_search(name: str, chunks: int) -> None:
+    """By the time model, with as many stages and virtual stages as it has, whatever the memory."""
+    pytest.importorskip("numpy")
+    model, sizes = resolve_model(name), PUBLISHED[name][chunks]
+    pp = min(8, chunks)
+    vpp = chunks // pp if chunks > pp else None
+    some = RunSpec(model=model, batch=BatchSpec(seq_length=4096, global_batch_size=128))
+    parallel = ParallelSpec(
+        world_size=8 * pp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=8,
+    )  # fmt: skip
+    base = any_split(some, parallel)
+    theirs = with_sizes(base, sizes)
+    space = Space(base, 8 * pp, 8, frozenset(AXES.keys() - {"split"}), global_batch_size=128)
+    found = search(space, H100, capacity=1 << 45, outside=lambda run: Range(0, 0))
+    first = found.ranked(1).rows[0]
+    assert first.time.seconds <= step_time(theirs, H100).seconds * (1 + 1e-9)
+    assert first.run.parallel.pipeline_model_parallel_size == pp and first.run.parallel.vpp == (vpp or 1)

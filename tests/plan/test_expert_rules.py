@@ -12,7 +12,7 @@ import yaml
 
 from bridge_memory import RunSpec
 from bridge_memory.plan.found import Found, Listed, Refused, Row
-from bridge_memory.plan.megatron.expert import Judged, refusals
+from bridge_memory.plan.megatron.expert import Judged, PassedOver, mechanisms, refusals
 from bridge_memory.spec.run import GROUPS
 
 ROOT = Path(__file__).parents[2]
@@ -27,15 +27,19 @@ def row(model: str, seconds: float, headroom: int, groups: Mapping[str, Mapping[
     return Row(run, 1 << 30, 0, headroom, SimpleNamespace(seconds=seconds, peak=1 << 30))  # type: ignore[arg-type]
 
 
+class Every(Listed[Any]):
+    def choice(self, number: int) -> object:
+        return number
+
+
+def found_of(*rows: Row[Any]) -> Found:
+    """A row keeps the reserve whose headroom is not negative."""
+    return Found(Every(rows), len(rows), 0, Refused(), False, 0, 0, None, lambda one: one.headroom >= 0)
+
+
 def asked(*rows: Row[Any], domain: int = 8) -> tuple[str, ...]:
-    """Refusals of the first of ``rows``; a row keeps the reserve whose headroom is not negative."""
-
-    class Every(Listed[Any]):
-        def choice(self, number: int) -> object:
-            return number
-
-    found = Found(Every(rows), len(rows), 0, Refused(), False, 0, 0, None, lambda one: one.headroom >= 0)
-    return refusals(Judged(rows[0], found, domain))
+    """Refusals of the first of ``rows``."""
+    return refusals(Judged(rows[0], found_of(*rows), domain))
 
 
 def parallel(**fields: int) -> dict[str, dict[str, int]]:
@@ -67,6 +71,49 @@ def test_each_rule_refuses_what_it_says(rows: list[Row[Any]], reason: str) -> No
         assert found == ()
     else:
         assert len(found) == 1 and reason in found[0]
+
+
+def sequences(cp: int, micro_batch: int) -> dict[str, dict[str, int]]:
+    batch = {"micro_batch_size": micro_batch, "global_batch_size": 64}
+    return {**parallel(context_parallel_size=cp), "batch": batch}
+
+
+@pytest.mark.parametrize(
+    ("others", "last", "reason"),
+    [
+        ([row(MOE, 2, 0, parallel(expert_model_parallel_size=8))], row(MOE, 1, 0, parallel()), "EP 1 for 128 experts"),
+        ([row(MOE, 2, -1, parallel(expert_model_parallel_size=8))], row(MOE, 1, 0, parallel()), None),
+        ([row(DENSE, 1.04, 0, {})], row(DENSE, 1, 0, FULL), "full recomputation"),
+        ([row(DENSE, 1.06, 0, {})], row(DENSE, 1, 0, FULL), None),
+        # Two halves of two sequences on two ranks each are one sequence a rank.
+        ([row(DENSE, 1, 0, sequences(1, 1))], row(DENSE, 1.1, 0, sequences(2, 2)), "context parallelism"),
+        ([row(DENSE, 1, 0, sequences(1, 2))], row(DENSE, 1.1, 0, sequences(2, 2)), None),
+        ([row(DENSE, 1, 0, sequences(1, 1))], row(DENSE, 1.1, 0, sequences(2, 1)), None),
+        ([], row(DENSE, 1.1, 0, sequences(2, 2)), None),
+    ],
+)  # fmt: skip
+def test_a_search_passes_over_what_nobody_queues(others: list[Row[Any]], last: Row[Any], reason: str | None) -> None:
+    found = found_of(*others, last)
+    said = PassedOver()(last, found)
+    assert said is None if reason is None else said is not None and reason in said
+    ranked = found._replace(refuses=PassedOver()).ranked(5)
+    assert (last in ranked.rows) is (reason is None) and sum(ranked.refused.values()) == (reason is not None)
+
+
+def test_what_refuses_all_refuses_nothing() -> None:
+    only = row(MOE, 1, 0, parallel())
+    ranked = found_of(only)._replace(refuses=lambda one, found: "why not").ranked(3)
+    assert ranked.rows == (only,) and not ranked.refused
+
+
+def test_of_rows_as_fast_the_simplest_is_first() -> None:
+    """The first has a pipeline and virtual stages, the second tensor parallelism alone, the third nothing."""
+    staged = parallel(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
+    rows = [row(DENSE, 1, 0, staged), row(DENSE, 1.01, 0, parallel(tensor_model_parallel_size=2))]
+    rows.append(row(DENSE, 1.03, 0, parallel()))
+    assert [mechanisms(one) for one in rows] == [2, 1, 0]
+    found = found_of(*rows)._replace(mechanisms=mechanisms)
+    assert found.ranked(3).rows == (rows[1], rows[0], rows[2])
 
 
 def test_published_layouts_are_as_many_as_the_table_has() -> None:

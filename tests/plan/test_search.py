@@ -19,7 +19,7 @@ from bridge_memory.emit.bridge import bridge_overrides
 from bridge_memory.emit.megatron import layout_fields
 from bridge_memory.emit.megatron_args import megatron_arguments
 from bridge_memory.outside.context import outside_bytes_of
-from bridge_memory.plan.found import Found, Refused, ties
+from bridge_memory.plan.found import SIMPLER, Found, Refused, ties
 from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import Space, dispatcher_words, layouts, parallel_sizes, useful_modules
 from bridge_memory.plan.megatron.splits import balanced_layout, splits
@@ -308,9 +308,9 @@ def test_rows_that_keep_the_reserve_come_first(capsys: pytest.CaptureFixture[str
     outside = partial(outside_bytes_of, gpu=card)
     found = search(space, hardware, capacity=card.capacity_bytes, outside=outside)
     rows, keeping, _ = found.ranked(40)
-    assert len(rows) == 40 and [row.time.seconds for row in rows[:keeping]] == sorted(
-        row.time.seconds for row in rows[:keeping]
-    )
+    seconds = [row.time.seconds for row in rows[:keeping]]
+    # The first may be a simpler one, as fast within what a prediction can tell.
+    assert len(rows) == 40 and seconds[1:] == sorted(seconds[1:]) and seconds[0] <= min(seconds) * (1 + SIMPLER)
     kept = []
     for row in rows:
         factors = (1.0, 1.3) if row.run.parallel.ep > 1 else (1.0,)

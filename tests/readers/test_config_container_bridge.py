@@ -338,7 +338,7 @@ def test_the_containers_environment_is_read_where_the_process_names_no_other(
 
 
 def test_the_encoder_of_a_vision_language_recipe_is_counted(recipes: Any) -> None:
-    """Qwen2.5-VL's tower is transformers' own module, whole on each rank; frozen, it is listed."""
+    """Qwen2.5-VL's tower is transformers' own module, whole on each rank. Frozen, its weights stay and nothing else."""
     name = "qwen25_vl_7b_sft_config"
     if not hasattr(recipes, name):
         pytest.skip("a recipe of 0.6")
@@ -354,8 +354,16 @@ def test_the_encoder_of_a_vision_language_recipe_is_counted(recipes: Any) -> Non
     assert more == encoder.parameters
     config.model.freeze_vision_model = True
     frozen = run_from_config_container(config, world_size=8)
-    assert not frozen.model.encoders
-    assert [feature for feature in frozen.not_modelled if feature.startswith("model.vision_config: a modality encoder")]
+    (stage,) = estimate(frozen).stages
+    assert stage.parameters == estimate(run).stages[0].parameters
+    size = frozen.model.encoders[0].structure
+    assert size is not None
+    merged = 4 * size.hidden_size  # four patches joined
+    trains = merged * merged + merged + merged * size.out_size + size.out_size + size.hidden_size
+    of = {c.name: c.bytes for c in stage.components}
+    before = {c.name: c.bytes for c in estimate(without).stages[0].components}
+    assert of["gradients"] - before["gradients"] == pytest.approx(4 * trains, rel=1e-3)
+    assert of["weights"] - before["weights"] == pytest.approx(2 * encoder.parameters, rel=1e-3)
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("llama3_8b", 64), ("qwen3_30b_a3b", 16), ("deepseek_v3", 1024)])

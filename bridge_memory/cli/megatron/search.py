@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -14,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.arguments.template import template
 from bridge_memory.cli.garbage import few_collections
 from bridge_memory.cli.measured import measured_steps
+from bridge_memory.cli.phased import job_notes
 from bridge_memory.cli.progress import Progress
 from bridge_memory.cli.ranked import Shown, Style, how_words, print_found
 from bridge_memory.components import GIB
 from bridge_memory.emit.formats import emitted, formats_of
 from bridge_memory.emit.megatron import recompute_words, split_words
 from bridge_memory.plan.found import OneByOne, Row
-from bridge_memory.plan.megatron.space import AXES, DISPATCHER, Space, dispatcher_words, flex_backends
+from bridge_memory.plan.megatron.asked import Asked, asked_space, read
+from bridge_memory.plan.megatron.settings import FIELDS, SETTINGS, setting_words, shown_word, varied_settings
+from bridge_memory.plan.megatron.space import AXES, Space
 from bridge_memory.plan.reserve import reserve_words
 from bridge_memory.spec import SpecError
 from bridge_memory.speed.megatron.step_time import StepTime, not_timed
@@ -51,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError(f"{flag} is for engines outside of megatron-core; add --engine, such as --engine fsdp2")
     gpu = find_gpu(args.gpu)
     hardware = hardware_of(gpu.name)
-    space, refusal = _space(args, gpu, hardware)
+    space, refusal, left_out = _space(args, gpu, hardware)
+    varied = varied_settings(space)
     steps = calibrated(measured_steps(args.measured_step_time, space), hardware) if args.measured_step_time else None
     if find_spec("numpy") is None and sys.stderr is not None:
         print(WITHOUT_NUMPY, file=sys.stderr)
@@ -66,15 +69,17 @@ def run(args: argparse.Namespace) -> int:
         if not found.looked_at and refusal is not None and not found.stopped:
             raise refusal
         calibration = {"calibration": steps.words} if steps else {}
-        document = {
+        document: dict[str, Any] = {
             "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
             "tight": found.tight,
             "refused": dict(found.refused), "stopped": found.stopped,
             "without_activations": found.without_activations, "grid": space.rule(),
-            "one_by_one": found.one_by_one and found.one_by_one.value, **calibration,
+            "one_by_one": found.one_by_one and found.one_by_one.value, "axes": _axes(space),
+            "left_out": list(left_out), **calibration,
         }  # fmt: skip
+        of_jobs = list(job_notes((row.run for row in found.rows), gpu, args.top)) if args.phases else []
+        document |= {"jobs": [record for _, record in of_jobs]} if args.phases else {}
         base, experts = space.base, space.base.model.has_experts
-        hidden = frozenset({"dispatcher"} if not space.others else ()) | (set() if experts else {"ep", "etp"})
         times = (
             "step s is predicted, for ranking: work over rates fitted on measured runs; its parts are compute, exposed "
             "comm (communication not overlapped), bubble and recompute time", *calibration.values(),
@@ -82,18 +87,29 @@ def run(args: argparse.Namespace) -> int:
         last = ("how layouts with different EP compare is not tested: no group of measured runs varies EP",)
         return print_found(
             Shown(
-                STYLE._replace(hidden=hidden), found, base, gpu, space.num_gpus,
-                space=[f"searched: {space.rule()}" + _MORE * (not space.exhaustive), *how_words(found)],
+                layout_style(varied, experts=experts), found, base, gpu, space.num_gpus,
+                space=[
+                    f"searched: {space.rule()}" + _MORE * (not space.exhaustive), *how_words(found),
+                    *(f"left out: {words}" for words in left_out),
+                ],
                 otherwise=(), times=times, not_timed=lambda rows: not_timed(rows[0].run), document=document,
                 emit=lambda row: emitted(args.emit, "megatron", row.run, args, gpu.name, {}),
-                last=last if experts else (), reserve=reserve_words(experts), brief=args.brief,
+                last=(*(words for words, _ in of_jobs), *(last if experts else ())),
+                reserve=reserve_words(experts), brief=args.brief,
             ),
             args,
         )  # fmt: skip
 
 
-def _space(args: argparse.Namespace, gpu: Gpu, hardware: Hardware) -> tuple[Space, SpecError | None]:
-    """(the layouts that the flags leave open; what refused the flags as they stand, where other layouts may pass)."""
+def _space(
+    args: argparse.Namespace, gpu: Gpu, hardware: Hardware
+) -> tuple[Space, SpecError | None, tuple[str, ...]]:
+    """(the layouts that the flags leave open; what refused the flags as they stand, where other layouts may pass;
+    settings that are left out, and why)."""
+    asked = Asked(
+        None if args.vary is None else read("--vary", [args.vary]), read("--fix", args.fix),
+        read("--exclude", args.exclude),
+    )  # fmt: skip
     given = {axis for axis, fields in AXES.items() if vars(args).keys() & set(fields)}
     ranges, sizes = _ranges(args)
     total, run, refusal = _base(args, gpu, ranges, sizes)
@@ -104,40 +120,17 @@ def _space(args: argparse.Namespace, gpu: Gpu, hardware: Hardware) -> tuple[Spac
     if "batch.global_batch_size" not in total:
         raise SpecError("--global-batch-size is missing; layouts are compared at the same sequences per step")
     fixed = given - ranges.keys()
-    named = {"dispatcher"} & {name for name in (args.vary or "").replace(",", " ").split()}
-    others = () if args.vary is not None and not named else _others(args, gpu, run, ranges, sizes, named=bool(named))
     if args.num_layers_per_virtual_pipeline_stage is not None:
         fixed |= {"vpp"}
-    if args.vary is not None:
-        asked = [name for name in args.vary.replace(",", " ").split() if name]
-        for name in asked:
-            if name not in (*AXES, "dispatcher"):
-                raise SpecError(f"--vary {name} is none of {', '.join(AXES)}, dispatcher; name some of these")
-            if name in fixed | sizes.keys() or (name == "dispatcher" and hasattr(args, DISPATCHER[0])):
-                raise SpecError(f"--vary {name} does not go with a flag that fixes it; drop one of them")
-        fixed |= AXES.keys() - set(asked) - ranges.keys()  # a range varies too
-    return Space(
-        run, total["parallel.world_size"], hardware.domain, frozenset(fixed), ranges, args.exhaustive,
-        total["batch.global_batch_size"], others,
-    ), refusal  # fmt: skip
-
-
-def _others(
-    args: argparse.Namespace, gpu: Gpu, run: RunSpec, ranges: Mapping[str, tuple[int, int]], sizes: Mapping[str, int],
-    *, named: bool,
-) -> tuple[RunSpec, ...]:  # fmt: skip
-    """Runs with the flex dispatcher's backends that ``gpu`` has kernels for: all if the axis was ``named``, or else the
-    first, since the time model takes them for equals."""
-    if hasattr(args, DISPATCHER[0]) or not run.model.has_experts:
-        return ()
-    found = []
-    for backend in flex_backends(gpu):
-        flags = copy.copy(args)
-        for field, value in zip(DISPATCHER, ("flex", backend), strict=True):
-            setattr(flags, field, value)
-        with suppress(SpecError):
-            found.append(_base(flags, gpu, ranges, sizes)[1])
-    return tuple(found if named else found[:1])
+    for how, words in (("vary", asked.vary or {}), ("fix", asked.fix)):
+        for axis in words.keys() & sizes.keys():
+            raise SpecError(f"--{how} {axis} does not go with a flag that fixes it; drop one of them")
+    by_flags = {axis for axis, fields in FIELDS.items() if vars(args).keys() & set(fields)}
+    space, left_out = asked_space(
+        run, gpu, total["parallel.world_size"], hardware.domain, total["batch.global_batch_size"],
+        fixed=frozenset(fixed), ranges=ranges, exhaustive=args.exhaustive, asked=asked, given=frozenset(by_flags),
+    )  # fmt: skip
+    return space, refusal, left_out
 
 
 def _ranges(args: argparse.Namespace) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
@@ -197,18 +190,38 @@ def _of_sizes(refusal: str) -> bool:
 
 # ---- what is printed ----
 
-_HEADINGS = (
-    "tp", "pp", "vpp", "cp", "ep", "etp", "dispatcher", "mbs", "split", "recompute", "peak GiB", "free GiB",
-    "step s", "compute",
-    "exposed comm", "bubble", "recompute time",
-)  # fmt: skip
+#: Axis of settings -> the title of its column.
+_TITLES = {axis: axis.replace("_", " ") for axis in SETTINGS}
+_SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
+_OTHERS = ("mbs", "split", "recompute")
+_FIGURES = ("peak GiB", "free GiB", "step s", "compute", "exposed comm", "bubble", "recompute time")
 
 
-def _cells(row: Row[StepTime]) -> tuple[str, ...]:
+def layout_style(varied: frozenset[str], *, experts: bool) -> Style:
+    """``varied``: the axes of settings with a column, beside the dispatcher."""
+    axes = tuple(axis for axis in SETTINGS if axis in varied or axis == "dispatcher")
+    settings = (*_SIZES, *(_TITLES[axis] for axis in axes), *_OTHERS)
+    return Style(
+        "layout", (*settings, *_FIGURES), of_words=frozenset({*_TITLES.values(), "split", "recompute"}),
+        always=frozenset({"tp", "pp", "mbs"}), idle=frozenset({"1", "even", "none", "0%", "off", "0"}),
+        cells=partial(_cells, axes=axes), words=_layout_words, record=_record, settings=frozenset(settings),
+        spare=("compute", "bubble", "recompute time", "exposed comm", "free GiB"),
+        hidden=frozenset({"dispatcher"} if "dispatcher" not in varied else ()) | (set() if experts else {"ep", "etp"}),
+    )  # fmt: skip
+
+
+def _axes(space: Space) -> dict[str, list[str]]:
+    """Every axis of settings with the values that are searched."""
+    runs = (space.base, *space.others)
+    return {axis: list(dict.fromkeys(shown_word(axis, run) for run in runs)) for axis in SETTINGS}
+
+
+def _cells(row: Row[StepTime], axes: Sequence[str]) -> tuple[str, ...]:
     p, r, t = row.run.parallel, row.run.recompute, row.time
     compute = t.seconds - t.exposed_communication - t.bubble - t.recomputation
     return (
-        str(p.tp), str(p.pp), str(p.vpp), str(p.cp), str(p.ep), str(p.etp), dispatcher_words(row.run),
+        str(p.tp), str(p.pp), str(p.vpp), str(p.cp), str(p.ep), str(p.etp),
+        *(shown_word(axis, row.run) for axis in axes),
         str(row.run.batch.micro_batch_size), split_words(p), recompute_words(r), f"{row.peak / GIB:.2f}",
         f"{row.headroom / GIB:.2f}", f"{t.seconds:.2f}",
         *(f"{part / t.seconds:.0%}" for part in (compute, t.exposed_communication, t.bubble, t.recomputation)),
@@ -221,7 +234,7 @@ def _layout_words(row: Row[StepTime]) -> str:
     sizes = {"TP": p.tp, "PP": p.pp, "VPP": p.vpp, "CP": p.cp, "EP": p.ep}
     sizes |= {"ETP": p.etp} if row.run.model.has_experts else {}
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP")]
-    words += [dispatcher_words(row.run)] * (row.run.implementation.moe_token_dispatcher_type == "flex")
+    words += setting_words(row.run)
     words += [f"DP {p.data_parallel_size}", f"micro batch {row.run.batch.micro_batch_size}"]
     words += [f"split {split}"] * (split != "even")
     return ", ".join([*words, f"recompute {recompute_words(row.run.recompute)}"])
@@ -231,19 +244,10 @@ def _record(row: Row[StepTime]) -> dict[str, Any]:
     t, p = row.time, row.run.parallel
     return {
         "tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp,
-        "dispatcher": dispatcher_words(row.run), "mbs": row.run.batch.micro_batch_size, "split": split_words(p),
-        "recompute": recompute_words(row.run.recompute),
+        **{axis: shown_word(axis, row.run) for axis in SETTINGS},
+        "mbs": row.run.batch.micro_batch_size, "split": split_words(p), "recompute": recompute_words(row.run.recompute),
         "peak_bytes": row.peak, "stage": row.stage, "headroom_bytes": row.headroom, "step_seconds": t.seconds,
         **{f"{name}_seconds": value for name, value in t.passes._asdict().items()},
         "recomputation_seconds": t.recomputation, "bubble_seconds": t.bubble, "pipeline_seconds": t.pipeline,
         "data_parallel_seconds": t.data_parallel, "optimizer_seconds": t.optimizer,
     }  # fmt: skip
-
-
-STYLE = Style(
-    "layout", _HEADINGS, of_words=frozenset({"dispatcher", "split", "recompute"}),
-    always=frozenset({"tp", "pp", "mbs"}),
-    idle=frozenset({"1", "even", "none", "0%"}), cells=_cells, words=_layout_words, record=_record,
-    settings=frozenset(_HEADINGS[: _HEADINGS.index("peak GiB")]),
-    spare=("compute", "bubble", "recompute time", "exposed comm", "free GiB"),
-)  # fmt: skip

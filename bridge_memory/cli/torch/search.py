@@ -13,6 +13,7 @@ from bridge_memory.arguments.files import named
 from bridge_memory.arguments.flags import spelling
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.measured import named_seconds
+from bridge_memory.cli.phased import job_notes
 from bridge_memory.cli.progress import Progress
 from bridge_memory.cli.ranked import Shown, Style, how_words, print_found
 from bridge_memory.components import GIB
@@ -76,12 +77,14 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
             backend=args.backend, slower=slower,
             jobs=args.jobs or (1 if args.backend is None else -1),
         )  # fmt: skip
-    document = {
+    document: dict[str, Any] = {
         "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
         "tight": found.tight,
         "refused": dict(found.refused), "stopped": found.stopped, "grid": space.rule(),
         "one_by_one": found.one_by_one and found.one_by_one.value, "notes": [*left_out, *said],
     }  # fmt: skip
+    of_jobs = list(job_notes((row.run for row in found.rows), gpu, args.top)) if args.phases else []
+    document |= {"jobs": [record for _, record in of_jobs]} if args.phases else {}
     return print_found(
         Shown(
             STYLE, found, next(iter(space.bases.values())), gpu, num_gpus,
@@ -89,6 +92,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
             otherwise=("--vary all looks at offloading, attention and Liger's kernels too",) * (args.vary is None),
             times=_notes(found, space, args), not_timed=_not_timed, document=document,
             emit=lambda row: _emitted(row, args, space, gpu), brief=args.brief,
+            last=[words for words, _ in of_jobs],
         ),
         args,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.components import Part
 from bridge_memory.inventory.encoders import audio, vision
-from bridge_memory.inventory.encoders.ops import EncoderOps
+from bridge_memory.inventory.encoders.ops import EncoderOps, encoder_trains
 from bridge_memory.inventory.torch.ops import FP32, Array
 from bridge_memory.spec.encoders import EncoderStructure, features
 from bridge_memory.tapes.blocks import Block, block
@@ -34,10 +34,14 @@ class Recorders(NamedTuple):
     #: Modules that run before the layers, and the layers', by the beginning of their names.
     stem_modules: tuple[str, ...]
     layer_modules: tuple[str, ...] = ("blocks",)
+    #: Modules after the layers.
+    head_modules: tuple[str, ...] = ("merger",)
     #: What distinguishes the layers of a structure, in order.
     kinds: Callable[[EncoderStructure], list[LayerKind]] = lambda s: [()] * s.num_layers
     #: Bytes that the encoder's forward holds beside its layers.
     held: Callable[[EncoderOps], Any] = lambda t: 0
+    #: What makes features of its own from the output of ``deepstack_layers``.
+    beside: Callable[[EncoderOps, Array], Array] | None = None
     #: Rows of the hidden states of layers.
     rows: Callable[[EncoderOps], Any] = lambda t: t.patches
 
@@ -49,24 +53,26 @@ RECORDERS: dict[str, Recorders] = {
     ),
     "glm4v": Recorders(
         vision.glm4v_stem, vision.glm4v_layer, vision.glm4v_head,
-        ("patch_embed", "post_conv_layernorm", "embeddings.position_embedding"), held=vision.table_bytes,
+        ("patch_embed", "post_conv_layernorm", "embeddings.position_embedding"),
+        head_modules=("post_layernorm", "downsample", "merger"), held=vision.table_bytes,
     ),
     "siglip": Recorders(
         vision.siglip_stem, vision.siglip_layer, vision.gemma3_head,
         ("embeddings.patch_embedding", "embeddings.position_embedding"), ("encoder",),
+        ("post_layernorm", "multi_modal_projector"),
     ),
     "pixtral": Recorders(
         vision.pixtral_stem, vision.pixtral_layer, vision.mistral3_head, ("patch_conv", "ln_pre"), ("transformer",),
+        ("multi_modal_projector",),
         held=vision.pixtral_held,
     ),
     "qwen3_omni_vision": Recorders(
         vision.qwen3_omni_stem, vision.qwen3_omni_layer, vision.qwen3_omni_head, ("patch_embed", "pos_embed"),
-        kinds=lambda s: [
-            (("deep", s.deepstack_layers.index(i) + 1 if i in s.deepstack_layers else 0),) for i in range(s.num_layers)
-        ], held=vision.table_bytes,
+        held=vision.table_bytes, beside=vision.qwen3_deep_merger,
     ),
     "qwen2_audio": Recorders(
         audio.qwen2_audio_stem, audio.qwen2_audio_layer, audio.qwen2_audio_head, ("conv1", "conv2"), ("layers",),
+        ("layer_norm", "multi_modal_projector"),
         rows=audio.frames,
     ),
 }
@@ -84,6 +90,9 @@ def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
             link = plain_link(found, Label.ENCODER)
             variables = waiting + (held if name != "stem" else 0)
             link = link._replace(forward_peak=link.forward_peak + variables)
+            if name == "beside":  # the next layer counts what it takes, which is alive here too
+                taken = _sizes(run, ctx).hidden
+                link = link._replace(forward_peak=link.forward_peak + taken).with_gradients(taken)
             links.append((link.with_gradients(waiting) if ctx.adapters is None else link, count))
         links.append((plain_link(_joined(ctx, run, i), Label.ENCODER), 1))
     return links
@@ -106,6 +115,7 @@ def encoder_parameters(ctx: BlockContext, run: EncoderRun, number: int) -> Itera
 
 class _Sizes(NamedTuple):
     held: Any
+    hidden: Any
     pixels: Any
 
 
@@ -120,7 +130,8 @@ def _sizes(run: EncoderRun, ctx: BlockContext) -> _Sizes:
     t = EncoderOps(_Measure(ctx), run)  # type: ignore[arg-type]
     s = run.structure
     pixel = s.mel_bins if s.audio else s.channels * s.temporal_patch_size * s.patch_size**2
-    return _Sizes(RECORDERS[s.kind].held(t), t.patches * pixel * FP32)
+    hidden = _inputs(t) * t.compute_width
+    return _Sizes(RECORDERS[s.kind].held(t), hidden, t.patches * pixel * FP32)
 
 
 def _embeddings(ctx: BlockContext) -> Any:
@@ -135,13 +146,20 @@ def _blocks(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[tuple[s
     yield "stem", _block(ctx, run, (number, "stem"), recorders.stem, None), 1
     first = _reached(ctx, run, recorders.stem_modules)
     trains = _reached(ctx, run, recorders.layer_modules)
-    for at, (kind, some) in enumerate(groupby(recorders.kinds(run.structure))):
-        count = len(list(some))
-        reached = first or (trains and at > 0)
-        if trains and not reached and count > 1:  # the first layer's input has no gradient
-            yield "layer", _layer(ctx, run, number, kind, False), 1
-            reached, count = True, count - 1
-        yield "layer", _layer(ctx, run, number, kind, reached), count
+    at = 0
+    deep = run.structure.deepstack_layers if recorders.beside is not None else ()
+    kinds = [(kind, i in deep) for i, kind in enumerate(recorders.kinds(run.structure))]
+    for (kind, merges), some in groupby(kinds):
+        for count in [1] * len(list(some)) if merges else [len(list(some))]:
+            reached = first or (trains and at > 0)
+            at += count
+            if trains and not reached and count > 1:  # the first layer's input has no gradient
+                yield "layer", _layer(ctx, run, number, kind, False), 1
+                reached, count = True, count - 1
+            yield "layer", _layer(ctx, run, number, kind, reached), count
+            if merges:
+                assert recorders.beside is not None
+                yield "beside", _block(ctx, run, (number, "beside", first or trains), recorders.beside, first or trains), 1
     yield "head", _block(ctx, run, (number, "head", first or trains), recorders.head, first or trains), 1
 
 
@@ -152,9 +170,12 @@ def _layer(ctx: BlockContext, run: EncoderRun, number: int, kind: LayerKind, rea
 
 def _reached(ctx: BlockContext, run: EncoderRun, modules: tuple[str, ...]) -> bool:
     """Whether any of these modules trains."""
-    if ctx.adapters is not None:
-        return False
-    return any(not any(module.startswith(name) for name in run.spec.frozen) for module in modules)
+    return any(encoder_trains(ctx, run, module) for module in modules)
+
+
+def _features_reached(ctx: BlockContext, run: EncoderRun) -> bool:
+    recorders = RECORDERS[run.structure.kind]
+    return _reached(ctx, run, (*recorders.stem_modules, *recorders.layer_modules, *recorders.head_modules))
 
 
 def _block(
@@ -170,7 +191,9 @@ def _block(
         if reached is None:
             r.tape.output(body(t).tensor)
             return
-        x = t.input("hidden states", _inputs(t), t.compute_width, grad=reached)
+        # What runs beside the layers takes what the next layer counts.
+        counted = key[1] != "beside" or not reached
+        x = t.input("hidden states", _inputs(t), t.compute_width, grad=reached, counted=counted)
         r.tape.output(body(t, x).tensor)
 
     return block(ctx, ("encoder", *key), record)
@@ -193,11 +216,7 @@ def _joined(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
 
     Saves the mask, a byte a token. Backward makes a gradient of each (``derivatives.yaml: masked_scatter``).
     """
-    recorders = RECORDERS[run.structure.kind]
-    s = run.structure
-    modules = (*recorders.stem_modules, *recorders.layer_modules)
-    whole = "" in run.spec.frozen
-    reached = ctx.adapters is None and (not whole) and (_reached(ctx, run, modules) or _head_trains(run))
+    s, reached = run.structure, _features_reached(ctx, run)
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.ENCODER
@@ -218,12 +237,3 @@ def _joined(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
         r.tape.output(last.tensor)
 
     return block(ctx, ("encoder", number, "joined", reached), record)
-
-
-def _head_trains(run: EncoderRun) -> bool:
-    """Whether the projector trains."""
-    return not any(name in HEAD_MODULES for name in run.spec.frozen)
-
-
-#: Modules of projectors, by the names that freezing gives.
-HEAD_MODULES = ("merger", "multi_modal_projector", "embed_vision", "")

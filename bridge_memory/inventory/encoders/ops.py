@@ -12,12 +12,20 @@ from bridge_memory.inventory.torch.attention import rotate_halves
 from bridge_memory.inventory.torch.norms import layer_norm, norm
 from bridge_memory.inventory.torch.ops import FP32, Array, Torch
 from bridge_memory.spec.encoders import EncoderStructure
-from bridge_memory.tapes.context import EncoderRun
+from bridge_memory.tapes.context import BlockContext, EncoderRun
 from bridge_memory.tapes.parameters import Use
 from bridge_memory.tapes.recorder import Recorder
 
 #: Bytes of an index.
 INT64 = 8
+
+
+def encoder_trains(ctx: BlockContext, run: EncoderRun, module: str) -> bool:
+    """Whether a module, or a weight of it, trains. LoRA freezes the whole encoder (Megatron Bridge ``peft/base.py:
+    PEFT.freeze_model``)."""
+    if ctx.adapters is not None and ctx.adapters.scheme == "lora":
+        return False
+    return not any(module.startswith(name) for name in run.spec.frozen)
 
 
 class EncoderOps(Torch):
@@ -38,16 +46,16 @@ class EncoderOps(Torch):
 
     def trains(self, weight: str) -> bool:
         """Whether a weight has a gradient: adapters of Megatron's linears freeze the whole encoder."""
-        if self.r.ctx.adapters is not None:
-            return False
-        return not any(weight.startswith(name) for name in self.run.spec.frozen)
+        return encoder_trains(self.r.ctx, self.run, weight)
 
     def adapts(self, module: str) -> bool:
         return False
 
     def parameter(self, name: str, shape: tuple[Any, ...]) -> None:
         """One parameter, whole on every rank and never in fp8."""
-        self.r.parameter(name, shape, use=Use.ROUTER)
+        adapters, trains = self.r.ctx.adapters, self.trains(name)
+        # Named where it is not as with the run's other weights.
+        self.r.parameter(name, shape, use=Use.ROUTER, trains=trains if trains is (adapters is not None) else None)
 
     def dense(self, module: str, x: Array, rows: Any, inputs: int, outputs: int, *, bias: bool = True) -> Array:
         """``nn.Linear``."""

@@ -350,9 +350,8 @@ def qwen3_omni_stem(t: EncoderOps) -> Array:
     return out
 
 
-def qwen3_omni_layer(t: EncoderOps, x: Array, *, deep: int) -> Array:
-    """``Qwen3OmniMoeVisionBlock.forward``; after some a merger makes features from its output (``deep``: which one of
-    them, from 1 on; 0: none)."""
+def qwen3_omni_layer(t: EncoderOps, x: Array) -> Array:
+    """``Qwen3OmniMoeVisionBlock.forward``."""
     s, n, h = t.s, t.patches, t.s.hidden_size
     tables = tables_of(t)
     entered = t.layer_norm("blocks.*.norm1", x, n, h)
@@ -362,12 +361,14 @@ def qwen3_omni_layer(t: EncoderOps, x: Array, *, deep: int) -> Array:
     entered = t.layer_norm("blocks.*.norm2", x, n, h)
     y = plain_mlp(t, "blocks.*.mlp.linear_fc1", "blocks.*.mlp.linear_fc2", entered, n, s.ffn_hidden_size)
     t.keep_alive(entered)
-    out = added(t, "hidden states after the MLP", x, y)
-    if deep:
-        features = qwen3_merger(t, f"merger_list.{deep - 1}", out, after=True)
-        # The language model adds them to the output of one of its first layers.
-        t.tape.op("features of the deep stack", features.tensor, (), saves=(features.tensor,), trains=True)
-    return out
+    return added(t, "hidden states after the MLP", x, y)
+
+
+def qwen3_deep_merger(t: EncoderOps, x: Array) -> Array:
+    """A merger of ``merger_list``; the language model adds its features to the output of one of its first layers."""
+    features = qwen3_merger(t, "merger_list.*", x, after=True)
+    t.tape.op("features of the deep stack", features.tensor, (), saves=(features.tensor,), trains=True)
+    return features
 
 
 def qwen3_merger(t: EncoderOps, module: str, x: Array, *, after: bool = False) -> Array:

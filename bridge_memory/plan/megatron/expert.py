@@ -135,7 +135,7 @@ class PassedOver:
         if run.recompute.granularity == "full" and self._partial is not None:
             slower = self._partial.time.seconds / row.time.seconds - 1
             if slower <= WITHOUT_FULL:
-                return f"full recomputation, where a layout without it fits at no more than {WITHOUT_FULL:.0%} more time"
+                return f"full recomputation, where less of it fits at no more than {WITHOUT_FULL:.0%} more time"
         return _cut_sequences(Judged(row, found, 0))
 
     def _look(self, judged: Judged) -> None:

@@ -14,6 +14,7 @@ all fractions follow from those of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -169,6 +170,19 @@ def _sets(run: RunSpec) -> Iterator[tuple[str, ...]]:
     if i.te and not i.cpu_offloading_num_layers and OFFLOADS_BY_MODULE(i):
         for number in range(1, len(OFFLOAD_MODULES) + 1):
             yield from combinations(OFFLOAD_MODULES, number)
+
+
+def useful_offloads(run: RunSpec) -> tuple[tuple[str, ...], ...]:
+    """Each module that sends anything to host memory, alone, and all of these together."""
+    if not any(_sets(run)):
+        return ()
+    plain = run.with_fields(offload_modules=(), **dict.fromkeys(AXES["recompute"][:3]))
+    alone = []
+    for module in OFFLOAD_MODULES:
+        with suppress(SpecError):
+            if any(_sent(plain.with_fields(offload_modules=(module,)))):
+                alone.append(module)
+    return (*((module,) for module in alone), *([tuple(alone)] if len(alone) > 1 else []))
 
 
 def _idle(run: RunSpec) -> bool:

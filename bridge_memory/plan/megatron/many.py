@@ -214,8 +214,7 @@ class Sheet:
         base, sizes = self.base, self.sizes[place]._replace(pp=pipeline.pp)
         parallel = _unchecked(base.parallel, world_size=self.space.num_gpus, **{**sizes.fields(), **pipeline.fields})
         batches = _unchecked(base.batch, micro_batch_size=self.batches[batch], global_batch_size=self.total)
-        run: Any = Runs(base, parallel, batches, RecomputeSpec())
-        return run
+        return Runs(base, parallel, batches, RecomputeSpec())  # type: ignore[return-value]
 
     # ---- arrays in the place of runs ----
 

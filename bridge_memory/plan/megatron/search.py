@@ -8,6 +8,7 @@ step time (``speed``) and ranked by it. Layouts are evaluated in batches, as arr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -18,10 +19,10 @@ from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import Found, Limit, Listed, OneByOne, Refused, Row, Rows
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.expert import PassedOver, mechanisms
+from bridge_memory.plan.megatron.settings import words_of
 from bridge_memory.plan.megatron.space import (
     AXES,
     Space,
-    dispatcher_words,
     layouts,
     parallel_sizes,
     split_choices,
@@ -44,7 +45,7 @@ class Layouts(Rows[StepTime]):
         row = self[number]
         p = row.run.parallel
         sizes = p.tp, p.pp, p.cp, p.ep, p.etp, row.run.batch.micro_batch_size
-        return sizes, row.run.recompute, dispatcher_words(row.run)
+        return sizes, row.run.recompute, words_of(row.run)
 
     def choices(self) -> Iterator[Row[StepTime]]:
         """As ``best``."""
@@ -108,8 +109,8 @@ def search(
 
 
 def _as_an_expert(found: Found, space: Space, hardware: Hardware, limit: Limit, constants: Constants) -> Found:
-    """With what stands first as an expert has it: rows that keep the reserve, that no rule refuses, and whose layers are
-    split as well as they can be."""
+    """With what stands first as an expert has it: rows that keep the reserve, that no rule refuses, and whose layers
+    are split as well as they can be."""
     keeps = cache(Reserve(limit).kept)
     improves = cache(partial(_balanced, hardware=hardware, limit=limit, constants=constants, keeps=keeps))
     return found._replace(
@@ -120,21 +121,35 @@ def _as_an_expert(found: Found, space: Space, hardware: Hardware, limit: Limit, 
 def _balanced(
     row: Row[StepTime], hardware: Hardware, limit: Limit, constants: Constants, keeps: Callable[[Row[StepTime]], bool]
 ) -> Row[StepTime]:
-    """The row with its layers balanced over its stages, where that is faster and the reserve stays."""
-    from bridge_memory.plan.megatron.balance import balance
+    """The row with its layers balanced over its stages, where that is faster and the reserve stays; or as NVIDIA splits
+    them."""
+    from bridge_memory.plan.megatron.balance import balance, with_sizes
+    from bridge_memory.plan.megatron.published import PUBLISHED
 
-    if row.run.parallel.pp == 1:
+    p = row.run.parallel
+    if p.pp == 1:
         return row
-    kept = keeps(row)
+    kept, best = keeps(row), row
+
+    def tried(run: RunSpec) -> bool:
+        nonlocal best
+        found = _row(run, hardware, limit, constants)
+        better = isinstance(found, Row) and found.time.seconds < best.time.seconds and (keeps(found) or not kept)
+        if better:
+            assert isinstance(found, Row)
+            best = found
+        return better
+
     free = int(row.headroom / (1 + FRAGMENTATION))
     for capacity in (row.peak + free, row.peak):
-        try:
-            found = _row(balance(row.run, hardware, capacity=capacity).run, hardware, limit, constants)
-        except SpecError:
-            return row
-        if isinstance(found, Row) and found.time.seconds < row.time.seconds and (keeps(found) or not kept):
-            return found
-    return row
+        with suppress(SpecError):
+            if tried(balance(row.run, hardware, capacity=capacity).run):
+                break
+    theirs = PUBLISHED.get(row.run.model.name, {}).get(p.pp * p.vpp)
+    if theirs is not None:
+        with suppress(SpecError):
+            tried(with_sizes(row.run, theirs))
+    return best
 
 
 def _any_layout(space: Space) -> bool:
@@ -314,7 +329,7 @@ class _Batched(Layouts):
     def choice(self, number: int) -> object:
         sheet, pipeline, sizes, batch, recompute = self._place(number)
         sizes_of = sheet.sizes[pipeline.at[sizes]]
-        return pipeline.pp, sizes_of, batch, pipeline.recomputes[recompute], dispatcher_words(sheet.base)
+        return pipeline.pp, sizes_of, batch, pipeline.recomputes[recompute], id(sheet)
 
     def peaks(self) -> Iterable[int]:
         peaks: list[int] = self._peaks.tolist()

@@ -64,10 +64,31 @@ class Space(NamedTuple):
     global_batch_size: int | None = None
     #: Runs with other settings, around which the same sizes are looked at too.
     others: tuple[RunSpec, ...] = ()
+    #: On what these runs differ, in words.
+    varied: tuple[str, ...] = ()
+    #: Axis -> the words of the only values that are looked at, and of those that are left out (``keeps``).
+    only: Mapping[str, frozenset[str]] = {}
+    without: Mapping[str, frozenset[str]] = {}
 
     def each(self) -> tuple[Space, ...]:
-        """The space around every run."""
-        return tuple([self._replace(base=base, others=()) for base in (self.base, *self.others)])
+        """The space around every run. Of several, one that offloads modules has no layers that run again as a whole
+        (``fit`` says why), and one with another communication of context parallelism no layout without it."""
+        if not self.others:
+            return (self,)
+        found = []
+        for base in (self.base, *self.others):
+            without = dict(self.without)
+            if base.implementation.offload_modules:
+                without["recompute"] = without.get("recompute", frozenset()) | {"full"}
+            if base.implementation.cp_comm_type != self.base.implementation.cp_comm_type:
+                without["cp"] = without.get("cp", frozenset()) | {"1"}
+            found.append(self._replace(base=base, others=(), without=without))
+        return tuple(found)
+
+    def keeps(self, axis: str, words: frozenset[str]) -> bool:
+        """Whether a value that all of these words mean is looked at."""
+        only = self.only.get(axis)
+        return (only is None or bool(only & words)) and not self.without.get(axis, frozenset()) & words
 
     def one(self, axis: str) -> bool:
         """Whether an axis has one value, of ``base`` or of its range."""
@@ -78,12 +99,19 @@ class Space(NamedTuple):
         self, axis: str, given: int, most: int, *, usual: int | None = None, among: Sequence[int] | None = None
     ) -> list[int]:
         """Values of an axis: up to ``usual``, or to where its range ends, and never above ``most``."""
+        found = self._sizes(axis, given, most, usual, among)
+        if axis not in self.only and axis not in self.without:
+            return found
+        return [n for n in found if self.keeps(axis, frozenset({str(n)}))]
+
+    def _sizes(self, axis: str, given: int, most: int, usual: int | None, among: Sequence[int] | None) -> list[int]:
         if axis in self.fixed:
             return [given]
         low, high = self.ranges.get(axis, (1, most if usual is None else usual))
         known = among if among is not None else range(1, most + 1)
         keep = [n for n in known if low <= n <= min(high, most)]
-        return keep if self.exhaustive or low == high or axis not in POWERS else [n for n in keep if n & (n - 1) == 0]
+        every = self.exhaustive or low == high or axis not in POWERS or axis in self.only
+        return keep if every else [n for n in keep if n & (n - 1) == 0]
 
     def rule(self) -> str:
         """Which of all layouts are looked at, in words."""
@@ -97,11 +125,20 @@ class Space(NamedTuple):
             parts.append(f"every {' and '.join(divisors)} that divides")
         if "split" not in self.fixed:
             parts.append("one or two splits of the layers for each number of virtual stages")
-        if self.others:
-            parts.append(f"dispatcher {' or '.join(dispatcher_words(run) for run in (self.base, *self.others))}")
+        parts += self.varied
         if "recompute" not in self.fixed:
             parts.append("recompute none, one, two or all modules, or whole layers")
+        for how, of in (("only", self.only), ("without", self.without)):
+            parts += [f"{how} {axis} {_words(axis, words)}" for axis, words in of.items()]
         return "; ".join(parts) or "nothing beyond what the flags give"
+
+
+def _words(axis: str, words: frozenset[str]) -> str:
+    if all(word.isdecimal() for word in words):
+        numbers = sorted(map(int, words))
+        run = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
+        return f"{numbers[0]} to {numbers[-1]}" if run else ", ".join(map(str, numbers))
+    return ", ".join(sorted(words))
 
 
 def dispatcher_words(run: RunSpec) -> str:
@@ -161,7 +198,7 @@ def micro_batches(space: Space) -> list[int]:
     most = max(MOST_SEQUENCES, min(total or MOST_RANGE, MOST_RANGE))
     low, high = space.ranges.get("mbs", (1, most))
     if low == high:
-        return [low]  # refused where it does not divide the step
+        return [low] if space.keeps("mbs", frozenset({str(low)})) else []  # refused where it does not divide the step
     return space.sizes("mbs", space.base.batch.micro_batch_size, most, usual=MOST_SEQUENCES)
 
 
@@ -209,6 +246,8 @@ def parallel_sizes(space: Space) -> Iterator[Sizes]:
                     if experts and 1 < base.implementation.moe_imbalance > ep:
                         continue  # one rank cannot have more than every token
                     for etp in (p.etp,) if "etp" in space.fixed else sorted({1, tp}) if experts else (tp,):
+                        if experts and not space.keeps("etp", frozenset({str(etp)})):
+                            continue
                         if experts and (gpus % (ep * etp * pp) or experts % ep):
                             continue
                         if deepep and 1 < ep * etp not in DEEPEP_TOKENS:
@@ -226,22 +265,58 @@ def split_choices(space: Space, pp: int) -> Iterator[dict[str, Any]]:
     low, high = space.ranges.get("vpp", (1, most))
     numbers = (vpp_given,) if "vpp" in space.fixed else [n for n in range(1, most + 1) if low <= n <= high]
     for vpp in numbers:
+        if not space.keeps("vpp", frozenset({str(vpp)})):
+            continue
         if "split" in space.fixed:
             yield {"virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None}
             continue
         for fields in splits(model, pp, vpp, exhaustive=space.exhaustive):
+            if not space.keeps("split", frozenset({split_kind(fields)})):
+                continue
             yield {"virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None, **fields}
 
 
+#: Words for splits of the layers.
+SPLITS = ("even", "ends", "uneven", "layout")
+
+
+def split_kind(fields: Mapping[str, Any]) -> str:
+    """"even", "ends" (embedding or loss as layers), "uneven" (other first or last stages) or "layout" (a string)."""
+    given = {name for name, value in fields.items() if value}
+    if "pipeline_model_parallel_layout" in given:
+        return "layout"
+    if any("account_for" in name for name in given):
+        return "ends"
+    return "uneven" if any("num_layers_in" in name for name in given) else "even"
+
+
+def recompute_kinds(r: RecomputeSpec) -> frozenset[str]:
+    """Words that a recomputation goes by: "none"; "selective", its modules as "mlp+moe_act" and each of them; "full"
+    and "block" or "uniform"."""
+    if r.granularity == "selective":
+        return frozenset({"selective", "+".join(r.modules), *r.modules})
+    return frozenset({"full", str(r.method)}) if r.granularity == "full" else frozenset({"none"})
+
+
 def recomputations(space: Space, chunks: int) -> Iterator[RecomputeSpec]:
-    """What may run again in backward; ``chunks``: pp x vpp."""
+    """What may run again in backward; ``chunks``: pp x vpp. ``only`` names sets of modules as a whole."""
+    only = space.only.get("recompute")
+    without = space.without.get("recompute", frozenset())
+    for found in _recomputations(space, chunks):
+        kinds = recompute_kinds(found)
+        exact = kinds - set(found.modules) | {"+".join(found.modules)} if found.granularity == "selective" else kinds
+        if (only is None or only & exact) and not without & kinds:
+            yield found
+
+
+def _recomputations(space: Space, chunks: int) -> Iterator[RecomputeSpec]:
     base = space.base.recompute
     if "recompute" in space.fixed:
         yield base
         return
     yield replace(base, granularity=None, method=None, num_layers=None)
     modules = useful_modules(space.base)
-    most = len(modules) if space.exhaustive else 2
+    most = len(modules) if space.exhaustive or "recompute" in space.only else 2
     for number in range(1, len(modules) + 1):
         if number <= most or number == len(modules):
             for chosen in combinations(modules, number):

@@ -6,6 +6,8 @@ import os
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SUFFIX = ".json"
+#: Names before their maker renamed the repositories; Hugging Face redirects the old ones, and recipes still have them.
+_RENAMED = ("meta-llama/meta-llama-3.1-", "meta-llama/llama-3.1-")
 
 
 def list_presets() -> list[str]:
@@ -22,7 +24,7 @@ def list_presets() -> list[str]:
 
 def find_presets(name: str) -> list[str]:
     """The presets called ``name``, ignoring case: ``org/name``, or all with this name if ``name`` has no org."""
-    wanted = name.lower()
+    wanted = name.lower().replace(*_RENAMED)
     if "/" in wanted:
         return [p for p in list_presets() if p.lower() == wanted]
     return [p for p in list_presets() if p.lower().split("/")[1] == wanted]

@@ -5,6 +5,7 @@ Source: SGLang ``model_executor/pool_configurator.py`` and ``mem_cache/kv_cache_
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from bridge_memory.cards.gpu import Gpu
@@ -57,6 +58,7 @@ def page_size(spec: InferenceSpec, gpu: Gpu) -> int:
     return 64 if gpu.capability[0] == 10 else 1
 
 
+@lru_cache(maxsize=512)
 def pools(spec: InferenceSpec, stage: int) -> Pools:
     """Bytes of a token and of a state. Without a pool for windows all layers of attention keep all tokens."""
     windows = spec.model.model_type.startswith(HYBRID_WINDOWS)

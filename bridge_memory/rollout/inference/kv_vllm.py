@@ -7,6 +7,7 @@ Source: vLLM ``v1/core/kv_cache_planning.py`` (``get_kv_cache_groups``, ``get_kv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class _Layer(NamedTuple):
     page: int
 
 
+@lru_cache(maxsize=512)
 def default_block_size(spec: InferenceSpec, gpu: Gpu) -> int:
     """Tokens of a block before alignment: 16 unless the attention backend takes none of 16 (``platforms/cuda.py:
     _get_backend_priorities`` and ``get_supported_kernel_block_sizes`` of the backends)."""
@@ -75,6 +77,7 @@ def default_block_size(spec: InferenceSpec, gpu: Gpu) -> int:
     return DEFAULT_BLOCK
 
 
+@lru_cache(maxsize=512)
 def block_size(spec: InferenceSpec, gpu: Gpu) -> int:
     """Tokens of a block of attention. With recurrent layers it grows until a block is as large as a state
     (``platforms/interface.py: _align_hybrid_block_size``)."""
@@ -97,10 +100,11 @@ def aligned_states(spec: InferenceSpec) -> bool:
     return spec.enable_prefix_caching
 
 
+@lru_cache(maxsize=512)
 def plan(spec: InferenceSpec, gpu: Gpu, stage: int) -> Plan:
     """Groups of the layers of a stage, and the bytes of a block. Groups are made of all stages' layers and then
     projected (``_project_kv_cache_groups_to_worker``)."""
-    whole = groups_of(_layers(spec, gpu))
+    whole = _groups(spec, gpu)
     here = layers_of_stage(spec, stage)
     groups = tuple(
         group._replace(layers=tuple(one for one in group.layers if one[0] in here)) for group in whole
@@ -116,9 +120,10 @@ def in_flight_tokens(spec: InferenceSpec, gpu: Gpu) -> int:
     return batches * defaults.max_num_batched_tokens(spec, gpu)
 
 
+@lru_cache(maxsize=4096)
 def blocks_of(spec: InferenceSpec, gpu: Gpu, length: int) -> int:
     """Blocks that a sequence of ``length`` tokens holds at most, over all groups."""
-    groups = groups_of(_layers(spec, gpu))
+    groups = _groups(spec, gpu)
     tokens, aligned = in_flight_tokens(spec, gpu), aligned_states(spec)
     return sum(group.blocks_of(length, tokens, aligned) for group in groups)
 
@@ -127,6 +132,11 @@ def reported_tokens(spec: InferenceSpec, gpu: Gpu, blocks: int) -> int:
     """Tokens that vLLM reports: sequences of max_model_len that fit, times that (``get_kv_cache_capacity``)."""
     needed = blocks_of(spec, gpu, spec.length)
     return int(blocks / needed * spec.length) if needed else 0
+
+
+@lru_cache(maxsize=512)
+def _groups(spec: InferenceSpec, gpu: Gpu) -> tuple[Group, ...]:
+    return groups_of(_layers(spec, gpu))
 
 
 def _whole(spec: InferenceSpec) -> list[LayerCache]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from bridge_memory.rollout.inference.spec import DTYPES, STATE_DTYPES, InferenceSpec
+from bridge_memory.rollout.inference.spec import DTYPES, STATE_DTYPES, InferenceSpec, kv_heads, shared
 from bridge_memory.spec import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec, SideBySideSpec, SpecError
-from bridge_memory.spec.errors import divide
 
 
 class Kind(str, Enum):
@@ -89,7 +88,7 @@ def _caches(spec: InferenceSpec, mixer: object) -> list[LayerCache]:
 def _attention(spec: InferenceSpec, mixer: AttentionSpec) -> LayerCache:
     """kv heads x (head dim of keys + of values). A rank has one KV head at least: heads are copied where there are
     fewer than ranks (vLLM ``config/model.py: get_num_kv_heads``; SGLang ``configs/model_config.py``)."""
-    heads = max(1, mixer.num_query_groups // spec.attention_tp)
+    heads = kv_heads(mixer.num_query_groups, spec.attention_tp)
     nbytes = heads * (mixer.kv_channels + mixer.value_channels) * element_bytes(spec)
     if spec.kv_cache_dtype == "int4_per_token_head":
         nbytes = heads * (mixer.kv_channels // 2 + mixer.value_channels // 2)
@@ -135,12 +134,12 @@ def _state(spec: InferenceSpec, mixer: MambaSpec | GatedDeltaNetSpec) -> LayerCa
     if isinstance(mixer, MambaSpec):
         groups = mixer.num_groups if mixer.num_groups % tp == 0 else tp
         channels = mixer.num_heads * mixer.head_dim + 2 * groups * mixer.state_dim
-        heads = divide(mixer.num_heads, tp, "num_heads of Mamba", "tensor_parallel_size")
+        heads = shared(mixer.num_heads, tp, "num_heads of Mamba")
         state = heads * mixer.head_dim * mixer.state_dim
     else:
         channels = 2 * mixer.num_key_heads * mixer.key_head_dim + mixer.num_value_heads * mixer.value_head_dim
-        heads = divide(mixer.num_value_heads, tp, "num_value_heads", "tensor_parallel_size")
+        heads = shared(mixer.num_value_heads, tp, "num_value_heads")
         state = heads * mixer.value_head_dim * mixer.key_head_dim
-    conv = divide(channels, tp, "channels of the convolution", "tensor_parallel_size") * (mixer.conv_kernel - 1)
+    conv = shared(channels, tp, "channels of the convolution") * (mixer.conv_kernel - 1)
     conv_bytes = 2 if spec.framework == "sglang" else spec.element_bytes
     return LayerCache(Kind.STATE, conv * conv_bytes + state * state_dtype_bytes(spec))

@@ -25,9 +25,13 @@ NOTHING = Range(0, 0)
 TAGS = ("weights", "kv_cache", "cuda_graph")
 
 
+COMMUNICATION = "communication"
+
+
 class Held(NamedTuple):
-    """An amount, and the tag with which it sleeps: one of ``TAGS``; "engine": with all of vLLM's pool; "": never; and
-    "step": only while a step runs."""
+    """An amount, and the tag with which it sleeps: one of ``TAGS``; "engine": with all of vLLM's pool; and "step": only
+    while a step runs. Others never sleep: "" is there from the process's start, ``COMMUNICATION`` from the first
+    collective, "late" from the first step."""
 
     amount: Amount
     tag: str
@@ -83,7 +87,7 @@ class InferenceMemory:
     #: Whether it starts for sure; whether it can.
     starts: bool
     may_start: bool
-    #: Why not, in one line; "" if ``starts``.
+    #: Why not, in one line; "" if ``starts``. It begins with "free memory" where a smaller share of the card helps.
     why_not: str
 
     @property
@@ -97,17 +101,24 @@ class InferenceMemory:
 
         Not the sum of the components' ranges: the cache takes what the others leave of the budget.
         """
-        outside = [one.amount for one in self.held if one.tag == ""]
-        beside_budget = total(outside)
         if self.spec.framework == "vllm":
+            inside = [one.amount for one in self.held if _inside(self.spec, one)]
+            rest = total(one.amount for one in self.held if not _inside(self.spec, one))
+            if self.spec.kv_cache_memory_bytes is not None:
+                return Range(total(inside).least + rest.least, total(inside).most + rest.most)
             budget = self._budget()
-            if not self.graphs_inside:
-                beside_budget = total([*outside, self._named("CUDA graphs")])
-            inside = total(one.amount for one in self.held if one.tag != "")
-            return Range(
-                min(inside.least, budget) + beside_budget.least, max(budget, self.kv.most) + beside_budget.most
-            )
-        return Range(total(self.components).least, min(total(self.components).most, self.gpu.capacity_bytes))
+            if not rules.OTHERS_BESIDE_BUDGET(self.spec.release_numbers):
+                budget -= self.other_bytes.least
+            least = total(inside).least
+            return Range(least + rest.least, max(least, budget) + rest.most)
+        found = total(self.components)
+        fraction = defaults.mem_fraction_static(self.spec, self.gpu)
+        # Weights and cache together have the fraction of what the others and the process itself leave.
+        share = fraction * (self.gpu.capacity_bytes - self.other_bytes.least)
+        own = total(one.amount for one in self.held if one.tag in ("", COMMUNICATION)).most * (1 - fraction)
+        rest = total(one.amount for one in self.held if one.tag in ("step", "late", "cuda_graph"))
+        most = int(share + own) + rest.most + self._named("request tables").most
+        return Range(found.least, min(found.most, max(found.least, most)))
 
     @property
     def kv(self) -> Amount:
@@ -249,9 +260,10 @@ def inference_memory(spec: InferenceSpec, gpu: Gpu, *, other_bytes: Range = NOTH
         True
     """
     _check_other(other_bytes)
-    stages = [_stage(spec, gpu, stage) for stage in range(spec.pipeline_parallel_size)]
+    plain = _plain(spec)
+    stages = [_stage(plain, gpu, stage) for stage in range(spec.pipeline_parallel_size)]
     build = _vllm if spec.framework == "vllm" else _sglang
-    return build(spec, gpu, other_bytes, stages)
+    return build(spec, plain, gpu, other_bytes, stages)
 
 
 def _check_other(other: Range) -> None:
@@ -279,15 +291,15 @@ class _Stage(NamedTuple):
         return total(one.amount for one in self.held if one.tag in tags)
 
 
-@lru_cache(maxsize=256)
+def _plain(spec: InferenceSpec) -> InferenceSpec:
+    """Without its share of the card, so that what does not depend on it is computed once (``lru_cache``)."""
+    if (spec.gpu_memory_utilization, spec.mem_fraction_static, spec.kv_cache_memory_bytes) == (None, None, None):
+        return spec
+    return replace(spec, gpu_memory_utilization=None, mem_fraction_static=None, kv_cache_memory_bytes=None)
+
+
+@lru_cache(maxsize=512)
 def _stage(spec: InferenceSpec, gpu: Gpu, stage: int) -> _Stage:
-    # Only these fields move the cache alone: one entry serves all utilizations.
-    plain = replace(spec, gpu_memory_utilization=None, mem_fraction_static=None, kv_cache_memory_bytes=None)
-    return _stage_of(plain, gpu, stage)
-
-
-@lru_cache(maxsize=256)
-def _stage_of(spec: InferenceSpec, gpu: Gpu, stage: int) -> _Stage:
     held = [
         Held(weight_amount(spec, stage), "weights"),
         Held(profile.rotary_tables(spec), "weights"),
@@ -298,14 +310,18 @@ def _stage_of(spec: InferenceSpec, gpu: Gpu, stage: int) -> _Stage:
         size = kv_vllm.block_size(spec, gpu)
         groups = len(kv_vllm.plan(spec, gpu, stage).groups)
         state = profile.request_state(spec, gpu, stage, -(-spec.length // size), groups)
-        held.append(Held(state, "engine" if rules.RUNTIME_SLEEPS(spec.release_numbers) else ""))
+        held.append(Held(state, "engine" if rules.RUNTIME_SLEEPS(spec.release_numbers) else "late"))
     else:
         held.append(Held(graphs.graph_tables(spec, gpu, kv_sglang.page_size(spec, gpu)), "cuda_graph"))
     held.append(Held(graphs.graph_amount(spec, gpu, stage), "cuda_graph"))
-    held += [Held(one, "") for one in (*beside.process(gpu), *beside.communicators(spec, gpu))]
+    held.append(Held(beside.workspaces(spec, gpu), "late"))
+    held.append(Held(beside.loaded_late(), "late"))
+    held += [Held(one, "") for one in beside.process(gpu)]
+    held += [Held(one, COMMUNICATION) for one in beside.communicators(spec, gpu)]
     return _Stage(stage, tuple(held))
 
 
+@lru_cache(maxsize=512)
 def _kv_bytes_per_token(spec: InferenceSpec, stage: int) -> int:
     """Bytes of one more token of a long sequence: windows and states do not grow."""
     caches = layer_caches(spec, layers_of_stage(spec, stage))
@@ -314,18 +330,26 @@ def _kv_bytes_per_token(spec: InferenceSpec, stage: int) -> int:
     return sum(one.nbytes for one in caches if one.kind in keeps)
 
 
-def _vllm(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> InferenceMemory:
+def _inside(spec: InferenceSpec, held: Held) -> bool:
+    """Whether vLLM takes an amount out of its budget."""
+    release = spec.release_numbers
+    if held.tag == "cuda_graph":
+        return rules.GRAPHS_INSIDE_BUDGET(release)
+    if held.tag == COMMUNICATION:
+        return not rules.NCCL_BESIDE_BUDGET(release)
+    return held.tag != "" or not rules.OTHERS_BESIDE_BUDGET(release)
+
+
+def _vllm(
+    spec: InferenceSpec, plain: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]
+) -> InferenceMemory:
     requested = ceil(gpu.capacity_bytes * defaults.gpu_memory_utilization(spec))
-    captured = ("cuda_graph",) if rules.GRAPHS_INSIDE_BUDGET(spec.release_numbers) else ()
-    inside = ("weights", "engine", "step", *captured)
-    plans = [kv_vllm.plan(spec, gpu, one.place) for one in stages]
+    plans = [kv_vllm.plan(plain, gpu, one.place) for one in stages]
     spaces, blocks = [], []
     for one, plan in zip(stages, plans, strict=True):
-        taken = one.sum_of(*inside)
-        if not rules.RUNTIME_SLEEPS(spec.release_numbers):
-            taken = total([taken, *(h.amount for h in one.held if h.amount.name == "request tables")])
-        if not rules.NCCL_BESIDE_BUDGET(spec.release_numbers):
-            taken = total([taken, *beside.communicators(spec, gpu)])
+        taken = total(held.amount for held in one.held if _inside(plain, held))
+        if not rules.OTHERS_BESIDE_BUDGET(spec.release_numbers):
+            taken = total([taken, Range(*other)])
         space = Range(requested - taken.most, requested - taken.least)
         if spec.kv_cache_memory_bytes is not None:
             space = Range(spec.kv_cache_memory_bytes, spec.kv_cache_memory_bytes)
@@ -338,12 +362,12 @@ def _vllm(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> 
     kv = Amount("KV cache", number.least * plan.block_bytes, number.most * plan.block_bytes, Provenance.FORMULA,
                 "v1/core/kv_cache_planning.py: get_kv_cache_configs")  # fmt: skip
     held = (stage.held[0], Held(kv, "kv_cache"), *stage.held[1:])
-    needed = kv_vllm.blocks_of(spec, gpu, spec.length)
-    tokens = Range(*(kv_vllm.reported_tokens(spec, gpu, one) for one in number))
-    own = total(one.amount for one in stage.held if one.tag == "")
+    needed = kv_vllm.blocks_of(plain, gpu, spec.length)
+    tokens = Range(*(kv_vllm.reported_tokens(plain, gpu, one) for one in number))
+    own = stage.sum_of("", COMMUNICATION)
     free = Range(gpu.capacity_bytes - other.most - own.most, gpu.capacity_bytes - other.least - own.least)
     why = [""] * 2
-    taken = stage.sum_of("weights", "engine", "step", "cuda_graph")
+    taken = total(one.amount for one in stage.held if one.tag not in ("", COMMUNICATION))
     for place, (unclaimed, count, rest, claimed) in enumerate(
         ((free.least, number.least, space.least, taken.most), (free.most, number.most, space.most, taken.least))
     ):
@@ -354,8 +378,8 @@ def _vllm(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> 
             )
         elif count * plan.block_bytes + claimed > unclaimed:
             why[place] = (
-                f"weights, KV cache and a step take {(count * plan.block_bytes + claimed) / GIB:.2f} GiB of the "
-                f"{max(0, unclaimed) / GIB:.2f} GiB that are free"
+                f"free memory ({max(0, unclaimed) / GIB:.2f} GiB) is less than weights, KV cache and a step take "
+                f"({(count * plan.block_bytes + claimed) / GIB:.2f} GiB)"
             )
         elif rest <= 0:
             why[place] = f"nothing is left for the KV cache ({rest / GIB:.2f} GiB)"
@@ -363,15 +387,17 @@ def _vllm(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> 
             why[place] = (f"one sequence of {spec.length} tokens needs {needed} blocks, and {max(0, count - 1)} of "
                           f"{count} can be used")  # fmt: skip
     return InferenceMemory(
-        spec, gpu, Range(*other), held, space, number, kv_vllm.block_size(spec, gpu),
-        _kv_bytes_per_token(spec, fullest), tokens, Range(*(defaults.max_num_seqs(spec, gpu),) * 2), not why[0],
+        spec, gpu, Range(*other), held, space, number, kv_vllm.block_size(plain, gpu),
+        _kv_bytes_per_token(plain, fullest), tokens, Range(*(defaults.max_num_seqs(spec, gpu),) * 2), not why[0],
         not why[1], why[0],
     )  # fmt: skip
 
 
-def _sglang(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -> InferenceMemory:
-    fraction, page = defaults.mem_fraction_static(spec, gpu), kv_sglang.page_size(spec, gpu)
-    own = total(one.amount for one in stages[0].held if one.tag == "")
+def _sglang(
+    spec: InferenceSpec, plain: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]
+) -> InferenceMemory:
+    fraction, page = defaults.mem_fraction_static(spec, gpu), kv_sglang.page_size(plain, gpu)
+    own = stages[0].sum_of("", COMMUNICATION)
     before = Range(gpu.capacity_bytes - other.most - own.most, gpu.capacity_bytes - other.least - own.least)
     spaces, sizes = [], []
     for one in stages:
@@ -382,23 +408,23 @@ def _sglang(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -
             int(before.most - taken.least - before.most * (1 - fraction)),
         )
         spaces.append(space)
-        found = kv_sglang.pools(spec, one.place)
-        sizes.append([kv_sglang.sizes(spec, gpu, found, max(0, rest), page) for rest in space])
+        found = kv_sglang.pools(plain, one.place)
+        sizes.append([kv_sglang.sizes(plain, gpu, found, max(0, rest), page) for rest in space])
     tokens = Range(min(low.tokens for low, _ in sizes), min(high.tokens for _, high in sizes))
     fullest = min(range(len(stages)), key=lambda place: spaces[place].least)
     stage, space = stages[fullest], spaces[fullest]
-    pool = kv_sglang.pools(spec, fullest)
+    pool = kv_sglang.pools(plain, fullest)
     nbytes = [
-        kv_sglang.bytes_of(pool, kv_sglang.shrunk(spec, pool, size, least, page), page)
+        kv_sglang.bytes_of(pool, kv_sglang.shrunk(plain, pool, size, least, page), page)
         for size, least in zip(sizes[fullest], tokens, strict=True)
     ]
     kv = Amount("KV cache", nbytes[0], nbytes[1], Provenance.FORMULA,
                 "mem_cache/kv_cache_configurator.py; pool_configurator.py")  # fmt: skip
-    requests = Range(*(kv_sglang.most_requests(spec, pool, size) for size in sizes[fullest]))
-    table = profile.token_table(spec, requests)
+    requests = Range(*(kv_sglang.most_requests(plain, pool, size) for size in sizes[fullest]))
+    table = profile.token_table(plain, requests)
     held = (stage.held[0], Held(kv, "kv_cache"), Held(table, "kv_cache"), *stage.held[1:])
     slack = [int(one * (1 - fraction)) for one in before]
-    rest = total([stage.sum_of("step", "cuda_graph"), table])
+    rest = total([stage.sum_of("step", "cuda_graph", "late"), table])
     why = [""] * 2
     for place, (room, share, count, needs, most) in enumerate((
         (space.least, slack[0], tokens.least, rest.most, requests.least),
@@ -412,18 +438,18 @@ def _sglang(spec: InferenceSpec, gpu: Gpu, other: Range, stages: list[_Stage]) -
             why[place] = f"the cache of recurrent states is too small for one sequence ({room / GIB:.2f} GiB in all)"
         elif share < needs:
             why[place] = (
-                f"mem_fraction_static {fraction} leaves {share / GIB:.2f} GiB for graphs and activations, which take "
-                f"up to {needs / GIB:.2f} GiB"
+                f"free memory beside mem_fraction_static {fraction} ({share / GIB:.2f} GiB) is less than graphs and a "
+                f"step take ({needs / GIB:.2f} GiB)"
             )
     return InferenceMemory(
         spec, gpu, Range(*other), held, space, Range(tokens.least // page, tokens.most // page), page,
-        _kv_bytes_per_token(spec, fullest), tokens, requests, not why[0], not why[1], why[0],
+        _kv_bytes_per_token(plain, fullest), tokens, requests, not why[0], not why[1], why[0],
     )  # fmt: skip
 
 
 def _sequences(memory: InferenceMemory, blocks: int, length: int) -> int:
     """Whole sequences in ``blocks``; vLLM keeps one block as null."""
-    spec, gpu = memory.spec, memory.gpu
+    spec, gpu = _plain(memory.spec), memory.gpu
     if spec.framework == "vllm":
         each = kv_vllm.blocks_of(spec, gpu, length)
         return max(0, blocks - 1) // each if each else 0
@@ -463,6 +489,7 @@ def kv_capacity(spec: InferenceSpec, gpu: Gpu, available_bytes: int) -> KvCapaci
     """
     if type(available_bytes) is not int or available_bytes < 0:
         raise SpecError(f"available_bytes ({show(available_bytes)}) is not a number of bytes; give 0 or more")
+    spec = _plain(spec)
     stages = range(spec.pipeline_parallel_size)
     if spec.framework == "vllm":
         plans = [kv_vllm.plan(spec, gpu, stage) for stage in stages]

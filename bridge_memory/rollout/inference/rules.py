@@ -40,7 +40,26 @@ class Rule(NamedTuple):
         return release >= self.first
 
 
+#: First release of a framework -> the torch that its wheel requires (their metadata), newest first.
+TORCH: dict[str, dict[Release, tuple[int, int]]] = {
+    "vllm": {
+        (0, 33, 0): (2, 14), (0, 28, 0): (2, 13), (0, 20, 0): (2, 11), (0, 18, 0): (2, 10), (0, 14, 0): (2, 9),
+        (0, 10, 2): (2, 8), (0, 9, 0): (2, 7), (0, 8, 0): (2, 6), (0, 0, 0): (2, 5),
+    },
+    "sglang": {(0, 0, 0): (2, 14)},
+}  # fmt: skip
+
+
+def torch_of(framework: str, release: Release) -> tuple[int, int]:
+    """The torch that a release comes with."""
+    return next(torch for first, torch in TORCH[framework].items() if release >= first)
+
+
 # ---- vLLM ----
+
+#: Only what the engine took since its start counts; before, all that is on the card did, of other processes, too
+#: (``v1/worker/gpu_worker.py: determine_available_memory`` of 0.9.2 and 0.8.5).
+OTHERS_BESIDE_BUDGET = Rule((0, 9, 0))
 
 #: The estimate of CUDA graphs is taken out of the budget (``v1/worker/gpu_worker.py: determine_available_memory``,
 #: VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS of 0.20.0 and 0.19.0); before, they came on top.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.rollout.inference.rules import DEFAULT_RELEASES, FRAMEWORKS, Release, parse_release
 from bridge_memory.spec import CompressedAttentionSpec, ModelSpec, SpecError
-from bridge_memory.spec.errors import finite, show
+from bridge_memory.spec.errors import divide, finite, show
 
 #: Bytes of an element of weights and activations.
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -253,6 +253,19 @@ class InferenceSpec:
             value = getattr(self, name)
             if value is not None and not 0 < value <= most:
                 raise SpecError(f"{name} ({show(value)}) is not above 0 and at most {most:g}; give such a share")
+
+
+def shared(number: int, ranks: int, what: str, by: str = "tensor_parallel_size") -> int:
+    """``number`` over ``ranks``; raises SpecError where it does not divide."""
+    return divide(number, ranks, what, by, f"give a divisor of {number} as {by}")
+
+
+def kv_heads(groups: int, ranks: int) -> int:
+    """KV heads of one of ``ranks`` ranks: copied where there are fewer heads (``linear.py: QKVParallelLinear``)."""
+    if ranks >= groups:
+        divide(ranks, groups, "tensor_parallel_size", "num_key_value_heads", f"give a multiple of {groups}")
+        return 1
+    return shared(groups, ranks, "num_key_value_heads")
 
 
 def _sizes(value: object) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from bridge_memory.components import Provenance
 from bridge_memory.outside.amount import Amount
 from bridge_memory.rollout.inference.layer_cache import layers_of_stage
-from bridge_memory.rollout.inference.spec import InferenceSpec
+from bridge_memory.rollout.inference.spec import InferenceSpec, kv_heads, shared
 from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
@@ -26,13 +26,13 @@ from bridge_memory.spec import (
     MoESpec,
     SideBySideSpec,
 )
-from bridge_memory.spec.errors import divide
 
 MIB = 1 << 20
 #: The vocabulary is padded to a multiple of this (``vocab_parallel_embedding.py: DEFAULT_VOCAB_PADDING_SIZE``).
 VOCAB_MULTIPLE = 64
 #: Weights that share a scale in "fp8_blockwise", and in "mxfp4".
 FP8_BLOCK, MXFP4_BLOCK = 128, 32
+MXFP4_MULTIPLE = 256
 #: torch takes allocations of 10 MiB and more from the driver by themselves, in multiples of 2 MiB, smaller ones out of
 #: segments of 20 MiB (``c10/cuda/CUDACachingAllocator.cpp: get_allocation_size``).
 LARGE, LARGE_MULTIPLE, SEGMENT = 10 * MIB, 2 * MIB, 20 * MIB
@@ -63,6 +63,14 @@ class Weight(NamedTuple):
     @property
     def numel(self) -> int:
         return self.copies * self.rows * self.columns
+
+    def padded(self, spec: InferenceSpec) -> Weight:
+        """As kernels for mxfp4 hold experts: sizes in multiples of 128 or 256 (vLLM ``fused_moe/oracle/mxfp4.py:
+        mxfp4_round_up_hidden_size_and_intermediate_size``)."""
+        if spec.quantization != "mxfp4" or self.format is not Format.EXPERT:
+            return self
+        rows, columns = (-(-size // MXFP4_MULTIPLE) * MXFP4_MULTIPLE for size in (self.rows, self.columns))
+        return self._replace(rows=rows, columns=columns)
 
     def nbytes(self, spec: InferenceSpec) -> int:
         """Bytes with scales."""
@@ -109,7 +117,7 @@ def padded_vocab(spec: InferenceSpec) -> int:
     """Rows of the embedding and of the output layer over all ranks."""
     multiple = VOCAB_MULTIPLE
     rows = -(-spec.model.vocab_size // multiple) * multiple
-    return divide(rows, spec.tensor_parallel_size, "vocab_size padded to a multiple of 64", "tensor_parallel_size") * (
+    return shared(rows, spec.tensor_parallel_size, "vocab_size padded to a multiple of 64") * (
         spec.tensor_parallel_size
     )
 
@@ -128,6 +136,7 @@ def weight_amount(spec: InferenceSpec, stage: int) -> Amount:
     for one in found:
         nbytes = one.nbytes(spec)
         least += nbytes
+        nbytes = one.padded(spec).nbytes(spec)
         if nbytes >= LARGE:
             nbytes = -(-nbytes // LARGE_MULTIPLE) * LARGE_MULTIPLE
         small = small or nbytes < LARGE
@@ -195,8 +204,8 @@ def _mixer(spec: InferenceSpec, mixer: object) -> Iterator[Weight]:
 
 def _attention(spec: InferenceSpec, a: AttentionSpec) -> Iterator[Weight]:
     h, tp = spec.model.hidden_size, spec.attention_tp
-    heads = divide(a.num_attention_heads, tp, "num_attention_heads", "tensor_parallel_size")
-    kv = max(1, a.num_query_groups // tp)
+    heads = shared(a.num_attention_heads, tp, "num_attention_heads")
+    kv = kv_heads(a.num_query_groups, tp)
     q = heads * a.kv_channels * (2 if a.attention_output_gate else 1)
     keys = 0 if a.borrows_keys else kv * (a.kv_channels + (0 if a.keys_are_values else a.value_channels))
     yield Weight("qkv_proj", q + keys, h, Format.LINEAR)
@@ -215,7 +224,7 @@ def _attention(spec: InferenceSpec, a: AttentionSpec) -> Iterator[Weight]:
 
 def _mla(spec: InferenceSpec, m: MLASpec) -> Iterator[Weight]:
     h = spec.model.hidden_size
-    heads = divide(m.num_attention_heads, spec.attention_tp, "num_attention_heads", "tensor_parallel_size")
+    heads = shared(m.num_attention_heads, spec.attention_tp, "num_attention_heads")
     q = heads * (m.qk_head_dim + m.qk_pos_emb_head_dim)
     latent = m.kv_lora_rank + m.qk_pos_emb_head_dim
     if m.q_lora_rank:
@@ -239,7 +248,7 @@ def _mla(spec: InferenceSpec, m: MLASpec) -> Iterator[Weight]:
 def _mamba(spec: InferenceSpec, m: MambaSpec) -> Iterator[Weight]:
     """``layers/mamba/mamba_mixer2.py: MambaMixer2``. Groups are copied where they do not divide."""
     h, tp = spec.model.hidden_size, spec.attention_tp
-    heads = divide(m.num_heads, tp, "num_heads of Mamba", "tensor_parallel_size")
+    heads = shared(m.num_heads, tp, "num_heads of Mamba")
     inner = heads * m.head_dim
     groups = m.num_groups // tp if m.num_groups % tp == 0 else 1
     conv = inner + 2 * groups * m.state_dim
@@ -259,8 +268,8 @@ def _mamba(spec: InferenceSpec, m: MambaSpec) -> Iterator[Weight]:
 def _gdn(spec: InferenceSpec, g: GatedDeltaNetSpec) -> Iterator[Weight]:
     """``layers/mamba/gdn_linear_attn.py`` (Qwen3-Next)."""
     h, tp = spec.model.hidden_size, spec.attention_tp
-    values = divide(g.num_value_heads, tp, "num_value_heads", "tensor_parallel_size")
-    keys = divide(g.num_key_heads, tp, "num_key_heads", "tensor_parallel_size")
+    values = shared(g.num_value_heads, tp, "num_value_heads")
+    keys = shared(g.num_key_heads, tp, "num_key_heads")
     conv = 2 * keys * g.key_head_dim + values * g.value_head_dim
     yield Weight("in_proj_qkvz", conv + values * g.value_head_dim, h, Format.LINEAR)
     yield Weight("in_proj_ba", 2 * values, h, Format.LINEAR)
@@ -286,7 +295,7 @@ def _ffn(spec: InferenceSpec, ffn: MLPSpec | MoESpec) -> Iterator[Weight]:
         yield Weight("latent projections", 2 * width, h, Format.LINEAR)
     local = -(-ffn.num_experts // spec.expert_parallel_size)
     slices = spec.expert_ranks // spec.expert_parallel_size
-    inner = divide(ffn.moe_ffn_hidden_size, slices, "moe_ffn_hidden_size", "the ranks that share an expert")
+    inner = shared(ffn.moe_ffn_hidden_size, slices, "moe_ffn_hidden_size", "the ranks that share an expert")
     rows = 2 * inner if ffn.gated else inner
     yield Weight("experts w13", rows, width, Format.EXPERT, local)
     yield Weight("experts w2", width, inner, Format.EXPERT, local)
@@ -300,7 +309,7 @@ def _ffn(spec: InferenceSpec, ffn: MLPSpec | MoESpec) -> Iterator[Weight]:
 
 def _mlp(spec: InferenceSpec, width: int, gated: bool, bias: bool, prefix: str) -> Iterator[Weight]:
     h = spec.model.hidden_size
-    inner = divide(width, spec.tensor_parallel_size, f"{prefix}ffn_hidden_size", "tensor_parallel_size")
+    inner = shared(width, spec.tensor_parallel_size, f"{prefix}ffn_hidden_size")
     rows = 2 * inner if gated else inner
     yield Weight(f"{prefix}gate_up_proj", rows, h, Format.LINEAR)
     yield Weight(f"{prefix}down_proj", h, inner, Format.LINEAR)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from bridge_memory.spec.adapters import ROW_PARALLEL, divide_features, idle_targets, linears_of, split_rank
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.limits import Limits
 from bridge_memory.spec.model import ModelSpec
 from bridge_memory.spec.parts import ParallelSpec, PeftSpec
+
+if TYPE_CHECKING:
+    from bridge_memory.spec.run import RunSpec
 
 
 def check_adapters(peft: PeftSpec, parallel: ParallelSpec, model: ModelSpec, limits: Limits) -> None:
@@ -23,6 +28,24 @@ def check_adapters(peft: PeftSpec, parallel: ParallelSpec, model: ModelSpec, lim
                 split_rank(peft.dim, ranks, experts=linear.experts)
             if linear.features:
                 divide_features(*linear.features, ranks, experts=linear.experts)
+
+
+def check_frozen(run: RunSpec) -> None:
+    """Raise SpecError where a frozen language model leaves nothing that trains, or is not counted."""
+    if run.peft.scheme != "frozen":
+        return
+    if run.peft.dim:
+        raise SpecError(f"peft.dim ({run.peft.dim}) is the rank of adapters, which peft.scheme frozen has none of; drop it")
+    engine = run.data_parallel.engine
+    if run.implementation.torch_layers or engine != "megatron_ddp":
+        raise SpecError(
+            f"peft.scheme (frozen) is counted with Megatron's layers and engine megatron_ddp alone, not with engine "
+            f"{engine}; drop it"
+        )
+    if not any(encoder.trains for encoder in run.model.encoders):
+        raise SpecError(
+            "peft.scheme (frozen): nothing would train, since the model has no encoder that trains; drop it, or set lora"
+        )
 
 
 def check_targets(peft: PeftSpec, model: ModelSpec, limits: Limits) -> None:

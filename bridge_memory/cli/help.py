@@ -1,0 +1,134 @@
+"""Help: the list of commands by question, and of a command the flags that people use; ``--help-all`` has the rest."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+#: Question -> the commands that answer it.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "before a run": ("estimate", "quick", "calculate", "validate"),
+    "plan: what fits, what to change": ("search", "sweep", "fit", "whatif", "balance", "diff"),
+    "after it, or when it failed": ("why", "compare", "record"),
+    "is it right?": ("accuracy", "rehearse"),
+    "lists, the page, other programs": ("models", "gpus", "serve", "mcp", "completion"),
+}
+#: Command -> three sets of arguments, the typical question first, which its usage shows too.
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "estimate": (
+        "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --gpu H100",
+        "--megatron-args launch.sh --num-gpus 64 --gpu H200",
+        "Llama-3.1-8B --engine fsdp2 --num-gpus 8 --gradient-checkpointing --gpu H100 --output report.html",
+    ),
+    "search": (
+        "Qwen/Qwen3-8B --num-gpus 8 --global-batch-size 64 --gpu H100",
+        "Qwen/Qwen3-30B-A3B --num-gpus 64 --tp 1..4 --pp 1..8 --global-batch-size 512 --gpu H100",
+        "Llama-3.1-8B --engine any --num-gpus 8 --global-batch-size 64 --gpu H100 --emit deepspeed",
+    ),
+    "fit": (
+        "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --seq-length 16384 --gpu H100",
+        "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --seq-length 16384 --gpu H100 --emit flags",
+        "Llama-3.1-70B --engine fsdp2 --num-gpus 64 --gradient-checkpointing --gpu H100",
+    ),
+    "whatif": (
+        "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --gpu H100",
+        "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --gpu H100 --target-gib 60",
+        "--megatron-args launch.sh --num-gpus 64 --gpu H100 --pairs",
+    ),
+    "balance": (
+        "Qwen/Qwen3-32B --num-gpus 16 --tp 4 --pp 4 --gpu H100",
+        "DeepSeek-V3 --num-gpus 256 --pp 16 --ep 16 --gpu H200",
+        "--megatron-args launch.sh --num-gpus 64 --gpu H100",
+    ),
+    "compare": (
+        "train.log Qwen/Qwen3-8B --num-gpus 8 --tp 2",
+        "memory_report.jsonl --output memory.html",
+        "snapshot.pickle Qwen/Qwen3-8B --num-gpus 8 --tp 2 --snapshot-stage 0",
+    ),
+    "why": (
+        "train.log",
+        "- --megatron-args launch.sh --num-gpus 64 --gpu H100 < error.txt",
+        "snapshot.pickle Qwen/Qwen3-8B --num-gpus 8 --tp 2 --gpu H100",
+    ),
+    "diff": (
+        "before.yaml after.yaml --gpu H100",
+        "'Qwen/Qwen3-8B --num-gpus 8 --tp 2' 'Qwen/Qwen3-8B --num-gpus 8 --tp 4' --gpu H100",
+        "old.sh new.sh --num-gpus 64 --format md",
+    ),
+    "record": (
+        "memory_report.jsonl -o rows.jsonl",
+        "train.log Qwen/Qwen3-8B --num-gpus 8 --tp 2 --gpu H100 -o rows.jsonl",
+    ),
+    "rehearse": (
+        "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --pp 2 --stage 0",
+        "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --layer 0",
+    ),
+}  # fmt: skip
+
+#: Flags of a run that people use, whatever the command; with a command's own they are what its help shows.
+_OF_A_RUN = frozenset({
+    "--num-gpus", "--tp", "--pp", "--cp", "--ep", "--vpp", "--engine", "--seq-length", "--micro-batch-size",
+    "--global-batch-size", "--recompute-granularity", "--gradient-checkpointing", "--fp8", "--peft", "--megatron-args",
+    "--container", "--deepspeed",
+})  # fmt: skip
+#: Command -> its own flags that people use; those of a command that is not here are shown if they are few.
+_OWN: Mapping[str, frozenset[str]] = {
+    "estimate": frozenset({"--gpu", "-v", "--brief", "--phases", "--stage", "--json", "--output", "--require-fit"}),
+    "search": frozenset({"--gpu", "--vary", "--headroom", "--top", "--emit", "--row", "--json", "--output"}),
+    "fit": frozenset({"--gpu", "--vary", "--headroom", "--top", "--emit", "--row", "--json", "--output"}),
+    "whatif": frozenset({"--gpu", "--pairs", "--target-gib", "--top", "--json", "--output"}),
+    "balance": frozenset({"--gpu", "--json", "--output"}),
+    "compare": frozenset({"--gpu", "--tolerance", "--snapshot-stage", "--snapshot-device", "--json", "--output"}),
+    "why": frozenset({"--gpu", "--json", "--output"}),
+    "record": frozenset({"--gpu", "--json", "-o", "--format"}),
+    "rehearse": frozenset({"--stage", "--layer", "--gpu", "--json", "--output"}),
+}
+#: Flags with which a help is no longer read: one with fewer is shown whole.
+_MANY = 40
+
+
+def commands_help(commands: Mapping[str, tuple[str, str]]) -> str:
+    """The list of commands, by question. ``commands``: name -> (module, what it does)."""
+    width = max(map(len, commands))
+    lines = [
+        "usage: bridge-memory COMMAND ...",
+        "",
+        "How much GPU memory a training run takes, on which pipeline stage, because of which tensors:",
+        "Megatron, PyTorch DDP and FSDP, DeepSpeed ZeRO.",
+    ]
+    for question, names in GROUPS.items():
+        lines += ["", question, *(f"  {name:<{width}}  {commands[name][1]}" for name in names if name in commands)]
+    return "\n".join([*lines, "", "`bridge-memory COMMAND --help` explains a command."])
+
+
+class HelpAll(argparse.Action):
+    """``--help-all``: every flag."""
+
+    def __init__(self, option_strings: list[str], dest: str, **_: object) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="every flag of this command")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.every_flag = True  # type: ignore[attr-defined]
+        parser.print_help()
+        parser.exit()
+
+
+def many(parser: argparse.ArgumentParser) -> bool:
+    """Whether its help is more than people read."""
+    return len(parser._actions) > _MANY
+
+
+def shown_groups(
+    parser: argparse.ArgumentParser, command: str, *, every: bool
+) -> list[tuple[str | None, list[argparse.Action]]]:
+    """(title, actions) of each group of the help."""
+    wanted = _OF_A_RUN | _OWN.get(command, frozenset()) | {"--help", "--help-all"}
+    found = []
+    for group in parser._action_groups:
+        actions = [
+            action for action in group._group_actions
+            if every or not action.option_strings or action.required or wanted & set(action.option_strings)
+        ]
+        if actions:
+            found.append((group.title, actions))
+    return found
