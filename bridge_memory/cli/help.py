@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 #: Question -> the commands that answer it.
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "before a run": ("estimate", "quick", "calculate", "validate"),
+    "before a run": ("estimate", "rollout", "quick", "calculate", "validate"),
     "plan: what fits, what to change": ("search", "sweep", "fit", "whatif", "balance", "diff"),
     "after it, or when it failed": ("why", "compare", "record"),
     "is it right?": ("accuracy", "rehearse"),
@@ -19,6 +19,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --gpu H100",
         "--megatron-args launch.sh --num-gpus 64 --gpu H200",
         "Llama-3.1-8B --engine fsdp2 --num-gpus 8 --gradient-checkpointing --gpu H100 --output report.html",
+    ),
+    "rollout": (
+        "--verl config.yaml --gpu H100",
+        "--slime launch.sh --gpu H200 --search",
+        "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --rollout-tp 2 --max-tokens-per-gpu 16384 --optimizer-offload --gpu H100",
     ),
     "search": (
         "Qwen/Qwen3-8B --num-gpus 8 --global-batch-size 64 --gpu H100",
@@ -74,6 +79,12 @@ _OF_A_RUN = frozenset({
 #: Command -> its own flags that people use; those of a command that is not here are shown if they are few.
 _OWN: Mapping[str, frozenset[str]] = {
     "estimate": frozenset({"--gpu", "-v", "--brief", "--phases", "--stage", "--json", "--output", "--require-fit"}),
+    "rollout": frozenset({
+        "--gpu", "-v", "--json", "--output", "--verl", "--nemo-rl", "--slime", "--trl", "--ms-swift", "--rollout",
+        "--rollout-tp", "--gpu-memory-utilization", "--mem-fraction-static", "--max-model-len", "--max-tokens-per-gpu",
+        "--log-prob-max-tokens-per-gpu", "--param-offload", "--optimizer-offload", "--reference", "--critic",
+        "--search", "--emit", "--log", "--require-fit",
+    }),
     "search": frozenset({"--gpu", "--vary", "--headroom", "--top", "--emit", "--row", "--json", "--output"}),
     "fit": frozenset({"--gpu", "--vary", "--headroom", "--top", "--emit", "--row", "--json", "--output"}),
     "whatif": frozenset({"--gpu", "--pairs", "--target-gib", "--top", "--json", "--output"}),
