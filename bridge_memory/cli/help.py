@@ -80,10 +80,8 @@ _OF_A_RUN = frozenset({
 _OWN: Mapping[str, frozenset[str]] = {
     "estimate": frozenset({"--gpu", "-v", "--brief", "--phases", "--stage", "--json", "--output", "--require-fit"}),
     "rollout": frozenset({
-        "--gpu", "-v", "--json", "--output", "--verl", "--nemo-rl", "--slime", "--trl", "--ms-swift", "--rollout",
-        "--rollout-tp", "--gpu-memory-utilization", "--mem-fraction-static", "--max-model-len", "--max-tokens-per-gpu",
-        "--log-prob-max-tokens-per-gpu", "--param-offload", "--optimizer-offload", "--reference", "--critic",
-        "--search", "--emit", "--log", "--require-fit",
+        "--gpu", "-v", "--json", "--output", "--verl", "--nemo-rl", "--slime", "--rollout", "--rollout-tp",
+        "--gpu-memory-utilization", "--max-tokens-per-gpu", "--optimizer-offload", "--search", "--emit", "--log",
     }),
     "search": frozenset({"--gpu", "--vary", "--headroom", "--top", "--emit", "--row", "--json", "--output"}),
     "fit": frozenset({"--gpu", "--vary", "--headroom", "--top", "--emit", "--row", "--json", "--output"}),
