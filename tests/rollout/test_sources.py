@@ -183,7 +183,7 @@ def test_trl_and_ms_swift(tmp_path: Path) -> None:
         "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "beta": 0.04, "learning_rate": 1e-6,
     }))  # fmt: skip
     setup = read("trl", str(config), world_size=8)
-    assert (setup.longest, setup.update_tokens) == (512 + 256, 2 * (512 + 256))
+    assert (setup.longest, setup.update_tokens) == (512 + 512, 2 * (512 + 512))
     assert setup.in_process and setup.sleep_level == 0 and setup.reference is Reference.GPU
     swift = read("ms_swift", "swift rlhf --rlhf_type grpo --model Qwen/Qwen2.5-7B --train_type full --use_vllm true "
                  "--vllm_mode colocate --vllm_gpu_memory_utilization 0.5 --max_completion_length 2048 "
