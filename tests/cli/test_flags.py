@@ -16,6 +16,7 @@ from bridge_memory.arguments.run import run_from_arguments
 from bridge_memory.cli import accuracy as accuracy_command
 from bridge_memory.cli import estimate as estimate_command
 from bridge_memory.cli import main
+from bridge_memory.cli import rollout as rollout_command
 from bridge_memory.cli import search as search_command
 from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.job.job import job_of
@@ -321,7 +322,8 @@ def spelled_in_the_guide() -> list[str]:
 def test_every_spelling_in_the_guide_is_taken(spelling: str) -> None:
     """Those of a run by every command that takes one; those of the output by the command beside them."""
     taken: set[str] = set()
-    of_commands = [command.add_arguments for command in (estimate_command, accuracy_command, search_command)]
+    commands = (estimate_command, accuracy_command, search_command, rollout_command)
+    of_commands = [command.add_arguments for command in commands]
     for add in (add_run_arguments, *of_commands):
         parser = argparse.ArgumentParser()
         add(parser)
