@@ -52,6 +52,7 @@ __all__ = [
     "explain",
     "model_state",
     "peaks",
+    "peaks_with",
     "stage_graphs",
     "stage_parts",
     "stage_peaks",
@@ -88,6 +89,12 @@ def peaks(run: RunSpec) -> tuple[StagePeak, ...]:
         True
     """
     stages = _Stages(run)
+    return tuple([stages.peak(rank, held) for rank, held in enumerate(stages)])
+
+
+def peaks_with(run: RunSpec, engine: Engine) -> tuple[StagePeak, ...]:
+    """As ``peaks``, with ``engine`` in place of the one that ``run`` names."""
+    stages = _Stages(run, engine=engine)
     return tuple([stages.peak(rank, held) for rank, held in enumerate(stages)])
 
 

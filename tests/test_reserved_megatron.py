@@ -24,11 +24,12 @@ MIB = 1 << 20
 
 
 def run_of(
-    name: str, layers: int, recompute: RecomputeSpec | None = None, world: int = 8, **fields: Any
+    name: str, layers: int, recompute: RecomputeSpec | None = None, world: int = 8, depths: int = 0, **fields: Any
 ) -> RunSpec:  # fmt: skip
     given = resolve_model(name)
     implementation = fields.pop("implementation", {})
-    model = replace(given, layers=given.layers[:layers], mtp_num_layers=0, mtp_layer=None)
+    depth = given.layers[-1] if depths else None
+    model = replace(given, layers=given.layers[:layers], mtp_num_layers=depths, mtp_layer=depth)
     return RunSpec(
         model=model, parallel=ParallelSpec(world_size=world, **fields),
         batch=BatchSpec(seq_length=4096, micro_batch_size=1, global_batch_size=64),
@@ -84,6 +85,10 @@ VP = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size":
             run_of(QWEN, 6, implementation=OVERLAP, **EP).with_fields(global_batch_size=8),
             id="overlapped, one microbatch",
         ),
+        pytest.param(run_of(LLAMA, 4, depths=1), id="MTP"),
+        pytest.param(run_of(LLAMA, 4, depths=2, **SP), id="two MTP depths"),
+        pytest.param(run_of(LLAMA, 4, full(1), depths=1), id="MTP, layers run again"),
+        pytest.param(run_of(QWEN, 8, world=16, depths=1, implementation=OVERLAP, **VP), id="overlapped, MTP"),
     ],
 )
 def test_most_is_allocated_where_the_estimate_says(run: RunSpec) -> None:

@@ -84,7 +84,10 @@ class _Parser(argparse.ArgumentParser):
         full = super().format_usage()
         if full.count("\n") <= _USAGE_LINES:
             return full
-        named = [str(a.metavar) if a.required else f"[{a.metavar}]" for a in self._actions if not a.option_strings]
+        named = [
+            f"[{a.metavar} ...]" if a.nargs == "*" else str(a.metavar) if a.required else f"[{a.metavar}]"
+            for a in self._actions if not a.option_strings
+        ]
         needed = [f"{a.option_strings[0]} {a.metavar}" for a in self._actions if a.option_strings and a.required]
         words = " ".join([self.prog, *named, *needed, "[flags]"])
         return f"usage: {words}\n" + "".join(f"e.g.:  {self.prog} {typical}\n" for typical in self._examples[:1])

@@ -98,8 +98,8 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
         best, front = _records(shown, ranked), [style.record(row) for row in _front(found, ranked)]
         run = runs_with(ranked.rows[0].run if ranked.rows else shown.base)
         known = {**shown.document, **_first_verdict(shown, ranked, args)}
-        passed_over = {"passed_over": dict(ranked.refused)} if ranked.refused else {}
-        print(json.dumps({**known, "run": run, "best": best, "front": front, **passed_over}, indent=2))
+        known["passed_over"] = dict(ranked.refused)
+        print(json.dumps({**known, "run": run, "best": best, "front": front}, indent=2))
     elif args.format == "csv":
         print(_csv(_records(shown, found.ranked(args.top)), style.headings))
     else:

@@ -16,6 +16,7 @@ _post_backward_hook, _reduce_grad, _should_free_in_backward``, ``_limiter_utils.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from bridge_memory.engines.fsdp2 import FSDP2, Group
@@ -72,6 +73,9 @@ class FSDP1(FSDP2):
     def units(self, modules: Sequence[Module]) -> list[Flat]:
         """The flat tensors of a group's modules: one of all parameters; with adapters, one of the frozen parameters and
         then one for each parameter of an adapter."""
+        return self.kinds.of("units", modules, lambda: self._units(modules))
+
+    def _units(self, modules: Sequence[Module]) -> list[Flat]:
         run, flats, numel, tensors = self.run, list[Flat](), 0, 0
         align = ALIGNMENT // self.width if run.fsdp.use_orig_params else 1
         for module in modules:
@@ -125,9 +129,8 @@ class FSDP1(FSDP2):
         ``on_gpu``: all parameters are on the GPU before, else each unit is moved there by itself, and there receives
         the first rank's parameters (``_init_utils.py: _move_module_to_device, _sync_module_parameters``)."""
         allocated = most = sum(
-            times * rounded(p.numel * width)
-            for module in model.modules for p, times, width, _ in self.gathered_parameters(module)
-        ) if on_gpu else 0  # fmt: skip
+            self.kinds.of("wrapping", (module,), partial(self._as_modules, module))[0] for module in model.modules
+        ) if on_gpu else 0
         for modules in self.of_groups(model, groups):
             flats = list(reversed(self.units(modules)))
             if not on_gpu:

@@ -16,12 +16,14 @@ final_callback``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
 from bridge_memory.engines.engine import StageState
 from bridge_memory.engines.torch_modules import (
     Kept,
+    Kinds,
     Model,
     Module,
     accumulates,
@@ -88,6 +90,7 @@ class FSDP2:
         """``rank`` changes nothing: the first one, whose shards are never shorter than others', is meant."""
         f = run.fsdp
         self.run = run
+        self.kinds = Kinds()
         self.width = parameter_width(run)
         self.compute_width = DTYPE_BYTES[run.compute_dtype]
         #: The same of what trains: adapters may be wider.
@@ -142,9 +145,9 @@ class FSDP2:
         whole, shards = [0] * len(groups), [0] * len(groups)
         of_place = {place: i for i, g in enumerate(groups) for place in g.places}
         for module in model.modules:
-            for p, times, width, _ in self.gathered_parameters(module):
-                whole[of_place[module.place]] += times * rounded(prod(p.shape) * width)
-                shards[of_place[module.place]] += times * rounded(prod(shard(p.shape, self.ranks)) * width)
+            held, its_shards = self.kinds.of("wrapping", (module,), partial(self._as_modules, module))
+            whole[of_place[module.place]] += held
+            shards[of_place[module.place]] += its_shards
         allocated = most = sum(whole) if on_gpu else 0
         for of_unit, its_shards in zip(whole, shards, strict=True):
             allocated += 0 if on_gpu else of_unit
@@ -152,16 +155,25 @@ class FSDP2:
             allocated += (0 if self.run.fsdp.offload_params else its_shards) - of_unit
         return most
 
+    def _as_modules(self, module: Module) -> tuple[int, int]:
+        """Bytes of a module's parameters and of their shards, each a tensor of its own."""
+        whole = shards = 0
+        for p, times, width, _ in self.gathered_parameters(module):
+            whole += times * rounded(prod(p.shape) * width)
+            shards += times * rounded(prod(shard(p.shape, self.ranks)) * width)
+        return whole, shards
+
     def _saving(self, model: Model) -> int | None:
         """The largest parameter, gathered whole in its own dtype before it goes to the host (torch ``checkpoint/state_
         dict.py: get_model_state_dict``, as accelerate ``utils/fsdp_utils.py: save_fsdp_model`` asks for it)."""
         if self.run.fsdp.offload_params:
             return None
-        each = (
-            prod(shard(p.shape, self.ranks)) * width
-            for module in model.modules for p, _, width, _ in self.gathered_parameters(module)
-        )  # fmt: skip
+        each = (self.kinds.of("saving", (module,), partial(self._largest, module)) for module in model.modules)
         return rounded(max(each, default=0) * self.ranks) if self.ranks > 1 else 0
+
+    def _largest(self, module: Module) -> int:
+        each = (prod(shard(p.shape, self.ranks)) * width for p, _, width, _ in self.gathered_parameters(module))
+        return max(each, default=0)
 
     def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
         return kept_of(self.run, model, self.width, self.ranks)
@@ -184,6 +196,18 @@ class FSDP2:
 
     def _group(self, modules: Sequence[Module], *, root: bool) -> Group:
         ranks = self.ranks
+        whole, shards, cast, trained = self.kinds.of("group", modules, partial(self._sums, modules))
+        return Group(
+            tuple(m.place for m in modules), root, whole, rounded(shards * ranks) if ranks > 1 else 0,
+            rounded(cast) if ranks > 1 else 0,
+            rounded(trained * ranks * self.reduce_width), rounded(trained * self.reduce_width),
+            rounded(trained * self.trained_width),
+        )
+
+    def _sums(self, modules: Sequence[Module]) -> tuple[int, int, int, int]:
+        """Of a group: bytes of whole parameters, of gathered shards and of those that are cast; trained elements of a
+        shard."""
+        ranks = self.ranks
         whole = shards = cast = trained = 0
         for module in modules:
             for p, times, kept, computed in self.gathered_parameters(module):
@@ -192,12 +216,7 @@ class FSDP2:
                 shards += times * n * computed
                 cast += times * n * computed * (computed != kept)
             trained += sum(times * prod(shard(p.shape, ranks)) for p, times in module.trained_parameters())
-        return Group(
-            tuple(m.place for m in modules), root, whole, rounded(shards * ranks) if ranks > 1 else 0,
-            rounded(cast) if ranks > 1 else 0,
-            rounded(trained * ranks * self.reduce_width), rounded(trained * self.reduce_width),
-            rounded(trained * self.trained_width),
-        )
+        return whole, shards, cast, trained
 
     def gathered_parameters(self, module: Module) -> Iterator[Gathered]:
         """Of ``module``: those that train, then the frozen ones."""
@@ -211,10 +230,14 @@ class FSDP2:
         """Whole gradients of earlier microbatches at every place, in the dtype in which they will be reduced."""
         sizes = [0] * model.number
         for module in model.modules if self.waits else ():
-            sizes[module.place] += sum(
-                times * rounded(p.numel * self.waiting_width) for p, times in module.trained_parameters()
-            )
+            sizes[module.place] += self._separate(module, self.waiting_width)
         return sizes
+
+    def _separate(self, module: Module, width: int) -> int:
+        """Bytes of a module's gradients, each a tensor of its own."""
+        return self.kinds.of(f"separate {width}", (module,), lambda: sum(
+            times * rounded(p.numel * width) for p, times in module.trained_parameters()
+        ))  # fmt: skip
 
     # ---- what moves ----
 
@@ -270,8 +293,7 @@ class FSDP2:
         """Of every place, as autograd makes them."""
         sizes = [0] * model.number
         for module in model.modules:
-            nbytes = sum(times * rounded(p.numel * self.gradient_width) for p, times in module.trained_parameters())
-            sizes[module.place] += nbytes
+            sizes[module.place] += self._separate(module, self.gradient_width)
         return sizes
 
     def all_reduced(self, group: Group) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from bridge_memory.components import Provenance, Role, State
 from bridge_memory.engines.engine import Line
@@ -17,6 +17,8 @@ from bridge_memory.inventory.torch.quantized import is_quantized, weight_bytes
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.tapes.chain import Concurrent, EngineBytes, Label
 from bridge_memory.tapes.parameters import ALLOCATION_UNIT, Parameter, ParameterList, Use, pad
+
+T = TypeVar("T")
 
 _NONE = ParameterList(())
 
@@ -43,6 +45,21 @@ class Module(NamedTuple):
         for parameters, times in self.frozen.rows:
             for p in parameters:
                 yield p, times
+
+
+class Kinds:
+    """A function of modules that depends on their parameters alone, evaluated once for equal layers."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Any] = {}
+
+    def of(self, what: str, modules: Sequence[Module], function: Callable[[], T]) -> T:
+        """``function()``, which is about ``modules``; ``what``: its name."""
+        key = (what, *[part for module in modules for part in (module.trained, module.frozen)])
+        if key not in self._known:
+            self._known[key] = function()
+        found: T = self._known[key]
+        return found
 
 
 class Model(NamedTuple):

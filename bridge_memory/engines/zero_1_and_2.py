@@ -15,10 +15,12 @@ with bf16 parameters and fp32 gradients), ``runtime/engine.py: _do_optimizer_san
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from bridge_memory.components import Provenance, Role, State
 from bridge_memory.engines.engine import Line, StageState
 from bridge_memory.engines.torch_modules import (
+    Kinds,
     Model,
     Module,
     accumulates,
@@ -47,6 +49,7 @@ class ZeRO12:
     def __init__(self, run: RunSpec, *, rank: int | None = None) -> None:
         z, engine = run.deepspeed, run.data_parallel.engine
         self.run = run
+        self.kinds = Kinds()
         self.stage_number = z.stage if engine == "megatron_deepspeed" else int(engine[-1])
         self.width = parameter_width(run)
         self.accumulated_width = DTYPE_BYTES[z.grad_accum_dtype] if z.grad_accum_dtype else self.width
@@ -147,7 +150,9 @@ class ZeRO12:
 
     def _own_bytes(self, module: Module) -> int:
         """Bytes of a module's gradients in separate tensors."""
-        return sum(times * rounded(p.numel * self.own_width) for p, times in module.trained_parameters())
+        return self.kinds.of("own", (module,), lambda: sum(
+            times * rounded(p.numel * self.own_width) for p, times in module.trained_parameters()
+        ))  # fmt: skip
 
     def _copied(self, module: Module) -> int:
         """Bytes of the cast of a module's largest gradient, which is made with it."""
@@ -265,6 +270,9 @@ class ZeRO12:
 
     def _hooked(self, model: Model, flat: Flat, gradients: int) -> Replay:
         """Reductions during the last microbatch's backward."""
+        return self.kinds.of(f"hooked {flat}", model.modules, lambda: self._reductions(model, flat, gradients))
+
+    def _reductions(self, model: Model, flat: Flat, gradients: int) -> Replay:
         many = accumulates(self.run)
         #: Gradients of the partition, if not alive throughout.
         new = gradients if self._is_fresh(many=many) or not self.compact else 0
@@ -354,18 +362,7 @@ def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False, rank: 
     each = [p.numel for m in model.modules for p, times in m.trained_parameters() for _ in range(times)]
     if dealt:
         each = [each[i] for i in order_of(len(each), ranks)]
-    sizes = [(n, 1) for n in each]
-    numel = sum(each)
-    padded = -(-numel // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
-    partition = padded // ranks
-    touched, largest, at = [0] * ranks, [0] * ranks, 0
-    for n, times in sizes:
-        for _ in range(times):
-            low, high = at // partition, (at + n - 1) // partition
-            for r in range(low, high + 1):
-                touched[r] += n
-                largest[r] = max(largest[r], min(at + n, (r + 1) * partition) - max(at, r * partition))
-            at += n
+    numel, padded, partition, touched, largest = _partitioned(tuple(each), ranks)
     frozen = sum(
         times * rounded(p.numel * width) for m in model.modules for parameters, times in m.frozen.rows
         for p in parameters
@@ -376,6 +373,23 @@ def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False, rank: 
     if fullest is None:
         fullest = max(range(ranks), key=lambda r: touched[r] * width + max(largest[r] * NORM_WIDTH, flattened))
     return Flat(numel, padded, partition, touched[fullest], largest[fullest], fullest, frozen)
+
+
+@lru_cache(maxsize=64)  # the same for all configurations of a search
+def _partitioned(each: tuple[int, ...], ranks: int) -> tuple[int, int, int, list[int], list[int]]:
+    """(elements of all parameters, padded, of one partition; of every rank, elements of the parameters that its
+    partition touches, and of the largest part in it)."""
+    numel = sum(each)
+    padded = -(-numel // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
+    partition = padded // ranks
+    touched, largest, at = [0] * ranks, [0] * ranks, 0
+    for n in each:
+        low, high = at // partition, (at + n - 1) // partition
+        for r in range(low, high + 1):
+            touched[r] += n
+            largest[r] = max(largest[r], min(at + n, (r + 1) * partition) - max(at, r * partition))
+        at += n
+    return numel, padded, partition, touched, largest
 
 
 def fullest_rank(run: RunSpec) -> int:

@@ -253,13 +253,12 @@ class _Replayed(NamedTuple):
 def _replayed(run: RunSpec, stage: int, room: int) -> Generator[None, None, _Replayed]:
     """At most: with routing as uneven as the least that was seen, where sizes vary. At least: ``room``, if training
     goes on in it with retries of the allocator."""
-    expandable = run.implementation.expandable_segments
-    least = most = reserved.replayed(run, stage).held(expandable=expandable)
+    least = most = reserved.held(run, stage)
     yield
     factor = min(FROM_SCRATCH.least, most_overload(run)) / run.implementation.moe_imbalance
     uneven = reserved.uneven(run, stage, factor) if factor > 1 else None
     if uneven is not None:
-        most = max(most, uneven.held(expandable=expandable))
+        most = max(most, uneven)
     retries = least > room > 0 and reserved.fits_with_retries(run, stage, room)
     return _Replayed(
         Range(room if retries else least, most), None if uneven is None or most == least else factor, retries

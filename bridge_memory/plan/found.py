@@ -161,7 +161,7 @@ class OneByOne(Enum):
 #: Choices beyond those shown that are asked whether they keep the reserve; and where none of them does.
 LOOKED_FOR, LOOKED_FOR_ONE = 100, 1000
 #: Of the fastest choices, as many are improved (``Found.improves``).
-IMPROVED = 5
+IMPROVED = 3
 #: Of rows whose step time is within this of the fastest one's, the one with the fewest mechanisms stands first
 #: (``Found.mechanisms``): less than a prediction can tell, and each is something to set up, to tune and to fail.
 SIMPLER = 0.02
@@ -235,7 +235,7 @@ class Found(NamedTuple):
                 (keeping if self.keeps(row) else tight).append(row)
         if refused and not (keeping or tight):
             return self._replace(refuses=None).ranked(number)
-        if self.improves is not None:
+        if self.improves is not None and not self.stopped:
             first = [self.improves(row) for row in keeping[:IMPROVED]]
             keeping = sorted([*first, *keeping[IMPROVED:]], key=lambda row: row.time.seconds)
         if self.mechanisms is not None and keeping:

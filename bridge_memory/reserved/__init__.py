@@ -43,14 +43,22 @@ def replayed(run: RunSpec, stage: int | None = None, steps: int | None = None) -
     return torch_engines.replayed(run)
 
 
-def uneven(run: RunSpec, stage: int, factor: float) -> Reserved | None:
-    """As ``replayed``, with routing that gives up to ``factor`` times the tokens; None where sizes do not vary, or
-    variation reserves nothing more."""
+def held(run: RunSpec, stage: int) -> int:
+    """The most that ``replayed`` finds reserved with the allocator as the run has it."""
+    if run.data_parallel.engine == _MEGATRON:
+        from bridge_memory.reserved import megatron
+
+        return megatron.held(run, stage)
+    return replayed(run, stage).held(expandable=run.implementation.expandable_segments)
+
+
+def uneven(run: RunSpec, stage: int, factor: float) -> int | None:
+    """As ``held``, with routing that gives up to ``factor`` times the tokens; None where sizes do not vary."""
     if run.data_parallel.engine != _MEGATRON:
         return None
     from bridge_memory.reserved import megatron
 
-    return megatron.replayed(run, stage, uneven=factor) if megatron.sizes_vary(run) else None
+    return megatron.held(run, stage, factor) if megatron.sizes_vary(run) else None
 
 
 def fits_with_retries(run: RunSpec, stage: int, capacity: int) -> bool:

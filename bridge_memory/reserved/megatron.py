@@ -9,7 +9,8 @@ residual) on a stream of their own, in turns with the nodes of another microbatc
 is of its stream. Inputs that a node frees, and gradients that it takes, are recorded on its stream: blocks of the other
 one are free when the GPU has come so far. The host runs ahead of it until it waits for the number of tokens that a
 forward exchange brings (``models/common/model_chunk_schedule_plan.py: TransformerLayerSchedulePlan.run``;
-``pipeline_parallel/utils.py: ScheduleNode``; ``models/gpt/fine_grained_callables.py``).
+``pipeline_parallel/utils.py: ScheduleNode``; ``models/gpt/fine_grained_callables.py``). MTP depths run after the
+layers, and take no turns here.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Role
 from bridge_memory.estimation import peaks, stage_parts
-from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, output_block
+from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import fully_recomputed, ignores_full_recompute
+from bridge_memory.inventory.megatron.embedding import learned_positions
 from bridge_memory.inventory.stack import chunk_units, named_parameters
-from bridge_memory.inventory.tail import final_norm_name, has_own_output_weight, holds_final_norm
-from bridge_memory.releases import OVERLAPPED_LAYERS_FREED
+from bridge_memory.inventory.tail import (
+    final_norm_name,
+    has_own_output_weight,
+    hidden_states_bytes,
+    holds_final_norm,
+)
+from bridge_memory.releases import MTP_LOSS_OUTSIDE, OVERLAPPED_LAYERS_FREED
 from bridge_memory.schedule.events import num_warmup, schedule_table
 from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.spec import LayerSpec, RunSpec
@@ -49,7 +56,8 @@ Back = Callable[[int | None], dict[int, int]]
 def why_not(run: RunSpec) -> str | None:
     impl = run.implementation
     asked = {
-        "MTP": run.model.mtp_num_layers > 0 and run.model.mtp_layer is not None,
+        "MTP on a stage apart from its losses, or of megatron-core before 0.14": _has_depths(run)
+        and (not MTP_LOSS_OUTSIDE(impl) or not _depths_are_with_the_losses(run)),
         "deferred weight gradients of the output layer": impl.defer_embedding_wgrad_compute,
         "experts that are recomputed while exchanges overlap": impl.overlap_moe_expert_parallel_comm
         and (run.recompute.granularity == "full" or "moe" in run.recompute.modules),
@@ -65,15 +73,31 @@ def why_not(run: RunSpec) -> str | None:
     return f"reserved memory with {', '.join(missing)} is not replayed" if missing else None
 
 
-def replayed(run: RunSpec, stage: int | None = None, steps: int = STEPS, uneven: float = 1.0) -> Reserved:
-    """``stage``: by default the one with the highest peak. ``uneven``: overlapped layers of experts get at each pass
-    between the run's number of tokens and this times it, some more, some less."""
+def _has_depths(run: RunSpec) -> bool:
+    return run.model.mtp_num_layers > 0 and run.model.mtp_layer is not None
+
+
+def _depths_are_with_the_losses(run: RunSpec) -> bool:
+    shapes = [shape for stage in layout(run.model, run.parallel).shapes(run.model) for shape in stage]
+    return all(bool(shape.num_depths) == shape.output for shape in shapes)
+
+
+def replayed(run: RunSpec, stage: int | None = None, steps: int = STEPS) -> Reserved:
+    """``stage``: by default the one with the highest peak."""
     assert why_not(run) is None, why_not(run)
     if stage is None:
         stage = max(peaks(run), key=lambda found: found.peak_bytes).stage
     plain, expandable = CachingAllocator(), CachingAllocator(expandable_segments=True)
-    _Job(run, stage, (plain, expandable), uneven).train(steps)
+    _Job(run, stage, (plain, expandable)).train(steps)
     return reserved_by(plain, expandable)
+
+
+def held(run: RunSpec, stage: int, uneven: float = 1.0) -> int:
+    """The most that is reserved with the allocator as the run has it. ``uneven``: overlapped layers of experts get at
+    each pass between the run's number of tokens and this times it, some more, some less."""
+    one = CachingAllocator(expandable_segments=run.implementation.expandable_segments)
+    _Job(run, stage, (one,), uneven).train(STEPS)
+    return one.peak_reserved
 
 
 def fits_with_retries(run: RunSpec, stage: int, capacity: int) -> bool:
@@ -157,6 +181,54 @@ class _Pass(NamedTuple):
     after: list[Back]
 
 
+class _Depths:
+    """MTP depths and all losses after them, as one block: depths pass on hidden states, which are joined; each loss has
+    its part of them (``multi_token_prediction.py: MultiTokenPredictionBlock.forward``; ``gpt_model.py: _postprocess``).
+    """
+
+    def __init__(self, depth: Passes, loss: Passes, number: int, hidden: int, storages: Storages) -> None:
+        self._depth, self._loss, self._number, self._hidden, self._storages = depth, loss, number, hidden, storages
+
+    def forward(self, x: int | None) -> tuple[int | None, Back]:
+        """As ``Passes.forward``; there is no output that the caller has to drop but the last loss's."""
+        assert x is not None
+        storages, depths, losses = self._storages, list[Back](), list[Back]()
+        states = [storages.hold(x)]
+        for _ in range(self._number):
+            out, its_back = self._depth.forward(states[-1])
+            depths.append(its_back)
+            states.append(out)
+        joined = storages.make((1 + self._number) * self._hidden)
+        storages.drop_all(states)
+        outs = []
+        for _ in range(1 + self._number):
+            part = storages.make(self._hidden)
+            out, its_back = self._loss.forward(part)
+            storages.drop(part)
+            losses.append(its_back)
+            outs.append(out)
+        storages.drop(joined)
+        storages.drop_all(outs[:-1])
+
+        def back(gradient: int | None) -> dict[int, int]:
+            parts = [losses.pop()(gradient if not n else None).get(0) for n in range(1 + self._number)]
+            whole = storages.make((1 + self._number) * self._hidden)
+            storages.drop_all([part for part in parts if part is not None])
+            into = storages.hold(whole)
+            found: dict[int, int] = {}
+            while depths:
+                found = depths.pop()(into)
+                into = found.pop(0)
+                storages.drop_all(found.values())
+                summed = storages.make(self._hidden)
+                storages.drop(into)
+                into = summed
+            storages.drop(whole)
+            return {0: into}
+
+        return outs[-1], back
+
+
 class _Job:
     """A rank of one stage, storage by storage."""
 
@@ -200,10 +272,10 @@ class _Job:
     def _layer(self, kind: LayerSpec, *, again: bool = False) -> Passes:
         return self._passes(kind, lambda c: layer_block(kind, c), again=again)
 
-    def _chunk(self, shape: ChunkShape) -> list[Passes | list[Passes]]:
+    def _chunk(self, shape: ChunkShape) -> list[Passes | _Depths | list[Passes]]:
         """The blocks of a chunk in order; layers that are recomputed together are a list."""
         model, ctx = self.run.model, self.ctx
-        out: list[Passes | list[Passes]] = []
+        out: list[Passes | _Depths | list[Passes]] = []
         if shape.embedding:
             out.append(self._passes("embedding", lambda c: embedding_block(model, c)))
         kinds = [kind for kind, count in shape.layers for _ in range(count)]
@@ -216,10 +288,17 @@ class _Job:
             out.append(self._passes("final norm", lambda c: final_norm_block(final_norm_name(model), c)))
         if shape.output:
             own = has_own_output_weight(model, shape)
-            out.append(self._passes(
+            loss = self._passes(
                 "loss", lambda c: output_block(model.output_bias, own, c, softcapped=model.softcapped_logits)
-            ))
+            )
+            out.append(loss if not shape.num_depths else self._depths(loss, shape.num_depths))
         return out
+
+    def _depths(self, loss: Passes, number: int) -> _Depths:
+        layer = self.run.model.mtp_layer
+        assert layer is not None
+        depth = self._passes("MTP", lambda c: mtp_block(layer, c, learned_positions(self.run.model)))
+        return _Depths(depth, loss, number, hidden_states_bytes(self.ctx), self.storages)
 
     def _forward(self, chunk: int, x: int | None) -> tuple[int | None, list[Back]]:
         """Run a chunk; the caller keeps its reference to the input ``x`` and gets one to the output."""
@@ -376,10 +455,10 @@ class _Job:
         storages = self.storages
         new = _Pass(None, [], [], [])
         inside = gradient = held = None
-        blocks: list[Passes] = []
+        blocks: list[Passes | _Depths] = []
         if forward is not None:
             chosen = [self._chosen.choice(self.variants)[forward][at] for at in range(len(self.chunks[forward]))]
-            blocks = [block for block in chosen if isinstance(block, Passes)]
+            blocks = [block for block in chosen if not isinstance(block, list)]
             assert len(blocks) == len(self.chunks[forward]), "layers are not recomputed together where they overlap"
             shape = self.shapes[forward]
             new = new._replace(x=None if shape.embedding else storages.make(hidden))
@@ -393,11 +472,11 @@ class _Job:
             while back.after:
                 gradient = back.after.pop()(gradient).get(0)
         after = len(blocks) - (0 if forward is None else self._after(self.shapes[forward]))
-        blocks, tail = blocks[:after], blocks[after:]
+        layers, tail = [block for block in blocks[:after] if isinstance(block, Passes)], blocks[after:]
         to_the_end: list[int] = []
         done = storages.drop if OVERLAPPED_LAYERS_FREED(self.run.implementation) else to_the_end.append
-        for place in range(max(len(blocks), len(back.layers) if back is not None else 0)):
-            f = blocks[place] if place < len(blocks) else None
+        for place in range(max(len(layers), len(back.layers) if back is not None else 0)):
+            f = layers[place] if place < len(layers) else None
             b = back.layers.pop() if back is not None and back.layers else None
             turns = _Turns(self.streams, done, None if f is None else f.nodes(inside), b)
             out, gradient = turns.run(gradient)

@@ -98,7 +98,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
 
     found = search(space, hardware, capacity=gpu.capacity_bytes, outside=partial(outside_bytes_of, gpu=gpu),
                    progress=progress)  # fmt: skip
-    best = found.ranked(asked["top"]).rows
+    best = found.best(asked["top"]) if found.stopped else found.ranked(asked["top"]).rows
     return {
         "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
         "tight": found.tight, "stopped": found.stopped,

@@ -246,7 +246,8 @@ def test_a_count_beyond_any_model_does_not_eat_the_memory(capsys: pytest.Capture
 def test_output_is_whole_and_never_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "estimate.json"
     argv = ["estimate", "Llama-3.1-8B", "--json", "--output", str(path)]
-    assert run(capsys, *argv) == (0, "", f"bridge-memory: wrote {path} (json)\n")
+    status, out, said = run(capsys, *argv)
+    assert (status, out) == (0, "") and said.startswith(f"bridge-memory: wrote {path} (json): FITS ")
     before = path.read_text()
     assert json.loads(before)["schema"] == "bridge-memory/estimate/3"
     assert "--force" in refused(capsys, *argv, "--tp", "2")

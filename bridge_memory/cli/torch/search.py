@@ -13,6 +13,7 @@ from bridge_memory.arguments.files import named
 from bridge_memory.arguments.flags import spelling
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.measured import named_seconds
+from bridge_memory.cli.garbage import few_collections
 from bridge_memory.cli.phased import job_notes
 from bridge_memory.cli.progress import Progress
 from bridge_memory.cli.ranked import Shown, Style, how_words, print_found
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     space, left_out = _space(args, gpu, hardware.domain, words)
     num_gpus = getattr(args, _GPUS)
     slower, said = _measured(args.measured_step_time, space, hardware)
-    with Progress("configuration") as progress:
+    with few_collections(), Progress("configuration") as progress:
         found = search(
             space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
             outside=partial(outside_bytes_of, gpu=gpu), progress=progress, share=progress.done,

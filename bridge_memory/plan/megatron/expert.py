@@ -126,7 +126,7 @@ class PassedOver:
         self._partial: Row[StepTime] | None = None
 
     def __call__(self, row: Row[StepTime], found: Found) -> str | None:
-        if self._found is None or self._found.rows is not found.rows:
+        if self._found is not found:
             self._look(Judged(row, found, 0))
         run = row.run
         experts = limits_of(run.model).experts_gcd

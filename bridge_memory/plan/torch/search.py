@@ -6,13 +6,14 @@ Each is estimated and timed by itself: there are hundreds, and they share their 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from bridge_memory.estimation import peaks
+from bridge_memory.estimation import peaks, peaks_with
 from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import Found, Limit, Listed, OneByOne, Refused, Row
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.torch.space import Space, configurations
+from bridge_memory.plan.torch.states import States
 from bridge_memory.spec import RunSpec
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
@@ -83,12 +84,14 @@ class _Some:
     limit: Limit
     constants: Constants
     slower: float
+    states: States = field(default_factory=States)
 
     def __call__(self, some: Sequence[RunSpec]) -> list[Row[StepTime] | bool]:
         return list(map(self.row, some))
 
     def row(self, run: RunSpec) -> Row[StepTime] | bool:
-        (stage,) = peaks(run)
+        engine = self.states.engine(run)
+        (stage,) = peaks(run) if engine is None else peaks_with(run, engine)
         left = self.limit.headroom(run, stage.peak_bytes)
         if left.least < 0:
             return left.most >= 0
