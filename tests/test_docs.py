@@ -134,7 +134,7 @@ def test_people_have_no_more_to_read_than_they_can() -> None:
     """README.md, references/*.md and what a coding assistant reads."""
     apart = ("CONTRIBUTING.md", "CHANGELOG.md")
     pages = [*(page for page in PAGES if page.name not in apart), *(REFERENCES / "skill").glob("*.md")]
-    assert sum(len(page.read_text().split()) for page in pages) <= 24_000
+    assert sum(len(page.read_text().split()) for page in pages) <= 25_000
 
 
 def test_words_that_are_ours_alone_are_not_in_the_documents() -> None:

@@ -20,6 +20,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "--megatron-args launch.sh --num-gpus 64 --gpu H200",
         "Llama-3.1-8B --engine fsdp2 --num-gpus 8 --gradient-checkpointing --gpu H100 --output report.html",
     ),
+    "rollout": (
+        "--verl config.yaml --gpu H100",
+        "--slime launch.sh --gpu H200 --search",
+        "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --rollout-tp 2 --max-tokens-per-gpu 16384 --optimizer-offload --gpu H100",
+    ),
     "search": (
         "Qwen/Qwen3-8B --num-gpus 8 --global-batch-size 64 --gpu H100",
         "Qwen/Qwen3-30B-A3B --num-gpus 64 --tp 1..4 --pp 1..8 --global-batch-size 512 --gpu H100",
@@ -79,6 +84,10 @@ _OF_A_RUN = frozenset({
 #: Command -> its own flags that people use; those of a command that is not here are shown if they are few.
 _OWN: Mapping[str, frozenset[str]] = {
     "estimate": frozenset({"--gpu", "-v", "--brief", "--phases", "--stage", "--json", "--output", "--require-fit"}),
+    "rollout": frozenset({
+        "--gpu", "-v", "--json", "--output", "--verl", "--nemo-rl", "--slime", "--rollout", "--rollout-tp",
+        "--gpu-memory-utilization", "--max-tokens-per-gpu", "--optimizer-offload", "--search", "--emit", "--log",
+    }),
     "search": frozenset({"--gpu", "--vary", "--headroom", "--top", "--emit", "--row", "--json", "--output"}),
     "fit": frozenset({"--gpu", "--vary", "--headroom", "--top", "--emit", "--row", "--json", "--output"}),
     "whatif": frozenset({"--gpu", "--pairs", "--target-gib", "--top", "--json", "--output"}),

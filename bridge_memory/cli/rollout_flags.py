@@ -19,6 +19,15 @@ def setup_of_flags(args: argparse.Namespace, gpu: Gpu) -> PostTraining:
     from bridge_memory.rollout.inference import InferenceSpec
     from bridge_memory.rollout.setup import Critic, PostTraining, Reference
 
+    for name in ("rollout_tp", "rollout_dp", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
+                 "max_tokens_per_gpu", "log_prob_max_tokens_per_gpu"):  # fmt: skip
+        value = getattr(args, name)
+        if value is not None and not 1 <= value < 1 << 28:
+            raise SpecError(f"--{name.replace('_', '-')} ({value}) is below 1, or too large; give 1 or more")
+    for name in ("gpu_memory_utilization", "mem_fraction_static"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value <= 1:
+            raise SpecError(f"--{name.replace('_', '-')} ({value:g}) is no share; give one above 0 and at most 1")
     if args.max_model_len and "batch.seq_length" not in vars(args):
         setattr(args, "batch.seq_length", args.max_model_len)
     run = run_on_gpus(args, [gpu])
@@ -57,6 +66,12 @@ def setup_of_flags(args: argparse.Namespace, gpu: Gpu) -> PostTraining:
     sequences = None if run.batch.global_batch_size is None else max(
         1, run.batch.global_batch_size // run.parallel.data_parallel_size
     )  # fmt: skip
+    for flag, tokens in (("--max-tokens-per-gpu", most), ("--log-prob-max-tokens-per-gpu", logs)):
+        if packed and tokens < longest:
+            raise SpecError(
+                f"{flag} ({tokens // run.parallel.cp}) holds no sequence of {longest} tokens; raise it, or lower "
+                "--max-model-len"
+            )
     return PostTraining(
         framework="verl", release=(0, 9), trainer=trainer, engine=engine, longest=longest, update_tokens=most,
         log_prob_tokens=logs, reference_tokens=logs, update_sequences=sequences, dynamic=packed,

@@ -304,7 +304,7 @@ def _between(found: tuple[Amount, ...], worst: Any, setup: PostTraining) -> tupl
         return found
     more = worst() - total(found).most
     return (*found, Amount("micro batches over the token limit", 0, max(more, 0), Provenance.ASSUMED,
-                           "Karmarkar-Karp: at most a sequence more"))  # fmt: skip
+                           "seqlen_balancing.py: at most a sequence more"))  # fmt: skip
 
 
 def _reference(setup: PostTraining, stage: int) -> list[Amount]:

@@ -165,8 +165,12 @@ class PostTraining:
         return self._batch(run.with_(implementation=impl), self.critic.tokens, forward_only)
 
     def worst(self, tokens: int) -> int:
-        """The most tokens that balancing puts into a micro batch with this limit. A partition's sum is at most the
-        average and the largest part of it (Karmarkar and Karp), and the average is at most the limit."""
+        """The most tokens that balancing puts into a micro batch with this limit: a sequence more (up to verl 0.8).
+
+        It balances work, 24576 l + l^2 of a sequence of l tokens, over as many micro batches as the tokens need
+        (``utils/seqlen_balancing.py: rearrange_micro_batches``). Of 3,000 drawn batches none exceeded the limit by
+        more than 0.36 of the longest sequence (``tests/rollout/test_against_verl.py``).
+        """
         return tokens if self.hard_limit or not self.dynamic else tokens + self.longest
 
     def _run(self, run: RunSpec, tokens: int, entropy: bool, *, forward_only: bool) -> RunSpec:

@@ -3,7 +3,10 @@ bytes that are alive at once, in logits."""
 
 from __future__ import annotations
 
+import ast
+import heapq
 import importlib.util
+import random
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +112,8 @@ def in_logits(run: RunSpec, nbytes: int) -> float:
 @pytest.mark.parametrize(("entropy", "chunk"), [(False, 0), (True, 0), (True, 16)])
 def test_a_pass_without_gradients(world: Any, monkeypatch: pytest.MonkeyPatch, entropy: bool, chunk: int) -> None:
     module = of_verl()
+    if chunk and not hasattr(module, "vocab_parallel_entropy_with_chunking"):
+        pytest.skip("verl before 0.9 has no chunks")
     monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: lambda f: f)
     alive = Alive()
     with torch.no_grad(), alive:
@@ -143,3 +148,27 @@ def test_a_step(world: Any, monkeypatch: pytest.MonkeyPatch, entropy: bool) -> N
     # The product of the entropy, as above.
     most = max(forward - (4 * LOGITS if entropy else 0), alive.most) / LOGITS
     assert most == pytest.approx(in_logits(run, sum(c.bytes for c in of_loss)), abs=0.1)
+
+
+def test_balancing_exceeds_a_limit_by_less_than_a_sequence() -> None:
+    """verl's ``karmarkar_karp`` on drawn batches: uniform lengths, long and short ones, and exponential ones."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("verl is not installed")
+    source = (Path(next(iter(spec.submodule_search_locations))) / "utils/seqlen_balancing.py").read_text()
+    names: dict[str, Any] = {}
+    tree = ast.parse(source)
+    wanted = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "karmarkar_karp"]
+    exec(compile(ast.Module(wanted, []), "verl", "exec"), {"heapq": heapq}, names)
+    draw, longest, most = random.Random(0), 10240, 0.0
+    for _ in range(300):
+        limit, number = draw.choice([longest, 16384, 2 * longest]), draw.choice([32, 64, 128])
+        lengths = [
+            draw.choice([draw.randint(64, longest), min(longest, 64 + int(draw.expovariate(1 / 2000)))])
+            for _ in range(number)
+        ]
+        parts = names["karmarkar_karp"](
+            [24576 * n + n * n for n in lengths], min(number, -(-sum(lengths) // limit)), False
+        )
+        most = max(most, *((sum(lengths[i] for i in part) - limit) / longest for part in parts))
+    assert 0 < most < 1

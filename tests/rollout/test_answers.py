@@ -158,10 +158,10 @@ def test_unmodelled_options_make_the_verdict_unknown() -> None:
 def test_lines_of_three_frameworks() -> None:
     text = """
         GPU Memory before optimizer offload: 38.85GB allocated, 40.00GB reserved
-        [Rank 3] Memory-Usage after offload model: {'gpu': '3', 'total_GB': 79.1, 'used_GB': 9.1, 'allocated_GB': 0.12, 'reserved_GB': 0.5}
+        [Rank 3] Memory-Usage after offload model: {'gpu': '3', 'total_GB': 79.1, 'used_GB': 9.1, 'allocated_GB': 0.12}
         step:1 - perf/max_memory_allocated_gb:12.5 - perf/max_memory_reserved_gb:14.0
         step:2 - perf/max_memory_allocated_gb:13.5 - perf/max_memory_reserved_gb:13.0
-    """  # noqa: E501
+    """
     found = {reading.head: reading for reading in readings_of(text)}
     gib = 1 << 30
     assert found["GPU Memory before optimizer offload"].allocated == int(38.85 * gib)

@@ -91,7 +91,7 @@ def test_a_composed_configuration_says_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "named"),
     [
-        ("actor_rollout_ref.rollout.gpu_memory_utilisation=0.6", "did you mean actor_rollout_ref.rollout.gpu_memory_util"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilisation=1", "did you mean actor_rollout_ref.rollout.gpu_memory"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "do not divide the 8 GPUs"),
         ("actor_rollout_ref.rollout.name=trtllm", "give vllm or sglang"),
         ("trainer.nnodes=0", "trainer.nnodes (0)"),
@@ -183,10 +183,11 @@ def test_trl_and_ms_swift(tmp_path: Path) -> None:
         "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "beta": 0.04, "learning_rate": 1e-6,
     }))  # fmt: skip
     setup = read("trl", str(config), world_size=8)
-    assert (setup.longest, setup.update_tokens) == (512 + 256, 2 * (512 + 256))
+    assert (setup.longest, setup.update_tokens) == (512 + 512, 2 * (512 + 512))
     assert setup.in_process and setup.sleep_level == 0 and setup.reference is Reference.GPU
     swift = read("ms_swift", "swift rlhf --rlhf_type grpo --model Qwen/Qwen2.5-7B --train_type full --use_vllm true "
                  "--vllm_mode colocate --vllm_gpu_memory_utilization 0.5 --max_completion_length 2048 "
-                 "--deepspeed zero3 --per_device_train_batch_size 1 --sleep_level 1 --offload_optimizer true", world_size=8)  # fmt: skip
+                 "--deepspeed zero3 --per_device_train_batch_size 1 --sleep_level 1 --offload_optimizer true",
+                 world_size=8)  # fmt: skip
     assert swift.trainer.data_parallel.engine == "zero3" and swift.sleep_level == 1
     assert swift.optimizer_offload and not swift.param_offload

@@ -3,7 +3,8 @@ transformers model's logits in place of its loss. L = T V logits.
 
 Source: verl 0.9.1 ``workers/engine/fsdp/transformer_impl.py: prepare_model_outputs``, ``utils/torch_functional.py:
 logprobs_from_logits_flash_attn, entropy_from_logits`` (flash-attn's Triton cross entropy; the entropy compiled, as by
-default). TRL 0.26 ``trainer/utils.py: selective_log_softmax, entropy_from_logits``.
+default). TRL before 1.0, ms-swift
+``trainer/utils.py: selective_log_softmax`` (a row at a time, whose results backward needs).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """TRL's GRPOConfig, and ms-swift's arguments of ``swift rlhf --rlhf_type grpo``: vLLM in the trainer's process.
 
-Source: TRL 0.26 ``trainer/grpo_config.py``, ``trainer/grpo_trainer.py`` (``vllm_mode`` colocate: sleep level 1 for
-adapters, 2 else); ms-swift 3 ``rlhf_trainers/grpo_trainer.py`` (``sleep_level``, ``offload_model``,
-``offload_optimizer``).
+Source: TRL 1.16 ``trainer/grpo_config.py``, ``trainer/grpo_trainer.py``, ``generation/vllm_generation.py`` (sleep level
+2), ``trainer/utils.py: add_fused_lm_head`` (log-probabilities of chunks of tokens: no logits); ms-swift 3
+``rlhf_trainers/grpo_trainer.py`` (``sleep_level``, ``offload_model``, ``offload_optimizer``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from bridge_memory.spec.run import GROUPS
 
 #: Options of GRPO with their defaults (``GRPOConfig``); the Trainer's are read as everywhere.
 _TRL: dict[str, Any] = {
-    "num_generations": 8, "max_prompt_length": 512, "max_completion_length": 256, "use_vllm": False,
-    "vllm_mode": "server", "vllm_gpu_memory_utilization": 0.3, "vllm_tensor_parallel_size": 1,
+    "num_generations": 8, "max_prompt_length": None, "max_completion_length": 512, "use_vllm": False,
+    "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_tensor_parallel_size": 1,
     "vllm_enable_sleep_mode": False, "vllm_max_model_length": None, "beta": 0.0, "steps_per_generation": None,
     "sync_ref_model": False, "use_liger_loss": False, "temperature": 1.0, "loss_type": "dapo",
 }  # fmt: skip
@@ -41,6 +41,8 @@ _HARMLESS = (
     "wandb_log", "ref_model_", "shuffle_dataset", "disable_dropout", "dataset", "system_prompt", "script_args",
     "num_generations_eval", "top_entropy_quantile", "vespo", "sapo", "ds3_gather", "chat_template",
 )  # fmt: skip
+#: Tokens of a prompt where nothing says them.
+_PROMPT = 512
 #: ms-swift's name -> TRL's, the Trainer's or peft's.
 _SWIFT = {
     "model": "model_name_or_path", "vllm_max_model_len": "vllm_max_model_length", "lora_rank": "lora_r",
@@ -58,7 +60,7 @@ def read_trl(
 ) -> PostTraining:
     """The job of GRPOConfig's arguments in JSON or YAML. Raises SpecError."""
     table = dict(read_table(source, "give TRL's GRPO arguments as JSON or YAML"))
-    return _read("trl", source, table, world_size, model, {})
+    return _read("trl", source, table, world_size, model, {}, release)
 
 
 def read_ms_swift(
@@ -94,7 +96,12 @@ def read_ms_swift(
         }  # fmt: skip
     elif zero:
         table["deepspeed"] = zero
-    return _read("ms-swift", source, table, world_size, model, own)
+    return _read("ms-swift", source, table, world_size, model, own, release)
+
+
+def _old(release: str) -> bool:
+    """TRL before 1.0, which makes the logits."""
+    return release.lstrip("v").startswith("0.")
 
 
 def _words(words: list[str]) -> dict[str, Any]:
@@ -122,6 +129,7 @@ def _read(
     world_size: int | None,
     given: str | None,
     own: Mapping[str, Any],
+    release: str,
 ) -> PostTraining:
     grpo = Options(_TRL, "TRL's GRPOConfig")
     grpo.update([(name, table.pop(name)) for name in list(table) if name in _TRL])
@@ -136,7 +144,12 @@ def _read(
         raise SpecError("model_name_or_path is not given; give it, or MODEL beside the configuration")
     model, said = model_of(path, "model_name_or_path", given)
     prompt, response = grpo.integer("max_prompt_length"), grpo.integer("max_completion_length")
-    longest = (prompt or 0) + (response or 0) or model.max_position_embeddings
+    longest = grpo.integer("vllm_max_model_length") or 0
+    assumptions: list[str] = [said] * bool(said)
+    if not longest:
+        longest = (prompt or _PROMPT) + (response or 0)
+        if prompt is None:
+            assumptions.append(f"prompts of at most {_PROMPT} tokens (vllm_max_model_length)")
     # TRL's defaults, unlike the Trainer's.
     table.setdefault("bf16", not table.get("fp16", False))
     table.setdefault("gradient_checkpointing", True)
@@ -145,7 +158,7 @@ def _read(
     lora = run.peft.scheme != "none"
     level = int(own.get("sleep_level", 0) or 0)
     if framework == "trl":
-        level = (1 if lora else 2) if grpo.flag("vllm_enable_sleep_mode") else 0
+        level = 2 if grpo.flag("vllm_enable_sleep_mode") else 0
     if level not in (0, 1, 2):
         raise SpecError(f"sleep_level ({level}) is neither 0, 1 nor 2; give one")
     rows = run.batch.micro_batch_size
@@ -163,12 +176,16 @@ def _read(
     )  # fmt: skip
     moves_none = ("temperature", "loss_type", "sync_ref_model", "num_generations", "steps_per_generation")
     not_modelled = [name for name in grpo.unread() if name not in moves_none]
-    assumptions = [said] * bool(said)
+    fused = framework == "trl" and not _old(release)
+    if fused and run.transformers.autocast:
+        fused = False
+        assumptions.append("logits are counted whole: with autocast an upper bound")
     if world_size is None:
         assumptions.append("1 GPU (--num-gpus)")
     return PostTraining(
         framework=framework, release=(0, 0), trainer=run, engine=engine, longest=longest, update_tokens=rows * longest,
-        log_prob_tokens=rows * longest, dynamic=False, param_offload=bool(own.get("offload_model")),
+        log_prob_tokens=rows * longest, dynamic=False, fused_kernels=fused,
+        param_offload=bool(own.get("offload_model")),
         optimizer_offload=bool(own.get("offload_optimizer")), reference=reference, sleep_level=level, in_process=True,
         gpus_per_node=min(8, world), assumptions=tuple(assumptions), not_modelled=tuple(not_modelled),
     )  # fmt: skip
