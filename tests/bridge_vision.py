@@ -76,7 +76,15 @@ def vision_model(sizes: dict[str, Any], run: Any, recompute: str | None) -> Any:
 
 def run_of(tp: int, recompute: str | None = None, **more: Any) -> Any:
     from bridge_memory import (
-        AttentionSpec, BatchSpec, ImplementationSpec, LayerSpec, MLPSpec, ModelSpec, ParallelSpec, RecomputeSpec, RunSpec,
+        AttentionSpec,
+        BatchSpec,
+        ImplementationSpec,
+        LayerSpec,
+        MLPSpec,
+        ModelSpec,
+        ParallelSpec,
+        RecomputeSpec,
+        RunSpec,
     )
 
     layer = LayerSpec(
