@@ -208,14 +208,14 @@ def _of_pasted(text: str, args: argparse.Namespace, gpu: Gpu) -> RunSpec:
     from bridge_memory.readers.config_container import run_from_config_container
     from bridge_memory.readers.container_file import container_of_table
     from bridge_memory.readers.engines.files import table_of
-    from bridge_memory.readers.verl import run_from_verl
+    from bridge_memory.rollout.sources.verl import update_of_verl
 
     if args.megatron_args is not None:
         return run_on_gpus(args, [gpu])
     world = getattr(args, "parallel.world_size", None)
     table = table_of(text, "the pasted configuration")
     if "actor_rollout_ref" in table:
-        run = run_from_verl(table)
+        run = update_of_verl(table)
     else:
         run = run_from_config_container(container_of_table(table, "the pasted configuration"), world_size=world)
     args.pasted = True
