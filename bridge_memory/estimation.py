@@ -662,6 +662,12 @@ def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
             "deterministic_mode: cuDNN's attention needs no more scratch in backward than it does otherwise (for "
             "packed sequences on Hopper it can need tens of GiB)"
         )
+    if impl.cuda_graph_impl == "full_iteration" and impl.overlap_moe_expert_parallel_comm:
+        # CUDACachingAllocator.cpp: free, while captures are underway.
+        out.append(
+            "PYTORCH_CUDA_ALLOC_CONF has graph_capture_record_stream_reuse:True: without it the graph's pool keeps "
+            "every block that both streams of overlapped exchanges use until the capture ends"
+        )
     if run.model.mtp_num_layers and ctx.mtp_without_gradients:
         out.append(
             f"mtp_num_layers ({run.model.mtp_num_layers}) with fp8 and full recomputation: depths get no gradients, "

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bridge_memory import BatchSpec, LayerSpec, ModelSpec, ParallelSpec, RunSpec, explain, peaks
+from bridge_memory import BatchSpec, LayerSpec, ModelSpec, ParallelSpec, RunSpec, estimate, explain, peaks
 from bridge_memory.components import Lifetime, Part, Role
 from bridge_memory.estimation import stage_parts
 from bridge_memory.job.megatron.graphs import MASKS, MOVED, POOL, graphs
@@ -299,3 +299,15 @@ def test_bounds_hold_where_layers_are_not_divided() -> None:
     (peak,) = peaks(run)
     assert (name, least) == (POOL, 0)
     assert 0 < most <= peak.peak_bytes
+
+
+def test_what_a_graph_of_the_iteration_needs_beside_overlapped_exchanges_is_said() -> None:
+    """torch frees no block that another stream has used while a graph is captured, unless it is told to."""
+    run = RunSpec(model="Qwen/Qwen3-30B-A3B").with_fields(
+        world_size=8, expert_model_parallel_size=8, overlap_moe_expert_parallel_comm=True
+    )
+    said = [
+        any("graph_capture_record_stream_reuse" in one for one in estimate(run.with_fields(**fields)).assumptions)
+        for fields in ({"cuda_graph_impl": "full_iteration"}, {"cuda_graph_impl": "none"})
+    ]
+    assert said == [True, False]
