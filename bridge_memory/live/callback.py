@@ -40,6 +40,15 @@ class MemoryReport:
     at its end: that of the whole GPU, other processes included. Bridge's loop and the Trainer have events for
     evaluation; saves are those that their configs announce. Elsewhere name phases with ``phase``.
 
+    Loggers have, of each stage N, ``memory/stage_N/`` with ``predicted_static_gib``, ``predicted_peak_gib``,
+    ``allocated_gib``, ``max_allocated_gib``, ``reserved_gib``, ``outside_gib``, ``headroom_gib`` (the least free memory
+    of any rank: alert on it), ``residual_gib``, ``residual_percent``, ``spread_gib`` (between the stage's ranks) and
+    ``alloc_retries``. Prometheus has, in bytes and with the label ``stage``, ``bridge_memory_`` with
+    ``predicted_static_bytes``, ``predicted_peak_bytes``, ``allocated_bytes``, ``max_allocated_bytes``,
+    ``reserved_bytes``, ``outside_bytes``, ``free_bytes``, ``device_bytes``, ``alloc_retries`` and ``ooms``; with the
+    label ``phase`` too ``phase_allocated_bytes`` and ``phase_device_bytes``; and ``iteration``,
+    ``report_time_seconds`` and ``missing_ranks``.
+
     Args:
         path: The journal, a file of JSON lines that ``compare`` reads. None: no file is written.
         run: What is trained, a RunSpec or a function that gives one at the first report. For ``start``, ``step`` and

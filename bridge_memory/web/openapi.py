@@ -143,7 +143,8 @@ _SCHEMAS: dict[str, Any] = {
         {
             "id": _TEXT, "state": {"enum": ["running", "done", "cancelled", "refused"]}, "seconds": _REAL,
             "progress": _object({}, {"looked_at": _WHOLE, "fit": _WHOLE}, more=True),
-            "result": {"anyOf": [_ref("Found"), _ref("Fitted"), {"type": "null"}]}, "refused": _or_null(_ref("Refusal")),
+            "result": {"anyOf": [_ref("Found"), _ref("Fitted"), {"type": "null"}]},
+            "refused": _or_null(_ref("Refusal")),
         }
     ),
 }  # fmt: skip
