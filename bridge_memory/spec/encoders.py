@@ -97,7 +97,7 @@ class EncoderStructure:
             known = {"int": int, "bool": bool, "str": str}.get(str(f.type), tuple)
             if type(value) is not known:
                 raise SpecError(f"{f.name} of an encoder ({show(value)}) is not {f.type}; give one")
-            if known is int and value < 0:
+            if isinstance(value, int) and value < 0:
                 raise SpecError(f"{f.name} of an encoder ({value}) is below 0; give 0 or more")
         for name in ("hidden_size", "ffn_hidden_size", "num_heads", "out_size", "merge_size", "temporal_patch_size"):
             if not getattr(self, name):
