@@ -115,7 +115,8 @@ def test_a_frozen_language_model_trains_its_projector() -> None:
     merger = out * out + 2 * out + 3 * out * inner
     assert sum(c.bytes for c in stage.components if c.role.value == "gradients") == pytest.approx(4 * merger, rel=1e-3)
     assert stage.optimizer_bytes == pytest.approx(12 * merger, rel=1e-3)
-    assert stage.activation_bytes > estimate(run(**{"peft.scheme": "lora", "peft.dim": 1})).stages[0].activation_bytes / 3
+    adapted = estimate(run(**{"peft.scheme": "lora", "peft.dim": 1})).stages[0]
+    assert stage.activation_bytes > adapted.activation_bytes / 3
 
 
 def test_what_is_stated_must_fit_the_sequence() -> None:
