@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Part, Provenance
-from bridge_memory.inventory.encoders.chain import encoder_links, encoder_parameters, pixel_bytes
 from bridge_memory.inventory.deferred import bytes_per_call, calls
+from bridge_memory.inventory.encoders.chain import encoder_links, encoder_parameters, pixel_bytes
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import layer_links, reached
 from bridge_memory.inventory.megatron.embedding import learned_positions

@@ -14,8 +14,8 @@ from bridge_memory.releases import (
     TE_GROUPED_GEMM,
     Watch,
 )
-from bridge_memory.spec.engine_options import TORCH_IMPLEMENTATIONS
 from bridge_memory.spec.encoders import image_pixels
+from bridge_memory.spec.engine_options import TORCH_IMPLEMENTATIONS
 from bridge_memory.spec.errors import SpecError, show
 from bridge_memory.spec.fields import (
     MOST_GPUS,

@@ -87,7 +87,7 @@ RECORDERS: dict[str, Recorders] = {
 
 
 def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
-    """The links of every encoder and of the step that joins its features and the token embeddings. To be put between
+    """The links of every encoder and of the step that joins its features and the token embeddings, which run between
     the embedding and the layers."""
     links: list[tuple[Link, int]] = []
     for i, run in enumerate(ctx.encoders):
@@ -106,7 +106,7 @@ def encoder_chain(ctx: BlockContext, run: EncoderRun, number: int) -> list[tuple
     the first layers of all, in groups (``transformer_block.py: Qwen3VLVisionTransformerBlock._checkpointed_forward``).
     """
     links: list[tuple[Link, int]] = []
-    s, sizes = run.structure, _sizes(run, ctx)
+    s, sizes = run.structure, sizes_of_encoder(run, ctx)
     recomputed, size = fully_recomputed(s.num_layers, ctx) if s.kind in MEGATRON_KINDS else (0, 1)
     group: list[BlockCost] = []
     deep: list[BlockCost] = []
@@ -126,7 +126,7 @@ def encoder_chain(ctx: BlockContext, run: EncoderRun, number: int) -> list[tuple
             group.clear()
             deep.clear()
 
-    for name, found, count in _blocks(ctx, run, number):
+    for name, found, count in blocks_of_encoder(ctx, run, number):
         again = 0
         if name == "layer":
             again = min(recomputed - done, count)
@@ -175,13 +175,13 @@ def pixel_bytes(ctx: BlockContext) -> Any:
     """Bytes of the batch's pixels and spectrograms in fp32, which the step holds during the first chunk's forward."""
     total: Any = 0
     for run in ctx.encoders:
-        total = total + _sizes(run, ctx).pixels
+        total = total + sizes_of_encoder(run, ctx).pixels
     return total
 
 
 def encoder_parameters(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[Repeated]:
     """The parameters of an encoder on one rank; names are relative to it."""
-    for _, found, count in _blocks(ctx.bare(), run, number):
+    for _, found, count in blocks_of_encoder(ctx.bare(), run, number):
         for parameters, times in found.parameters.rows:
             yield Repeated(parameters, times * count)
 
@@ -203,7 +203,7 @@ class _Measure:
         self.ctx, self.tape, self.frozen = ctx, None, False
 
 
-def _sizes(run: EncoderRun, ctx: BlockContext) -> _Sizes:
+def sizes_of_encoder(run: EncoderRun, ctx: BlockContext) -> _Sizes:
     t = EncoderOps(_Measure(ctx), run)  # type: ignore[arg-type]
     s = run.structure
     pixel = s.mel_bins if s.audio else s.channels * s.temporal_patch_size * s.patch_size**2
@@ -219,7 +219,7 @@ def _embeddings(ctx: BlockContext) -> Any:
     return ctx.tokens * ctx.cp * ctx.hidden_size * ctx.act
 
 
-def _blocks(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[tuple[str, Block, int]]:
+def blocks_of_encoder(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[tuple[str, Block, int]]:
     """(what it is, the block, how often it is repeated), in order."""
     recorders = RECORDERS[run.structure.kind]
     yield "stem", _block(ctx, run, (number, "stem"), recorders.stem, None), 1
@@ -238,14 +238,21 @@ def _blocks(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[tuple[s
             yield "layer", _layer(ctx, run, number, kind, reached), count
             if merges:
                 assert recorders.beside is not None
-                key = number, "beside", first or trains
-                yield "beside", _block(ctx, run, key, recorders.beside, first or trains), 1
+                given = first or trains
+                yield "beside", _block(ctx, run, (number, "beside", given), recorders.beside, given), 1
     yield "head", _block(ctx, run, (number, "head", first or trains), recorders.head, first or trains), 1
 
 
 def _layer(ctx: BlockContext, run: EncoderRun, number: int, kind: LayerKind, reached: bool) -> Block:
     layer = RECORDERS[run.structure.kind].layer
-    return _block(ctx, run, (number, "layer", kind, reached), lambda t, x: _held(t, x, layer(t, x, **dict(kind))), reached)
+
+    def held(t: EncoderOps, x: Array) -> Array:
+        """The encoder's forward holds a layer's input until the layer returns."""
+        out = layer(t, x, **dict(kind))
+        t.keep_alive(x)
+        return out
+
+    return _block(ctx, run, (number, "layer", kind, reached), held, reached)
 
 
 def _adapted(ctx: BlockContext, run: EncoderRun) -> bool:
@@ -297,12 +304,6 @@ def _block(
         r.tape.output(body(t, x).tensor)
 
     return block(ctx, ("encoder", *key, again), record)
-
-
-def _held(t: EncoderOps, x: Array, out: Array) -> Array:
-    """The encoder's forward holds a layer's input until the layer returns."""
-    t.keep_alive(x)
-    return out
 
 
 def _inputs(t: EncoderOps) -> Any:
