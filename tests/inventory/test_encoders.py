@@ -11,6 +11,7 @@ from bridge_memory.components import Part
 from bridge_memory.estimation import peaks
 from bridge_memory.inventory.encoders.chain import encoder_parameters
 from bridge_memory.readers import resolve_model
+from bridge_memory.readers.encoders import encoder_of
 from bridge_memory.spec.encoders import items_of
 from bridge_memory.tapes.context import context_of
 
@@ -139,3 +140,35 @@ def test_two_sizes_of_one_image() -> None:
 def test_a_frozen_language_model_without_anything_that_trains() -> None:
     with pytest.raises(SpecError, match="nothing would train"):
         RunSpec(model=BASE).with_fields(**{"peft.scheme": "frozen"})
+
+
+TEXT = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 32000}  # fmt: skip
+VISION = {"hidden_size": 192, "intermediate_size": 344, "num_hidden_layers": 3, "num_attention_heads": 6,
+          "image_size": 224, "patch_size": 14}  # fmt: skip
+WRAPPERS = {
+    "qwen2_5_vl": {"vision_config": {
+        "depth": 3, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "out_hidden_size": 512,
+        "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "window_size": 112,
+        "fullatt_block_indexes": [1]}},
+    "glm4v_moe": {"vision_config": {
+        "depth": 3, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "out_hidden_size": 512,
+        "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "image_size": 224,
+        "attention_bias": True}},
+    "gemma3": {"vision_config": VISION, "mm_tokens_per_image": 16},
+    "mistral3": {"vision_config": {**VISION, "head_dim": 32}, "spatial_merge_size": 2, "vision_feature_layer": -1},
+    "qwen2_audio": {"audio_config": {
+        "d_model": 128, "encoder_ffn_dim": 344, "encoder_layers": 3, "encoder_attention_heads": 4,
+        "max_source_positions": 1500, "num_mel_bins": 128}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_what_is_recorded_has_the_parameters_that_are_counted(kind: str) -> None:
+    """The count is the reader's, which test_huggingface_siblings.py compares with transformers."""
+    encoder = encoder_of({"model_type": kind, "text_config": TEXT, **WRAPPERS[kind]}, "encoder")
+    assert encoder is not None and encoder.structure is not None
+    one = RunSpec(model=replace(BASE, encoders=(encoder,)))
+    ctx = context_of(one)
+    (recorded,) = ctx.encoders
+    assert sum(p.numel * n for few, n in encoder_parameters(ctx, recorded, 0) for p in few) == encoder.parameters
