@@ -35,6 +35,7 @@ from bridge_memory.spec.transformers import (  # noqa: E402
     DEFAULT_TRANSFORMERS,
     FAMILIES,
     KNOWN_TRANSFORMERS,
+    NOT_IN_MEGATRON,
     OF_TORCHTITAN,
     OF_TORCHTUNE,
     REMOTE_CODE,
@@ -207,7 +208,8 @@ def models() -> str:
             "torchtitan": kind in OF_TORCHTITAN, "torchtune": kind in OF_TORCHTUNE,
         }  # fmt: skip
         rows.append([
-            f"`{kind}`", "yes" if kind in READERS else "-", f"from {release_words(first)}" if first else "-",
+            f"`{kind}`", "yes" if kind in READERS and kind not in NOT_IN_MEGATRON else "-",
+            f"from {release_words(first)}" if first else "-",
             ", ".join(name for name, known in there.items() if known) or "-", ", ".join(presets.get(kind, ())),
             ", ".join(f"`{name}`" for name in aliases.get(kind, ())),
         ])  # fmt: skip

@@ -106,7 +106,7 @@ def run_of(tp: int, recompute: str | None = None, **more: Any) -> Any:
 
 
 class Join(torch.autograd.Function):
-    """The features, and those of the deep stack, which the language model keeps; backward, the gradients of all come."""
+    """The features, and those of the deep stack, which the language model keeps; the gradients of all come back."""
 
     @staticmethod
     def forward(ctx: Any, out: Any, *deep: Any) -> Any:
@@ -172,7 +172,7 @@ def predicted(name: str) -> Any:
     pixels = f"{width * sizes['patch_size']}x{height * sizes['patch_size']}"
     run = run_of(tp, recompute, encoders=(encoder,)).with_(batch=BatchSpec(seq_length=4096, image_size=pixels))
     ctx = context_of(run)
-    return compose(encoder_chain(ctx, ctx.encoders[0], 0)), encoder, run
+    return compose(encoder_chain(ctx, ctx.encoders[0], 0)), run
 
 
 def answer(name: str) -> dict[str, Any]:
@@ -180,9 +180,10 @@ def answer(name: str) -> dict[str, Any]:
     from bridge_memory.tapes.context import context_of
 
     shapes, record = measured(name)
-    ours, encoder, run = predicted(name)
+    ours, run = predicted(name)
     ctx = context_of(run)
-    counted = sum(sum(p.numel for p in row.parameters) * row.times for row in encoder_parameters(ctx, ctx.encoders[0], 0))
+    rows = encoder_parameters(ctx, ctx.encoders[0], 0)
+    counted = sum(sum(p.numel for p in row.parameters) * row.times for row in rows)
     saved = record.saved_bytes + record.held_bytes
     if os.environ.get("VERBOSE"):
         for t in record.saved:

@@ -15,7 +15,8 @@ from bridge_memory.spec.run import GROUPS
 from bridge_memory.spec.unmodelled import NoEffect
 
 PACKAGE = Path(spec.__file__).parents[1]
-#: Where memory is counted; of ``spec``, how layers are laid out, what a sample gives encoders, and what it says of itself (properties).
+#: Where memory is counted; of ``spec``, how layers are laid out, what a sample gives encoders, and what it says of
+#: itself (properties).
 COUNTING = ("engines/*.py", "inventory/**/*.py", "tapes/*.py", "schedule/*.py", "workspaces/*.py",
             "estimation.py", "spec/layout.py", "spec/encoders.py", "releases.py", "job/**/*.py")  # fmt: skip
 #: Every field that is read there yields a sentence: under "not modelled", or among the assumptions.

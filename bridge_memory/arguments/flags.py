@@ -137,7 +137,8 @@ FLAGS = (
     Flag("--optimizer-offload-fraction", "optimizer.optimizer_offload_fraction",
          "fraction of optimizer states in host memory", metavar="FRACTION"),
     # Adapters
-    Flag("--peft", "peft.scheme", "train LoRA adapters on frozen weights"),
+    Flag("--peft", "peft.scheme",
+         "train LoRA adapters on frozen weights, or freeze the language model beside an encoder that trains"),
     Flag("--lora-dim", "peft.dim", f"rank of the adapters (default: {DEFAULT_LORA_DIM})"),
     Flag("--lora-target-modules", "peft.target_modules",
          "linears that get an adapter; * matches anything (default: linear_qkv,linear_proj,linear_fc1,linear_fc2)",

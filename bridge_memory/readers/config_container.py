@@ -711,8 +711,8 @@ def _dtype_or_none(ddp: Any, name: str) -> str | None:
 
 
 def _peft(peft: Any, model: Any) -> PeftSpec:
-    """``ConfigContainer.peft``. With any scheme the base model is frozen; only LoRA's adapters are counted. Without one,
-    ``freeze_language_model`` may freeze all but the encoders."""
+    """``ConfigContainer.peft``. With any scheme the base model is frozen; only LoRA's adapters are counted. Without
+    one, ``freeze_language_model`` may freeze all but the encoders."""
     if peft is None:
         return PeftSpec(scheme="frozen") if language_model_frozen(model) else PeftSpec()
     fields: dict[str, Any] = {}

@@ -363,8 +363,8 @@ _SHARDED: dict[str, Callable[[Fields], int]] = {
     "exaone4_5": _qwen2_5_sharded,
 }
 
-#: Wrappers whose encoder Megatron Bridge builds of megatron-core's modules -> function that returns the parameters of the
-#: projector, which may train alone, and how many of them tensor parallelism shards.
+#: Wrappers whose encoder Megatron Bridge builds of megatron-core's modules -> function that returns the parameters of
+#: the projector, which may train alone, and how many of them tensor parallelism shards.
 _PROJECTORS: dict[str, Callable[[Fields], tuple[int, int]]] = dict.fromkeys(
     ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3_projector
 )

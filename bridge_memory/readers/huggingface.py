@@ -47,7 +47,12 @@ READERS: dict[str, Callable[[Fields], ModelSpec]] = {
 #: Model types that ``read_generic`` must not read -> what their layers have that the inventory does not model.
 UNKNOWN_BLOCKS = {
     "gemma3n_text": "per-layer embeddings, alternating updates and layers that share keys and values",
-    "kimi_linear": "Kimi delta attention",
+    "kimi_linear": "Kimi delta attention, with a gate for every channel of a key",
+    "kimi_k3": "Kimi delta attention, with a gate for every channel of a key",
+    "jamba": "mixers of the first Mamba, whose scan has states for every channel",
+    "zamba2": "attention blocks that layers share, each with adapters of its own",
+    "longcat_flash": "layers of two attentions and two MLPs around experts, some of which compute nothing",
+    "afmoe": "gated attention between two norms, and a router whose bias is a parameter",
     "ernie4_5_vl_moe_text": "two pools of experts of different widths, for text and for images",
     "ernie4_5_moe_vl": "two pools of experts of different widths, for text and for images",
     "nemotron_labs_diffusion": "diffusion over blocks of tokens, with attention of its own",

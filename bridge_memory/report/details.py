@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from bridge_memory.estimation import Estimate
+from bridge_memory.inventory.encoders.chain import blocks_of_encoder
 from bridge_memory.inventory.layer import embedding_block, layer_block
 from bridge_memory.inventory.stack import Unit, chunk_units
 from bridge_memory.inventory.tail import tail_blocks
@@ -70,6 +71,9 @@ def _saved(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> Iterator[D
     blocks: list[tuple[str, Block, int]] = []
     if shape.embedding:
         blocks.append((Label.EMBEDDING.value, embedding_block(model, ctx), 1))
+        for i, run in enumerate(ctx.encoders):
+            found = blocks_of_encoder(ctx, run, i) if run.items else ()
+            blocks += [(f"{Label.ENCODER.value} {run.spec.name}: {name}", each, count) for name, each, count in found]
     for kind, count in shape.kinds.items():
         blocks.append((layer_name(kind), layer_block(kind, ctx), count))
     blocks += [(label.value, block, 1) for block, label in tail_blocks(model, shape, ctx)]

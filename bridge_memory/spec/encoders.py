@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from math import isqrt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.spec.errors import SpecError, show
 
@@ -29,7 +29,8 @@ ENCODER_KINDS = {
 AUDIO_KINDS = ("qwen2_audio", "qwen3_omni_audio")
 #: Encoders of megatron-core's modules, which tensor parallelism divides and full recomputation recomputes.
 MEGATRON_KINDS = ("qwen3_vl",)
-#: Kind -> (width and height in pixels of the largest image that reaches it where the run states no size, who bounds it).
+#: Kind -> (width and height in pixels of the largest image that reaches it where the run states no size, who bounds
+#: it).
 LARGEST_IMAGES = {
     "qwen2_5_vl": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
     "qwen3_omni_vision": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
@@ -93,11 +94,11 @@ class EncoderStructure:
         if self.kind not in ENCODER_KINDS:
             raise SpecError(f"kind of an encoder ({show(self.kind)}) is unknown; use {', '.join(ENCODER_KINDS)}")
         for f in fields(self):
-            value = getattr(self, f.name)
+            value: Any = getattr(self, f.name)
             known = {"int": int, "bool": bool, "str": str}.get(str(f.type), tuple)
             if type(value) is not known:
                 raise SpecError(f"{f.name} of an encoder ({show(value)}) is not {f.type}; give one")
-            if known is int and value < 0:
+            if isinstance(value, int) and value < 0:
                 raise SpecError(f"{f.name} of an encoder ({value}) is below 0; give 0 or more")
         for name in ("hidden_size", "ffn_hidden_size", "num_heads", "out_size", "merge_size", "temporal_patch_size"):
             if not getattr(self, name):

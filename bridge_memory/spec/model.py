@@ -409,7 +409,8 @@ class EncoderSpec:
     def __post_init__(self) -> None:
         _check_types(self)
         if self.structure is not None and type(self.structure) is not EncoderStructure:
-            raise SpecError(f"structure of an encoder ({show(self.structure)}) is no EncoderStructure; give one or None")
+            given = show(self.structure)
+            raise SpecError(f"structure of an encoder ({given}) is no EncoderStructure; give one or None")
         if type(self.frozen) is not tuple or any(type(name) is not str for name in self.frozen):
             raise SpecError(f"frozen of an encoder ({show(self.frozen)}) is not a tuple of module names; give one")
         if not 0 <= self.sharded <= self.parameters:

@@ -164,7 +164,8 @@ def add_trace(ctx: BlockContext, traces: Traces, record: Callable[[Recorder], No
         sizes += [*shape, nbytes]
     owner = ctx.cache.owner
     template_key = tuple(
-        tuple((p.name, len(p.shape), p.expert, p.sharded, p.use, p.trains) for p in parameters) for parameters, _ in r.rows
+        tuple((p.name, len(p.shape), p.expert, p.sharded, p.use, p.trains) for p in parameters)
+        for parameters, _ in r.rows
     )
     template = owner.parameter_lists.get(template_key)
     if template is None:

@@ -273,7 +273,8 @@ def with_engine(links: Sequence[tuple[Link, int]], held: EngineBytes) -> list[tu
     """The same chain with the bytes that an engine holds during each link; a link of several layers has the largest of
     these layers' bytes."""
     others = {
-        Label.EMBEDDING: held.embedding, Label.ENCODER: held.embedding, Label.FINAL_NORM: held.final_norm, Label.MTP: held.mtp, Label.LOSS: held.loss,
+        Label.EMBEDDING: held.embedding, Label.ENCODER: held.embedding, Label.FINAL_NORM: held.final_norm,
+        Label.MTP: held.mtp, Label.LOSS: held.loss,
     }
     out: list[tuple[Link, int]] = []
     layer = 0

@@ -53,6 +53,9 @@ BUDGET = (
 #: Jobs of which the whole is compared: their checkpoints.
 SAVED = "Llama-3.2-1B --num-gpus 2 --megatron-core 0.19"
 SHARED_EXPERTS = "Qwen3-30B-A3B --ep 4 --num-gpus 8 --num-layers 2"
+#: Small models with an encoder.
+_ENCODERS = Path(__file__).parents[1] / "data" / "encoders"
+VISION, AUDIO = str(_ENCODERS / "qwen2_5_vl.json"), str(_ENCODERS / "qwen2_audio.json")
 CASES = {
     "--tp": (DENSE, "2"), "--pp": (DENSE, "2"), "--vpp": (PIPED, "2"), "--cp": (DENSE, "2"), "--ep": (EXPERTS, "8"),
     "--etp": (f"{EXPERTS} --tp 2", "1"), "--num-gpus": ("Llama-3.2-1B", "8"),
@@ -195,6 +198,8 @@ CASES = {
     "--distrib-optim-fully-reshardable-mem-efficient": (f"{SAVED} --dist-ckpt-optim-fully-reshardable", ""),
     "--ckpt-fully-parallel-save": (SAVED, "no"),
     "--ckpt-fully-parallel-load": (f"{SHARED_EXPERTS} --no-load-optim", ""),
+    "--images-per-sample": (VISION, "2"), "--image-size": (VISION, "448x448"), "--patches": (VISION, "400"),
+    "--video-frames": (f"{VISION} --image-size 448x448", "8"), "--audio-seconds": (AUDIO, "0"),
     "--async-save": (SAVED, ""), "--stream-ckpt-dequant": (f"{SAVED} --fp8 hybrid --fp8-param-gather", "no"),
     "--load-optim": (SAVED, "no"), "--save-optim": (SAVED, "no"),
 }  # fmt: skip

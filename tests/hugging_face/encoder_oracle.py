@@ -1,4 +1,4 @@
-"""Encoders of the installed transformers with real tensors on the CPU, in bf16: what they save for backward and peak at.
+"""Encoders of the installed transformers with real tensors on the CPU, in bf16: what they save and peak at.
 
 CUDA's attention kernels do not run there: functions that keep and make what they do on a GPU take their place. Modules
 are cast as Megatron's Float16Module casts them, buffers included.

@@ -87,7 +87,7 @@ RECORDERS: dict[str, Recorders] = {
 
 
 def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
-    """The links of every encoder and of the step that joins its features and the token embeddings. To be put between
+    """The links of every encoder and of the step that joins its features and the token embeddings, which run between
     the embedding and the layers."""
     links: list[tuple[Link, int]] = []
     for i, run in enumerate(ctx.encoders):
@@ -238,14 +238,21 @@ def blocks_of_encoder(ctx: BlockContext, run: EncoderRun, number: int) -> Iterat
             yield "layer", _layer(ctx, run, number, kind, reached), count
             if merges:
                 assert recorders.beside is not None
-                key = number, "beside", first or trains
-                yield "beside", _block(ctx, run, key, recorders.beside, first or trains), 1
+                given = first or trains
+                yield "beside", _block(ctx, run, (number, "beside", given), recorders.beside, given), 1
     yield "head", _block(ctx, run, (number, "head", first or trains), recorders.head, first or trains), 1
 
 
 def _layer(ctx: BlockContext, run: EncoderRun, number: int, kind: LayerKind, reached: bool) -> Block:
     layer = RECORDERS[run.structure.kind].layer
-    return _block(ctx, run, (number, "layer", kind, reached), lambda t, x: _held(t, x, layer(t, x, **dict(kind))), reached)
+
+    def held(t: EncoderOps, x: Array) -> Array:
+        """The encoder's forward holds a layer's input until the layer returns."""
+        out = layer(t, x, **dict(kind))
+        t.keep_alive(x)
+        return out
+
+    return _block(ctx, run, (number, "layer", kind, reached), held, reached)
 
 
 def _adapted(ctx: BlockContext, run: EncoderRun) -> bool:
@@ -297,12 +304,6 @@ def _block(
         r.tape.output(body(t, x).tensor)
 
     return block(ctx, ("encoder", *key, again), record)
-
-
-def _held(t: EncoderOps, x: Array, out: Array) -> Array:
-    """The encoder's forward holds a layer's input until the layer returns."""
-    t.keep_alive(x)
-    return out
 
 
 def _inputs(t: EncoderOps) -> Any:

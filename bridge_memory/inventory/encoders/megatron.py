@@ -3,7 +3,8 @@
 Source: megatron-bridge 0.6.2 ``models/qwen_vl/modelling_qwen3_vl/{vision_model,transformer_block,attention,utils}.py``;
 its configuration is made anew (``transformer_config.py: get_vision_model_config``): LayerNorm, no sequence and no
 context parallelism, no fusions, no fp8, rotation in fp32. Tensor parallelism and full recomputation are the language
-model's; of its selective recomputation the granularity is copied and the modules are not, so that it is attention's. All frames are packed into one row of n patches, a sequence each. Shapes: [n, 1, h].
+model's; of its selective recomputation the granularity is copied and the modules are not, so that it is attention's.
+All frames are packed into one row of n patches, a sequence each. Shapes: [n, 1, h].
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Shapes: n patches (or frames) of a microbatch, h the encoder's width, a heads, d
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from bridge_memory.inventory.torch.attention import rotate_halves
@@ -13,7 +14,7 @@ from bridge_memory.inventory.torch.norms import layer_norm, norm
 from bridge_memory.inventory.torch.ops import FP32, Array, Torch
 from bridge_memory.spec.encoders import EncoderStructure
 from bridge_memory.tapes.context import BlockContext, EncoderRun
-from bridge_memory.tapes.parameters import Use
+from bridge_memory.tapes.parameters import Repeated, Use
 from bridge_memory.tapes.recorder import Recorder
 
 #: Bytes of an index.
@@ -55,9 +56,12 @@ class EncoderOps(Torch):
 
     def parameter(self, name: str, shape: tuple[Any, ...]) -> None:
         """One parameter, whole on every rank and never in fp8."""
-        adapters, trains = self.r.ctx.adapters, self.trains(name)
-        # Named where it is not as with the run's other weights.
-        self.r.parameter(name, shape, use=Use.ROUTER, trains=trains if trains is (adapters is not None) else None)
+        self.r.parameter(name, shape, use=Use.ROUTER, trains=self._exception(name))
+
+    def _exception(self, name: str) -> bool | None:
+        """``Parameter.trains``: None where it is as with the run's other weights."""
+        trains = self.trains(name)
+        return trains if trains is (self.r.ctx.adapters is not None) else None
 
     def dense(self, module: str, x: Array, rows: Any, inputs: int, outputs: int, *, bias: bool = True) -> Array:
         """``nn.Linear``."""
@@ -86,10 +90,23 @@ class EncoderOps(Torch):
 
     def rms_norm(self, name: str, x: Array, rows: Any, width: int) -> Array:
         """``LlamaRMSNorm`` under its names in encoders."""
-        return norm(self, name, x, rows, width)
+        first = len(self.r.rows)
+        out = norm(self, name, x, rows, width)
+        self._mark(first)
+        return out
 
     def layer_norm(self, name: str, x: Array, rows: Any, width: int) -> Array:
-        return layer_norm(self, name, x, rows, width)
+        first = len(self.r.rows)
+        out = layer_norm(self, name, x, rows, width)
+        self._mark(first)
+        return out
+
+    def _mark(self, first: int) -> None:
+        """Parameters from the ``first`` row on, declared by recorders of other layers, train as the encoder's do."""
+        self.r.rows[first:] = [
+            Repeated(tuple(replace(p, trains=self._exception(p.name)) for p in parameters), times)
+            for parameters, times in self.r.rows[first:]
+        ]
 
     def unravelled(self, name: str, x: Array) -> Array:
         """A view by permuted strides, whose gradient is copied into the layout of x."""
@@ -116,8 +133,8 @@ class EncoderOps(Torch):
     def attend(
         self, query: Array, key: Array, value: Array, n: Any, *, segment: int, split: bool, heads: int = 0
     ) -> Array:
-        """Attention without a mask inside of segments, the longest of ``segment`` patches. With sdpa segments run one by
-        one if ``split``: their outputs are concatenated. FlashAttention 2 takes all at once.
+        """Attention without a mask inside of segments, the longest of ``segment`` patches. With sdpa segments run one
+        by one if ``split``: their outputs are concatenated. FlashAttention 2 takes all at once.
 
         Source: torch ``flash_attn/flash_api.cpp: mha_fwd, mha_bwd``, whose backward sums the query's gradient in fp32.
         """
@@ -141,7 +158,9 @@ class EncoderOps(Torch):
         self.keep_alive(*given)
         return out
 
-    def attend_whole(self, query: Array, key: Array, value: Array, n: Any, mask: Array | None, *, aligned: bool) -> Array:
+    def attend_whole(
+        self, query: Array, key: Array, value: Array, n: Any, mask: Array | None, *, aligned: bool
+    ) -> Array:
         """Attention of a batch. With a ``mask`` in the dtype of the model sdpa runs the memory-efficient kernel, which
         saves the mask; if its rows are not ``aligned`` to 8 elements every layer pads a copy of it (torch
         ``native/transformers/attention.cpp: preprocess_mask, pad_bias``)."""

@@ -50,8 +50,8 @@ def patch_embedding(t: EncoderOps, *, bias: bool) -> Array:
 
 
 def gated_layer(t: EncoderOps, x: Array, *, segment: int, qkv_bias: bool, bias: bool) -> Array:
-    """``Qwen2_5_VLVisionBlock.forward``, ``Glm4vVisionBlock.forward``: RMSNorms, joined queries, keys and values, a gated
-    MLP. [n, h] -> [n, h]."""
+    """``Qwen2_5_VLVisionBlock.forward``, ``Glm4vVisionBlock.forward``: RMSNorms, joined queries, keys and values, a
+    gated MLP. [n, h] -> [n, h]."""
     s, n, h = t.s, t.patches, t.s.hidden_size
     tables = tables_of(t)
     entered = t.rms_norm("blocks.*.norm1", x, n, h)

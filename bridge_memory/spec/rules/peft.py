@@ -35,7 +35,7 @@ def check_frozen(run: RunSpec) -> None:
     if run.peft.scheme != "frozen":
         return
     if run.peft.dim:
-        raise SpecError(f"peft.dim ({run.peft.dim}) is the rank of adapters, which peft.scheme frozen has none of; drop it")
+        raise SpecError(f"peft.dim ({run.peft.dim}) is the rank of adapters, and peft.scheme frozen has none; drop it")
     engine = run.data_parallel.engine
     if run.implementation.torch_layers or engine != "megatron_ddp":
         raise SpecError(
@@ -44,7 +44,7 @@ def check_frozen(run: RunSpec) -> None:
         )
     if not any(encoder.trains for encoder in run.model.encoders):
         raise SpecError(
-            "peft.scheme (frozen): nothing would train, since the model has no encoder that trains; drop it, or set lora"
+            "peft.scheme (frozen): nothing would train, since the model has no encoder that trains; set none or lora"
         )
 
 

@@ -52,9 +52,9 @@ def check_transformers(run: RunSpec) -> None:
             )
         if spec is not DEFAULT_TRANSFORMERS_SPEC and spec != DEFAULT_TRANSFORMERS_SPEC:
             # An encoder of transformers runs beside Megatron's layers.
-            known = OF_ENCODERS if any(encoder.structure is not None for encoder in run.model.encoders) else ()
+            encoders = any(encoder.structure is not None for encoder in run.model.encoders)
             changed = [f for f in spec.__slots__ if getattr(spec, f) != getattr(DEFAULT_TRANSFORMERS_SPEC, f)]
-            for name in [f for f in changed if f not in known]:
+            for name in [f for f in changed if not (encoders and f in OF_ENCODERS)]:
                 raise SpecError(
                     f"{name} ({show(getattr(spec, name))}) is for transformer_impl transformers, not "
                     f"{run.implementation.transformer_impl}; drop it, or set transformer_impl to transformers"

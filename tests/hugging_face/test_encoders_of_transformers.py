@@ -22,6 +22,7 @@ from bridge_memory.spec.encoders import Item  # noqa: E402
 CLOSE = 0.005
 #: (layers, width, heads, inner width of the MLP, width of the features).
 SIZES = {"small": (2, 128, 4, 344, 192), "uneven": (5, 240, 6, 338, 520), "wide": (3, 320, 4, 1520, 1024)}
+SLOW = pytest.mark.slow
 IMAGES: dict[str, Grids] = {"small": [(20, 24)], "uneven": [(14, 22), (32, 28), (18, 18)], "wide": [(48, 36), (48, 36)]}
 
 
@@ -168,7 +169,7 @@ def items_of(kind: str, size: str) -> list[Item]:
     return [Item(1, 1, *grid) for grid in grids]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [size if size == "small" else pytest.param(size, marks=SLOW) for size in SIZES])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_an_encoder_keeps_and_peaks_at(kind: str, size: str) -> None:
     structure, real = KINDS[kind](size)
@@ -179,6 +180,7 @@ def test_what_an_encoder_keeps_and_peaks_at(kind: str, size: str) -> None:
     assert ours.backward_peak == pytest.approx(real.backward, rel=0.015)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_frozen_encoder_keeps_what_its_projector_needs(kind: str) -> None:
     """GLM-4.5V's positions, norms and last convolution train even so: gradients pass through its frozen layers."""
@@ -195,9 +197,9 @@ def test_a_frozen_encoder_keeps_nothing(kind: str) -> None:
     assert ours.retained == real.saved == (deep if structure.deepstack_layers else 0)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [size if size == "small" else pytest.param(size, marks=SLOW) for size in SIZES])
 def test_siglip(size: str) -> None:
-    """The tower; Gemma 3's projector is Megatron's and is not in transformers: 256 features of an image of 4,096 patches
+    """The tower; Gemma 3's projector is Megatron's and not in transformers: 256 features of an image of 4,096 patches
     keep their patches copied to an image (h), the pooled ones (h / 16), their deviations, and the normed ones (h / 16).
     """
     from transformers import SiglipVisionConfig

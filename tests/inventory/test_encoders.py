@@ -1,0 +1,174 @@
+"""Encoders of transformers beside Megatron's layers: by hand, in pipelines, in searches and frozen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bridge_memory import BatchSpec, EncoderSpec, EncoderStructure, RunSpec, SpecError, estimate, search
+from bridge_memory.components import Part
+from bridge_memory.estimation import peaks
+from bridge_memory.inventory.encoders.chain import encoder_parameters
+from bridge_memory.readers import resolve_model
+from bridge_memory.readers.encoders import encoder_of
+from bridge_memory.spec.encoders import items_of
+from bridge_memory.tapes.context import context_of
+
+H, F, LAYERS, HEADS = 256, 512, 3, 4
+STRUCTURE = EncoderStructure(
+    kind="glm4v", hidden_size=H, ffn_hidden_size=F, num_layers=LAYERS, num_heads=HEADS, out_size=2048, patch_size=14,
+    temporal_patch_size=2, merge_size=2, merger_size=1024, positions=576, qkv_bias=False,
+)
+BASE = resolve_model("meta-llama/Llama-3.2-1B")
+
+
+def run(frozen: tuple[str, ...] = (), *, batch: BatchSpec | None = None, **fields: object) -> RunSpec:
+    plain = RunSpec(model=BASE)
+    ctx = context_of(replace(plain, model=replace(BASE, encoders=(EncoderSpec("visual", 1, structure=STRUCTURE),))))
+    count = sum(p.numel * times for few, times in encoder_parameters(ctx, ctx.encoders[0], 0) for p in few)
+    encoder = EncoderSpec("visual", count, structure=STRUCTURE, frozen=frozen)
+    whole = replace(plain, model=replace(BASE, encoders=(encoder,)), batch=batch or BatchSpec(patches_per_image=400))
+    return whole.with_fields(**fields)
+
+
+def of_encoder(one: RunSpec) -> int:
+    return sum(c.bytes for c in estimate(one).stages[0].components if c.part is Part.ENCODER)
+
+
+def test_a_layer_by_hand() -> None:
+    """A patch keeps in a layer: two norms 2 x (4 h + 2 h + 2 h + 4), queries, keys and values 6 h, queries and keys
+    rotated 4 h, two tables in fp32 8 d, the scores' sums 4 a, attention's output twice 4 h, and four arrays of the MLP
+    8 f: of 400 patches, and as much for each microbatch in flight."""
+    layer = 2 * (8 * H + 4) + 6 * H + 4 * H + 8 * (H // HEADS) + 4 * HEADS + 4 * H + 8 * F
+    one = of_encoder(run())
+    deeper = replace(STRUCTURE, num_layers=LAYERS + 1)
+    whole = run()
+    more = replace(whole, model=replace(whole.model, encoders=(EncoderSpec("visual", 1, structure=deeper),)))
+    assert of_encoder(more) - one == 400 * layer
+
+
+def test_it_is_held_once_a_microbatch_in_flight_on_the_first_stage() -> None:
+    sizes = {"world_size": 4, "pipeline_model_parallel_size": 4, "global_batch_size": 8}
+    alone, piped = of_encoder(run()), run(**sizes)
+    stages = estimate(piped).stages
+    assert sum(c.bytes for c in stages[0].components if c.part is Part.ENCODER) == 4 * alone
+    assert not any(c.part is Part.ENCODER for stage in stages[1:] for c in stage.components)
+
+
+def test_tensor_parallel_ranks_have_it_whole() -> None:
+    assert of_encoder(run(world_size=2, tensor_model_parallel_size=2)) == of_encoder(run())
+
+
+def test_packed_samples_have_their_images() -> None:
+    """Two samples of a microbatch, as two rows or as one packed row."""
+    two = BatchSpec(patches_per_image=400, micro_batch_size=2, seq_length=2048)
+    assert of_encoder(run(batch=two)) == of_encoder(run(batch=replace(two, packed_sequences=True)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_search_finds_the_peaks_of_estimates(packed: bool) -> None:
+    base = run(batch=BatchSpec(seq_length=1024, global_batch_size=32, packed_sequences=packed, patches_per_image=800))
+    rows = search(base, gpu="H100", num_gpus=4).rows
+    assert len({row.run.batch.micro_batch_size for row in rows}) > 1
+    for row in rows[::7]:
+        assert row.peak == max(stage.peak_bytes for stage in peaks(row.run))
+
+
+def test_frozen_encoders_keep_their_weights() -> None:
+    """Two bytes of each frozen parameter stay; without gradients (4) and Adam's states (12)."""
+    def state(one: RunSpec) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for c in estimate(one).stages[0].components:
+            found[c.role.value] = found.get(c.role.value, 0) + c.bytes
+        return found
+
+    plain = state(RunSpec(model=BASE, batch=BatchSpec()))
+    trained, frozen = state(run()), state(run(("",)))
+    count = run().model.encoders[0].parameters
+    for role, wanted in {"weights": 2, "gradients": 4, "optimizer": 12}.items():
+        assert trained[role] - plain[role] == pytest.approx(wanted * count, rel=1e-3)
+        left = wanted * count if role == "weights" else 0
+        assert frozen[role] - plain[role] == pytest.approx(left, rel=1e-2, abs=4096)
+    assert of_encoder(run(("",))) == of_mask(4096)
+
+
+def of_mask(tokens: int) -> int:
+    """The placeholders' mask, a byte a token: ``masked_scatter`` needs it for the token embeddings' gradient."""
+    return tokens
+
+
+def test_adapters_freeze_it() -> None:
+    one = run(**{"peft.scheme": "lora", "peft.dim": 16})
+    assert of_encoder(one) == 0
+    assert estimate(one).stages[0].optimizer_bytes == pytest.approx(
+        estimate(RunSpec(model=BASE).with_fields(**{"peft.scheme": "lora", "peft.dim": 16})).stages[0].optimizer_bytes
+    )
+
+
+def test_a_frozen_language_model_trains_its_projector() -> None:
+    """Gradients (4 bytes) and states (12) of the merger's parameters alone; the language model's layers all run
+    backward, for the gradient of the features."""
+    frozen = ("patch_embed", "post_conv_layernorm", "embeddings", "blocks", "post_layernorm", "downsample")
+    one = run(frozen, **{"peft.scheme": "frozen"})
+    (stage,) = estimate(one).stages
+    out, inner = STRUCTURE.out_size, STRUCTURE.merger_size
+    merger = out * out + 2 * out + 3 * out * inner
+    assert sum(c.bytes for c in stage.components if c.role.value == "gradients") == pytest.approx(4 * merger, rel=1e-3)
+    assert stage.optimizer_bytes == pytest.approx(12 * merger, rel=1e-3)
+    adapted = estimate(run(**{"peft.scheme": "lora", "peft.dim": 1})).stages[0]
+    assert stage.activation_bytes > adapted.activation_bytes / 3
+
+
+def test_what_is_stated_must_fit_the_sequence() -> None:
+    with pytest.raises(SpecError, match=r"seq_length \(512\) is less than the 1280 visual tokens of a sample"):
+        run(batch=BatchSpec(seq_length=512, image_size="1120x896"))
+    assert items_of(STRUCTURE, BatchSpec(seq_length=512))[0].patches // 4 <= 512
+
+
+@pytest.mark.parametrize("size", ["", "x", "10", "0x4", "-1x4", "1e3x4", "4x4x4", "9999999x4", "\u0664x4"])
+def test_a_size_that_is_none(size: str) -> None:
+    with pytest.raises(SpecError, match="image_size"):
+        BatchSpec(image_size=size)
+
+
+def test_two_sizes_of_one_image() -> None:
+    with pytest.raises(SpecError, match="both say"):
+        BatchSpec(image_size="4x4", patches_per_image=4)
+
+
+def test_a_frozen_language_model_without_anything_that_trains() -> None:
+    with pytest.raises(SpecError, match="nothing would train"):
+        RunSpec(model=BASE).with_fields(**{"peft.scheme": "frozen"})
+
+
+TEXT = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 32000}  # fmt: skip
+VISION = {"hidden_size": 192, "intermediate_size": 344, "num_hidden_layers": 3, "num_attention_heads": 6,
+          "image_size": 224, "patch_size": 14}  # fmt: skip
+WRAPPERS = {
+    "qwen2_5_vl": {"vision_config": {
+        "depth": 3, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "out_hidden_size": 512,
+        "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "window_size": 112,
+        "fullatt_block_indexes": [1]}},
+    "glm4v_moe": {"vision_config": {
+        "depth": 3, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "out_hidden_size": 512,
+        "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "image_size": 224,
+        "attention_bias": True}},
+    "gemma3": {"vision_config": VISION, "mm_tokens_per_image": 16},
+    "mistral3": {"vision_config": {**VISION, "head_dim": 32}, "spatial_merge_size": 2, "vision_feature_layer": -1},
+    "qwen2_audio": {"audio_config": {
+        "d_model": 128, "encoder_ffn_dim": 344, "encoder_layers": 3, "encoder_attention_heads": 4,
+        "max_source_positions": 1500, "num_mel_bins": 128}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_what_is_recorded_has_the_parameters_that_are_counted(kind: str) -> None:
+    """The count is the reader's, which test_huggingface_siblings.py compares with transformers."""
+    encoder = encoder_of({"model_type": kind, "text_config": TEXT, **WRAPPERS[kind]}, "encoder")
+    assert encoder is not None and encoder.structure is not None
+    one = RunSpec(model=replace(BASE, encoders=(encoder,)))
+    ctx = context_of(one)
+    (recorded,) = ctx.encoders
+    assert sum(p.numel * n for few, n in encoder_parameters(ctx, recorded, 0) for p in few) == encoder.parameters
