@@ -147,7 +147,8 @@ def test_the_cache_of_measured_engines(row: int, utilization: float) -> None:
 
 def test_the_profile_of_measured_engines() -> None:
     """Row 110, vLLM 0.6.5 with Llama-3-8B on two H100: weights and activations; what is beside torch, 3.58 GiB, is 0.3
-    above the range, which has two communicators of two ranks (a miss, as the page says). Row 111: what vLLM asked for is the sum of its parts. Row 115: Qwen3-8B's tokens are its bytes over 147,456."""
+    above the range, which has two communicators of two ranks (a miss, as the page says). Row 111: what vLLM asked for
+    is the sum of its parts. Row 115: Qwen3-8B's tokens are its bytes over 147,456."""
     found = engine("meta-llama/Meta-Llama-3-8B", release="0.6.5", tensor_parallel_size=2, gpu_memory_utilization=0.9)
     part = {one.name: one for one in found.components}
     measured = ROWS[110]["extra"]
