@@ -125,9 +125,9 @@ def _of_text(path: str, num_gpus: int | None) -> RunSpec | None:
 
     text = read_text(path, "give a configuration", errors="replace")
     if "actor_rollout_ref" in text and path.endswith((".yaml", ".yml", ".json")):
-        from bridge_memory.readers.verl import run_from_verl
+        from bridge_memory.rollout.sources.verl import update_of_verl
 
-        return run_from_verl(table_of(text, path))
+        return update_of_verl(table_of(text, path))
     if path.endswith((".log", ".out", ".txt")):
         printed = printed_in(text, num_gpus)
         if printed.why_not:

@@ -68,11 +68,6 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --pp 2 --stage 0",
         "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --layer 0",
     ),
-    "rollout": (
-        "--verl config.yaml --gpu H100",
-        "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --rollout vllm --rollout-tp 2 --gpu-memory-utilization 0.6 --gpu H100",
-        "--slime train.sh --gpu H200 --search",
-    ),
 }  # fmt: skip
 
 #: Flags of a run that people use, whatever the command; with a command's own they are what its help shows.
@@ -96,10 +91,6 @@ _OWN: Mapping[str, frozenset[str]] = {
     "why": frozenset({"--gpu", "--json", "--output"}),
     "record": frozenset({"--gpu", "--json", "-o", "--format"}),
     "rehearse": frozenset({"--stage", "--layer", "--gpu", "--json", "--output"}),
-    "rollout": frozenset({
-        "--verl", "--nemo-rl", "--slime", "--trl", "--rollout", "--rollout-tp", "--gpu-memory-utilization",
-        "--max-tokens-per-gpu", "--param-offload", "--optimizer-offload", "--search", "--log", "--gpu", "--emit", "--json",
-    }),
 }
 #: Flags with which a help is no longer read: one with fewer is shown whole.
 _MANY = 40

@@ -140,10 +140,10 @@ def _world_of_torchtitan(text: str) -> int | None:
 
 
 def _verl(text: str, world_size: int | None) -> RunSpec | None:
-    from bridge_memory.readers.verl import run_from_verl
+    from bridge_memory.rollout.sources.verl import update_of_verl
 
     table = _braced(text, "{'actor_rollout_ref'", ast.literal_eval)
-    return None if table is None else run_from_verl(table)
+    return None if table is None else update_of_verl(table)
 
 
 def _braced(text: str, mark: str, parse: Callable[[str], Any]) -> dict[str, Any] | None:

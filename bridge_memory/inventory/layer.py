@@ -72,7 +72,7 @@ def mtp_block(
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.MTP
-        r.unquantized = layer.unquantized
+        r.unquantized = layer.unquantized or r.unquantized
         x = r.tape.input("hidden_states", r.ctx.hidden_bytes)
         embedded = record_next_embedding(r, positions, waits=waits, tables=tables)
         cut_off = r.ctx.mtp_without_gradients
@@ -153,10 +153,11 @@ _PARTS: dict[type, Part] = {
 
 def _record_layer(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
     with r.delays("weight gradients"):
-        return _record_parts(r, layer, x)
+        return record_parts(r, layer, x)
 
 
-def _record_parts(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
+def record_parts(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
+    """The mixer and the feed-forward block of a layer, each with its norm and its residual."""
     mixer, ffn = layer.mixer, layer.ffn
     r.unquantized = layer.unquantized
     if layer.arrangement != "megatron":

@@ -119,12 +119,17 @@ def _groups(layers: Sequence[tuple[LayerSpec, int]], recomputed: int, size: int)
 
 
 def _checkpointed(group: Group, ctx: BlockContext) -> Link:
-    """Layers recomputed together. Alive throughout backward: the saved input, and the recomputed output with its
-    gradient (``random.py: CheckpointFunction.backward`` holds both)."""
     known: Link | None = ctx.evaluated.get(("recomputed", group))
-    if known is not None:
-        return known
-    costs = [(layer_block(kind, ctx).cost, dispatches(kind), count) for kind, count in group]
+    if known is None:
+        costs = [(layer_block(kind, ctx).cost, dispatches(kind), count) for kind, count in group]
+        known = ctx.evaluated["recomputed", group] = recomputed_together(costs, ctx)
+    return known
+
+
+def recomputed_together(costs: Sequence[tuple[BlockCost, bool, int]], ctx: BlockContext) -> Link:
+    """Layers recomputed together: (cost of one, whether it routes tokens, how many equal ones in a row). Alive
+    throughout backward: the saved input, and the recomputed output with its gradient (``random.py:
+    CheckpointFunction.backward`` holds both)."""
     first, last = costs[0][0], costs[-1][0]
     entry = first.input_bytes
     shards = ctx.tp if ctx.recompute.distribute_saved_activations else 1
@@ -159,12 +164,11 @@ def _checkpointed(group: Group, ctx: BlockContext) -> Link:
         before += count * c.retained
         at += count
         routers -= count if routes else 0
-    link = ctx.evaluated["recomputed", group] = Link(
+    return Link(
         Label.RECOMPUTED, kept, forward, best + concurrent, best + concurrent, _recomputed_layers, name,
         more=(((Part.RECOMPUTED_INPUT, Provenance.FORMULA), kept),), carried_over=carried_over,
         carried_over_gradient=carried_over // 2, layers=number,
     )
-    return link
 
 
 def _recomputed_layers() -> str:

@@ -34,7 +34,8 @@ class MemoryReport:
 
     It is a callback of Megatron Bridge, and a context of any other loop.
     One table is printed when the model is built and after the first and second optimizer step, and then a line every
-    ``every`` steps. Rank 0 prints it. Nothing in it raises into training, takes part in a collective, or synchronises the GPU.
+    ``every`` steps. Rank 0 prints it. Nothing in it raises into training, takes part in a collective, or synchronises
+    the GPU.
     The journal also has each phase of the job with torch's peaks in it, which are never reset, and the driver's memory
     at its end: that of the whole GPU, other processes included. Bridge's loop and the Trainer have events for
     evaluation; saves are those that their configs announce. Elsewhere name phases with ``phase``.

@@ -88,6 +88,7 @@ _WRAPPERS = {
 _FROZEN = {
     "qwen2_5_vl": (("patch_embed", "blocks"), ("merger",)),
     "glm4v": (("patch_embed", "blocks"), ("merger",)),
+    "qwen3_vl": (("patch_embed", "pos_embed", "decoder.layers"), ("merger", "decoder.deepstack_merger_list")),
     "siglip": (("embeddings", "encoder", "post_layernorm"), ("multi_modal_projector",)),
     "pixtral": (("patch_conv", "ln_pre", "transformer"), ("multi_modal_projector",)),
     "qwen2_audio": (("conv1", "conv2", "embed_positions", "layers", "layer_norm"), ("multi_modal_projector",)),

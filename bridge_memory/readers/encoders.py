@@ -279,6 +279,17 @@ def _structure_qwen2_5(v: Fields, text: int, outer: Fields) -> EncoderStructure:
     )
 
 
+def _structure_qwen3(v: Fields, text: int, outer: Fields) -> EncoderStructure:
+    return EncoderStructure(
+        kind="qwen3_vl", hidden_size=_of(v, "hidden_size"), ffn_hidden_size=_of(v, "intermediate_size"),
+        num_layers=_of(v, "depth"), num_heads=_of(v, "num_heads"), out_size=_of(v, "out_hidden_size"),
+        patch_size=_of(v, "patch_size"), temporal_patch_size=_of(v, "temporal_patch_size"),
+        channels=_of(v, "in_channels", 3), merge_size=_of(v, "spatial_merge_size"),
+        positions=_of(v, "num_position_embeddings"),
+        deepstack_layers=tuple(int(i) for i in v.items("deepstack_visual_indexes") or ()),
+    )
+
+
 def _structure_glm4v(v: Fields, text: int, outer: Fields) -> EncoderStructure:
     out = _of(v, "out_hidden_size")
     return EncoderStructure(
@@ -362,6 +373,10 @@ _PROJECTORS: dict[str, Callable[[Fields], tuple[int, int]]] = dict.fromkeys(
 _STRUCTURES: dict[str, Callable[[Fields, int, Fields], EncoderStructure]] = {
     "qwen2_5_vl": _structure_qwen2_5,
     "glm4v_moe": _structure_glm4v,
+    "qwen3_vl": _structure_qwen3,
+    "qwen3_vl_moe": _structure_qwen3,
+    "qwen3_5": _structure_qwen3,
+    "qwen3_5_moe": _structure_qwen3,
     "gemma3": _structure_gemma3,
     "mistral3": _structure_mistral3,
     "qwen2_audio": _structure_qwen2_audio,

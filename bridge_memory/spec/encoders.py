@@ -21,15 +21,19 @@ ENCODER_KINDS = {
     "glm4v": "Glm4vVisionModel",
     "siglip": "SiglipVisionModel with Gemma 3's projector",
     "pixtral": "PixtralVisionModel with Mistral 3's projector",
+    "qwen3_vl": "Qwen3VLVisionModel of Megatron Bridge, of megatron-core's modules",
     "qwen3_omni_vision": "Qwen3OmniMoeVisionEncoder",
     "qwen3_omni_audio": "Qwen3OmniMoeAudioEncoder",
     "qwen2_audio": "Qwen2AudioEncoder with its projector",
 }
 AUDIO_KINDS = ("qwen2_audio", "qwen3_omni_audio")
+#: Encoders of megatron-core's modules, which tensor parallelism divides and full recomputation recomputes.
+MEGATRON_KINDS = ("qwen3_vl",)
 #: Kind -> (width and height in pixels of the largest image that reaches it where the run states no size, who bounds it).
 LARGEST_IMAGES = {
     "qwen2_5_vl": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
     "qwen3_omni_vision": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
+    "qwen3_vl": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
     "glm4v": ((2436, 2408), "the 28 x 28 x 15,000 pixels of two frames in transformers' Glm4vImageProcessor"),
     "pixtral": ((1036, 1036), "the longest edge of transformers' PixtralImageProcessor, 1,024 pixels"),
 }

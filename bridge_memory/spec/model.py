@@ -36,6 +36,9 @@ class AttentionSpec:
     #: Qwen3-Next: linear_qkv also produces a sigmoid gate, as large as q.
     attention_output_gate: bool = False
     rotary: bool = True
+    #: Queries and keys are rotated in fp32, by angles of each token (``apply_rotary_pos_emb_in_fp32`` of Qwen3-VL's
+    #: vision encoder).
+    rotary_in_fp32: bool = False
     #: Width of a value head if it differs from kv_channels (MiMo-V2).
     v_channels: int | None = None
     #: Gemma 4: a norm of the values, without a weight.

@@ -354,6 +354,12 @@ class BlockContext:
         """Sequence parallelism."""
         return _is_on(self._sp)
 
+    def as_encoder(self, *, attention_again: bool) -> None:
+        """In a copy for an encoder's blocks: no sequence parallelism, and no selective recomputation but attention's.
+        """
+        self._sp = False
+        self._switches = {**dict.fromkeys(self._switches, False), "core_attn": attention_again}
+
     @property
     def mtp_recomputed(self) -> bool:
         """Whether whole MTP depths are recomputed in backward."""

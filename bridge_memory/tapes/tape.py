@@ -300,6 +300,13 @@ class Tape:
         self.op(name, whole, out)
         return tuple(out)
 
+    @contextmanager
+    def freezing(self, frozen: bool) -> Iterator[None]:
+        """Weights inside have no gradients (True), or have them, whatever the others of the block have."""
+        before, self._frozen = self._frozen, frozen
+        yield
+        self._frozen = before
+
     def keep_alive(self, *tensors: Tensor) -> None:
         """Keep tensors alive to this point of the forward pass (a Python variable still holds them)."""
         self._stack[-1].nodes.append(Op("scope", tensors, (), alias=True, scope=True))

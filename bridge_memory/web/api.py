@@ -28,7 +28,7 @@ from bridge_memory.report.page.one_file import estimate_page
 from bridge_memory.report.phases import phases_data
 from bridge_memory.report.units import format_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
-from bridge_memory.spec.parts import ENGINES
+from bridge_memory.spec.parts import ENGINE_OPTIONS, ENGINES, WITH_MEGATRON_LAYOUTS
 from bridge_memory.speed.hardware import HARDWARE, Hardware
 from bridge_memory.speed.megatron.step_time import not_timed, step_time
 from bridge_memory.speed.step_time import tokens_per_second_per_gpu
@@ -98,6 +98,7 @@ class Api:
 
         return {
             "version": __version__, "hub": self.hub, "default_gpu": DEFAULT_GPU, "engines": dict(ENGINES),
+            "megatron_engines": list(WITH_MEGATRON_LAYOUTS), "engine_options": dict(ENGINE_OPTIONS),
             "gpus": [
                 {"name": g.name, "description": g.description, "capacity_bytes": g.capacity_bytes, "common": g.common}
                 for g in GPUS.values()
@@ -247,9 +248,12 @@ def _estimate(one: Asked, stage: object) -> dict[str, Any]:
 
 
 def _command(one: Asked) -> str:
-    """The equivalent ``estimate`` command; "" where the run is given as Megatron's own arguments."""
+    """The equivalent ``estimate`` command; "" where the run is given as Megatron's arguments or another trainer's
+    configuration."""
     run, gpu, args = one
-    return estimate_command(run, args, gpu.name) if args.megatron_args is None else ""
+    if args.megatron_args is not None or hasattr(args, "pasted"):
+        return ""
+    return estimate_command(run, args, gpu.name)
 
 
 def _texts(one: Asked) -> list[dict[str, str]]:
@@ -257,7 +261,8 @@ def _texts(one: Asked) -> list[dict[str, str]]:
     run, gpu, args = one
     return [
         {"format": how, "title": title, "text": found.commented, "note": found.note}
-        for how, title, found in texts_of(run, args, gpu.name)
+        for how, title, found in ([] if hasattr(args, "pasted") and run.implementation.torch_layers
+                                  else texts_of(run, args, gpu.name))
     ]
 
 

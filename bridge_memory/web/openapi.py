@@ -65,7 +65,8 @@ _SCHEMAS: dict[str, Any] = {
     "Options": _object(
         {
             "version": _TEXT, "hub": _YES, "default_gpu": _TEXT, "options": _many(_OPTION),
-            "engines": {"type": "object", "additionalProperties": _TEXT},
+            "engines": {"type": "object", "additionalProperties": _TEXT}, "megatron_engines": _many(_TEXT),
+            "engine_options": {"type": "object", "additionalProperties": _TEXT},
             "gpus": _many(_object({"name": _TEXT, "description": _TEXT, "capacity_bytes": _WHOLE, "common": _YES})),
         }
     ),
@@ -135,11 +136,14 @@ _SCHEMAS: dict[str, Any] = {
             "not_modelled": _many(_TEXT), "rows": _many(_ref("Row")), "front": _many(_ref("Row")),
         }
     ),
+    "Fitted": _object(
+        {"looked_at": _WHOLE, "fit": _WHOLE, "options": {"type": ["object", "null"]}, "words": {"type": "string"}}
+    ),
     "Job": _object(
         {
             "id": _TEXT, "state": {"enum": ["running", "done", "cancelled", "refused"]}, "seconds": _REAL,
             "progress": _object({}, {"looked_at": _WHOLE, "fit": _WHOLE}, more=True),
-            "result": _or_null(_ref("Found")), "refused": _or_null(_ref("Refusal")),
+            "result": {"anyOf": [_ref("Found"), _ref("Fitted"), {"type": "null"}]}, "refused": _or_null(_ref("Refusal")),
         }
     ),
 }  # fmt: skip
@@ -174,6 +178,9 @@ def document() -> dict[str, Any]:
 
     estimate = _embedded("Estimate", SCHEMA_PATH)
     compare = _embedded("Compared", SCHEMA_PATH.replace("estimate.schema", "compare.schema"))
+    # Why the job of the file failed, by the schema of `why`; null where it did not.
+    compare["properties"]["why"] = {"anyOf": [_embedded("Why", SCHEMA_PATH.replace("estimate.schema", "why.schema")),
+                                              {"type": "null"}]}  # fmt: skip
     page = _embedded("Page", SCHEMA_PATH.replace("estimate.schema", "page.schema"))
     return {
         "openapi": "3.1.0",
@@ -193,6 +200,9 @@ def document() -> dict[str, Any]:
                                      "responses": _answers("Report", "the file")}},
             "/api/search": {"post": {"summary": "start a search", "requestBody": _asks("Search"),
                                      "responses": _answers("Job", "the search", "202")}},
+            "/api/fit": {"post": {"summary": "what to recompute and offload so that a run fits as it is laid out",
+                                  "requestBody": _asks("Question"),
+                                  "responses": _answers("Job", "a job, asked for like a search", "202")}},
             "/api/search/{id}": {"parameters": _ID, "get": {
                 "summary": "progress of a search", "responses": _answers("Job", "progress, then the layouts")}},
             "/api/search/{id}/cancel": {"parameters": _ID, "post": {

@@ -24,7 +24,7 @@ from bridge_memory.files import read_text
 from bridge_memory.readers.presets import find_presets
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.fields import called, rules_of
-from bridge_memory.spec.gpus import find_gpu
+from bridge_memory.spec.gpus import check_computes, find_gpu
 from bridge_memory.spec.release import read_release
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
@@ -144,7 +144,7 @@ def _unset() -> argparse.Namespace:
 def asked(question: Mapping[str, Any], *, hub: bool = False) -> Asked:
     """The run, the GPU and the flags of a question. Raises SpecError."""
     args, gpu = arguments(question, hub=hub)
-    run = run_on_gpus(args, [gpu])
+    run = _of_pasted(question["config"], args, gpu) if _kind_of(question) else run_on_gpus(args, [gpu])
     name = question.get("name")
     if args.custom_config is not None and question.get("model"):  # of the Hub: the command line takes its id
         args.model, args.custom_config = question["model"].strip(), None
@@ -169,6 +169,9 @@ def arguments(question: Mapping[str, Any], *, hub: bool = False) -> tuple[argpar
             raise SpecError(f"{key} ({show(question[key])}) is not a text; give one")
     if sources == ["model"]:
         _model(args, question["model"], hub)
+    elif sources == ["config"] and (kind := _kind_of(question)):
+        if kind == "megatron":
+            args.megatron_args = "\n" + question["config"]
     elif sources == ["config"]:
         args.custom_config = question["config"]
     else:
@@ -185,6 +188,42 @@ def arguments(question: Mapping[str, Any], *, hub: bool = False) -> tuple[argpar
         if value is not None:
             setattr(args, option.field, _value(option, value))
     return args, find_gpu(question.get("gpu") or DEFAULT_GPU)
+
+
+def _kind_of(question: Mapping[str, Any]) -> str:
+    """What a pasted configuration is where it is the whole run and no config.json: "megatron" for Megatron-LM's
+    arguments, "container", "verl"; "" for a config.json, and where nothing was pasted."""
+    text = question.get("config")
+    if not isinstance(text, str) or text.lstrip().startswith(("{", "[")):
+        return ""
+    if "actor_rollout_ref:" in text:
+        return "verl"
+    if re.search(r"^\s*_target_:", text, re.MULTILINE):
+        return "container"
+    return "megatron" if "--num-layers" in text or "--hidden-size" in text else ""
+
+
+def _of_pasted(text: str, args: argparse.Namespace, gpu: Gpu) -> RunSpec:
+    """The run of such a configuration, with what was given beside it in its place. Raises SpecError."""
+    from bridge_memory.readers.config_container import run_from_config_container
+    from bridge_memory.readers.container_file import container_of_table
+    from bridge_memory.readers.engines.files import table_of
+    from bridge_memory.rollout.sources.verl import update_of_verl
+
+    if args.megatron_args is not None:
+        return run_on_gpus(args, [gpu])
+    world = getattr(args, "parallel.world_size", None)
+    table = table_of(text, "the pasted configuration")
+    if "actor_rollout_ref" in table:
+        run = update_of_verl(table)
+    else:
+        run = run_from_config_container(container_of_table(table, "the pasted configuration"), world_size=world)
+    args.pasted = True
+    given = {o.field: getattr(args, o.field) for o in options().values() if "." in o.field and hasattr(args, o.field)}
+    run = run.with_fields(**given)
+    check_computes(gpu, run.precision)
+    arch = gpu.arch or run.implementation.gpu_arch
+    return run.with_(implementation=replace(run.implementation, gpu_arch=arch))
 
 
 def _model(args: argparse.Namespace, name: str, hub: bool) -> None:

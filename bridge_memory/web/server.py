@@ -283,6 +283,12 @@ class Handler(BaseHTTPRequestHandler):
             return self._json(server.api.report(self._question()))
         if path == "/api/search":
             return self._json(server.jobs.start(self._search(self._question())).as_json(), 202)
+        if path == "/api/fit":
+            question = self._question()
+            if not isinstance(question, dict):
+                self._refuse("the question is not an object; give that of /api/estimate", 400)
+            asked = {"job": "fit", "question": question, "hub": server.api.hub}
+            return self._json(server.jobs.start(asked).as_json(), 202)
         if path.startswith("/api/search/") and path.endswith("/cancel"):
             job = server.jobs.get(path.removeprefix("/api/search/").removesuffix("/cancel"))
             job.cancel()

@@ -69,6 +69,8 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     from bridge_memory.web.options import arguments
 
     args, gpu = arguments(asked["question"], hub=asked.get("hub", False))
+    if args.model is None and args.custom_config is None and args.megatron_args is None:
+        raise SpecError("config says its own layout; choose the model in the list to search others")
     hardware = hardware_of(gpu.name)
     vary = set(asked["vary"])
     for axis in vary:
@@ -140,24 +142,79 @@ def _row(row: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _fit(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
+    """What to recompute and offload so that the run fits as it is laid out, in the least time: options to set, or why
+    nothing does."""
+    from bridge_memory.components import GIB
+    from bridge_memory.emit.fixes import state_alone
+    from bridge_memory.outside.context import outside_bytes_of
+    from bridge_memory.plan.megatron.fit import changed_fields, fit
+    from bridge_memory.spec.parts import MEGATRON_ENGINES
+    from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.web.options import asked as parsed
+    from bridge_memory.web.options import options
+
+    run, gpu, _ = parsed(asked["question"], hub=asked.get("hub", False))
+    engine = run.data_parallel.engine
+    if engine not in MEGATRON_ENGINES or run.implementation.torch_layers:
+        raise SpecError(f"engine ({engine}) is not fitted on the page; use `bridge-memory fit`, or a suggested change")
+    reported = 0.0
+
+    def progress(looked_at: int, fitting: int) -> None:
+        nonlocal reported
+        if time.monotonic() - reported > _EVERY:
+            reported = time.monotonic()
+            say({"progress": {"looked_at": looked_at, "fit": fitting}})
+
+    found = fit(run, hardware_of(gpu.name), capacity=gpu.capacity_bytes, outside=partial(outside_bytes_of, gpu=gpu),
+                progress=progress)  # fmt: skip
+    rows = found.ranked(1).rows
+    if not rows:
+        least = state_alone(found.lowest.run, gpu) or f"the lowest peak is {found.lowest.peak / GIB:.1f} GiB"
+        words = f"no recomputation or offloading makes it fit: {least}"
+        return {"looked_at": found.looked_at, "fit": 0, "options": None, "words": words}
+    names = {option.field: option for option in options().values()}
+    changed = {names[field].name: names[field].plain(value)
+               for field, value in changed_fields(run, rows[0].run).items() if field in names}  # fmt: skip
+    changed = {name: None if value == [] else value for name, value in changed.items()}
+    return {"looked_at": found.looked_at, "fit": len(found.rows), "options": changed, "words": ""}
+
+
 def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Compare a log, a journal or a snapshot with the prediction."""
-    from bridge_memory.comparison.compare import SnapshotComparison, compare
+    from bridge_memory.comparison.compare import SCHEMA, SnapshotComparison, compare
     from bridge_memory.web.options import asked as parsed
 
     question = asked["question"]
     one = None if question is None else parsed(question, hub=asked.get("hub", False))
     _bound_memory(_MORE_MEMORY + _PER_BYTE * os.path.getsize(asked["path"]))
+    why = _why(asked["path"], None if one is None else one.run)
     try:
         found = compare(asked["path"], None if one is None else one.run, stage=asked.get("stage", 0))
         if isinstance(found, SnapshotComparison):
-            return found.as_json(asked["name"])
+            return {**found.as_json(asked["name"]), "why": why}
         phases = found.phases()  # on the card that the journal names, else on the page's
         if phases is not None and phases.gpu is None and one is not None:
             phases = found.phases(one.gpu)
-        return found.as_json(asked["name"], phases=phases)
+        return {**found.as_json(asked["name"], phases=phases), "why": why}
     except SpecError as error:  # The file has the name that it came with.
+        if why is not None:
+            return {"schema": SCHEMA, "measured": asked["name"], "stages": [], "tolerance": None, "beyond": [],
+                    "why": why}  # fmt: skip
         raise SpecError(str(error).replace(asked["path"], asked["name"])) from None
+
+
+def _why(path: str, run: Any) -> dict[str, Any] | None:
+    """Why the job of a file failed, which may say what ran; None where it did not fail."""
+    from bridge_memory.failure.why import why_file
+
+    try:
+        found = why_file(path)
+        if found.run is None and run is not None:
+            found = why_file(path, run)
+    except SpecError:
+        return None
+    return found.as_json()
 
 
 def _bound_memory(more: int) -> None:
@@ -173,4 +230,4 @@ def _bound_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-_JOBS = {"search": _search, "compare": _compare}
+_JOBS = {"search": _search, "fit": _fit, "compare": _compare}

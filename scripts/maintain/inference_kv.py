@@ -43,6 +43,7 @@ VLLM = frozenset(
         "v1.attention.backends.registry", "v1.attention.backend", "platforms.interface",
         "model_executor.layers.mamba.mamba_utils", "model_executor.layers.attention.attention",
         "model_executor.layers.attention.mla_attention", "distributed.utils", "v1.attention.backends.triton_attn",
+        "config.vllm", "engine.arg_utils", "model_executor.models.deepseek_v2",
     )
 )  # fmt: skip
 SGLANG = frozenset(
@@ -151,10 +152,14 @@ def real(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def config_of(preset: str) -> dict[str, Any]:
-    """A preset's config.json."""
+#: What DeepSeek-V3.2's config has beside DeepSeek-V3's.
+SPARSE = {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+
+
+def config_of(preset: str, sparse: bool = False) -> dict[str, Any]:
+    """A preset's config.json; ``sparse``: with an indexer."""
     found: dict[str, Any] = json.loads((PRESETS / f"{preset.replace('/', '__')}.json").read_text())
-    return found
+    return {**found, **SPARSE} if sparse else found
 
 
 class Layers:
@@ -248,7 +253,7 @@ class Vllm:
 
     def case(self, case: dict[str, Any]) -> dict[str, Any]:
         """blocks, block size, tokens and concurrency; or why the engine refuses."""
-        layers = Layers(config_of(case["model"]))
+        layers = Layers(config_of(case["model"], case["sparse"]))
         tp, pp = case["tp"], case["pp"]
         dtype = self.torch.bfloat16
         quantised = case["kv_cache_dtype"] != "auto"
@@ -361,6 +366,9 @@ class Vllm:
                     sliding_window=None, topk_buffer_width=None, indexer=None, non_causal_multi_token_decode=False,
                 )  # fmt: skip
                 spec = self.mla.MLAAttention.get_kv_cache_spec(layer, config)
+                if index := layers.config.get("index_head_dim"):
+                    keys = self._index_keys(index, config)
+                    yield f"layers.{place}.indexer", keys
             else:
                 layer = SimpleNamespace(
                     attn_type=self.attention.AttentionType.DECODER, kv_cache_dtype=config.cache_config.cache_dtype,
@@ -370,6 +378,56 @@ class Vllm:
                 )  # fmt: skip
                 spec = backend.customize_spec(self.attention.Attention.get_kv_cache_spec(layer, config))
             yield f"layers.{place}", spec
+
+
+    def _index_keys(self, head_dim: int, config: Any) -> Any:
+        """The cache of an indexer's keys, with a scale of 4 bytes for 128 values (``deepseek_v2.py: Indexer``)."""
+        cache = real("vllm.model_executor.models.deepseek_v2").DeepseekV32IndexerCache
+        layer = SimpleNamespace(
+            head_dim=head_dim + head_dim // 128 * 4, dtype=self.torch.uint8, cache_config=config.cache_config
+        )
+        return cache.get_kv_cache_spec(layer, config)
+
+    def defaults(self, case: dict[str, Any]) -> dict[str, Any]:
+        """Tokens and sequences of a step by card, and the sizes of graphs (``get_batch_defaults``,
+        ``_set_cudagraph_sizes``)."""
+        arguments, config = real("vllm.engine.arg_utils"), real("vllm.config.vllm")
+        usage = real("vllm.usage.usage_lib")
+        usage.UsageContext = SimpleNamespace(LLM_CLASS="llm", OPENAI_API_SERVER="server")
+        platform = SimpleNamespace(
+            get_device_total_memory=lambda: case["bytes"], get_device_name=lambda: case["card"],
+            is_device_capability=lambda capability: False, is_tpu=lambda: False, is_cpu=lambda: False,
+            is_device_capability_family=lambda family: family == 100 and case["card"] in ("B200", "GB200"),
+            is_xpu=lambda: False, is_rocm=lambda: False,
+        )  # fmt: skip
+        arguments.current_platform = platform
+        real("vllm.platforms").current_platform = platform
+        tokens, sequences = arguments.EngineArgs.get_batch_defaults(1)
+        kind = "server" if case["served"] else "llm"
+        step, most = case["max_num_batched_tokens"] or tokens[kind], case["max_num_seqs"] or sequences[kind]
+        modes = SimpleNamespace(NONE="none")
+        config.CUDAGraphMode = modes
+        compilation = SimpleNamespace(
+            cudagraph_mode="full_and_piecewise", max_cudagraph_capture_size=None, cudagraph_capture_sizes=None,
+            post_init_cudagraph_sizes=lambda: None,
+        )  # fmt: skip
+        itself = SimpleNamespace(
+            model_config=SimpleNamespace(enforce_eager=False), compilation_config=compilation,
+            scheduler_config=SimpleNamespace(max_num_seqs=most, max_num_batched_tokens=step),
+            uniform_decode_query_len=1, speculative_config=None, performance_mode="balanced",
+        )  # fmt: skip
+        config.VllmConfig._set_cudagraph_sizes(itself)
+        return {"max_num_batched_tokens": step, "max_num_seqs": most, "sizes": compilation.cudagraph_capture_sizes}
+
+
+DEFAULTS_USUAL = {"served": True, "max_num_batched_tokens": None, "max_num_seqs": None}
+#: Cards with their bytes as torch counts them.
+DEFAULTS_CARDS = {"H100": 84_942_979_072, "NVIDIA A100-SXM4-80GB": 85_094_825_984, "H200": 150_109_880_320,
+                  "B200": 191_504_908_288, "NVIDIA GeForce RTX 4090": 25_386_352_640}  # fmt: skip
+DEFAULTS_CASES: tuple[dict[str, Any], ...] = (
+    {}, {"served": False}, {"max_num_seqs": 100}, {"max_num_seqs": 1000, "max_num_batched_tokens": 300},
+    {"max_num_seqs": 33, "max_num_batched_tokens": 50}, {"max_num_seqs": 3},
+)  # fmt: skip
 
 
 FLASH = [["multiple", 16]]
@@ -390,6 +448,9 @@ VLLM_CASES: tuple[dict[str, Any], ...] = (
     {"model": "deepseek-ai/DeepSeek-V2-Lite", "pp": 4, "block_size": 64},
     {"model": "deepseek-ai/DeepSeek-V3", "tp": 8, "kv_cache_dtype": "fp8", "kernel_blocks": [64]},
     {"model": "moonshotai/Kimi-K2-Instruct", "tp": 8, "kernel_blocks": [32, 64]},
+    {"model": "deepseek-ai/DeepSeek-V3", "sparse": True, "tp": 8, "kernel_blocks": [["multiple", 64]]},
+    {"model": "deepseek-ai/DeepSeek-V3", "sparse": True, "tp": 8, "pp": 2, "kernel_blocks": [["multiple", 64]],
+     "kv_cache_dtype": "fp8_ds_mla"},
     {"model": "openai/gpt-oss-20b"},
     {"model": "openai/gpt-oss-120b", "tp": 4, "pp": 2, "max_num_batched_tokens": 16384},
     {"model": "openai/gpt-oss-20b", "kv_cache_dtype": "fp8", "tp": 2, "max_model_len": 5000},
@@ -408,6 +469,7 @@ VLLM_CASES: tuple[dict[str, Any], ...] = (
      "prefix_caching": False},
 )  # fmt: skip
 VLLM_USUAL = {
+    "sparse": False,
     "tp": 1, "pp": 1, "kv_cache_dtype": "auto", "block_size": None, "kernel_blocks": FLASH, "prefix_caching": True,
     "max_model_len": 16384, "max_num_batched_tokens": 8192, "state_dtype": "auto",
 }  # fmt: skip
@@ -422,6 +484,16 @@ def vllm_rows() -> list[dict[str, Any]]:
         for available in MEMORY:
             case = {**VLLM_USUAL, **given, "available_bytes": available}
             rows.append({**given, "available_bytes": available, "found": engine.case(case)})
+    return rows
+
+
+def default_rows() -> list[dict[str, Any]]:
+    engine = Vllm()
+    rows = []
+    for given in DEFAULTS_CASES:
+        for card, nbytes in DEFAULTS_CARDS.items():
+            case = {**DEFAULTS_USUAL, **given, "card": card, "bytes": nbytes}
+            rows.append({**given, "card": card, "bytes": nbytes, "found": engine.defaults(case)})
     return rows
 
 
@@ -440,14 +512,23 @@ class Sglang:
         self.graph_config = real("sglang.srt.model_executor.cuda_graph_config")
         self.indices = real("sglang.srt.distributed.utils")
         self.pools.compute_page_shard_scratch_bytes = lambda *args, **kwargs: 0
-        utils = real("sglang.srt.layers.cp.utils")
-        utils.get_glm_dsa_layer_split_effective_num_layers = lambda kvc, number: number
         qsa = real("sglang.srt.layers.attention.qsa.config")
         qsa.parse_qsa_profile = lambda config: None
-        minimax = ("is_minimax_sparse", "is_deepseek_dsa", "is_deepseek_v4", "is_float4_e2m1fn_x2")
-        for name in minimax:
-            for module in (self.pools, self.kv):
+        for module in (self.pools, self.kv):
+            for name in ("is_minimax_sparse", "is_deepseek_v4", "is_float4_e2m1fn_x2"):
                 setattr(module, name, lambda *args: False)
+            module.is_deepseek_dsa = lambda config: hasattr(config, "index_head_dim")
+            module.DSATokenToKVPool = SimpleNamespace(
+                quant_block_size=128, index_k_with_scale_buffer_dtype=torch.uint8, rope_storage_dtype=torch.bfloat16
+            )
+        self.pools.get_dsa_index_head_dim = lambda config: config.index_head_dim
+        self.pools.get_dsa_index_kpool = lambda config: 1
+        self.pools.ceil_div = lambda number, by: -(-number // by)
+        self.kv._is_hip = self.pools._is_npu = False
+        self.pools.dsa_layer_skips_topk = lambda config, layer: False
+        utils = real("sglang.srt.layers.cp.utils")
+        utils.get_glm_dsa_cp_layer_shard_info = lambda kvc: (0, 1)
+        utils.get_glm_dsa_layer_split_effective_num_layers = lambda kvc, number: number
         self.pools._dflash_draft_cell_size = lambda kvc: 0
         default = (Path(self.pools.__file__).parents[1] / "environ.py").read_text()
         interval = int(default.split("SGLANG_SWA_EVICTION_INTERVAL = EnvInt(")[1].split(")")[0])
@@ -466,7 +547,7 @@ class Sglang:
 
     def case(self, case: dict[str, Any]) -> dict[str, Any]:
         """Tokens of each pool on the stage with the fewest, and states."""
-        layers = Layers(config_of(case["model"]))
+        layers = Layers(config_of(case["model"], case["sparse"]))
         found = [self._stage(case, layers, stage) for stage in range(case["pp"])]
         sizes = [one for one in found if one is not None]
         if len(sizes) < len(found):
@@ -477,12 +558,13 @@ class Sglang:
     def _stage(self, case: dict[str, Any], layers: Layers, stage: int) -> dict[str, Any] | None:
         tp, pp = case["tp"], case["pp"]
         first, beyond = self.indices.get_pp_indices(layers.number, stage, pp)
-        dtype = {"auto": self.torch.bfloat16, "fp8_e4m3": self.torch.float8_e4m3fn,
+        dtype = {"auto": self.torch.bfloat16, "bfloat16": self.torch.bfloat16, "fp8_e4m3": self.torch.float8_e4m3fn,
                  "fp8_e5m2": self.torch.float8_e5m2}[case["kv_cache_dtype"]]  # fmt: skip
         heads = max(1, layers.kv_heads // tp)
         c = layers.config
         model = SimpleNamespace(
-            get_num_kv_heads=lambda *args: heads, get_swa_num_kv_heads=lambda *args: heads, hf_config=SimpleNamespace(),
+            get_num_kv_heads=lambda *args: heads, get_swa_num_kv_heads=lambda *args: heads,
+            hf_config=SimpleNamespace(**({"index_head_dim": 128} if case["sparse"] else {})),
             head_dim=layers.head_size, v_head_dim=layers.head_size, swa_head_dim=layers.head_size,
             swa_v_head_dim=layers.head_size, context_len=case["context_length"], num_hidden_layers=layers.number,
             kv_lora_rank=c.get("kv_lora_rank"), qk_rope_head_dim=c.get("qk_rope_head_dim"),
@@ -511,17 +593,19 @@ class Sglang:
             disable_overlap_schedule=False, prefill_max_requests=None, mem_fraction_static=0.5,
         )  # fmt: skip
         memory = SimpleNamespace(
-            enable_unified_memory=False, enable_hisparse=False, disable_radix_cache=not case["radix_cache"]
+            enable_unified_memory=False, enable_hisparse=False, disable_radix_cache=not case["radix_cache"],
+            enable_hierarchical_cache=False, enable_unified_cache_external_linker=False,
         )
         context = SimpleNamespace(override=lambda why, **values: vars(schedule).update(values))
         bags = {
             "get_parallel": SimpleNamespace(attn_tp_size=tp, attn_dcp_size=1, pp_size=1),
             "get_schedule": schedule, "get_memory": memory, "get_context": context,
-            "get_disagg": SimpleNamespace(disaggregation_mode="null"),
+            "get_disagg": SimpleNamespace(disaggregation_mode="null", enable_pd_role_switch=False),
             "get_spec": SimpleNamespace(speculative_algorithm=None, speculative_num_draft_tokens=None),
             "get_exec": SimpleNamespace(mamba=SimpleNamespace(
                 enable_linear_replayssm_spec=False, enable_mamba_extra_buffer=True,
-                enable_mamba_extra_buffer_lazy=False)),
+                enable_mamba_extra_buffer_lazy=False),
+                kernel=SimpleNamespace(dsa_prefill_backend="flashmla_sparse", dsa_decode_backend="flashmla_kv")),
             "get_model": SimpleNamespace(qsa_indexer_dtype=None),
         }  # fmt: skip
         for module in (self.pools, self.kv):
@@ -598,6 +682,9 @@ SGLANG_CASES: tuple[dict[str, Any], ...] = (
     {"model": "google/gemma-3-12b-pt", "tp": 2},
     {"model": "deepseek-ai/DeepSeek-V3", "tp": 8},
     {"model": "deepseek-ai/DeepSeek-V2-Lite", "pp": 4, "page_size": 64, "kv_cache_dtype": "fp8_e4m3"},
+    {"model": "deepseek-ai/DeepSeek-V3", "sparse": True, "tp": 8, "page_size": 64, "kv_cache_dtype": "bfloat16"},
+    {"model": "deepseek-ai/DeepSeek-V3", "sparse": True, "tp": 8, "pp": 2, "page_size": 64,
+     "kv_cache_dtype": "fp8_e4m3"},
     {"model": "openai/gpt-oss-20b", "hybrid_swa": True},
     {"model": "openai/gpt-oss-120b", "hybrid_swa": True, "tp": 4, "page_size": 64, "swa_full_tokens_ratio": 0.15},
     {"model": "openai/gpt-oss-120b", "hybrid_swa": True, "pp": 5, "page_size": 128},
@@ -609,6 +696,7 @@ SGLANG_CASES: tuple[dict[str, Any], ...] = (
     {"model": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "tp": 16, "kv_cache_dtype": "fp8_e4m3"},
 )
 SGLANG_USUAL = {
+    "sparse": False,
     "tp": 1, "pp": 1, "kv_cache_dtype": "auto", "page_size": 1, "context_length": 16384, "hybrid_swa": False,
     "swa_full_tokens_ratio": 0.8, "mamba_full_memory_ratio": 0.9, "radix_cache": True, "max_running_requests": None,
 }  # fmt: skip
@@ -643,6 +731,7 @@ def tables(vllm: Path | None, sglang: Path | None) -> dict[str, Any]:
     if vllm:
         with stubbed(vllm, "vllm", VLLM):
             found["vllm"] = {"release": "0.33.0", "usual": VLLM_USUAL, "rows": vllm_rows()}
+            found["vllm_defaults"] = {"release": "0.33.0", "usual": DEFAULTS_USUAL, "rows": default_rows()}
     if sglang:
         with stubbed(sglang, "sglang", SGLANG):
             capacity, fractions = sglang_rows()

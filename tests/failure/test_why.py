@@ -190,6 +190,7 @@ def verl(strategy: str) -> dict[str, Any]:
                              "override_transformer_config": {"recompute_granularity": None}},
             },
             "model": {"path": "/models/Qwen3-8B", "enable_gradient_checkpointing": False},
+            "rollout": {"name": "vllm", "log_prob_micro_batch_size_per_gpu": 4},
         },
         "data": {"max_prompt_length": 1024, "max_response_length": 7168},
         "trainer": {"n_gpus_per_node": 8, "nnodes": 1},
@@ -201,7 +202,8 @@ def test_the_actor_is_found_in_verls_log(strategy: str, engine: str) -> None:
     printed = "\n".join(f"\x1b[36m(TaskRunner pid=77)\x1b[0m {line}" for line in pformat(verl(strategy)).split("\n"))
     found = why_text(printed + "\n" + texts.IN_A_CONTAINER)
     assert found.trainer is Trainer.VERL and found.run is not None
-    assert found.run.data_parallel.engine == engine and found.run.batch.seq_length == 8192
+    # Four sequences are packed into one row of as many tokens (use_remove_padding).
+    assert found.run.data_parallel.engine == engine and found.run.batch.seq_length == 4 * 8192
     assert any("actor_rollout_ref" in r.do for r in found.remedies)
 
 

@@ -1,4 +1,4 @@
-"""The file for node exporter: read back by Prometheus's own parser, whole at any moment, and never in training's way."""
+"""The file for node exporter: read back by Prometheus's parser, whole at any moment, never in training's way."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_report_writes_it_and_a_folder_that_is_gone_stops_nothing(tmp_path: Pa
 
 
 def test_a_file_that_node_exporter_does_not_read_is_refused() -> None:
-    with pytest.raises(SpecError, match="does not end in .prom"):
+    with pytest.raises(SpecError, match=r"does not end in \.prom"):
         MemoryReport(prometheus="memory.txt")
 
 

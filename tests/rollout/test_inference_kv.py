@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 from scripts_of import load_script
 
-from bridge_memory import SpecError, find_gpu, resolve_model
+from bridge_memory import SpecError, find_gpu, model_from_hf_config, resolve_model
+from bridge_memory.readers.resolve import resolve_config
 from bridge_memory.rollout.inference import InferenceSpec, defaults, inference_memory, kv_capacity, kv_sglang
 
 TABLES: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/rollout/kv_capacity.json").read_text())
 H100 = find_gpu("H100")
 #: Blocks that the attention backends of a card take -> that card.
-CARDS = {'[["multiple", 16]]': "H100", "[64]": "H100", "[32, 64]": "B200"}
+CARDS = {'[["multiple", 16]]': "H100", "[64]": "H100", '[["multiple", 64]]': "H100", "[32, 64]": "B200"}
 
 
 def rows_of(table: str) -> list[dict[str, Any]]:
@@ -30,13 +31,16 @@ def rows_of(table: str) -> list[dict[str, Any]]:
 
 
 @cache
-def model(name: str) -> Any:
+def model(name: str, sparse: bool = False) -> Any:
+    if sparse:
+        _, config = resolve_config(name)
+        return model_from_hf_config({**config, **load_script("maintain/inference_kv").SPARSE}, name)
     return resolve_model(name)
 
 
 def vllm_spec(row: dict[str, Any]) -> InferenceSpec:
     return InferenceSpec(
-        model=model(row["model"]), tensor_parallel_size=row["tp"], pipeline_parallel_size=row["pp"],
+        model=model(row["model"], row["sparse"]), tensor_parallel_size=row["tp"], pipeline_parallel_size=row["pp"],
         kv_cache_dtype=row["kv_cache_dtype"], block_size=row["block_size"], max_model_len=row["max_model_len"],
         max_num_batched_tokens=row["max_num_batched_tokens"], enable_prefix_caching=row["prefix_caching"],
         mamba_ssm_cache_dtype=row["state_dtype"], release=TABLES["vllm"]["release"],
@@ -45,7 +49,8 @@ def vllm_spec(row: dict[str, Any]) -> InferenceSpec:
 
 def sglang_spec(row: dict[str, Any]) -> InferenceSpec:
     return InferenceSpec(
-        model=model(row["model"]), framework="sglang", tensor_parallel_size=row["tp"], pipeline_parallel_size=row["pp"],
+        model=model(row["model"], row["sparse"]), framework="sglang", tensor_parallel_size=row["tp"],
+        pipeline_parallel_size=row["pp"],
         kv_cache_dtype=row["kv_cache_dtype"], block_size=row["page_size"], max_model_len=row["context_length"],
         chunked_prefill_size=8192, enable_prefix_caching=row["radix_cache"], max_num_seqs=row["max_running_requests"],
         mamba_full_memory_ratio=row["mamba_full_memory_ratio"], swa_full_tokens_ratio=row["swa_full_tokens_ratio"],
@@ -54,7 +59,7 @@ def sglang_spec(row: dict[str, Any]) -> InferenceSpec:
 
 
 def test_blocks_tokens_and_bytes_are_vllms() -> None:
-    """MHA, GQA, MLA, sliding windows, recurrent layers, quantised caches with and without scales, pipelines."""
+    """MHA, GQA, MLA, sparse attention, windows, recurrent layers, quantised caches with scales or not, pipelines."""
     checked = 0
     for row in rows_of("vllm"):
         gpu, found = find_gpu(CARDS[json.dumps(row["kernel_blocks"])]), row["found"]
@@ -158,3 +163,19 @@ def test_a_refusal_names_the_field(given: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says) as refusal:
         InferenceSpec(model=model("Qwen/Qwen3-8B"), **given)
     assert ";" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_defaults_and_graphs_are_vllms() -> None:
+    """Tokens and sequences of a step by card, and the sizes of graphs (``get_batch_defaults``,
+    ``_set_cudagraph_sizes``)."""
+    cards = {"NVIDIA A100-SXM4-80GB": "A100-80GB", "NVIDIA GeForce RTX 4090": "RTX 4090"}
+    for row in rows_of("vllm_defaults"):
+        gpu = replace(find_gpu(cards.get(row["card"], row["card"])), capacity_bytes=row["bytes"])
+        spec = InferenceSpec(
+            model=model("Qwen/Qwen3-8B"), served=row["served"], max_num_seqs=row["max_num_seqs"],
+            max_num_batched_tokens=row["max_num_batched_tokens"],
+        )  # fmt: skip
+        found = row["found"]
+        assert defaults.max_num_batched_tokens(spec, gpu) == found["max_num_batched_tokens"], row
+        assert defaults.max_num_seqs(spec, gpu) == found["max_num_seqs"], row
+        assert list(defaults.piecewise_graph_sizes(spec, gpu)) == found["sizes"], row

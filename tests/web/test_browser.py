@@ -135,7 +135,7 @@ def test_the_phases_of_the_job_are_a_strip(tab: Callable[..., Tab], width: int, 
 
 
 def test_phases_of_another_question_are_not_shown(tab: Callable[..., Tab]) -> None:
-    """A late answer is dropped; a stage that is chosen asks nothing anew; a refusal hides them and undo shows them."""
+    """A late answer is dropped; a stage that is chosen asks nothing anew; a refusal dims them until it is undone."""
     one = tab("#model=Qwen/Qwen3-8B&gpu=H100&num-gpus=8&tp=2&pp=2")
     line, rows = one.page.locator("#phases .line"), one.page.locator("#phases .bm-phases [role=img]")
     one.until(lambda: rows.count() == 7)
@@ -155,10 +155,10 @@ def test_phases_of_another_question_are_not_shown(tab: Callable[..., Tab]) -> No
     assert sum(asked.endswith("/api/phases") for asked in one.asked) == 2
     assert "DOES NOT FIT" in line.inner_text()
     one.type("tp", "3")
-    assert not one.page.is_visible("#phases")
+    assert one.page.evaluate("document.getElementById('phases').inert")
     one.page.click("#verdict >> text=Undo")
     one.settled()
-    assert one.page.is_visible("#phases") and "DOES NOT FIT" in line.inner_text()
+    assert not one.page.evaluate("document.getElementById('phases').inert") and "DOES NOT FIT" in line.inner_text()
 
 
 def test_the_head_is_the_whole_jobs_where_it_is_worse_than_its_step(tab: Callable[..., Tab]) -> None:
@@ -292,7 +292,9 @@ def test_an_illegal_value_is_explained_at_its_field_and_mended_by_a_click(
     said = one.page.locator(f"#{field.get_attribute('aria-describedby')}")
     assert said.is_visible() and said.locator("p").inner_text()
     assert "cannot run" in one.heading
-    said.locator("button").first.click()
+    message = said.locator("p").inner_text()
+    assert one.page.inner_text("body").count(message) == 1  # once
+    one.page.locator("#verdict button.fix").first.click()
     one.settled()
     assert any(word in one.heading for word in ("Fits", "fit", "Tight"))
     assert field.get_attribute("aria-invalid") is None and not said.is_visible()
@@ -305,6 +307,62 @@ def test_undo_takes_back_what_cannot_run(tab: Callable[..., Tab]) -> None:
     one.page.locator("#verdict").get_by_role("button", name="Undo").click()
     one.settled()
     assert one.fragment == before and "Fits" in one.heading
+
+
+def test_an_error_dims_the_last_answer_and_points_at_its_field(tab: Callable[..., Tab]) -> None:
+    one = tab("#model=Qwen/Qwen3-8B&num-gpus=8&tp=2")
+    one.until(lambda: one.page.is_visible("#stages .row"))
+    one.type("tp", "3")
+    assert one.page.is_visible("#stages .row")
+    opacity = "getComputedStyle(document.getElementById('stages')).opacity"
+    assert float(one.page.evaluate(opacity)) < 1
+    one.page.locator("#verdict").get_by_role("button", name="Tensor").click()
+    assert one.page.evaluate("document.activeElement.id") == "f-tp"
+    one.type("tp", "4")
+    assert float(one.page.evaluate(opacity)) == 1
+
+
+@pytest.mark.parametrize("engine", ("fsdp1", "fsdp2", "ddp", "zero1", "zero2", "zero3", "megatron_fsdp"))
+def test_an_engine_shows_its_fields_alone_and_what_carries_over_is_kept(tab: Callable[..., Tab], engine: str) -> None:
+    """TP 2 and full recomputation are Megatron's: the first goes, the second is gradient checkpointing elsewhere."""
+    one = tab(
+        "#model=meta-llama/Llama-3.1-8B&num-gpus=8&tp=2&pp=2&seq-length=2048&recompute-granularity=full"
+        "&recompute-method=uniform&recompute-num-layers=1"
+    )
+    one.page.select_option("#f-engine", engine)
+    one.settled()
+    assert "cannot run" not in one.heading, one.page.inner_text("#verdict")
+    megatron = engine == "megatron_fsdp"
+    assert one.fragment["seq-length"] == "2048" and ("tp" in one.fragment) == megatron
+    assert one.page.is_visible("#f-tp") == one.page.is_visible("#f-recompute-granularity") == megatron
+    assert one.page.is_visible("#f-gradient-checkpointing") != megatron
+    assert megatron or one.fragment["gradient-checkpointing"] == "true"
+    assert one.page.is_visible("#f-offload-param-device") == (engine == "zero3")
+    one.page.select_option("#f-engine", "megatron_ddp")
+    one.settled()
+    assert "cannot run" not in one.heading and one.page.is_visible("#f-tp")
+    assert one.fragment["recompute-granularity"] == "full" and "gradient-checkpointing" not in one.fragment
+
+
+def test_a_model_is_found_by_its_organisation_or_a_word(tab: Callable[..., Tab]) -> None:
+    one = tab()
+    one.page.fill("#f-find", "deepseek")
+    names = one.page.locator("#f-model option").all_inner_texts()
+    assert any("DeepSeek-V3" in name for name in names) and not any("Qwen3-8B" in name for name in names)
+    one.page.fill("#f-find", "qwen 235b")
+    one.page.press("#f-find", "Enter")
+    one.settled()
+    assert one.fragment["model"] == "Qwen/Qwen3-235B-A22B"
+    one.page.fill("#f-find", "")
+    assert one.page.locator("#f-model option").count() > 50
+
+
+def test_a_failure_that_is_dropped_says_why(tab: Callable[..., Tab]) -> None:
+    one = tab("#model=meta-llama/Llama-3.1-70B&num-gpus=64&tp=8&pp=2")
+    one.page.set_input_files("#f-file", str(Path(__file__).parents[2] / "examples" / "out_of_memory.log"))
+    one.until(lambda: one.page.is_visible("#measured .why"))
+    text = one.page.inner_text("#measured .why")
+    assert "too large" in text and "expandable_segments:True" in text and "--" in text
 
 
 def test_experts_sizes_are_asked_of_models_with_experts_only(tab: Callable[..., Tab]) -> None:
@@ -532,7 +590,7 @@ def test_a_server_that_is_killed_and_started_again_is_waited_for(browser: Any) -
 )  # fmt: skip
 def test_a_hostile_config_is_refused_at_its_field(tab: Callable[..., Tab], config: str) -> None:
     one = tab()
-    one.page.select_option("#f-model", label="Paste a config.json")
+    one.page.select_option("#f-model", label="Paste a configuration")
     one.page.fill("#f-config", config)
     one.settled()
     assert one.page.inner_text("#e-config") and one.page.get_attribute("#f-config", "aria-invalid") == "true"
@@ -544,7 +602,7 @@ def test_a_pasted_config_is_answered_and_its_name_is_text(tab: Callable[..., Tab
     from bridge_memory.readers.presets import preset_path
 
     one = tab()
-    one.page.select_option("#f-model", label="Paste a config.json")
+    one.page.select_option("#f-model", label="Paste a configuration")
     one.page.fill("#f-config", Path(preset_path("meta-llama/Llama-3.2-1B")).read_text())
     one.page.fill("#f-name", "<b>mine</b>")
     one.settled()
@@ -613,6 +671,37 @@ def test_two_configurations_stand_side_by_side(tab: Callable[..., Tab]) -> None:
     one.page.click("text=Unpin A")
     one.settled()
     one.until(lambda: not one.page.is_visible("#versus"))
+
+
+def test_several_configurations_are_a_table_and_a_link(tab: Callable[..., Tab]) -> None:
+    one = tab("#model=Qwen/Qwen3-8B&num-gpus=8&tp=1")
+    for size in ("2", "4"):
+        one.page.click("text=Compare with another")
+        one.settled()
+        one.type("tp", size)
+    sizes = "#versus tr:has-text('--tp') td"
+    one.until(lambda: one.page.locator(sizes).all_inner_texts() == ["1", "2", "4"])
+    assert one.page.locator("#versus h2").inner_text().startswith("3 configurations")
+    link = one.page.evaluate("location.hash")
+    assert tab(link).page.locator(sizes).all_inner_texts() == ["1", "2", "4"]
+    one.page.click("text=Copy as Markdown")
+    text = one.page.evaluate("navigator.clipboard.readText()")
+    assert "| --tp | 1 | 2 | 4 |" in text and one.page.locator("#versus tbody tr").nth(1).locator("td").nth(0).inner_text() in text
+    one.page.click("text=Swap with A")
+    one.until(lambda: one.page.locator(sizes).all_inner_texts() == ["4", "2", "1"])
+    one.page.click("text=Unpin B")
+    one.until(lambda: one.page.locator(sizes).all_inner_texts() == ["4", "1"])
+
+
+def test_one_click_makes_a_layout_fit(tab: Callable[..., Tab]) -> None:
+    """By recomputation and offloading alone: its sizes stay."""
+    one = tab("#model=Qwen/Qwen3-32B&gpu=H100&num-gpus=8&tp=8&seq-length=16384")
+    assert "not fit" in one.heading
+    one.page.click("text=Make this layout fit")
+    one.until(lambda: "recompute-granularity" in one.fragment or "optimizer-cpu-offload" in one.fragment, 60)
+    one.settled()
+    assert "not fit" not in one.heading and "cannot" not in one.heading and one.fragment["tp"] == "8"
+    assert "Changed:" in one.page.inner_text("#verdict")
 
 
 def test_exports_say_what_the_page_says(tab: Callable[..., Tab]) -> None:
@@ -689,7 +778,7 @@ def test_axe_finds_nothing_serious(tab: Callable[..., Tab], scheme: str, width: 
     one.page.evaluate("globalThis.page.pin()")
     one.type("tp", "3")
     _axe(one)
-    one.page.locator("#verdict button").first.click()
+    one.page.locator("#verdict button.fix").first.click()
     one.settled()
     one.page.evaluate("globalThis.page.searching.vary = ['tp']; globalThis.page.search()")
     one.until(lambda: one.page.is_visible("#search table") or "No layout" in one.page.inner_text("#search"), 60)

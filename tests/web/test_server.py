@@ -584,3 +584,30 @@ def test_with_the_hub_a_models_id_is_fetched_and_never_a_path(
         with pytest.raises(Refused):
             Api(hub=True).estimate({"model": path})
     assert fetched == ["someone/model"]
+
+
+VERL = """actor_rollout_ref:
+  actor:
+    strategy: fsdp2
+    ppo_micro_batch_size_per_gpu: 2
+    fsdp_config: {model_dtype: fp32, dtype: bfloat16, fsdp_size: -1}
+  model: {path: Qwen/Qwen3-8B, enable_gradient_checkpointing: true}
+  rollout: {name: vllm, log_prob_micro_batch_size_per_gpu: 2}
+data: {max_prompt_length: 1024, max_response_length: 3072}
+trainer: {n_gpus_per_node: 8, nnodes: 1}
+"""
+
+
+def test_a_configuration_of_verl_is_pasted_and_changed_by_options() -> None:
+    """The same number as the reader's run has; an option beside it takes the place of its value."""
+    from bridge_memory import peaks
+    from bridge_memory.readers.engines.files import table_of
+    from bridge_memory.rollout.sources.verl import update_of_verl
+    from bridge_memory.web.api import Api
+
+    pytest.importorskip("yaml")
+    run = update_of_verl(table_of(VERL, "verl.yaml"))
+    for given, other in (({}, run), ({"micro-batch-size": 1}, run.with_fields(micro_batch_size=1))):
+        found = Api().estimate({"config": VERL, "gpu": "H100", "options": given})
+        assert found["fit"]["peak_bytes"] == max(stage.peak_bytes for stage in peaks(other))
+    assert found["exports"]["command"] == ""

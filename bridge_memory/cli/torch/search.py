@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bridge_memory.arguments.files import named
 from bridge_memory.arguments.flags import spelling
 from bridge_memory.arguments.run import run_on_gpus
-from bridge_memory.cli.measured import named_seconds
 from bridge_memory.cli.garbage import few_collections
+from bridge_memory.cli.measured import named_seconds
 from bridge_memory.cli.phased import job_notes
 from bridge_memory.cli.progress import Progress
 from bridge_memory.cli.ranked import Shown, Style, how_words, print_found

@@ -10,16 +10,20 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from bridge_memory.components import Part
-from bridge_memory.inventory.encoders import audio, vision
+from bridge_memory.components import Part, Provenance
+from bridge_memory.inventory.encoders import audio, megatron, vision
 from bridge_memory.inventory.encoders.ops import EncoderOps, encoder_trains
+from bridge_memory.inventory.layer_links import fully_recomputed, recomputed_together
 from bridge_memory.inventory.torch.ops import FP32, Array
-from bridge_memory.spec.encoders import EncoderStructure, features
+from bridge_memory.spec.adapters import is_target
+from bridge_memory.spec.encoders import MEGATRON_KINDS, EncoderStructure, features
+from bridge_memory.tapes.alive import BlockCost
 from bridge_memory.tapes.blocks import Block, block
 from bridge_memory.tapes.chain import Label, Link, plain_link
 from bridge_memory.tapes.context import BlockContext, EncoderRun
 from bridge_memory.tapes.parameters import Repeated
 from bridge_memory.tapes.recorder import Recorder
+from bridge_memory.tapes.symbolic import largest
 
 #: A layer of an encoder: what distinguishes it from the others.
 LayerKind = tuple[tuple[str, Any], ...]
@@ -66,6 +70,10 @@ RECORDERS: dict[str, Recorders] = {
         ("multi_modal_projector",),
         held=vision.pixtral_held,
     ),
+    "qwen3_vl": Recorders(
+        megatron.qwen3_stem, megatron.qwen3_layer, megatron.qwen3_head, ("patch_embed", "pos_embed"),
+        ("decoder.layers",), held=megatron.held, beside=megatron.deep_merger,
+    ),
     "qwen3_omni_vision": Recorders(
         vision.qwen3_omni_stem, vision.qwen3_omni_layer, vision.qwen3_omni_head, ("patch_embed", "pos_embed"),
         held=vision.table_bytes, beside=vision.qwen3_deep_merger,
@@ -79,36 +87,101 @@ RECORDERS: dict[str, Recorders] = {
 
 
 def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
-    """The links of every encoder and of the step that joins its features and the token embeddings. To be put between the
-    embedding and the layers."""
+    """The links of every encoder and of the step that joins its features and the token embeddings. To be put between
+    the embedding and the layers."""
     links: list[tuple[Link, int]] = []
     for i, run in enumerate(ctx.encoders):
         if not run.items:
             continue
-        waiting, held = _embeddings(ctx), _sizes(run, ctx).held
-        for name, found, count in _blocks(ctx, run, i):
-            link = plain_link(found, Label.ENCODER)
-            variables = waiting + (held if name != "stem" else 0)
-            link = link._replace(forward_peak=link.forward_peak + variables)
-            if name == "beside":  # the next layer counts what it takes, which is alive here too
-                taken = _sizes(run, ctx).hidden
-                link = link._replace(forward_peak=link.forward_peak + taken).with_gradients(taken)
+        waiting = _embeddings(ctx)
+        for link, count in encoder_chain(ctx, run, i):
+            link = link._replace(forward_peak=link.forward_peak + waiting)
             links.append((link.with_gradients(waiting) if ctx.adapters is None else link, count))
         links.append((plain_link(_joined(ctx, run, i), Label.ENCODER), 1))
     return links
+
+
+def encoder_chain(ctx: BlockContext, run: EncoderRun, number: int) -> list[tuple[Link, int]]:
+    """The links of one encoder alone, with what its forward holds. Megatron's are recomputed as the language model is:
+    the first layers of all, in groups (``transformer_block.py: Qwen3VLVisionTransformerBlock._checkpointed_forward``).
+    """
+    links: list[tuple[Link, int]] = []
+    s, sizes = run.structure, sizes_of_encoder(run, ctx)
+    recomputed, size = fully_recomputed(s.num_layers, ctx) if s.kind in MEGATRON_KINDS else (0, 1)
+    group: list[BlockCost] = []
+    deep: list[BlockCost] = []
+    inside = False
+    done = made = 0
+    held = sizes.held - (sizes.angles if recomputed else 0)  # which the stem's link counts then
+
+    def append(link: Link, count: int, mergers: int) -> None:
+        """The gradients of features that mergers made before wait in backward, until these run."""
+        nonlocal made
+        links.append((link.with_gradients(made * sizes.features) if made else link, count))
+        made += mergers
+
+    def close() -> None:
+        if group:
+            append(_recomputed(group, deep, sizes, ctx), 1, 0)
+            group.clear()
+            deep.clear()
+
+    for name, found, count in blocks_of_encoder(ctx, run, number):
+        again = 0
+        if name == "layer":
+            again = min(recomputed - done, count)
+            inside = again == count
+        for _ in range(again):
+            if len(group) == size:
+                close()
+            group.append(found.cost)
+            done += 1
+        if name == "beside" and inside:
+            deep.append(found.cost)
+            continue
+        if again == count:
+            continue
+        close()
+        link = plain_link(found, Label.ENCODER)
+        link = link._replace(forward_peak=link.forward_peak + (held if name != "stem" else 0))
+        if name == "stem" and recomputed:  # an argument of every checkpoint
+            angles = sizes.angles
+            link = link._replace(
+                retained=link.retained + angles, more=(*link.more, ((Part.ENCODER, Provenance.FORMULA), angles)),
+            )
+        if name == "beside":  # the next layer counts what it takes, which is alive here too
+            link = link._replace(forward_peak=link.forward_peak + sizes.hidden).with_gradients(sizes.hidden)
+        append(link, count - again, int(name == "beside"))
+    return links
+
+
+def _recomputed(group: list[BlockCost], deep: list[BlockCost], sizes: _Sizes, ctx: BlockContext) -> Link:
+    """Layers that save their input and run again in backward, and the mergers beside them. Their features come out of
+    the checkpoint in a list, which ``CheckpointFunction`` does not see: they have no gradient, the mergers no backward.
+    """
+    link = recomputed_together([(cost, False, 1) for cost in group], ctx)
+    kept = len(deep) * sizes.features
+    mergers = sum(cost.no_grad_peak for cost in deep)
+    # What mergers save when they run again stays until the checkpoint's backward returns.
+    again = link.backward_peak + sum(cost.retained for cost in deep)
+    return link._replace(
+        label=Label.ENCODER, retained=link.retained + kept,
+        forward_peak=largest(link.forward_peak, link.retained + mergers) + sizes.held - sizes.angles,
+        backward_peak=again, backward_peak_held=again, more=(*link.more, ((Part.ENCODER, Provenance.FORMULA), kept)),
+    )
 
 
 def pixel_bytes(ctx: BlockContext) -> Any:
     """Bytes of the batch's pixels and spectrograms in fp32, which the step holds during the first chunk's forward."""
     total: Any = 0
     for run in ctx.encoders:
-        total = total + _sizes(run, ctx).pixels
+        total = total + sizes_of_encoder(run, ctx).pixels
     return total
 
 
 def encoder_parameters(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[Repeated]:
     """The parameters of an encoder on one rank; names are relative to it."""
-    for _, found, count in _blocks(ctx.bare(), run, number):
+    for _, found, count in blocks_of_encoder(ctx.bare(), run, number):
         for parameters, times in found.parameters.rows:
             yield Repeated(parameters, times * count)
 
@@ -117,6 +190,10 @@ class _Sizes(NamedTuple):
     held: Any
     hidden: Any
     pixels: Any
+    #: Features of all images.
+    features: Any
+    #: The angles of Megatron's rotary embedding, [n, 1, 1, d] in fp32.
+    angles: Any
 
 
 class _Measure:
@@ -126,26 +203,28 @@ class _Measure:
         self.ctx, self.tape, self.frozen = ctx, None, False
 
 
-def _sizes(run: EncoderRun, ctx: BlockContext) -> _Sizes:
+def sizes_of_encoder(run: EncoderRun, ctx: BlockContext) -> _Sizes:
     t = EncoderOps(_Measure(ctx), run)  # type: ignore[arg-type]
     s = run.structure
     pixel = s.mel_bins if s.audio else s.channels * s.temporal_patch_size * s.patch_size**2
     hidden = _inputs(t) * t.compute_width
-    return _Sizes(RECORDERS[s.kind].held(t), hidden, t.patches * pixel * FP32)
+    made = t.samples * features(s, run.items) * s.out_size * t.compute_width
+    angles = t.patches * s.head_dim * FP32
+    return _Sizes(RECORDERS[s.kind].held(t), hidden, t.patches * pixel * FP32, made, angles)
 
 
 def _embeddings(ctx: BlockContext) -> Any:
-    """Bytes of the token embeddings of a microbatch: whole on every tensor- and context-parallel rank until the features
-    are among them (``scatter_embedding_sequence_parallel`` is off)."""
+    """Bytes of the token embeddings of a microbatch: whole on every tensor- and context-parallel rank until the
+    features are among them (``scatter_embedding_sequence_parallel`` is off)."""
     return ctx.tokens * ctx.cp * ctx.hidden_size * ctx.act
 
 
-def _blocks(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[tuple[str, Block, int]]:
+def blocks_of_encoder(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[tuple[str, Block, int]]:
     """(what it is, the block, how often it is repeated), in order."""
     recorders = RECORDERS[run.structure.kind]
     yield "stem", _block(ctx, run, (number, "stem"), recorders.stem, None), 1
     first = _reached(ctx, run, recorders.stem_modules)
-    trains = _reached(ctx, run, recorders.layer_modules)
+    trains = _reached(ctx, run, recorders.layer_modules) or _adapted(ctx, run)
     at = 0
     deep = run.structure.deepstack_layers if recorders.beside is not None else ()
     kinds = [(kind, i in deep) for i, kind in enumerate(recorders.kinds(run.structure))]
@@ -159,13 +238,29 @@ def _blocks(ctx: BlockContext, run: EncoderRun, number: int) -> Iterator[tuple[s
             yield "layer", _layer(ctx, run, number, kind, reached), count
             if merges:
                 assert recorders.beside is not None
-                yield "beside", _block(ctx, run, (number, "beside", first or trains), recorders.beside, first or trains), 1
+                key = number, "beside", first or trains
+                yield "beside", _block(ctx, run, key, recorders.beside, first or trains), 1
     yield "head", _block(ctx, run, (number, "head", first or trains), recorders.head, first or trains), 1
 
 
 def _layer(ctx: BlockContext, run: EncoderRun, number: int, kind: LayerKind, reached: bool) -> Block:
     layer = RECORDERS[run.structure.kind].layer
     return _block(ctx, run, (number, "layer", kind, reached), lambda t, x: _held(t, x, layer(t, x, **dict(kind))), reached)
+
+
+def _adapted(ctx: BlockContext, run: EncoderRun) -> bool:
+    """Whether layers have adapters: Megatron's do where targets name their linears (Megatron Bridge ``peft/
+    module_matcher.py``)."""
+    if ctx.adapters is None or run.structure.kind not in MEGATRON_KINDS:
+        return False
+    return any(is_target(ctx.adapters, name, f"{run.spec.name}.decoder.layers.0.{module}.{name}")
+               for module, name in _LINEARS)
+
+
+#: Modules of megatron-core's layers and their linears.
+_LINEARS = (
+    ("self_attention", "linear_qkv"), ("self_attention", "linear_proj"), ("mlp", "linear_fc1"), ("mlp", "linear_fc2"),
+)
 
 
 def _reached(ctx: BlockContext, run: EncoderRun, modules: tuple[str, ...]) -> bool:
@@ -183,9 +278,14 @@ def _block(
 ) -> Block:
     """``reached``: whether its input has a gradient; None: it takes none."""
 
+    of_megatron = run.structure.kind in MEGATRON_KINDS
+    again = of_megatron and ctx.common_recompute(lambda rc: rc.granularity == "selective")
+
     def record(r: Recorder) -> None:
         r.tape.part = Part.ENCODER
         t = EncoderOps(r, run)
+        t.attention_again = again
+        r.without_gradients = of_megatron and r.ctx.recomputes_fully
         recorders = RECORDERS[run.structure.kind]
         t.layers_reached = _reached(ctx, run, (*recorders.stem_modules, *recorders.layer_modules))
         if reached is None:
@@ -196,7 +296,7 @@ def _block(
         x = t.input("hidden states", _inputs(t), t.compute_width, grad=reached, counted=counted)
         r.tape.output(body(t, x).tensor)
 
-    return block(ctx, ("encoder", *key), record)
+    return block(ctx, ("encoder", *key, again), record)
 
 
 def _held(t: EncoderOps, x: Array, out: Array) -> Array:

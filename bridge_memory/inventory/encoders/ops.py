@@ -43,6 +43,8 @@ class EncoderOps(Torch):
         self.patches: Any = self.samples * self.per_sample
         #: Whether any gradient reaches the layers.
         self.layers_reached = True
+        #: Whether layers of megatron-core run attention again in backward.
+        self.attention_again = False
 
     def trains(self, weight: str) -> bool:
         """Whether a weight has a gradient: adapters of Megatron's linears freeze the whole encoder."""

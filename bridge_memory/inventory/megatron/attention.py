@@ -93,8 +93,9 @@ def record_attention(
         gate = tape.make("gate", gate, q_bytes)
     before_rope = (query, key, value, gate) if QKV_OUTPUT_HELD(ctx.impl) else (gate,)
     if rotated:
-        query = _rope(r, "query rope", query, q_bytes, d)
-        key = _rope(r, "key rope", key, key_bytes, d)
+        rope = _rope_in_fp32 if spec.rotary_in_fp32 else _rope
+        query = rope(r, "query rope", query, q_bytes, d)
+        key = rope(r, "key rope", key, key_bytes, d)
         separate = True
     if spec.learnable_softmax_sink:
         r.parameter("self_attention.core_attention.softmax_offset", (a,), sharded=ctx.tp > 1)
@@ -182,6 +183,18 @@ def _rope(r: Recorder, name: str, x: Tensor, nbytes: int, head_dim: int) -> Tens
     return r.tape.make(
         name, x, nbytes, saves=(angles,), also=(angles,), workspace=3 * nbytes, backward_workspace=2 * nbytes
     )
+
+
+def _rope_in_fp32(r: Recorder, name: str, x: Tensor, nbytes: int, head_dim: int) -> Tensor:
+    """megatron-bridge ``models/qwen_vl/modelling_qwen3_vl/rope.py: apply_rotary_pos_emb_absolute``: unfused, of a copy
+    in fp32, with cosine and sine in fp32; the result is cast back."""
+    tape, wide = r.tape, nbytes // r.ctx.act * 4
+    copy = tape.make(f"{name} input in fp32", x, wide)
+    angles = tape.tensor(f"{name} cosine and sine", 2 * 4 * r.ctx.seq * head_dim, grad=False)
+    turned = tape.make(
+        f"{name} in fp32", copy, wide, saves=(angles,), also=(angles,), workspace=2 * wide, backward_workspace=2 * wide
+    )
+    return tape.make(name, turned, nbytes)
 
 
 def cosine_and_sine(r: Recorder, name: str, width: int) -> Tensor:

@@ -466,6 +466,34 @@ export function squarify(values, x, y, width, height) {
   return out;
 }
 
+/** Words of the names of components, and what readers know them by. */
+const SHORTER = [[/\bactivations: /, ""], [/\btemporaries: /, ""], [/ \(over [^)]*\)/, ""], [/\bparameters\b/g, "params"], [/\bgradients\b/g, "grads"],
+  [/\bembeddings?\b/g, "embed."], [/\battention\b/g, "attn"], [/\boptimizer\b/g, "optim."], [/\bweights\b/g, "wts"], [/\bworkspaces?\b/g, "worksp."], [/\bdispatch\b/g, "disp."]];
+
+/** A name and a size in at most `rows` lines of `most` characters: whole, else wrapped, else abbreviated, else cut. */
+export function labelLines(name, size, most, rows) {
+  if (most < 3 || rows < 1) return [];
+  const wrap = (text) => {
+    const lines = [];
+    for (const word of text.split(/(?<=[-_])|\s+/)) {
+      const last = lines.at(-1);
+      const joined = last === undefined ? word : `${last}${/[-_]$/.test(last) ? "" : " "}${word}`;
+      if (last !== undefined && joined.length <= most) lines[lines.length - 1] = joined;
+      else lines.push(word);
+    }
+    return lines;
+  };
+  const fits = (lines) => lines.length <= rows && lines.every((line) => line.length <= most);
+  const short = SHORTER.reduce((text, [from, to]) => text.replace(from, to), name).trim() || name;
+  const number = size.split(" ")[0];
+  for (const text of [`${name}  ${size}`, `${short}  ${number}`, name, short]) {
+    if (text.length <= most) return [text];
+  }
+  for (const text of [`${name} ${size}`, `${short} ${number}`, short]) if (fits(wrap(text))) return wrap(text);
+  const cut = (line) => (line.length <= most ? line : most > 4 ? `${line.slice(0, most - 1)}\u2026` : "");
+  return wrap(short).slice(0, rows).map(cut).filter(Boolean);
+}
+
 /** tree: page.treemaps[stage]; options: {unit, height}. */
 export function peakTreemap(element, tree, options = {}) {
   const { unit = "GiB" } = options;
@@ -500,14 +528,12 @@ export function peakTreemap(element, tree, options = {}) {
             ? { tabindex: 0, role: opens ? "button" : "img", "aria-label": label(node, trail) } : { "aria-hidden": "true" }),
         }, svg("rect", { class: `bm-${role}`, x: box.x, y: box.y, width: Math.max(0, box.width - 1), height: Math.max(0, box.height - 1) }));
         root.append(cell);
-        const clip = (text, room) => {
-          const most = Math.floor(room / (depth ? 6.3 : 7.4));
-          return text.length <= most ? text : most > 4 ? `${text.slice(0, most - 1)}\u2026` : "";
-        };
         const size = formatBytes(node.bytes, unit);
-        if (box.height > 15 && box.width > 34) {
-          const title = clip(`${node.name}  ${size}`, box.width - 8);
-          if (title) labels.append(svg("text", { x: box.x + 4, y: box.y + 12, class: depth ? "bm-small" : "bm-label" }, title));
+        const leaf = !opens || depth >= 2 || box.height < 34 || box.width < 40;
+        if (box.height > 15 && box.width > 24) {
+          const rows = leaf ? Math.floor((box.height - 3) / 13) : 1;
+          labelLines(node.name, size, Math.floor((box.width - 8) / (depth ? 6.3 : 7.4)), rows).forEach((line, i) =>
+            labels.append(svg("text", { x: box.x + 4, y: box.y + 12 + 13 * i, class: depth ? "bm-small" : "bm-label" }, line)));
         }
         const enter = (event) => { event.stopPropagation(); const to = opens ? [...path, ...(depth ? trail.slice(-depth) : []), node] : null; if (to) go(to, event.type === "keydown"); };
         cell.addEventListener("click", enter);
@@ -522,7 +548,7 @@ export function peakTreemap(element, tree, options = {}) {
           ].filter(Boolean));
         });
         cell.addEventListener("pointerleave", () => tip.current.hide());
-        if (!opens || depth >= 2 || box.height < 34 || box.width < 40) return;
+        if (leaf) return;
         const inner = { x: box.x + 2, y: box.y + 16, width: box.width - 5, height: box.height - 19 };
         const inside = children(node);
         squarify(inside.map((n) => n.bytes), inner.x, inner.y, inner.width, inner.height)

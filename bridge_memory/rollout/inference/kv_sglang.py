@@ -11,7 +11,7 @@ from typing import NamedTuple
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import GIB
 from bridge_memory.rollout.inference import defaults
-from bridge_memory.rollout.inference.layer_cache import Kind, layer_caches, layers_of_stage
+from bridge_memory.rollout.inference.layer_cache import Kind, layer_caches, layers_of_stage, sparse
 from bridge_memory.rollout.inference.spec import InferenceSpec
 
 #: ``arg_groups/fields/schedule.py``: swa_full_tokens_ratio, mamba_full_memory_ratio.
@@ -51,11 +51,11 @@ class Sizes(NamedTuple):
 
 
 def page_size(spec: InferenceSpec, gpu: Gpu) -> int:
-    """Tokens of a page: 1, but 64 for the TRT-LLM backends that Blackwell takes (``arg_groups/overrides.py:
+    """Tokens of a page: 1, but 64 for sparse attention and for the TRT-LLM backends of Blackwell (``overrides.py:
     _page_size_default`` and the rules of the backends above it)."""
     if spec.block_size:
         return spec.block_size
-    return 64 if gpu.capability[0] == 10 else 1
+    return 64 if gpu.capability[0] == 10 or sparse(spec) is not None else 1
 
 
 @lru_cache(maxsize=512)

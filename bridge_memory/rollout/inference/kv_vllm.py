@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.rollout.inference import defaults, rules
-from bridge_memory.rollout.inference.layer_cache import Kind, LayerCache, layer_caches, layers_of_stage
+from bridge_memory.rollout.inference.layer_cache import Kind, LayerCache, layer_caches, layers_of_stage, sparse
 from bridge_memory.rollout.inference.spec import InferenceSpec
 
 #: Tokens of a block if no backend asks for another (``config/cache.py: DEFAULT_BLOCK_SIZE``).
 DEFAULT_BLOCK = 16
+#: Sparse attention and its indexer (``v1/attention/backends/mla/indexer.py``).
+SPARSE_BLOCK = 64
 #: Hybrids of MLA and recurrent layers: a multiple of this (``platforms/interface.py: _align_hybrid_block_size``).
 MLA_HYBRID_BLOCK = 128
 
@@ -70,6 +72,8 @@ def default_block_size(spec: InferenceSpec, gpu: Gpu) -> int:
     if spec.block_size:
         return spec.block_size
     caches = _whole(spec)
+    if sparse(spec) is not None:
+        return SPARSE_BLOCK
     if any(one.kind is Kind.LATENT for one in caches) and gpu.capability[0] == 10:
         return 32  # FLASHINFER_MLA: 32 or 64
     if any(one.kind is Kind.LATENT for one in caches) and gpu.capability[0] == 9 and spec.kv_cache_dtype != "auto":

@@ -99,28 +99,57 @@ def _attention(spec: InferenceSpec, mixer: AttentionSpec) -> LayerCache:
 
 
 def _latent(spec: InferenceSpec, mixer: MLASpec) -> list[LayerCache]:
-    """The latent and the rotary key, once for all heads: every tensor-parallel rank has all of it."""
-    if mixer.indexer is not None:
-        raise SpecError(
-            "sparse attention with an indexer (DeepSeek-V3.2, GLM-5) is not modelled in an inference engine; choose "
-            "another model"
-        )
-    if spec.kv_cache_dtype.endswith("per_token_head") or spec.kv_cache_dtype == "fp8_ds_mla":
+    """The latent and the rotary key, once for all heads: every tensor-parallel rank has all of it. Sparse attention
+    keeps the indexer's keys beside them, in fp8 with a scale."""
+    if spec.kv_cache_dtype.endswith("per_token_head"):
         raise SpecError(
             f"kv_cache_dtype ({spec.kv_cache_dtype}) does not hold multi-latent attention; give auto or fp8"
         )
-    return [LayerCache(Kind.LATENT, (mixer.kv_lora_rank + mixer.qk_pos_emb_head_dim) * element_bytes(spec))]
+    channels = mixer.kv_lora_rank + mixer.qk_pos_emb_head_dim
+    if mixer.sparse is None:
+        if spec.kv_cache_dtype == "fp8_ds_mla":
+            raise SpecError("kv_cache_dtype (fp8_ds_mla) is a format of sparse attention; give auto or fp8")
+        return [LayerCache(Kind.LATENT, channels * element_bytes(spec))]
+    allowed = {"vllm": ("auto", "bfloat16", "fp8_ds_mla"), "sglang": ("bfloat16", "fp8_e4m3")}[spec.framework]
+    if spec.kv_cache_dtype not in allowed:
+        raise SpecError(
+            f"kv_cache_dtype ({spec.kv_cache_dtype}) of sparse attention depends on the backend; give one of "
+            f"{', '.join(allowed)}"
+        )
+    packed = spec.kv_cache_dtype in ("fp8_ds_mla", "fp8_e4m3")
+    nbytes = _packed(mixer) if packed else channels * element_bytes(spec)
+    index = [] if mixer.indexer is None else [LayerCache(Kind.LATENT, _with_scales(mixer.indexer.head_dim))]
+    return [LayerCache(Kind.LATENT, nbytes), *index]
+
+
+def _with_scales(channels: int) -> int:
+    """Bytes of fp8 values with an fp32 scale for each 128 (vLLM ``deepseek_v2.py: Indexer``; SGLang
+    ``mem_cache/memory_pool.py: DSATokenToKVPool``)."""
+    return channels + channels // 128 * 4
+
+
+def _packed(mixer: MLASpec) -> int:
+    """fp8 latents with their scales, rotary channels in bf16: 656 bytes of DeepSeek's 512 + 64 (SGLang
+    ``calculate_mla_kv_cache_dim``; vLLM ``mla_attention.py: get_kv_cache_spec``)."""
+    return _with_scales(mixer.kv_lora_rank) + 2 * mixer.qk_pos_emb_head_dim
+
+
+def sparse(spec: InferenceSpec) -> MLASpec | None:
+    """The first sparse attention of the model."""
+    mixers = (layer.mixer for layer, _, _ in spec.model.layer_runs)
+    return next((one for one in mixers if isinstance(one, MLASpec) and one.sparse is not None), None)
 
 
 def state_dtype_bytes(spec: InferenceSpec) -> int:
     """Bytes of an element of the recurrent state; the convolution's state is of the model's dtype.
 
-    SGLang: fp32 (``configs/mamba_utils.py: mamba2_state_dtype``). vLLM: the model's dtype, but fp32 for Nemotron-H
-    (``model_executor/models/config.py: NemotronHForCausalLMConfig``).
+    SGLang: fp32 (``configs/mamba_utils.py: mamba2_state_dtype``). vLLM: the model's dtype, but fp32 for Nemotron-H and
+    for Qwen3.5, whose config.json says so (``model_executor/models/config.py: NemotronHForCausalLMConfig,
+    Qwen3_5ForConditionalGenerationConfig``).
     """
     if spec.mamba_ssm_cache_dtype != "auto":
         return STATE_DTYPES[spec.mamba_ssm_cache_dtype]
-    fp32 = spec.framework == "sglang" or spec.model.model_type.startswith("nemotron_h")
+    fp32 = spec.framework == "sglang" or spec.model.model_type.startswith(("nemotron_h", "qwen3_5"))
     return DTYPES["float32"] if fp32 else spec.element_bytes
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from bridge_memory.cards.generations import AMD
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import GIB, Provenance
 from bridge_memory.outside.amount import Amount, Range, exactly, total
@@ -20,6 +21,7 @@ from bridge_memory.spec import SpecError
 from bridge_memory.spec.errors import finite, show
 
 NOTHING = Range(0, 0)
+TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 #: What can be put to sleep and woken by itself: vLLM's tags are the first two (``device_allocator: DEFERRABLE_TAGS``),
 #: SGLang's all three (``constants.py: GPU_MEMORY_ALL_TYPES``).
 TAGS = ("weights", "kv_cache", "cuda_graph")
@@ -121,6 +123,26 @@ class InferenceMemory:
         return Range(found.least, min(found.most, max(found.least, most)))
 
     @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the numbers rest on beyond the spec, one sentence each."""
+        spec, found = self.spec, []
+        title, release = TITLES[spec.framework], spec.release_numbers
+        first, last = rules.READ[spec.framework]
+        if not first <= release <= last:
+            near = first if release < first else last
+            near_words, asked = rules.words(near), rules.words(release)
+            found.append(f"the rules of {title} {near_words} stand for {asked}, which was not read")
+        if spec.framework == "sglang" and spec.data_parallel_size > 1 and not spec.dp_attention:
+            found.append("data-parallel replicas of SGLang are separate processes; one of them is counted")
+        if spec.model.mtp_num_layers:
+            found.append("MTP layers are not loaded, since speculative decoding is not modelled")
+        if spec.model.encoders:
+            found.append("modality encoders: their weights alone, whole on a rank or divided")
+        if self.gpu.vendor == AMD:
+            found.append("communicators, kernels and workspaces on AMD cards are those of NVIDIA's")
+        return tuple(found)
+
+    @property
     def kv(self) -> Amount:
         return self._named("KV cache")
 
@@ -189,6 +211,9 @@ class InferenceMemory:
 
     def utilization_for(self, kv_tokens: int) -> float:
         """The smallest utilization (vLLM) or mem_fraction_static (SGLang) whose cache has ``kv_tokens`` for sure.
+
+        To a ten-thousandth. SGLang's recurrent states are whole: tokens can fall by less than one's bytes where the
+        share grows, and this is then one of the smallest.
 
         Raises:
             SpecError: the card cannot hold them.
@@ -314,6 +339,7 @@ def _stage(spec: InferenceSpec, gpu: Gpu, stage: int) -> _Stage:
     else:
         held.append(Held(graphs.graph_tables(spec, gpu, kv_sglang.page_size(spec, gpu)), "cuda_graph"))
     held.append(Held(graphs.graph_amount(spec, gpu, stage), "cuda_graph"))
+    held.append(Held(profile.sparse_buffers(spec, gpu), "late"))
     held.append(Held(beside.workspaces(spec, gpu), "late"))
     held.append(Held(beside.loaded_late(), "late"))
     held += [Held(one, "") for one in beside.process(gpu)]

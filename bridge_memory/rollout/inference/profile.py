@@ -12,7 +12,7 @@ from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import Provenance
 from bridge_memory.outside.amount import Amount, Range, exactly
 from bridge_memory.rollout.inference import defaults, rules
-from bridge_memory.rollout.inference.layer_cache import layers_of_stage
+from bridge_memory.rollout.inference.layer_cache import layers_of_stage, sparse
 from bridge_memory.rollout.inference.spec import InferenceSpec
 from bridge_memory.rollout.inference.weights import padded_vocab
 from bridge_memory.spec import (
@@ -171,6 +171,18 @@ def token_table(spec: InferenceSpec, requests: Range) -> Amount:
     row = (spec.length + EXTRA_TOKENS) * INT32
     return Amount("request tables", (requests.least + 1) * row, (requests.most + 1) * row, Provenance.FORMULA,
                   "mem_cache/memory_pool.py: ReqToTokenPool")  # fmt: skip
+
+
+def sparse_buffers(spec: InferenceSpec, gpu: Gpu) -> Amount:
+    """The chosen keys of each token of a step, and vLLM's workspaces of a prefill: 40 indexer keys, or 5 latents, for
+    each token of the longest sequence (``mla/indexer.py: get_max_prefill_buffer_size``)."""
+    mixer = sparse(spec)
+    if mixer is None or mixer.sparse is None:
+        return exactly("sparse attention's buffers", 0)
+    chosen = defaults.max_num_batched_tokens(spec, gpu) * mixer.sparse.topk * INT32
+    latent = 5 * (mixer.kv_lora_rank + mixer.qk_pos_emb_head_dim) * 2 * spec.length
+    return Amount("sparse attention's buffers", chosen, chosen + 2 * latent, Provenance.FORMULA,
+                  "mla/indexer.py: get_max_prefill_buffer_size; topk_indices_buffer")  # fmt: skip
 
 
 def rotary_tables(spec: InferenceSpec) -> Amount:

@@ -16,6 +16,8 @@ Release = tuple[int, int, int]
 FRAMEWORKS = ("vllm", "sglang")
 #: If unset: the newest on the package index.
 DEFAULT_RELEASES: dict[str, Release] = {"vllm": (0, 33, 0), "sglang": (0, 5, 23)}
+#: First and last release whose sources were read.
+READ: dict[str, tuple[Release, Release]] = {"vllm": ((0, 8, 5), (0, 33, 0)), "sglang": ((0, 5, 23), (0, 5, 23))}
 _RELEASE = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:[.\-_+]?[a-z0-9.]*)*", re.ASCII | re.IGNORECASE)
 
 

@@ -40,6 +40,7 @@ NOT_MODELLED = (
     NotModelled("multimodal inputs", "the encoder's profile run and its cache; only its weights are counted"),
     NotModelled("weight offload (cpu_offload_gb)", "weights in host memory and their staging buffers"),
     NotModelled("expert load balancing (EPLB)", "redundant experts and the buffers that move them"),
+    NotModelled("expandable segments with sleep", "vLLM's pool then frees nothing (run 128)"),
     NotModelled("expert all-to-all kernels (DeepEP, PPLX, NIXL)", "their device buffers"),
 )
 

@@ -243,6 +243,11 @@ def _mla(spec: InferenceSpec, m: MLASpec) -> Iterator[Weight]:
     yield Weight("o_proj", h, heads * m.v_head_dim, Format.LINEAR)
     if m.add_output_bias:
         yield Weight("o_proj bias", h, 1)
+    if m.indexer is not None:
+        # Whole on every rank (``deepseek_v2.py: Indexer``).
+        yield Weight("indexer wq_b", m.indexer.num_heads * m.indexer.head_dim, m.q_lora_rank or h, Format.LINEAR)
+        yield Weight("indexer wk and weights_proj", m.indexer.head_dim + m.indexer.num_heads, h)
+        yield Weight("indexer k_norm", 2, m.indexer.head_dim, Format.FP32)
 
 
 def _mamba(spec: InferenceSpec, m: MambaSpec) -> Iterator[Weight]:

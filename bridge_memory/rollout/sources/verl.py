@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bridge_memory.files import read_text
@@ -102,9 +102,32 @@ def read_verl(source: str, words: Sequence[str] = (), *, release: str = "", mode
         if source.endswith((".sh", ".bash", ".slurm")) or text.startswith("#!") or ENTRY in text:
             given = [*words_of_script(text, ENTRY), *given]
         else:
-            table = dict(flat({k: v for k, v in table_of(text, source).items() if k not in ("defaults", "hydra")}))
-            if not any(name.startswith("actor_rollout_ref.") for name in table):
-                raise SpecError(f"{bounded(source, 80)} has no actor_rollout_ref; give a configuration of verl")
+            table = _flat(table_of(text, source), source)
+    return _reader(table, given, release, model).read(bool(release))
+
+
+def update_of_verl(config: Mapping[str, Any], name: str = "verl's configuration") -> RunSpec:
+    """The update of the policy alone, which is the training step of a configuration whose values are resolved.
+
+    Raises:
+        SpecError: As ``read_verl``.
+    """
+    job = _reader(_flat(config, name), [], "", None).read(False, critic=False)
+    beside = "the update of the policy alone; rollout, log-probabilities and a critic take their turns on the same GPUs"
+    left_out = [f"not modelled: {', '.join(job.not_modelled)}"] * bool(job.not_modelled)
+    return job.update_run().with_(assumptions=(beside, *job.assumptions, *left_out))
+
+
+def _flat(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Options by their whole names."""
+    table = dict(flat({k: v for k, v in config.items() if k not in ("defaults", "hydra")}))
+    if not any(option.startswith("actor_rollout_ref.") for option in table):
+        raise SpecError(f"{bounded(name, 80)} has no actor_rollout_ref; give a configuration of verl")
+    return table
+
+
+def _reader(table: dict[str, Any], given: list[str], release: str, model: str | None) -> _Reader:
+    """``table``: options by their whole names; ``given``: overrides of them."""
     megatron = _is_megatron(table, given)
     given = [word for word in given if not word.startswith(("model_engine=", "--"))]
     number = _release(release, megatron, {*table, *(name for name, _, mark in overrides(given) if not mark)})
@@ -112,7 +135,7 @@ def read_verl(source: str, words: Sequence[str] = (), *, release: str = "", mode
     options = Options(_options(number, megatron), name, [s for s in _HARMLESS_SECTIONS if s not in _LISTED])
     options.update(table.items())
     options.override(given)
-    return _Reader(options, number, megatron, model).read(bool(release))
+    return _Reader(options, number, megatron, model)
 
 
 def _options(release: tuple[int, int], megatron: bool) -> dict[str, Any]:
@@ -162,7 +185,7 @@ class _Reader:
         self.assumptions: list[str] = []
         self.not_modelled: list[str] = []
 
-    def read(self, release_given: bool) -> PostTraining:
+    def read(self, release_given: bool, *, critic: bool = True) -> PostTraining:
         o = self.o
         if not release_given:
             self.assumptions.append(f"verl {'.'.join(map(str, self.release))} (--release)")
@@ -204,7 +227,7 @@ class _Reader:
         if not o.flag(f"{_ROLLOUT}.free_cache_engine", True):
             level = 0
         log_probs = not o.flag("algorithm.rollout_correction.bypass_mode")
-        critic = self._critic(world, longest)
+        trained = self._critic(world, longest) if critic else None
         found = self._built(
             framework="verl", release=self.release, trainer=trainer, engine=engine, longest=longest,
             update_tokens=update, log_prob_tokens=logs, reference_tokens=refs,
@@ -212,7 +235,7 @@ class _Reader:
             hard_limit=self.release > _SOFT_LIMITS, dynamic=bool(dynamic), update_entropy=entropy,
             log_prob_entropy=log_probs, log_probs=log_probs, chunk_size=chunk or 0,
             fused_kernels=o.flag(f"{_MODEL}.use_fused_kernels"), param_offload=o.flag(f"{part}.param_offload"),
-            optimizer_offload=o.flag(f"{part}.optimizer_offload"), reference=reference, critic=critic,
+            optimizer_offload=o.flag(f"{part}.optimizer_offload"), reference=reference, critic=trained,
             sleep_level=level, in_process=in_process, bucket_bytes=0 if in_process else bucket << 20,
             validates=o.flag("trainer.val_before_train", True) or (o.number("trainer.test_freq") or 0) > 0,
             gpus_per_node=self._need("trainer.n_gpus_per_node", 8),

@@ -124,8 +124,8 @@ def check_transformers(run: RunSpec) -> None:
     if run.peft.use_dora and spec.autocast is not None:
         raise SpecError("peft.use_dora (True) is not counted with autocast; drop autocast and set params_dtype to bf16")
     targets = run.peft.target_modules
-    known = (*OF_TRANSFORMERS, ALL_LINEAR)
-    if run.peft.trains_adapters and all("*" not in t and "." not in t and t not in known for t in targets):
+    linears = (*OF_TRANSFORMERS, ALL_LINEAR)
+    if run.peft.trains_adapters and all("*" not in t and "." not in t and t not in linears for t in targets):
         raise SpecError(
             f"peft.target_modules ({', '.join(targets)}) names no linear of transformers: nothing would train; use its "
             "names, such as q_proj and v_proj"

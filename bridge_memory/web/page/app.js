@@ -6,20 +6,25 @@ import { changeWords, Form } from "./form.js";
 import { Measured } from "./measured.js";
 import * as results from "./results.js";
 import { Search } from "./search.js";
-import { State } from "./state.js";
+import { MOST_OTHERS, State } from "./state.js";
 
 // Milliseconds: changes of one field within ONE_STEP are one history entry; the what-if is asked after QUIET.
 const ONE_STEP = 900;
 const QUIET = 120;
 // Milliseconds after which a pending answer is marked as busy.
 const SLOW = 300;
+// Options outside of the groups of layouts that only engines with Megatron's layers take.
+const OF_MEGATRON = ["fp8", "fp8-recipe", "fp8-param-gather", "use-precision-aware-optimizer", "exp-avg-dtype", "exp-avg-sq-dtype", "main-grads-dtype",
+  "main-params-dtype", "use-distributed-optimizer", "grad-reduce-in-fp32", "overlap-grad-reduce", "overlap-param-gather", "optimizer-cpu-offload",
+  "optimizer-offload-fraction", "cross-entropy-loss-fusion", "cross-entropy-fusion-impl", "moe-token-dispatcher-type", "moe-permute-fusion", "offload-modules",
+  "mtp-num-layers", "transformer-impl", "attention-backend", "cuda-graph-impl"];
 
 class Page {
   constructor(facts, models) {
     this.facts = facts;
     this.state = new State(Object.fromEntries(facts.options.map((option) => [option.name, option.kind])));
     this.shown = null; // the last answer with its question
-    this.other = null;
+    this.others = new Map(); // address -> {address, question, answer or refusal}
     this.last = null; // the field that changed last
     this.pushed = { field: null, at: 0 };
     this.answers = 0;
@@ -59,6 +64,11 @@ class Page {
       else this.state.now[key] = value;
     }
     if (field === "model" || field === "config") this.forget();
+    // What is no JSON says the whole run: only the GPUs stay.
+    if (field === "config" && !/^\s*[{[]/.test(this.state.now.config ?? "{")) {
+      const { "num-gpus": gpus } = this.state.now.options;
+      this.state.now.options = gpus === undefined ? {} : { "num-gpus": gpus };
+    }
     if (options) this.follow(options);
     this.last = field;
     this.ask(); // first: an entry of the history takes the browser some milliseconds
@@ -86,10 +96,30 @@ class Page {
       this.state.change({ "recompute-method": null, "recompute-num-layers": null });
       if (options["recompute-granularity"] !== "selective") this.state.change({ "recompute-modules": null });
     }
-    const sharding = "data-parallel-sharding-strategy";
-    if (options.engine === "megatron_fsdp") this.state.change({ [sharding]: now[sharding] ?? "optim_grads_params" });
-    else if ("engine" in options) this.state.change({ [sharding]: null });
+    if ("engine" in options) this.engine(options.engine ?? "megatron_ddp");
     if ("fp8" in options && options.fp8 === null) this.state.change({ "fp8-recipe": null, "fp8-param-gather": null });
+  }
+
+  // Another engine: what carries over is kept, in its words; the rest is dropped, so that it runs.
+  engine(engine) {
+    const now = this.state.now.options;
+    const megatron = this.facts.megatron_engines.includes(engine);
+    const own = this.facts.engine_options[engine];
+    const dropped = {};
+    for (const option of this.facts.options) {
+      const { name, group } = option;
+      if (!(name in now) || ["num-gpus", "engine"].includes(name)) continue;
+      const others = ["ddp", "fsdp", "deepspeed"].includes(group) && group !== own;
+      const notIts = megatron ? group === "transformers" : ["parallel", "recompute"].includes(group) || OF_MEGATRON.includes(name);
+      if (others || notIts) dropped[name] = null;
+    }
+    const again = now["recompute-granularity"] === "full" || now["gradient-checkpointing"] === true;
+    if (!megatron && again) dropped["gradient-checkpointing"] = true;
+    if (megatron && now["gradient-checkpointing"] === true) Object.assign(dropped, { "recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1 });
+    const sharding = "data-parallel-sharding-strategy";
+    dropped[sharding] = engine === "megatron_fsdp" ? now[sharding] ?? "optim_grads_params" : null;
+    if (engine === "single") dropped["num-gpus"] = 1;
+    this.state.change(dropped);
   }
 
   apply(options) {
@@ -119,7 +149,7 @@ class Page {
   ask() {
     clearTimeout(this.quiet);
     document.body.dataset.asked = this.state.address();
-    this.estimates.ask({ question: structuredClone(this.state.question()), address: this.state.address(), vs: this.state.vs });
+    this.estimates.ask({ question: structuredClone(this.state.question()), address: this.state.address(), vs: [...this.state.vs] });
   }
 
   async estimate(asked, more) {
@@ -156,9 +186,9 @@ class Page {
         ...refusal.changes.map((change) => button(changeWords(change), () => this.apply(change.options), { class: "fix" })),
         this.shown && this.shown.address !== asked.address && button("Undo", () => this.undo(), { class: "fix quiet" }),
       ].filter(Boolean);
-      this.form.refused(refusal, this.last, fixes());
-      results.refused(refusal, fixes(), this);
-      results.hide();
+      const field = this.form.refused(refusal, this.last);
+      results.refused(refusal, fixes(), this, field);
+      results.stale(true);
       document.title = "cannot run \u00b7 bridge-memory";
     }
     document.body.dataset.answered = asked.address;
@@ -167,6 +197,7 @@ class Page {
 
   draw() {
     const { answer } = this.shown;
+    results.stale(false);
     this.fits = answer.fit.fits;
     results.verdict(answer, this);
     results.stages(answer, this);
@@ -238,54 +269,73 @@ class Page {
     this.ask();
   }
 
-  // ---- two configurations ----
+  // ---- several configurations ----
 
   async ofTheOther(vs) {
-    if (vs === null) {
-      this.other = null;
-      return results.versus(null);
-    }
-    if (this.other?.address !== vs) {
-      const other = new State(this.state.kinds);
-      other.read(vs);
-      this.other = { address: vs, question: other.now };
+    for (const known of this.others.keys()) if (!vs.includes(known)) this.others.delete(known);
+    for (const address of vs) {
+      if (this.others.has(address)) continue;
+      const state = new State(this.state.kinds);
+      state.read(address);
+      const other = { address, question: state.now };
+      this.others.set(address, other);
       try {
-        this.other.answer = await post("/api/estimate", other.now);
+        other.answer = await post("/api/estimate", other.question);
       } catch (error) {
         if (!(error instanceof Refusal)) throw error;
-        this.other.refusal = error.document;
+        other.refusal = error.document;
       }
     }
-    results.versus(this.other, this.shown, this);
+    results.versus(vs.map((address) => this.others.get(address)), this.shown, this);
   }
 
   pin() {
-    const alone = new State(this.state.kinds);
-    alone.now = this.state.now;
-    this.state.vs = alone.address();
+    const { state } = this, address = state.alone();
+    if (state.vs.includes(address)) return toast("It is pinned already: change something");
+    if (state.vs.length >= MOST_OTHERS) return toast(`${MOST_OTHERS} are pinned: unpin one first`);
+    state.vs = [...state.vs, address];
     this.push(null);
     this.ask();
-    toast("Pinned as A: change anything to compare");
+    toast(`Pinned as ${String.fromCharCode(64 + state.vs.length)}: change anything to compare`);
   }
 
-  unpin() {
-    this.state.vs = null;
+  unpin(address) {
+    this.state.vs = this.state.vs.filter((one) => one !== address);
     this.push(null);
     this.ask();
   }
 
-  swap() {
-    const alone = new State(this.state.kinds);
-    alone.now = this.state.now;
-    const other = this.state.vs;
-    this.state.read(other);
-    this.state.vs = alone.address();
+  // The pinned configuration becomes the page's, and the page's takes its place.
+  swap(address) {
+    const now = this.state.alone();
+    const vs = this.state.vs.map((one) => (one === address ? now : one));
+    this.state.read(address);
+    this.state.vs = vs;
     this.push(null);
     this.form.show();
     this.ask();
   }
 
   // ---- the rest ----
+
+  // What to recompute and offload in the least time, as one change.
+  async makeFit() {
+    const asked = this.state.address(), said = (text) => { if ($("fitting")) $("fitting").textContent = text; };
+    try {
+      let job = await post("/api/fit", this.state.question());
+      while (job.state === "running" && asked === this.state.address()) {
+        said(`${job.progress.looked_at ?? 0} choices evaluated \u2026`);
+        await new Promise((resolve) => setTimeout(resolve, 250));
+        job = await get(`/api/search/${job.id}`);
+      }
+      if (asked !== this.state.address()) return;
+      if (job.result?.options) this.apply(job.result.options);
+      else said(job.result?.words ?? job.refused?.message ?? "stopped");
+    } catch (error) {
+      if (!(error instanceof Refusal) && !(error instanceof Gone)) throw error;
+      said(error.message);
+    }
+  }
 
   search() {
     this.searching.start();

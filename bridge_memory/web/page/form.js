@@ -12,7 +12,18 @@ const MAIN = {
   "recompute-granularity": "Recompute", "recompute-modules": "Modules", "recompute-method": "Method",
   "recompute-num-layers": "Layers",
   engine: "Engine", "data-parallel-sharding-strategy": "Sharding", optimizer: "Optimizer",
+  "gradient-checkpointing": "Gradient checkpointing", "attn-implementation": "Attention", "liger-kernel": "Liger kernels", peft: "Adapters", "lora-dim": "LoRA rank",
+  "fsdp-sharding-strategy": "Sharding", "fsdp-reshard-after-forward": "Reshard after forward", "fsdp-offload-params": "Offload parameters",
+  "fsdp-param-dtype": "Compute dtype", "offload-optimizer-device": "Optimizer offload", "offload-param-device": "Parameter offload",
 };
+// What engines outside of Megatron have in the form itself: name -> the engines.
+const OF_TORCH = {
+  "gradient-checkpointing": null, "attn-implementation": null, "liger-kernel": null, "lora-dim": null,
+  "fsdp-sharding-strategy": ["fsdp1"], "fsdp-reshard-after-forward": ["fsdp2"], "fsdp-offload-params": ["fsdp1", "fsdp2"], "fsdp-param-dtype": ["fsdp1", "fsdp2"],
+  "offload-optimizer-device": ["zero1", "zero2", "zero3", "megatron_deepspeed"], "offload-param-device": ["zero3"],
+};
+// Groups of "More options" that only some engines have.
+const GROUPS = { parallel: "megatron", recompute: "megatron", transformers: "torch", ddp: "ddp", fsdp: "fsdp", deepspeed: "deepspeed" };
 const SHORT = { tp: "TP", pp: "PP", vpp: "VPP", cp: "CP", ep: "EP", etp: "ETP" };
 const FOR_EXPERTS = ["ep", "etp"];
 const DOUBLES = ["num-gpus", "tp", "pp", "vpp", "cp", "ep", "etp", "seq-length", "micro-batch-size", "global-batch-size"];
@@ -52,18 +63,22 @@ export class Form {
     fill(
       $("form"),
       this.modelFields(),
-      h("fieldset", {}, h("legend", {}, "GPUs"), h("div", { class: "pair" }, this.gpuField(), ...fields("num-gpus"))),
-      h("fieldset", {}, h("legend", {}, "Parallel sizes"),
+      h("fieldset", {}, h("legend", {}, "Engine and GPUs"), ...fields("engine"),
+        h("div", { class: "pair" }, ...fields("data-parallel-sharding-strategy"), this.gpuField(), ...fields("num-gpus"))),
+      this.ofTorch = h("fieldset", {}, h("legend", {}, "Of this engine"),
+        h("div", { class: "pair" }, ...fields("gradient-checkpointing", "attn-implementation", "fsdp-sharding-strategy", "fsdp-reshard-after-forward",
+          "fsdp-param-dtype", "fsdp-offload-params", "offload-optimizer-device", "offload-param-device")), ...fields("liger-kernel"),
+        h("p", { class: "hint", id: "replicas" })),
+      this.sizes = h("fieldset", {}, h("legend", {}, "Parallel sizes"),
         h("div", { class: "sizes" }, ...fields("tp", "pp", "cp", "ep", "etp", "vpp")),
         h("p", { class: "hint", id: "derived" })),
       h("fieldset", {}, h("legend", {}, "Batch"),
         h("div", { class: "sizes" }, ...fields("seq-length", "micro-batch-size", "global-batch-size"))),
-      h("fieldset", {}, h("legend", {}, "Activation recomputation"),
+      this.again = h("fieldset", {}, h("legend", {}, "Activation recomputation"),
         h("div", { class: "pair" }, ...fields("recompute-granularity", "recompute-method", "recompute-num-layers")),
         ...fields("recompute-modules")),
-      h("fieldset", {}, h("legend", {}, "Precision, engine and optimizer"),
-        h("div", { class: "pair" }, ...fields("precision", "fp8", "fp8-recipe", "engine",
-          "data-parallel-sharding-strategy", "optimizer"))),
+      h("fieldset", {}, h("legend", {}, "Precision, optimizer and adapters"),
+        h("div", { class: "pair" }, ...fields("precision", "fp8", "fp8-recipe", "optimizer", "peft", "lora-dim"))),
       this.moreFields(),
     );
   }
@@ -77,22 +92,48 @@ export class Form {
       ...Object.entries(byOrg).map(([org, models]) => h("optgroup", { label: org }, ...models.map((model) =>
         h("option", { value: model.name }, `${model.name.split("/")[1]} \u00b7 ${parameters(model.parameters)}`)))),
       h("optgroup", { label: "Another model" },
-        h("option", { value: PASTED }, "Paste a config.json"),
+        h("option", { value: PASTED }, "Paste a configuration"),
         this.facts.hub && h("option", { value: OTHER }, "Hugging Face Hub id")));
+    this.find = h("input", { type: "search", id: "f-find", placeholder: "Find a model or an organisation", "aria-label": "Find a model",
+      oninput: () => this.found(), onkeydown: (event) => {
+        if (event.key === "Enter" && this.find.value.trim() && this.first) { this.preset.value = this.first.value; this.chosen(); }
+      } });
+    this.groups = [...this.preset.children].map((group) => [group, [...group.children]]);
     this.hubId = h("input", { id: "f-hub", placeholder: "org/name", spellcheck: "false", maxlength: 200,
       onchange: () => this.change({ model: this.hubId.value.trim(), config: undefined, name: undefined }, "model") });
     this.hubRow = h("div", { class: "field", hidden: true }, h("label", { for: "f-hub" }, "Hub id"), this.hubId);
     this.config = h("textarea", { id: "f-config", rows: 6, spellcheck: "false", "aria-describedby": "e-config",
-      placeholder: '{"model_type": "qwen3_moe", ...}', oninput: () => this.pasted() });
+      placeholder: '{"model_type": "qwen3_moe", ...}, or a run_config.yaml of Megatron Bridge, a configuration of verl, or Megatron-LM\'s arguments', oninput: () => this.pasted() });
     this.configName = h("input", { id: "f-name", placeholder: "name of the model", maxlength: 100, oninput: () => this.pasted() });
     this.configRow = h("div", { hidden: true },
-      h("div", { class: "field" }, h("label", { for: "f-config" }, "config.json"), this.config, this.errorOf("config")),
+      h("div", { class: "field" }, h("label", { for: "f-config" }, "config.json, or a run's configuration"), this.config, this.errorOf("config")),
       h("div", { class: "field" }, h("label", { for: "f-name" }, "Name"), this.configName));
-    const row = h("div", { class: "field" }, h("label", { for: "f-model" }, "Model"), this.preset, this.errorOf("model"));
+    const row = h("div", { class: "field" }, h("label", { for: "f-model" }, "Model"), this.find, this.preset,
+      h("p", { class: "hint", id: "found", role: "status" }), this.errorOf("model"));
     this.fields.model = { input: this.preset, row };
     this.fields.config = { input: this.config, row: this.configRow };
     return h("fieldset", { class: "first" }, h("legend", { class: "unseen" }, "Model"), row, this.hubRow, this.configRow,
       h("p", { class: "hint", id: "model-facts" }));
+  }
+
+  // The list without models that have not all words that were typed; the chosen one stays.
+  found() {
+    const words = this.find.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const now = this.preset.value;
+    let number = 0;
+    this.first = null;
+    const meant = (option) => words.every((word) => `${option.value} ${option.textContent}`.toLowerCase().includes(word));
+    for (const [group, all] of this.groups) {
+      const another = group.label === "Another model";
+      const kept = all.filter((option) => another || option.value === now || meant(option));
+      const found = another ? [] : kept.filter(meant);
+      this.first ??= found[0] ?? null;
+      number += found.length;
+      group.replaceChildren(...kept);
+      group.hidden = !kept.length;
+    }
+    this.preset.value = now;
+    $("found").textContent = words.length ? `${number} model${number === 1 ? "" : "s"}${number ? "; Enter takes the first" : "; paste its config.json"}` : "";
   }
 
   chosen() {
@@ -205,14 +246,15 @@ export class Form {
         this.fields[option.name].row.hidden = !words.every((word) => text.includes(word));
       }
       for (const part of this.more.querySelectorAll("fieldset")) {
-        part.hidden = ![...part.querySelectorAll(".field")].some((row) => !row.hidden);
+        part.hidden = ![...part.querySelectorAll(".field")].some((row) => !row.hidden) || (!words.length && part.dataset.another === "true");
       }
     } });
+    this.filter = filter;
     this.more = h("details", { class: "more" },
       h("summary", {}, `More options `, h("span", { class: "count" }, rest.length)),
       h("div", { class: "field" }, h("label", { for: "f-filter", class: "unseen" }, "Find an option"), filter),
       ...Object.entries(groups).map(([group, names]) =>
-        h("fieldset", {}, h("legend", {}, TITLES[group] ?? group), ...names.map((name) => this.field(name)))));
+        h("fieldset", { "data-group": group }, h("legend", {}, TITLES[group] ?? group), ...names.map((name) => this.field(name)))));
     this.rest = rest.map((option) => option.name);
     this.given = h("ul", { class: "given", "aria-label": "Other options in use", hidden: true });
     return h("div", {}, this.given, this.more);
@@ -259,6 +301,25 @@ export class Form {
     for (const name of ["recompute-method", "recompute-num-layers"]) on(name, kind === "full" || options[name] !== undefined);
     const sharding = "data-parallel-sharding-strategy";
     on(sharding, options.engine === "megatron_fsdp" || options[sharding] !== undefined);
+    this.ofEngine(options, on);
+  }
+
+  // The fields of the engine alone.
+  ofEngine(options, on) {
+    const engine = options.engine ?? "megatron_ddp";
+    const megatron = this.facts.megatron_engines.includes(engine);
+    this.sizes.hidden = this.again.hidden = !megatron;
+    this.ofTorch.hidden = megatron && engine !== "megatron_deepspeed";
+    for (const [name, engines] of Object.entries(OF_TORCH)) on(name, options[name] !== undefined || (engines ? engines.includes(engine) : !megatron));
+    on("lora-dim", options.peft === "lora" || options["lora-dim"] !== undefined);
+    on("fp8", megatron || options.fp8 !== undefined);
+    const kinds = [megatron ? "megatron" : "torch", this.facts.engine_options[engine]];
+    for (const part of this.more.querySelectorAll("[data-group]")) {
+      const kind = GROUPS[part.dataset.group];
+      part.dataset.another = String(kind !== undefined && !kinds.includes(kind));
+      // What is looked for is found, whosever it is.
+      if (!this.filter.value.trim()) part.hidden = part.dataset.another === "true";
+    }
   }
 
   // Whether a field takes typed text.
@@ -276,15 +337,15 @@ export class Form {
       if (field.input.tagName === "INPUT" && value !== undefined && value !== null) field.input.placeholder = String(value);
     }
     const { dp, microbatches } = answer.effective;
-    $("derived").textContent = `Data parallel ${dp} \u00b7 ${microbatches} microbatch${microbatches === 1 ? "" : "es"} per step`;
+    $("derived").textContent = $("replicas").textContent = `Data parallel ${dp} \u00b7 ${microbatches} microbatch${microbatches === 1 ? "" : "es"} per step`;
     const { model } = answer.estimate;
     $("model-facts").textContent = `${parameters(model.parameters)} parameters \u00b7 ${model.num_layers} layers \u00b7 hidden ${model.hidden_size}`;
     this.fit();
     this.refused(null);
   }
 
-  // Shows a refusal at its field; returns the field's name.
-  refused(refusal, last, fixes = []) {
+  // Shows a refusal at its field; returns {label, input} of it, null where it has none.
+  refused(refusal, last) {
     for (const [name, field] of Object.entries(this.fields)) {
       const error = $(`e-${name}`);
       if (error?.firstChild) error.replaceChildren();
@@ -295,9 +356,10 @@ export class Form {
     const field = this.fields[name];
     if (!field) return null;
     field.row.hidden = false;
+    for (let at = field.row.parentElement; at && at.id !== "form"; at = at.parentElement) at.hidden = false;
     if (this.more.contains(field.row)) this.more.open = true;
     set(field.input, { "aria-invalid": "true" });
-    fill($(`e-${name}`), h("p", {}, refusal.message), h("div", { class: "fixes" }, ...fixes));
-    return name;
+    fill($(`e-${name}`), h("p", {}, refusal.message));
+    return { label: MAIN[name] ?? field.row.querySelector("label")?.textContent ?? name, input: field.input };
   }
 }

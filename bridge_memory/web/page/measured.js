@@ -57,13 +57,27 @@ export class Measured {
   show({ busy, error, found } = {}) {
     const input = h("input", { type: "file", id: "f-file", class: "unseen", onchange: () => input.files[0] && this.take(input.files[0]) });
     const own = h("input", { type: "checkbox", checked: this.own, onchange: () => { this.own = own.checked; if (this.file) this.take(this.file); } });
-    fill($("measured"), h("h2", {}, "Compare with a measured run", h("small", {}, "a Megatron log, a bridge-memory journal or a torch memory snapshot: drop it anywhere")),
+    fill($("measured"), h("h2", {}, "Compare with a measured run, or ask why it failed", h("small", {}, "a log, an out-of-memory error, a journal or a torch memory snapshot: drop it anywhere")),
       h("div", { class: "buttons" }, h("label", { for: "f-file", class: "button" }, "Choose a file"), input,
         this.file && !busy && button(`Compare ${this.file.name} again`, () => this.take(this.file)),
         h("label", { class: "inline" }, own, " predict the run described in the file")),
       busy && h("p", { role: "status" }, `Reading ${this.file.name} ...`),
       error && h("p", { class: "error", role: "alert" }, error),
-      found?.stages && this.table(found), found?.phases && this.phases(found.phases), found?.snapshot && this.snapshot(found.snapshot));
+      found?.why && this.why(found.why),
+      found?.stages?.length > 0 && this.table(found), found?.phases && this.phases(found.phases),
+      found?.snapshot && this.snapshot(found.snapshot));
+  }
+
+  why(found) {
+    const fits = { true: "; the step then fits", false: "; not enough alone", null: "" };
+    const where = [found.failure.rank !== null && `rank ${found.failure.rank}`, found.failure.place, found.failure.step !== null && `after step ${found.failure.step}`].filter(Boolean).join(", ");
+    return h("div", { class: "why", role: "region", "aria-label": "Why it failed" },
+      h("h3", {}, `Why it failed: ${found.cause}${found.sure ? "" : " (likely)"}`),
+      where && h("p", { class: "hint" }, where),
+      h("ul", {}, ...found.findings.map((one) => h("li", {}, h("b", {}, `${one.cause}${one.sure ? "" : " (likely)"}: `), one.words))),
+      found.remedies.length > 0 && h("h4", {}, `Do first, in the words of ${found.run.trainer}`),
+      h("ol", {}, ...found.remedies.map((one) => h("li", {}, h("code", {}, one.do), ` frees ${one.frees}, costs ${one.costs}${fits[one.fits]}`))),
+      ...found.notes.map((note) => h("p", { class: "hint" }, note)));
   }
 
   table(found) {

@@ -36,7 +36,9 @@ export function verdict(answer, page) {
     h("div", { class: "buttons" },
       button(fit.fits ? "Find faster layouts" : "Find a layout that fits", () => page.search(),
         { class: fit.fits ? "" : "primary", "data-focus": "find" }),
-      h("span", { id: "cheapest" }),
+      !fit.fits && !fit.lacks && page.facts.megatron_engines.includes(page.shown.question.options.engine ?? "megatron_ddp")
+        && button("Make this layout fit", () => page.makeFit(), { "data-focus": "make-fit", title: "recompute and offload what costs least time" }),
+      h("span", { id: "cheapest" }), h("p", { class: "hint", id: "fitting", role: "status" }),
       button("Compare with another", () => page.pin(), { class: "quiet", "data-focus": "pin" })));
   head(answer, fit.verdict, `${room.free} GiB ${room.over ? "over" : "free"}`, answer.answer);
 }
@@ -101,21 +103,24 @@ function brief(tone, words) {
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 const fact = (name, value, more) => [h("div", {}, h("dt", {}, name), h("dd", {}, h("b", {}, value), h("small", {}, more)))];
 
-export function refused(refusal, fixes, page) {
+// `field`: {label, input} where the form shows the message; it is said once.
+export function refused(refusal, fixes, page, field) {
   const section = $("verdict");
   section.className = "no";
   brief("no", "This cannot run");
   fill(section,
     h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, "!"), "This cannot run"),
-    h("p", { class: "answer" }, refusal.message),
+    field ? h("p", { class: "answer" }, "The form says why, at ", button(field.label, () => field.input.focus(), { class: "inline", "data-focus": "at-field" }), ".")
+      : h("p", { class: "answer" }, refusal.message),
+    page.shown && h("p", { class: "hint" }, "Below is the last answer, of the configuration before."),
     h("div", { class: "buttons" }, ...fixes,
       button("Find a layout that fits", () => page.search(), { class: "quiet", "data-focus": "find" })));
 }
 
-// Hides the parts of the last answer.
-export function hide() {
-  clearTimeout(next);
-  for (const id of ["phases", "stages", "stage", "whatif", "notes"]) $(id).hidden = true;
+// Dims the parts of the last answer, which are of another configuration; `on` false: they are of this one again.
+export function stale(on) {
+  $("results").classList.toggle("stale", on);
+  for (const id of ["versus", "phases", "stages", "stage", "whatif", "notes"]) $(id).inert = on;
 }
 
 // ---- the phases of the job ----
@@ -272,39 +277,64 @@ export function whatif(found, page) {
 const percent = (f) => (f === null ? "?" : `${f >= 1 ? "+" : "\u2212"}${Math.abs((f - 1) * 100).toFixed(1)} %`);
 const factor = (f, before) => (f === null ? "" : Math.abs(f - 1) < 0.0005 ? `${before}same step time` : `${before}${percent(f)} step time`);
 
-// ---- two configurations ----
+// ---- several configurations ----
 
-export function versus(other, now, page) {
+// `others`: the pinned ones, A, B, ...; the page's own is the last column.
+export function versus(others, now, page) {
   const section = $("versus");
-  if (!other) {
+  if (!others.length) {
     section.hidden = true;
     return;
   }
-  const differ = [...new Set([...Object.keys(other.question.options), ...Object.keys(now.question.options)])]
-    .filter((name) => JSON.stringify(other.question.options[name]) !== JSON.stringify(now.question.options[name]));
-  const model = (one) => one.question.model ?? one.question.name ?? "pasted config";
+  const all = [...others, now];
+  const letter = (i) => String.fromCharCode(65 + i);
+  const differs = (get) => new Set(all.map((one) => JSON.stringify(get(one) ?? null))).size > 1;
+  const differ = [...new Set(all.flatMap((one) => Object.keys(one.question.options)))].filter((name) => differs((one) => one.question.options[name]));
+  const model = (one) => one.question.model ?? one.question.name ?? "pasted";
   const option = (one, name) => {
     const value = one.question.options[name] ?? one.answer?.effective[name];
     return value === undefined || value === null ? "\u2013" : String(value);
   };
-  const cells = (name, of) => h("tr", {}, h("th", { scope: "row" }, name), ...[other, now].map((one) => h("td", {}, of(one))));
-  const scale = Math.max(...[other, now].map((one) => (one.answer ? scaleOf([one.answer.estimate.stages[one.answer.fit.peak_stage]], one.answer.fit) : 1)));
+  const scale = Math.max(...all.map((one) => (one.answer ? scaleOf([one.answer.estimate.stages[one.answer.fit.peak_stage]], one.answer.fit) : 1)));
   const worst = (one) => one.answer.estimate.stages[one.answer.fit.peak_stage];
   const of = (get) => (one) => (one.answer ? get(one) : "\u2013");
-  fill(section, h("h2", {}, "Two configurations", h("small", {}, "A: pinned; B: this page")),
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Two configurations" }, h("table", { class: "two" },
-      h("thead", {}, h("tr", {}, h("td", {}), h("th", { scope: "col" }, "A"), h("th", { scope: "col" }, "B"))),
-      h("tbody", {},
-        cells("Answer", (one) => (one.answer ? h("span", { class: `tag ${WORDS[one.answer.fit.verdict]?.[0]}` }, one.answer.fit.verdict) : one.refusal?.message ?? "\u2013")),
-        cells("Peak, GiB", of((one) => gib(one.answer.fit.peak_bytes, 2))),
-        cells("Stage with the highest peak", of((one) => bar(worst(one), scale, one.answer.fit))),
-        ...ROLES.map(([, key, name]) => cells(`${name}, GiB`, of((one) => gib(worst(one)[key], 2)))),
-        cells("Step", of((one) => (one.answer.step ? seconds(one.answer.step.seconds) : "\u2013"))),
-        model(other) !== model(now) && cells("Model", model),
-        other.question.gpu !== now.question.gpu && cells("GPU", (one) => one.question.gpu),
-        ...differ.map((name) => cells(`--${name}`, (one) => option(one, name)))))),
-    h("div", { class: "buttons" }, button("Swap", () => page.swap(), { "data-focus": "swap" }),
-      button("Unpin A", () => page.unpin(), { class: "quiet", "data-focus": "unpin" })));
+  const more = (one) => (one === all[0] ? "" : `${one.answer.fit.peak_bytes >= all[0].answer.fit.peak_bytes ? "+" : "\u2212"}${gib(Math.abs(one.answer.fit.peak_bytes - all[0].answer.fit.peak_bytes), 2)}`);
+  const rows = [
+    ["Answer", (one) => (one.answer ? h("span", { class: `tag ${WORDS[one.answer.fit.verdict]?.[0]}` }, one.answer.fit.verdict) : one.refusal?.message ?? "\u2013")],
+    ["Peak, GiB", of((one) => gib(one.answer.fit.peak_bytes, 2))],
+    all[0].answer && ["More than A, GiB", of(more)],
+    ["Stage with the highest peak", of((one) => bar(worst(one), scale, one.answer.fit))],
+    ...ROLES.map(([, key, name]) => [`${name}, GiB`, of((one) => gib(worst(one)[key], 2))]),
+    ["Step", of((one) => (one.answer.step ? seconds(one.answer.step.seconds) : "\u2013"))],
+    differs(model) && ["Model", model],
+    differs((one) => one.question.gpu) && ["GPU", (one) => one.question.gpu],
+    ...differ.map((name) => [`--${name}`, (one) => option(one, name)]),
+  ].filter(Boolean);
+  const title = others.length === 1 ? "Two configurations" : `${all.length} configurations`;
+  const pinned = others.map((_, i) => letter(i)).join(", ");
+  const markdown = () => {
+    const text = rows.filter(([name]) => name !== "Stage with the highest peak").map(([name, get]) => {
+      const cells = all.map((one) => { const cell = get(one); return typeof cell === "string" ? cell : cell.textContent; });
+      return `| ${[name, ...cells].map((cell) => cell.replaceAll("|", "\\|")).join(" | ")} |`;
+    });
+    return [`|  | ${all.map((_, i) => letter(i)).join(" | ")} |`, `| --- |${" ---: |".repeat(all.length)}`, ...text, "", location.href].join("\n");
+  };
+  fill(section, h("h2", {}, title, h("small", {}, `${pinned}: pinned; ${letter(others.length)}: this page`)),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, h("table", { class: "two" },
+      h("thead", {}, h("tr", {}, h("td", {}), ...all.map((_, i) => h("th", { scope: "col" }, letter(i))))),
+      h("tbody", {}, ...rows.map(([name, get]) => h("tr", {}, h("th", { scope: "row" }, name), ...all.map((one) => h("td", {}, get(one)))))))),
+    h("div", { class: "buttons" },
+      ...others.flatMap((one, i) => [
+        button(others.length === 1 ? "Swap" : `Swap with ${letter(i)}`, () => page.swap(one.address), { "data-focus": `swap-${i}` }),
+        button(`Unpin ${letter(i)}`, () => page.unpin(one.address), { class: "quiet", "data-focus": `unpin-${i}` })]),
+      button("Copy as Markdown", async () => {
+        try {
+          await navigator.clipboard.writeText(markdown());
+          toast("The table is copied");
+        } catch {
+          page.showText(markdown(), "The table");
+        }
+      }, { class: "quiet", "data-focus": "as-markdown" })));
 }
 
 // ---- assumptions ----

@@ -1,13 +1,14 @@
 // The page's question and its form in the address: #model=Qwen/Qwen3-8B&gpu=H100&tp=2 (the command line's flags).
 
 export const FIRST = { model: "meta-llama/Llama-3.1-8B", gpu: "H100", options: { "num-gpus": 8, tp: 2 } };
+export const MOST_OTHERS = 5;
 const OWN = ["model", "config", "name", "gpu", "vs"];
 
 export class State {
   constructor(kinds) {
     this.kinds = Object.assign(Object.create(null), kinds); // option -> kind
     this.now = structuredClone(FIRST);
-    this.vs = null; // the address of another configuration, to compare with
+    this.vs = []; // addresses of other configurations, to compare with
   }
 
   question() {
@@ -18,7 +19,7 @@ export class State {
 
   address() {
     const words = State.words(this.now, this.kinds);
-    if (this.vs !== null) words.push(["vs", this.vs]);
+    for (const other of this.vs) words.push(["vs", other]);
     return "#" + words.map(([key, value]) => `${encode(key)}=${encode(value)}`).join("&");
   }
 
@@ -36,7 +37,7 @@ export class State {
 
   read(address) {
     const text = address.replace(/^#/, "");
-    this.vs = null;
+    this.vs = [];
     if (!text) {
       this.now = structuredClone(FIRST);
       return;
@@ -47,7 +48,7 @@ export class State {
       if (at < 1) continue;
       const key = decode(pair.slice(0, at));
       const value = decode(pair.slice(at + 1));
-      if (key === "vs") this.vs = value;
+      if (key === "vs") { if (this.vs.length < MOST_OTHERS) this.vs.push(value); }
       else if (key === "stage") { if (/^\d{1,6}$/.test(value)) question.stage = Number(value); }
       else if (key === "config") question.config = unpacked(value);
       else if (OWN.includes(key)) question[key] = value;
@@ -58,11 +59,11 @@ export class State {
     this.now = question;
   }
 
-  other() {
-    if (this.vs === null) return null;
-    const other = new State(this.kinds);
-    other.read(this.vs);
-    return other.now;
+  // The address without other configurations.
+  alone() {
+    const alone = new State(this.kinds);
+    alone.now = this.now;
+    return alone.address();
   }
 
   // ---- changes ----

@@ -1,0 +1,221 @@
+"""Recordings of encoders beside the real modules of transformers with real tensors, storage by storage.
+
+The widths, depths and images are ones that nothing was fitted to.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from encoder_oracle import Grids, Measured, measured, recorded  # noqa: E402
+from hf_side_by_side import INSTALLED  # noqa: E402
+
+from bridge_memory import EncoderStructure  # noqa: E402
+from bridge_memory.spec.encoders import Item  # noqa: E402
+
+CLOSE = 0.005
+#: (layers, width, heads, inner width of the MLP, width of the features).
+SIZES = {"small": (2, 128, 4, 344, 192), "uneven": (5, 240, 6, 338, 520), "wide": (3, 320, 4, 1520, 1024)}
+IMAGES: dict[str, Grids] = {"small": [(20, 24)], "uneven": [(14, 22), (32, 28), (18, 18)], "wide": [(48, 36), (48, 36)]}
+
+
+def _class(kind: str, name: str) -> Any:
+    return getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), name)
+
+
+def _config(kind: str, name: str, **fields: Any) -> Any:
+    config = getattr(import_module(f"transformers.models.{kind}.configuration_{kind}"), name)(**fields)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def _patches(module: Any, grids: Grids, side: int) -> Any:
+    grid = torch.tensor([(1, *one) for one in grids])
+    found = module(torch.zeros(int(grid.prod(1).sum()), 3 * 2 * side * side), grid_thw=grid)
+    if isinstance(found, torch.Tensor):
+        return (found,)
+    if isinstance(found, tuple):  # transformers 4: features, and those of the deep stack
+        return (found[0], *found[1])
+    return (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
+
+
+def qwen2_5_vl(size: str, frozen: tuple[str, ...] = ()) -> tuple[EncoderStructure, Measured]:
+    depth, h, heads, f, out = SIZES[size]
+    full = tuple(range(1, depth, 2))
+    config = _config("qwen2_5_vl", "Qwen2_5_VLVisionConfig", depth=depth, hidden_size=h, intermediate_size=f,
+                     num_heads=heads, out_hidden_size=out, fullatt_block_indexes=list(full))  # fmt: skip
+    module = _class("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel")._from_config(config)
+    structure = EncoderStructure(
+        kind="qwen2_5_vl", hidden_size=h, ffn_hidden_size=f, num_layers=depth, num_heads=heads, out_size=out,
+        patch_size=14, temporal_patch_size=2, merge_size=2, window_size=112, full_layers=full,
+    )
+    return structure, measured(module, lambda m: _patches(m, IMAGES[size], 14), frozen)
+
+
+def glm4v(size: str, frozen: tuple[str, ...] = ()) -> tuple[EncoderStructure, Measured]:
+    depth, h, heads, f, out = SIZES[size]
+    config = _config("glm4v", "Glm4vVisionConfig", depth=depth, hidden_size=h, intermediate_size=f, num_heads=heads,
+                     out_hidden_size=out, image_size=224)  # fmt: skip
+    module = _class("glm4v", "Glm4vVisionModel")._from_config(config)
+    structure = EncoderStructure(
+        kind="glm4v", hidden_size=h, ffn_hidden_size=out, num_layers=depth, num_heads=heads, out_size=out,
+        patch_size=14, temporal_patch_size=2, merge_size=2, merger_size=f, positions=256, qkv_bias=False,
+    )
+    return structure, measured(module, lambda m: _patches(m, IMAGES[size], 14), frozen)
+
+
+def qwen3_omni_vision(size: str, frozen: tuple[str, ...] = ()) -> tuple[EncoderStructure, Measured]:
+    depth, h, heads, f, out = SIZES[size]
+    deep = tuple(range(0, depth - 1, 2))
+    config = _config("qwen3_omni_moe", "Qwen3OmniMoeVisionEncoderConfig", depth=depth, hidden_size=h,
+                     intermediate_size=f, num_heads=heads, out_hidden_size=out, deepstack_visual_indexes=list(deep),
+                     num_position_embeddings=576)  # fmt: skip
+    module = _class("qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder")._from_config(config)
+    structure = EncoderStructure(
+        kind="qwen3_omni_vision", hidden_size=h, ffn_hidden_size=f, num_layers=depth, num_heads=heads, out_size=out,
+        patch_size=16, temporal_patch_size=2, merge_size=2, positions=576, deepstack_layers=deep,
+    )
+    return structure, measured(module, lambda m: _patches(m, IMAGES[size], 16), frozen)
+
+
+def _of_one_size(size: str) -> tuple[int, int]:
+    """All images' size. The rows of their mask are multiples of 8: CUDA's kernel pads others in every layer, which does
+    not run here."""
+    rows, columns = IMAGES[size][0]
+    return rows + rows % 4, columns
+
+
+def pixtral(size: str, frozen: tuple[str, ...] = ()) -> tuple[EncoderStructure, Measured]:
+    from transformers import Mistral3Config, Mistral3Model
+
+    depth, h, heads, f, out = SIZES[size]
+    text = {"model_type": "mistral", "hidden_size": out, "num_hidden_layers": 1, "intermediate_size": 64,
+            "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}  # fmt: skip
+    vision = {"model_type": "pixtral", "hidden_size": h, "intermediate_size": f, "num_hidden_layers": depth,
+              "num_attention_heads": heads, "head_dim": h // heads, "image_size": 896, "patch_size": 14}  # fmt: skip
+    config = Mistral3Config(vision_config=vision, text_config=text, spatial_merge_size=2)
+    config.return_dict = True
+
+    class Encoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = Mistral3Model._from_config(config)
+            self.config, self.get = config, type(whole).get_image_features
+            self.vision_tower, self.multi_modal_projector = whole.vision_tower, whole.multi_modal_projector
+
+        def forward(self, pixels: Any, sizes: Any) -> Any:
+            options = {} if INSTALLED >= (5, 0) else {"vision_feature_layer": -1}
+            found = self.get(self, pixels.to(torch.bfloat16), image_sizes=sizes, **options)
+            return (torch.cat(tuple(getattr(found, "pooler_output", found)), 0),)
+
+    rows, columns = _of_one_size(size)
+    number = len(IMAGES[size])
+    sizes = torch.tensor([(rows * 14, columns * 14)] * number)
+    structure = EncoderStructure(
+        kind="pixtral", hidden_size=h, ffn_hidden_size=f, num_layers=depth, num_heads=heads, out_size=out,
+        patch_size=14, merge_size=2, projector_bias=False,
+    )
+    theirs = ("vision_tower.",) if frozen == FROZEN["pixtral"] else frozen
+    return structure, measured(Encoder(), lambda m: m(torch.zeros(number, 3, rows * 14, columns * 14), sizes), theirs)
+
+
+def qwen2_audio(size: str, frozen: tuple[str, ...] = ()) -> tuple[EncoderStructure, Measured]:
+    depth, h, heads, f, out = SIZES[size]
+    positions, mels, number = {"small": (200, 64, 1), "uneven": (360, 80, 2), "wide": (328, 128, 3)}[size]
+    config = _config("qwen2_audio", "Qwen2AudioEncoderConfig", d_model=h, encoder_ffn_dim=f, encoder_layers=depth,
+                     encoder_attention_heads=heads, max_source_positions=positions, num_mel_bins=mels)  # fmt: skip
+
+    class Encoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = _class("qwen2_audio", "Qwen2AudioEncoder")._from_config(config)
+            self.linear = torch.nn.Linear(h, out)
+
+        def forward(self, x: Any) -> Any:
+            mask = torch.zeros(len(x), 1, positions, positions, dtype=torch.bfloat16)
+            return (self.linear(self.tower(x, attention_mask=mask).last_hidden_state),)
+
+    structure = EncoderStructure(
+        kind="qwen2_audio", hidden_size=h, ffn_hidden_size=f, num_layers=depth, num_heads=heads, out_size=out,
+        positions=positions, mel_bins=mels,
+    )
+    theirs = ("tower.",) if frozen == FROZEN["qwen2_audio"] else frozen
+    return structure, measured(Encoder(), lambda m: m(torch.zeros(number, mels, 2 * positions)), theirs)
+
+
+KINDS = {f.__name__: f for f in (qwen2_5_vl, glm4v, qwen3_omni_vision, pixtral, qwen2_audio)}
+#: What Megatron Bridge's ``freeze_vision_model`` or ``freeze_audio_model`` freezes.
+FROZEN = {
+    "qwen2_5_vl": ("patch_embed", "blocks"), "glm4v": ("patch_embed", "blocks"),
+    "qwen3_omni_vision": ("patch_embed", "pos_embed", "blocks"), "pixtral": ("patch_conv", "ln_pre", "transformer"),
+    "qwen2_audio": ("conv1", "conv2", "layers", "layer_norm"),
+}  # fmt: skip
+
+
+def items_of(kind: str, size: str) -> list[Item]:
+    if kind == "qwen2_audio":
+        positions, number = {"small": (200, 1), "uneven": (360, 2), "wide": (328, 3)}[size]
+        return [Item(number, 2 * positions, 1, 1)]
+    grids = IMAGES[size]
+    if kind == "pixtral":
+        grids = [_of_one_size(size)] * len(grids)
+    return [Item(1, 1, *grid) for grid in grids]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_encoder_keeps_and_peaks_at(kind: str, size: str) -> None:
+    structure, real = KINDS[kind](size)
+    ours = recorded(structure, items_of(kind, size), release=INSTALLED)
+    assert ours.retained == pytest.approx(real.saved, rel=CLOSE)
+    # Positions of patches and sums of biases are not recorded.
+    assert ours.forward_peak == pytest.approx(real.forward, rel=0.03)
+    assert ours.backward_peak == pytest.approx(real.backward, rel=0.015)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_encoder_keeps_what_its_projector_needs(kind: str) -> None:
+    """GLM-4.5V's positions, norms and last convolution train even so: gradients pass through its frozen layers."""
+    structure, real = KINDS[kind]("uneven", FROZEN[kind])
+    ours = recorded(structure, items_of(kind, "uneven"), FROZEN[kind], release=INSTALLED)
+    assert ours.retained == pytest.approx(real.saved, rel=CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_encoder_keeps_nothing(kind: str) -> None:
+    structure, real = KINDS[kind]("small", ("",))
+    ours = recorded(structure, items_of(kind, "small"), ("",), release=INSTALLED)
+    deep = len(structure.deepstack_layers) * structure.out_size * 2 * items_of(kind, "small")[0].patches // 4
+    assert ours.retained == real.saved == (deep if structure.deepstack_layers else 0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_siglip(size: str) -> None:
+    """The tower; Gemma 3's projector is Megatron's and is not in transformers: 256 features of an image of 4,096 patches
+    keep their patches copied to an image (h), the pooled ones (h / 16), their deviations, and the normed ones (h / 16).
+    """
+    from transformers import SiglipVisionConfig
+
+    depth, h, heads, f, out = SIZES[size]
+    side, number = {"small": (16, 1), "uneven": (24, 3), "wide": (32, 2)}[size]
+    config = SiglipVisionConfig(hidden_size=h, intermediate_size=f, num_hidden_layers=depth, num_attention_heads=heads,
+                                image_size=14 * side, patch_size=14)  # fmt: skip
+    config.vision_use_head = False
+    config._attn_implementation = "sdpa"
+    module = _class("siglip", "SiglipVisionModel")._from_config(config)
+    pixels = torch.zeros(number, 3, 14 * side, 14 * side)
+    real = measured(module, lambda m: (m(pixel_values=pixels).last_hidden_state,))
+    structure = EncoderStructure(
+        kind="siglip", hidden_size=h, ffn_hidden_size=f, num_layers=depth, num_heads=heads, out_size=out,
+        patch_size=14, merge_size=4, positions=side**2, image_size=14 * side,
+    )
+    ours = recorded(structure, [Item(number, 1, side, side)], release=INSTALLED)
+    n = number * side**2
+    projector = n * h * 2 + 2 * (n // 16) * h * 2 + 4 * (n // 16)
+    assert ours.retained - projector == pytest.approx(real.saved, rel=CLOSE)
