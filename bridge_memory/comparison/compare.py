@@ -164,7 +164,7 @@ def _log(
             raise SpecError(f"{path} is a failure, without figures by step; `bridge-memory why {path}` reads it")
         if any(mark in line for line in lines for mark in _OF_POST_TRAINING):
             raise SpecError(
-                f"{path} is a log of reinforcement learning; `bridge-memory rollout --verl CONFIG --log {path}` (or "
+                f"{path} is a log of reinforcement learning; `bridge-memory rollout --verl CONFIG --log FILE` (or "
                 "--nemo-rl, --slime) sets its memory lines beside the phases of a step"
             )
         raise SpecError(
