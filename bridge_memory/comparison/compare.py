@@ -107,6 +107,9 @@ class SnapshotComparison(NamedTuple):
             "beyond": self.beyond(tolerance),
         }  # fmt: skip
 
+#: Marks of memory lines of verl, NeMo-RL and slime, which are read beside the phases of a step (``rollout/log.py``).
+_OF_POST_TRAINING = ("memory allocated (GB):", "GPU Memory after optimizer offload:", "] Memory-Usage ")
+
 
 def compare(
     path: str, run: RunSpec | None, *, stage: int = 0, device: int | None = None, pp_before_dp: bool = False
@@ -159,6 +162,11 @@ def _log(
             journal.check_schema(line)
         if any(mark in line for line in lines for mark in ("out of memory", "OutOfMemoryError")):
             raise SpecError(f"{path} is a failure, without figures by step; `bridge-memory why {path}` reads it")
+        if any(mark in line for line in lines for mark in _OF_POST_TRAINING):
+            raise SpecError(
+                f"{path} is a log of reinforcement learning; `bridge-memory rollout --verl CONFIG --log FILE` (or "
+                "--nemo-rl, --slime) sets its memory lines beside the phases of a step"
+            )
         raise SpecError(
             f"{path} holds no memory figures; give a log with lines like '[Rank 0] (after 2 iterations) memory (MB) | "
             "allocated: ...', our JSON lines or a snapshot"

@@ -181,3 +181,10 @@ def test_layouts_leave_what_they_say() -> None:
 
 def test_find_gpu_is_the_card_of_the_job() -> None:
     assert job().gpu == find_gpu("H100")
+
+
+def test_compare_sends_a_log_of_verl_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "verl.log"
+    log.write_text("After rollout offload, memory allocated (GB): 3.00, memory reserved (GB): 3.50, ...\n")
+    assert main(["compare", str(log), "Qwen/Qwen3-8B", "--num-gpus", "8", "--tp", "2"]) == 2
+    assert "bridge-memory rollout --verl CONFIG --log" in capsys.readouterr().err

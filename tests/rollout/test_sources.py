@@ -191,3 +191,16 @@ def test_trl_and_ms_swift(tmp_path: Path) -> None:
                  world_size=8)  # fmt: skip
     assert swift.trainer.data_parallel.engine == "zero3" and swift.sleep_level == 1
     assert swift.optimizer_offload and not swift.param_offload
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a=(\n" * 50_000, "\n" * 500_000, "${a:-" * 100_000, "a=" + " " * 500_000 + "x",
+        "a=xxxxxxxxxx\n" + "".join(f"a=$a$a{n}\n" for n in range(60)), "train.py " + "$(( " * 30_000,
+    ],
+)  # fmt: skip
+def test_a_hostile_script_is_refused_at_once(text: str) -> None:
+    with pytest.raises(SpecError):
+        command_of_script(text, "train.py")
+        raise SpecError("a command without a trainer")

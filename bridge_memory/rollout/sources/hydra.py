@@ -17,6 +17,10 @@ from bridge_memory.spec import SpecError
 from bridge_memory.spec.errors import bounded, show
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.\-/@]*)(?:=(.*))?", re.DOTALL)
+#: Letters of a command with its variables put in, and of the line that sets one.
+_LONGEST_COMMAND, _LONGEST_VALUE = 100_000, 4_000
+_ARRAY = re.compile(r"[ \t]*(\w{1,60})\+?=\(")
+_ASSIGNED = re.compile(r"[ \t]*(?:export[ \t]+)?(\w{1,60})=(.*)")
 #: Interpolations inside of one another.
 _DEEPEST = 12
 #: Names of a table inside of one another.
@@ -70,24 +74,39 @@ def words_of_script(text: str, entry: str) -> list[str]:
 def command_of_script(text: str, entry: str) -> list[str]:
     """The words of a launch script after ``entry`` (a module or script), up to the command's end, with variables and
     arrays that the script sets put in. Raises SpecError where there is none."""
-    joined = re.sub(r"\\[ \t]*\r?\n", " ", re.sub(r"(?m)^\s*#.*$", "", text))
+    joined = re.sub(r"\\[ \t]*\n", " ", re.sub(r"(?m)^[ \t]*#.*$", "", text.replace("\r\n", "\n")))
     variables: dict[str, str] = {}
     arrays: dict[str, str] = {}
-    for name, body in re.findall(r"(?ms)^\s*(\w+)\+?=\((.*?)^\s*\)", joined):
-        arrays[name] = arrays.get(name, "") + " " + body.replace("\n", " ")
-    for line in joined.splitlines():
-        if match := re.fullmatch(r"\s*(?:export\s+)?(\w+)=([^\s(].*?)?;?\s*(?:#.*)?", line):
-            variables[match[1]] = _plain(_shell(match[2] or "", variables))
+    filled: str | None = None  # the array whose lines these are
+    for line in joined.split("\n"):
+        if filled is None and (match := _ARRAY.match(line)):
+            filled, line = match[1], line[match.end() :]
+            arrays.setdefault(filled, "")
+        if filled is not None:
+            # A command in the array has a bracket of its own.
+            body, closed, _ = re.sub(r"\$\([^()]{0,200}\)", "", line).partition(")")
+            arrays[filled] = _short(f"{arrays[filled]} {body.partition(' #')[0]}")
+            filled = None if closed else filled
+            continue
+        if len(line) <= _LONGEST_VALUE and (match := _ASSIGNED.match(line)):
+            value = re.split(r"\s#|;\s*$", match[2].strip())[0].strip()
+            variables[match[1]] = _short(_plain(_shell(value, variables)))
         if entry in line:
-            command = line[line.index(entry) + len(entry) :]
-            command = re.sub(r"\"?\$\{(\w+)\[@\]\}\"?", lambda m: arrays.get(m[1], ""), command)
+            command = _short(line[line.index(entry) + len(entry) :])
+            command = re.sub(r"\"?\$\{(\w{1,60})\[@\]\}\"?", lambda m: arrays.get(m[1], ""), command)
             command = re.split(r"\s(?:\||>|2>|&&|;)", command)[0]
             try:
-                words = shlex.split(_shell(command, variables), comments=True)
+                return shlex.split(_short(_shell(command, variables)), comments=True)
             except ValueError as error:
                 raise SpecError(f"the script's call of {entry} is not a command: {error}; give KEY=VALUE") from None
-            return words
     raise SpecError(f"the script does not call {entry}; give the script that starts the trainer, or KEY=VALUE")
+
+
+def _short(text: str) -> str:
+    """``text``, unless variables made it longer than a command is."""
+    if len(text) > _LONGEST_COMMAND:
+        raise SpecError("the script's command is longer than any trainer's; give KEY=VALUE")
+    return text
 
 
 def _plain(text: str) -> str:
@@ -96,8 +115,8 @@ def _plain(text: str) -> str:
 
 def _shell(text: str, variables: Mapping[str, str]) -> str:
     """Variables and integer arithmetic of a shell, put in."""
-    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: variables.get(m[1]) or _shell(m[2], variables), text)
-    text = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda m: variables.get(m[1] or m[2], m[0]), text)
+    text = re.sub(r"\$\{(\w{1,60}):-([^}]{0,400})\}", lambda m: variables.get(m[1]) or _shell(m[2], variables), text)
+    text = re.sub(r"\$\{(\w{1,60})\}|\$(\w{1,60})", lambda m: variables.get(m[1] or m[2], m[0]), text)
     return re.sub(r"\$\(\(([\d\s+*/()-]{1,80})\)\)", lambda m: str(_arithmetic(m[1])), text)
 
 
