@@ -180,7 +180,7 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
     notes += shown.last
     drawn: list[Drawn] = [_chart(found, ranked, style, gpu)] if args.format == "html" else []
     drawn += [answer, *_table(title, best, style, args, notes, found.keeps and keeping)]
-    if len(front) > 1 and front != best:
+    if len(front) > 1 and front != list(best):
         title = f"Memory against step time (Pareto front): no other {style.noun} is both faster and smaller"
         drawn += _table(title, front, style, args)
     return drawn

@@ -157,7 +157,8 @@ CASES = {
     "--mixer-kernels": (HUGGING.replace("Llama-3.2-1B", "Qwen3-Next-80B-A3B-Instruct --num-layers 4"), ""),
     "--experts-implementation": (
         f"{HUGGING} --transformers-version 5.0".replace("Llama-3.2-1B", "Qwen3-30B-A3B --num-layers 2"), "eager"),
-    "--cuda-graph-impl": (DENSE, "local"), "--cpu-offloading-num-layers": (DENSE, "4"), "--offload-modules": (DENSE, "core_attn"),
+    "--cuda-graph-impl": (DENSE, "local"), "--cpu-offloading-num-layers": (DENSE, "4"),
+    "--offload-modules": (DENSE, "core_attn"),
     "--min-offloaded-tensor-size": (f"{DENSE} --offload-modules core_attn", "8388609"),
     "--sync-each-batch": (f"{FSDP2} --global-batch-size 32", ""), "--torch-implementation": (DDP, "fused"),
     "--paged": (FSDP2, ""),
