@@ -84,7 +84,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "The architecture of a model": (
         "ModelSpec", "LayerSpec", "AttentionSpec", "MLASpec", "IndexerSpec", "SparseSpec", "CompressedAttentionSpec",
-        "MambaSpec", "GatedDeltaNetSpec", "SideBySideSpec", "MLPSpec", "MoESpec", "EncoderSpec",
+        "MambaSpec", "GatedDeltaNetSpec", "ShortConvSpec", "SideBySideSpec", "MLPSpec", "MoESpec", "EncoderSpec",
+        "EncoderStructure",
     ),
     "Errors": ("SpecError", "RehearsalUnavailable"),
 }  # fmt: skip
