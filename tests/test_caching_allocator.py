@@ -225,3 +225,19 @@ def test_no_two_tensors_overlap_and_nothing_is_lost(seed: int, expandable: bool)
         assert all(a + n <= b for (a, n), (b, _) in pairwise(used))
         free = sum(size for pool in allocator._pools.values() for size, _, _ in pool.free)
         assert free + allocator.allocated == allocator.reserved
+
+
+@pytest.mark.parametrize("expandable", (False, True))
+def test_a_full_device_waits_for_blocks_that_another_stream_uses(expandable: bool) -> None:
+    """Of 100 MiB, 60 wait for another stream. 80 MiB more do not fit beside them: the allocator waits for all streams
+    (``release_cached_blocks``: ``synchronize_and_free_events``), returns the 60, and asks again. That the stream has
+    come so far is old news then."""
+    allocator = CachingAllocator(expandable_segments=expandable, capacity=100 * MIB)
+    allocator.allocate(0, 60 * MIB, "exchange")
+    allocator.free_later(0)
+    allocator.allocate(1, 80 * MIB, "compute")
+    assert (allocator.retries, allocator.reserved, allocator.allocated) == (1, 80 * MIB, 80 * MIB)
+    allocator.reuse(0)
+    with pytest.raises(KeyError):
+        allocator.reuse(0)
+    assert allocator.reserved == 80 * MIB

@@ -95,6 +95,9 @@ class CachingAllocator:
         self.retries = 0
         self._pools: dict[tuple[Hashable, bool], _Pool] = {}
         self._blocks: dict[int, _Block] = {}
+        #: Tensors of ``free_later`` whose blocks wait; and those whose blocks a full device made it wait for.
+        self._waiting: set[int] = set()
+        self._waited_for: set[int] = set()
         self._next_address = 0
 
     def replay(self, events: Iterable[Event]) -> None:
@@ -145,16 +148,24 @@ class CachingAllocator:
 
     def free(self, tensor: int) -> None:
         """Free a tensor. Raises KeyError if it is not allocated; a tensor of 0 bytes never is."""
-        self.free_later(tensor)
-        self.reuse(tensor)
+        self.allocated -= self._blocks[tensor].size
+        self._return(tensor)
 
     def free_later(self, tensor: int) -> None:
         """Free a tensor that another stream still uses (``record_stream``): its block waits for ``reuse``, when that
-        stream has come so far (``insert_events``, ``process_events``). Raises KeyError."""
+        stream has come so far (``insert_events``, ``process_events``), or for a full device. Raises KeyError."""
         self.allocated -= self._blocks[tensor].size
+        self._waiting.add(tensor)
 
     def reuse(self, tensor: int) -> None:
         """The block of a tensor of ``free_later`` is free. Raises KeyError."""
+        if tensor in self._waited_for:
+            self._waited_for.remove(tensor)
+            return
+        self._waiting.remove(tensor)
+        self._return(tensor)
+
+    def _return(self, tensor: int) -> None:
         block = self._blocks.pop(tensor)
         block.allocated = False
         self._merge(block)
@@ -278,7 +289,12 @@ class CachingAllocator:
         return True
 
     def _give_back(self) -> None:
-        """Return unused segments to the device, or with expandable segments all whole pages of free blocks."""
+        """Return unused segments to the device, or with expandable segments all whole pages of free blocks. Blocks that
+        wait for another stream are waited for first (``release_cached_blocks``: ``synchronize_and_free_events``)."""
+        for tensor in sorted(self._waiting):
+            self._return(tensor)
+        self._waited_for |= self._waiting
+        self._waiting.clear()
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if self.expandable:
