@@ -45,7 +45,8 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
          r"DOES NOT FIT H200: peak [\d.]+ \(stage 1, forward\) \+ margin [\d.]+ of 139\.7 GiB, over by [\d.]+; "
          r"try first"),
         ([*LARGE, "--gpu", "T4"], r"DOES NOT FIT T4: .* no single option makes it fit"),
-        ([*HUGE, "--gpu", "T4"], r"DOES NOT FIT T4: .* no single option makes it fit \(model state alone is .*`bridge-memory whatif --pairs`"),
+        ([*HUGE, "--gpu", "T4"],
+         r"DOES NOT FIT T4: .* no single option makes it fit \(model state alone is .*`bridge-memory whatif --pairs`"),
         ([*SMALL, "--gpu", "T4", "--fp8", "e4m3"], ""),
         ([*SMALL, "--gpu", "H100,L4"], r"FITS H100 \([\d.]+ GiB free\); DOES NOT FIT L4 \(over by [\d.]+ GiB\)"),
         ([*SMALL], r"FITS A100-40GB, .*B300"),
