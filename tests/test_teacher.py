@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from found_rules import rules_of
 
 from bridge_memory.accuracy.records import load_runs
 from bridge_memory.accuracy.runs import run_of
@@ -159,5 +160,5 @@ def test_a_search_counts_it() -> None:
             for batched in (True, False)
         )  # fmt: skip
         assert list(ours.rows) == list(theirs.rows) and ours.refused == theirs.refused
-        assert ours._replace(rows=theirs.rows, one_by_one=theirs.one_by_one, keeps=theirs.keeps) == theirs
+        assert ours._replace(rows=theirs.rows, one_by_one=theirs.one_by_one, **rules_of(theirs)) == theirs
         assert {row.run.parallel.pp for row in ours.rows} == pipelines

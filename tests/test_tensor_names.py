@@ -45,7 +45,7 @@ RUNS = {
 def sources(*rooms: str) -> dict[str, str]:
     return {
         str(path.relative_to(PACKAGE)): path.read_text() for room in rooms for path in (PACKAGE / room).rglob("*.py")
-        if path.parent.name != "torch"  # those of another implementation, under names of their own
+        if path.parent.name not in ("torch", "encoders")  # those of another implementation, under names of their own
     }
 
 

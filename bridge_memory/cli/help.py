@@ -80,7 +80,7 @@ _OF_A_RUN = frozenset({
 _OWN: Mapping[str, frozenset[str]] = {
     "estimate": frozenset({"--gpu", "-v", "--brief", "--phases", "--stage", "--json", "--output", "--require-fit"}),
     "rollout": frozenset({
-        "--gpu", "-v", "--json", "--output", "--verl", "--nemo-rl", "--slime", "--rollout", "--rollout-tp",
+        "--gpu", "--json", "--output", "--verl", "--nemo-rl", "--slime", "--rollout", "--rollout-tp",
         "--gpu-memory-utilization", "--max-tokens-per-gpu", "--optimizer-offload", "--search", "--emit", "--log",
     }),
     "search": frozenset({"--gpu", "--vary", "--headroom", "--top", "--emit", "--row", "--json", "--output"}),

@@ -157,8 +157,8 @@ class Reporter:
         return self._prediction
 
     def forget(self) -> None:
-        """Predict again at the next report."""
-        self._predicted, self._prediction = False, None
+        """Predict again at the next report, with a table as at first."""
+        self._predicted, self._prediction, self._steady = False, None, False
 
     def place(self, config: Any) -> Place:
         parallel = config.parallel if isinstance(config, RunSpec) else getattr(config, "model", None)
@@ -264,9 +264,9 @@ class Reporter:
     def show_patched(
         self, config: Any, readings: list[Reading], missing: list[int], world_size: int, *, remark: bool
     ) -> None:
-        """The table of a patched ``report_memory``, which prints Megatron's line itself. ``remark``: the line is
-        Bridge's, so remarks on it follow. Raises."""
-        self._line_printed = True
+        """The table of a patched ``report_memory``, which prints Megatron's line itself, once for each run.
+        ``remark``: the line is Bridge's, so remarks on it follow. Raises."""
+        self._line_printed, self._steady = True, False
         iteration = first_logged(config)
         moment = STEADY if iteration >= 2 else FIRST_STEP
         self._show(config, self.table(config, readings, missing, moment, iteration, world_size), None, remark=remark)

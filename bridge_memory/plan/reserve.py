@@ -3,6 +3,7 @@ that is not even."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from bridge_memory.estimation import peaks
@@ -13,6 +14,29 @@ from bridge_memory.spec import SpecError
 
 #: Tokens of the fullest rank over the balanced number, for which dropless experts should have room.
 OVERLOAD = 1.3
+
+
+class Once:
+    """A question about a row that is answered once for each. Equal to another of the same question; sent without what
+    it knows."""
+
+    def __init__(self, ask: Callable[[Row[Any]], Any]) -> None:
+        self.ask = ask
+        self._known: dict[Row[Any], Any] = {}
+
+    def __call__(self, row: Row[Any]) -> Any:
+        if row not in self._known:
+            self._known[row] = self.ask(row)
+        return self._known[row]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Once) and self.ask == other.ask
+
+    def __hash__(self) -> int:
+        return hash(self.ask)
+
+    def __reduce__(self) -> tuple[type[Once], tuple[Callable[[Row[Any]], Any]]]:
+        return Once, (self.ask,)
 
 
 class Reserve(NamedTuple):

@@ -149,5 +149,5 @@ def test_bash_completes(capsys: pytest.CaptureFixture[str], typed: str, found: l
         f"{script}\nCOMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; _bridge_memory; "
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash"], input=program, capture_output=True, text=True, check=True)
     assert done.stdout.split() == found

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from found_rules import rules_of
 
 from bridge_memory import BatchSpec, RunSpec, SpecError, peaks
 from bridge_memory.cli import main
@@ -64,7 +65,7 @@ def found(of: Space, gpu: str, *, batched: bool | None) -> Found:
 def test_together_is_one_by_one(of: Space, gpu: str) -> None:
     """The same rows in the same order, the same counts, the same refusals."""
     ours, theirs = found(of, gpu, batched=True), found(of, gpu, batched=False)
-    assert ours._replace(rows=theirs.rows, one_by_one=OneByOne.ASKED, keeps=theirs.keeps) == theirs
+    assert ours._replace(rows=theirs.rows, one_by_one=OneByOne.ASKED, **rules_of(theirs)) == theirs
     assert 0 < len(theirs.rows) < theirs.looked_at
     assert list(ours.rows) == list(theirs.rows)
     assert ours.best(7) == theirs.best(7) and ours.front() == theirs.front()
@@ -76,7 +77,7 @@ def test_what_dispatchers_allocate_themselves_has_to_fit_too() -> None:
     sizes = {"expert_model_parallel_size": 8, "world_size": 8}
     of = space("Qwen/Qwen3-30B-A3B", 8, "split", "vpp", "recompute", "ep", **flex, **sizes)
     ours, theirs = found(of, "H200", batched=True), found(of, "H200", batched=False)
-    assert ours._replace(rows=theirs.rows, one_by_one=OneByOne.ASKED, keeps=theirs.keeps) == theirs
+    assert ours._replace(rows=theirs.rows, one_by_one=OneByOne.ASKED, **rules_of(theirs)) == theirs
     assert list(ours.rows) == list(theirs.rows)
     card = find_gpu("H200")
     assert all(
@@ -177,7 +178,7 @@ def test_more_processes_find_the_same(batched: bool) -> None:
     card = {"capacity": gpu.capacity_bytes, "outside": partial(outside_bytes_of, gpu=gpu)}
     one, two = (search(of, H100, batched=batched, jobs=jobs, **card) for jobs in (1, 2))  # type: ignore[arg-type]
     assert list(one.rows) == list(two.rows) and len(one.rows) > 9
-    assert one._replace(rows=two.rows, keeps=two.keeps) == two
+    assert one._replace(rows=two.rows, **rules_of(two)) == two
 
 
 def test_without_numpy_layouts_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

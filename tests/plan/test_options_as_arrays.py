@@ -80,6 +80,7 @@ BESIDE: tuple[dict[str, Any], ...] = (
     {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep", "moe_router_dtype": "fp32",
      "use_transformer_engine_op_fuser": True, "megatron_core": (0, 19), "moe_expert_rank_capacity_factor": 1.5},
     {"offload_modules": ("core_attn",)},
+    {"policy_loss": "verl"},
     {"batch.packed_sequences": True},
     {"cuda_graph_impl": "transformer_engine"}, {"cuda_graph_impl": "full_iteration", "create_attention_mask": True},
     {"implementation.megatron_core": (0, 13)},

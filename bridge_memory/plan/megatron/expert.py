@@ -125,6 +125,9 @@ class PassedOver:
         self._spread: Row[StepTime] | None = None
         self._partial: Row[StepTime] | None = None
 
+    def __reduce__(self) -> tuple[type[PassedOver], tuple[()]]:
+        return PassedOver, ()
+
     def __call__(self, row: Row[StepTime], found: Found) -> str | None:
         if self._found is not found:
             self._look(Judged(row, found, 0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from bridge_memory.plan.megatron.space import (
     parallel_sizes,
     split_choices,
 )
-from bridge_memory.plan.reserve import Reserve
+from bridge_memory.plan.reserve import Once, Reserve
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, show
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
@@ -111,8 +111,8 @@ def search(
 def _as_an_expert(found: Found, space: Space, hardware: Hardware, limit: Limit, constants: Constants) -> Found:
     """With what stands first as an expert has it: rows that keep the reserve, that no rule refuses, and whose layers
     are split as well as they can be."""
-    keeps = cache(Reserve(limit).kept)
-    improves = cache(partial(_balanced, hardware=hardware, limit=limit, constants=constants, keeps=keeps))
+    keeps = Once(Reserve(limit).kept)
+    improves = Once(partial(_balanced, hardware=hardware, limit=limit, constants=constants, keeps=keeps))
     return found._replace(
         keeps=keeps, refuses=PassedOver(), improves=None if "split" in space.fixed else improves, mechanisms=mechanisms
     )
