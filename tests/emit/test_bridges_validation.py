@@ -32,7 +32,7 @@ DRAWN = 80
 #: What Bridge, or megatron-core 0.19, refuses of a run that another release takes, or that nobody asks for.
 REFUSED = (
     "cuda_graph", "cuda graph", "NCCL_ALGO must be", "fp8/fp4 must be specified", "hierarchical_context_parallel_sizes",
-    "Transformer Engine >= 2.7",
+    "Transformer Engine >= 2.7", "offloading is only supported with transformer_engine implementation",
 )  # fmt: skip
 
 

@@ -179,10 +179,7 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "layers.mixer.rotary": "no_rope_freq, which the reader of providers does not follow",
         "mtp_layer.mixer.rotary": "as above",
     },
-    "Qwen3VLMoeForConditionalGeneration": {"encoders": "its provider freezes them by default"},
-    "Gemma3ForConditionalGeneration": {
-        "encoders.parameters": "modeling_gemma3_vl.py switches SigLIP's pooling head off, as published configs do",
-    },
+    "Qwen3VLMoeForConditionalGeneration": {"encoders.frozen": "its provider freezes them by default"},
     "KimiK2ForCausalLM": {"max_position_embeddings": "kimi_bridge.py sets 4096"},
     "Exaone4_5_ForConditionalGeneration": {"layers.mixer.window_size": WINDOW},
     "Glm4vMoeForConditionalGeneration": {
