@@ -68,6 +68,12 @@ def test_a_tied_table_under_autocast() -> None:
           gradient_checkpointing=True, seq=64)
 
 
+@pytest.mark.parametrize("name", [n for n in sorted(CONFIGS) if FAMILIES[CONFIGS[n]["model_type"]].wide_logits])
+def test_logits_that_the_model_itself_casts(name: str) -> None:
+    skip_what_does_not_run(name)
+    close({**CONFIGS[name], "vocab_size": 20000})
+
+
 @pytest.mark.parametrize("name", ["olmoe", "gemma2"])
 def test_a_mask_and_repeated_keys_during_attention(name: str) -> None:
     close({**CONFIGS[name], "vocab_size": 64}, dtype="bf16", attention_mask="padded", seq=320,

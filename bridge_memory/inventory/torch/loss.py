@@ -35,6 +35,8 @@ def record_output(t: Torch, x: Array, *, output_bias: bool, own_weight: bool) ->
     elif t.hf.family.scaled_residuals:
         logits = t.scale("logits, divided", logits)
         t.keep_alive(raw)
+    if t.hf.family.wide_logits:  # by ``forward``, whose variable holds the result
+        logits = t.cast("logits in fp32", logits, FP32)
     if ctx.impl.policy_loss != "none":
         return policy_loss(t, logits)
     targets = t.constant("shifted labels", tokens, 8)
