@@ -605,7 +605,8 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         if held.state.gathered:
             name = f"parameters gathered by {stages.run.data_parallel.engine_title}"
             components.append(_transient(name, held.state.gathered, Part.DATA_PARALLEL))
-        made, freed = (one.gradients, one.freed) if one else (0, 0)
+        # Gradients that no component holds are among the temporaries: an engine that offloads them leaves none.
+        made, freed = (one.gradients if held.fresh else 0, one.freed) if one else (0, 0)
         if held.state.accumulated:
             name = "unsharded gradients of earlier microbatches"
             components.append(_transient(name, held.state.accumulated - freed, Part.DATA_PARALLEL))

@@ -140,7 +140,9 @@ class Timeline:
             for i in reversed(order) if backward else order:
                 step = chunk.steps[i]
                 kept = step.before + step.keeps + (chunk.sent if backward else 0)
-                high, made = (step.backward, step.gradients) if backward else (step.forward, 0)
+                high = step.backward if backward else step.forward
+                # An engine that offloads gradients leaves none: what backward holds of them is temporary.
+                made = step.gradients if backward and self.fresh else 0
                 yield point(number, i, others + kept, held, high - kept - made + more, made)
             if not backward:
                 yield point(number, -1, alive, held, more)

@@ -154,6 +154,8 @@ NOT_DRAWN = frozenset({
     "--tp-comm-overlap",
     # Tested against the real code by separate tests (tests/te/test_options.py, tests/inventory/test_expert_budget.py).
     "--use-transformer-engine-op-fuser", "--moe-mlp-glu-interleave-size",
+    # Inputs of an encoder, which the rehearsed models do not have.
+    "--images-per-sample", "--image-size", "--patches", "--video-frames", "--audio-seconds",
     # Options of engines outside of megatron-core.
     *(
         flag.names.split()[0] for flag in FLAGS

@@ -32,7 +32,7 @@ BESIDE = {
     f"implementation.{name}"
     for name in ("megatron_core", "transformer_engine", "torch", "gpu_arch", "expandable_segments", "moe_imbalance",
                  "cublas_workspace_bytes", "nvte_deterministic", "moe_hybridep_ranks_per_nvlink_domain",
-                 "distillation")
+                 "distillation", "policy_loss")
 }  # fmt: skip
 #: Format -> what it may leave out, each because its target has no word for it.
 MAY_LEAVE = {

@@ -202,7 +202,8 @@ def same(space: Space, capacity: int) -> None:
         search(space, H100, capacity=capacity, outside=lambda run: Range(0, 1 << 30), batched=batched)
         for batched in (True, False)
     )
-    assert ours._replace(rows=theirs.rows, one_by_one=theirs.one_by_one, keeps=theirs.keeps) == theirs
+    objects = {name: getattr(theirs, name) for name in ("rows", "one_by_one", "keeps", "refuses", "improves")}
+    assert ours._replace(**objects) == theirs
     assert list(ours.rows) == list(theirs.rows)
 
 

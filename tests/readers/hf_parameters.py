@@ -83,6 +83,7 @@ def layer(spec: LayerSpec, h: int, norm: int) -> int:
         total += norm + count[type(spec.mixer)](spec.mixer, h)  # type: ignore[operator]
     if isinstance(spec.ffn, MLPSpec):
         total += norm + mlp(spec.ffn.ffn_hidden_size, h, spec.ffn.gated, spec.ffn.add_bias)
+        total += 2 * (spec.ffn.activation == "xielu")  # alpha_p and alpha_n
     elif isinstance(spec.ffn, MoESpec):
         total += norm + moe(spec.ffn, h)
         # The router's correction bias: in Megatron a buffer, in some published counts a parameter.

@@ -3,6 +3,7 @@ parameters as the model's card says (``scripts/published_sizes.py``)."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ def parameters(part: str) -> int:
     if kind is None or kind not in CONFIG_MAPPING:
         pytest.skip(f"transformers has no {kind}")
     config = recipes.stand_in(part + "-", kind)
+    if "Qwen3-VL" in part and version("transformers").startswith("4."):
+        pytest.skip("the class of transformers 4 wants rope_scaling, which the written-down sizes do not say")
     build: Any = AutoModelForCausalLM.from_config
     if hasattr(config, "audio_config"):
         from transformers import Qwen2AudioForConditionalGeneration as build

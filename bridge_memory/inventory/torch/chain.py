@@ -268,7 +268,7 @@ def _with_tied_gradient(links: list[tuple[Link, int]], ctx: BlockContext) -> lis
     assert ctx.torch_layers is not None
     hf = ctx.torch_layers
     whole = hf.plain_gradients or hf.autocast or hf.spec.num_output_chunks > 1
-    summed = embedding.retained + (2 if whole else 3) * dense
+    summed = embedding.retained + embedding.waiting + (2 if whole else 3) * dense
     waiting = [(link.with_waiting(dense), count) for link, count in middle]
     # By the time an engine reduces the sum, the output layer's gradient is part of it.
     return [(embedding.with_concurrent(dense, summed), 1), *waiting, last]
