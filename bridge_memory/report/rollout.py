@@ -1,4 +1,4 @@
-"""A post-training job as text: its phases in one table, the answer in one line, what would fit."""
+"""A post-training job as text: the answer first, its phases in one table, what would fit."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from bridge_memory.verdict import FRAGMENTATION, Verdict
 _TONES = {Verdict.FITS: "good", Verdict.TIGHT: "open", Verdict.UNKNOWN: "open", Verdict.DOES_NOT_FIT: "bad"}
 #: Components that are listed with --verbose.
 _SHOWN = 12
+#: Assumptions, and options that are not modelled, that are listed without it.
+_NOTES = 4
 
 
 def rollout_blocks(found: Rollout, solved: Limits | None, unit: str = "GiB", *, verbose: int = 0) -> list[Block]:
-    """All of it. ``verbose``: components of every phase, and every assumption."""
-    blocks: list[Block] = [Words("", (job_words(found),)), phase_table(found, unit)]
-    blocks.append(Words("", tuple(answer_words(found, solved, unit)), _TONES[found.verdict]))
+    """All of it, the answer first. ``verbose``: components of every phase, and every assumption."""
+    blocks: list[Block] = [Words("", tuple(answer_words(found, solved, unit)), _TONES[found.verdict])]
+    blocks.append(phase_table(found, unit))
     if solved is not None:
         blocks.append(Bullets("What fits", tuple(limit_words(found, solved))))
-    blocks.append(Bullets("What the numbers rest on", tuple(_notes(found, unit, verbose))))
+    blocks.append(Bullets("The run, and what the numbers rest on", (job_words(found), *_notes(found, unit, verbose))))
     if verbose:
         blocks += [_components(phase, unit) for phase in found.phases]
     return blocks
@@ -81,7 +83,8 @@ def answer_words(found: Rollout, solved: Limits | None, unit: str = "GiB") -> li
     binds, capacity = found.binds, found.gpu.capacity_bytes
     failing = found.first_failing
     of = f" (stage {binds.stage})" if len(found.stages) > 1 else ""
-    start = f"{VERDICT_WORDS[found.verdict]} {found.gpu.name}: "
+    at = "" if found.share is None else f" at {found.share:g}"
+    start = f"{VERDICT_WORDS[found.verdict]} {found.gpu.name}{at}: "
     if failing is not None:
         words = f"{start}{failing.phase}{of} is the first phase that does not fit, {_room(failing, capacity, unit)}"
     else:
@@ -90,28 +93,30 @@ def answer_words(found: Rollout, solved: Limits | None, unit: str = "GiB") -> li
             f"{_number(capacity, unit)} {unit}, {_room(binds, capacity, unit)}"
         )
     if found.verdict is Verdict.UNKNOWN:
-        words += f"; not modelled: {', '.join((*found.setup.not_modelled, *found.setup.trainer.not_modelled)[:4])}"
-    lines = [words]
-    if solved is not None:
-        lines.append(share_words(found, solved))
-        if solved.first:
-            lines.append(f"Try first: {solved.first}")
+        words += f"; not modelled: {', '.join(found.not_modelled[:4])}"
+    if solved is None:
+        return [words]
+    lines = [share_words(found, solved), words]
+    share = solved.share
+    if share.safe is not None:
+        assert share.kv_tokens is not None and share.sequences is not None
+        lines.append(
+            f"At {share.safe:g}: {_count(share.kv_tokens)} tokens of KV cache a replica, "
+            f"{_count(share.sequences)} sequences of {found.setup.longest:,}"
+        )
+    if solved.first:
+        lines.append(f"Try first: {solved.first}")
     return lines
 
 
 def share_words(found: Rollout, solved: Limits) -> str:
-    """The highest safe share, what binds beyond it, and the cache at it."""
+    """The highest safe share, and what binds beyond it."""
     share, name = solved.share, found.setup.share_name
     if share.safe is None:
         may = f"; up to {share.possible:g} may fit, at the lower ends of the ranges" if share.possible else ""
         return f"No {name} is safe: {share.binds} binds whatever it is{may}"
-    assert share.kv_tokens is not None and share.sequences is not None
     more = f"; up to {share.possible:g} may fit" if share.possible and share.possible > share.safe else ""
-    sequences = _count(share.sequences)
-    return (
-        f"Highest safe {name}: {share.safe:g} ({share.binds} binds beyond it{more}); then {_count(share.kv_tokens)} "
-        f"tokens of KV cache a replica, {sequences} sequences of {found.setup.longest:,}"
-    )
+    return f"Highest safe {name}: {share.safe:g} ({share.binds} binds beyond it{more})"
 
 
 def limit_words(found: Rollout, solved: Limits) -> list[str]:
@@ -128,13 +133,16 @@ def limit_words(found: Rollout, solved: Limits) -> list[str]:
         now = now // setup.trainer.parallel.cp if setup.dynamic else now // setup.longest
         limit = f"at most {most:,} {words} a GPU in a micro batch" if most else "no micro batch fits for sure"
         out.append(f"{name}: {limit} (now {now:,})")
-    for choice in solved.offloads:
-        what = {
-            (False, False): "no offloading", (False, True): "the optimizer offloaded",
-            (True, True): "parameters and optimizer offloaded", (True, False): "parameters offloaded",
-        }[choice.parameters, choice.optimizer]  # fmt: skip
-        safe = f"{setup.share_name} up to {choice.safe:g}" if choice.safe else f"none is safe ({choice.binds} binds)"
-        out.append(f"{what}: {safe}")
+    if len(solved.offloads) > 1:
+        choices = []
+        for choice in solved.offloads:
+            what = {
+                (False, False): "nothing", (False, True): "the optimizer",
+                (True, True): "parameters and optimizer", (True, False): "parameters",
+            }[choice.parameters, choice.optimizer]  # fmt: skip
+            safe = f"up to {choice.safe:g}" if choice.safe else f"none safe ({choice.binds} binds)"
+            choices.append(f"{what}: {safe}")
+        out.append(f"{setup.share_name} by what is offloaded: {'; '.join(choices)}")
     if engine.may_start:
         share = f"at {found.share:g}" if found.share is not None else "as it is"
         out.append(
@@ -160,11 +168,11 @@ def _notes(found: Rollout, unit: str, verbose: int) -> list[str]:
         )
     host = found.host
     notes.append(f"host memory of a node of {host.ranks}: {_short(host.node, unit)} {unit}")
-    assumed = list(dict.fromkeys((*setup.assumptions, *setup.trainer.assumptions)))
-    notes += assumed if verbose else assumed[:4]
-    if len(assumed) > 4 and not verbose:
-        notes.append(f"{len(assumed) - 4} more assumptions (-v)")
-    notes += [f"not modelled: {name}" for name in dict.fromkeys((*setup.not_modelled, *setup.trainer.not_modelled))]
+    for what, names in (("", found.assumptions), ("not modelled: ", found.not_modelled)):
+        shown = names if verbose else names[:_NOTES]
+        notes += [f"{what}{name}" for name in shown]
+        if len(names) > len(shown):
+            notes.append(f"{len(names) - len(shown)} more {'not modelled' if what else 'assumptions'} (-v)")
     return notes
 
 

@@ -63,8 +63,19 @@ class Rollout:
     def verdict(self) -> Verdict:
         """That of the phase that binds; unknown where something is not modelled and it does not fail for sure."""
         found = self.binds.verdict(self.gpu.capacity_bytes)
-        unknown = bool(self.setup.not_modelled or self.setup.trainer.not_modelled)
-        return Verdict.UNKNOWN if unknown and found is not Verdict.DOES_NOT_FIT else found
+        return Verdict.UNKNOWN if self.not_modelled and found is not Verdict.DOES_NOT_FIT else found
+
+    @property
+    def not_modelled(self) -> tuple[str, ...]:
+        """Options that can move memory and are not modelled."""
+        return tuple(dict.fromkeys((*self.setup.not_modelled, *self.setup.trainer.not_modelled)))
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Of the job, the trainer and the engine."""
+        return tuple(dict.fromkeys((
+            *self.setup.assumptions, *self.setup.trainer.assumptions, *self.engine.assumptions,
+        )))  # fmt: skip
 
     @property
     def first_failing(self) -> PhaseMemory | None:
@@ -393,6 +404,5 @@ def as_json(found: Rollout, solved: Limits | None = None) -> dict[str, Any]:
             ],
             "first": solved.first,
         },
-        "assumptions": list(dict.fromkeys((*setup.assumptions, *setup.trainer.assumptions))),
-        "not_modelled": list(dict.fromkeys((*setup.not_modelled, *setup.trainer.not_modelled))),
+        "assumptions": list(found.assumptions), "not_modelled": list(found.not_modelled),
     }  # fmt: skip

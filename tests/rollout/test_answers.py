@@ -117,6 +117,27 @@ def test_text_json_and_python_say_one_thing(capsys: pytest.CaptureFixture[str]) 
         assert driver == phase["driver_bytes"][0]
 
 
+def test_the_answer_comes_first_and_fits_a_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A screen of 100 columns and 40 lines; a file that is written has its answer on stderr."""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["rollout", "--verl", EXAMPLE]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Highest safe gpu_memory_utilization: ") and " binds beyond it" in lines[0]
+    assert lines[1].startswith("FITS H100 at 0.6: ") and lines[4].startswith("A step")
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
+    target = tmp_path / "answer.md"
+    assert main(["rollout", "--verl", EXAMPLE, "--output", str(target)]) == 0
+    assert f"(md): {lines[0]}; {lines[1]}" in capsys.readouterr().err
+
+
+def test_assumptions_of_the_engine_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM 0.99 is later than any release whose rules were read."""
+    assert main(["rollout", "--verl", EXAMPLE, "--rollout-release", "0.99.0", "--no-limits", "-v"]) == 0
+    assert "stand for 0.99" in " ".join(capsys.readouterr().out.split())
+
+
 def test_keys_that_are_emitted_give_the_same_job() -> None:
     words = emitted(job(), solved(), "verl").split()
     again = read("verl", EXAMPLE, words)
@@ -132,8 +153,8 @@ def test_a_job_that_does_not_fit_says_what_to_change(capsys: pytest.CaptureFixtu
     words = ["actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=False"]
     assert main(["rollout", "--verl", EXAMPLE, *words, "--gpu", "A100-40GB", "--require-fit"]) == 3
     text = capsys.readouterr().out
-    assert "DOES NOT FIT A100-40GB: update is the first phase that does not fit" in text
-    assert "Try first: " in text
+    assert "DOES NOT FIT A100-40GB at 0.6: update is the first phase that does not fit" in text
+    assert text.startswith("No gpu_memory_utilization is safe: update binds") and "\nTry first: " in text
 
 
 def test_a_change_to_try_first_makes_it_fit() -> None:
