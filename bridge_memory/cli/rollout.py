@@ -83,7 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--critic", action="store_const", const=True, help="a value model like the policy trains too")
     group.add_argument("--entropy", action="store_const", const=True, help="the update computes the entropy")
-    output = add_output_arguments(parser, "by the schema bridge-memory/rollout/1", formats=("text", "json", "md", "html"))
+    output = add_output_arguments(
+        parser, "by the schema bridge-memory/rollout/1", formats=("text", "json", "md", "html")
+    )
     output.add_argument("-v", "--verbose", action="count", default=0, help="components of every phase, all assumptions")
     output.add_argument("--unit", default="GiB", metavar="UNIT", help="GiB (default), MiB, GB, MB or bytes")
     output.add_argument("--gpu", metavar="NAME", help=f"the GPU ({_GPU})")
