@@ -183,12 +183,13 @@ def _print(
     else:
         from bridge_memory.report.short import short_blocks
 
-        more = "-v lists them, with every table"
-        blocks = short_blocks(
-            result, fitting, unit=unit, stage=args.stage, fix=fix, more=more, jobs=jobs, phases=not args.phases
-        )
         whole = jobs if args.phases else ()
-        print_blocks([*blocks, *_reserved_blocks(reserved, unit), *_job_blocks(whole, unit, args.stage, fitting)])
+        after = [*_reserved_blocks(reserved, unit), *_job_blocks(whole, unit, args.stage, fitting)]
+        blocks = short_blocks(
+            result, fitting, unit=unit, stage=args.stage, fix=fix, more="-v has all of it", jobs=jobs,
+            phases=not args.phases, after=after,
+        )  # fmt: skip
+        print_blocks([*blocks, *after])
 
 
 def _job_blocks(jobs: Sequence[Job], unit: str, stage: int | None, fitting: Sequence[Fit]) -> list[Block]:

@@ -1,11 +1,11 @@
 """An estimate on one screen: the answer, the stages as bars, the largest components of the stage with the highest peak.
 
-At most 40 lines of 100 columns; ``table`` has the rest.
+One screen (``screen``); ``table`` has the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from bridge_memory.decisive import decisive
 from bridge_memory.report.answer import answer_of, phase_words
 from bridge_memory.report.decided import MOST, TITLE, sentences
 from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs, Words
+from bridge_memory.report.screen import first_that_fits
 from bridge_memory.report.summary import configuration
 from bridge_memory.report.table import ALL_MODELLED, Cells, alike, components_grid, head, stage_span
 from bridge_memory.report.units import check_unit, format_bytes, format_ticks, ticks
@@ -24,10 +25,11 @@ from bridge_memory.verdict import Fit
 if TYPE_CHECKING:
     from bridge_memory.job.job import Job
 
-#: Components that are listed.
-LARGEST = 3
-#: Rows of stages; of more groups those with the highest peaks are shown.
-MOST_ROWS = 4
+#: (components, rows of stages, sentences of what decides the peak): as many as are listed where a screen has room, and
+#: what is left out line by line where it has not. Of the stages those with the highest peaks are shown.
+SHOWN = (
+    (3, 4, MOST), (3, 4, 2), (3, 4, 1), (2, 4, 1), (2, 3, 1), (1, 3, 1), (1, 2, 1), (1, 2, 0), (1, 1, 0), (0, 1, 0),
+)  # fmt: skip
 #: Characters of a bar.
 BAR = 28
 #: The letter of a role in a bar.
@@ -42,48 +44,70 @@ _NEAR = 1.6
 
 def short_blocks(
     result: Estimate, fits: Sequence[Fit], *, unit: str = "GiB", stage: int | None = None, fix: str = "",
-    more: str = "", jobs: Sequence[Job] = (), phases: bool = False,
+    more: str = "", jobs: Sequence[Job] = (), phases: bool = False, after: Sequence[Block] = (),
 ) -> list[Block]:  # fmt: skip
     """The blocks of the default text.
 
     ``stage``: explained instead of the stage with the highest peak; ``fix``: a change that makes the run fit, in words;
     ``more``: how to get the rest, for the last line; ``jobs``: the whole job on GPUs of ``fits``, that on a
-    single one with its ``phases`` in two rows. Raises SpecError for an unknown unit or stage.
+    single one with its ``phases`` in two rows; ``after``: what is printed below on the same screen. Raises SpecError
+    for an unknown unit or stage.
     """
     unit = check_unit(unit)
     if stage is not None and not 0 <= stage < len(result.stages):
         raise SpecError(f"--stage is {stage}; the stages of this run are 0 to {len(result.stages) - 1}")
     explained = result.peak_stage if stage is None else result.stages[stage]
     shown = result.stages if stage is None else (explained,)
-    of = f" of stage {explained.stage}" if len(result.stages) > 1 else ""
-    moment = f"{phase_words(explained)}: {explained.peak_operation}".removesuffix(": ")
-    largest = components_grid(explained, unit, LARGEST, f"Largest components{of} at the peak ({moment})")
-    wanted = ["model", "parallelism", "batch", "precision", "recompute", "releases", "host memory"]
-    if result.run.data_parallel.engine != DataParallelSpec().engine or result.run.peft.freezes:
-        wanted.append("optimizer")
-    run = Pairs("The run", tuple(pair for pair in configuration(result) if pair[0] in wanted))
     answer = answer_of(result, fits, unit=unit, fix=fix, jobs=jobs)
-    blocks: list[Block] = [head(result, answer, unit), _stages(result, shown, fits, unit), largest, run]
+    first: list[Block] = [head(result, answer, unit)]
+    job: list[Block] = []
     if len(fits) == 1 and jobs and phases:
         from bridge_memory.report.phases import short_table
 
-        blocks.insert(2, short_table(jobs[0], unit, stage))
-    decides = decisive(result)
-    if decides:
-        blocks.append(Bullets(TITLE, sentences(decides[:MOST], unit)))
+        job.append(short_table(jobs[0], unit, stage))
+    run, decides = _run(result), decisive(result)
+
+    def versions() -> Iterator[list[Block]]:
+        for components, rows, sentences_ in SHOWN:
+            some = decides[:sentences_]
+            yield [
+                *first, _stages(result, shown, fits, unit, rows), *job, *_largest(result, explained, unit, components),
+                run, *([Bullets(TITLE, sentences(some, unit))] if some else []),
+                _last(result, len(decides) - len(some), more),
+            ]  # fmt: skip
+
+    return first_that_fits(versions(), after)
+
+
+def _run(result: Estimate) -> Pairs:
+    wanted = ["model", "parallelism", "batch", "precision", "recompute", "releases", "host memory"]
+    if result.run.data_parallel.engine != DataParallelSpec().engine or result.run.peft.freezes:
+        wanted.append("optimizer")
+    return Pairs("The run", tuple(pair for pair in configuration(result) if pair[0] in wanted))
+
+
+def _largest(result: Estimate, stage: StageEstimate, unit: str, number: int) -> list[Block]:
+    of = f" of stage {stage.stage}" if len(result.stages) > 1 else ""
+    moment = f"{phase_words(stage)}: {stage.peak_operation}".removesuffix(": ")
+    title = f"Largest components{of} at the peak of {format_bytes(stage.peak_bytes, unit)} ({moment})"
+    grid = components_grid(stage, unit, number, title)
+    return [grid._replace(rows=grid.rows[:-1], emphasis=None)] if number else []  # the title has their sum
+
+
+def _last(result: Estimate, undecided: int, more: str) -> Words:
+    """How much is not on this screen, and how to see it."""
     assumed = len(dict.fromkeys(result.assumptions))
     number = len(result.unmodelled)
     left_out = f"{number} feature{'s' * (number != 1)} not modelled" if number else ALL_MODELLED
     words = f"{left_out}; {assumed} assumption{'s' * (assumed != 1)}"
-    if len(decides) > MOST:
-        words += f"; {len(decides) - MOST} more that decide the peak"
-    blocks.append(Words("", (f"{words}{f'; {more}' if more else ''}",)))
-    return blocks
+    if undecided:
+        words += f"; {undecided} more that decide{'s' * (undecided == 1)} the peak"
+    return Words("", (f"{words}{f'; {more}' if more else ''}",))
 
 
-def _stages(result: Estimate, stages: Sequence[StageEstimate], fits: Sequence[Fit], unit: str) -> Grid:
+def _stages(result: Estimate, stages: Sequence[StageEstimate], fits: Sequence[Fit], unit: str, most_rows: int) -> Grid:
     every = alike(stages)
-    shown = sorted(sorted(every, key=lambda g: -g[0].peak_bytes)[:MOST_ROWS], key=lambda g: g[0].stage)
+    shown = sorted(sorted(every, key=lambda g: -g[0].peak_bytes)[:most_rows], key=lambda g: g[0].stage)
     worst = result.peak_stage
     card = fits[0] if len(fits) == 1 else None
     most = worst.peak_bytes
@@ -102,19 +126,18 @@ def _stages(result: Estimate, stages: Sequence[StageEstimate], fits: Sequence[Fi
         Column("stage", words=True), Column("layers"), Column("static"), Column("peak by role", words=True, bars=True),
         Column("peak"), Column("in", words=True),
     )
-    notes = []
+    title = f"Memory of one rank, {unit}"
     hidden = [group for group in every if group not in shown]
     if hidden:
         number = sum(map(len, hidden))
         highest = format_bytes(max(group[0].peak_bytes for group in hidden), unit)
-        notes.append(f"{number} more stage{'s' * (number > 1)} with lower peaks, up to {highest}")
+        title += f" ({number} more stage{'s' * (number > 1)} with lower peaks, up to {highest})"
     used = [role for role in Role if any(group[0].bytes_of(role) for group in shown)]
     letters = [f"{LETTERS[role]} {_TITLES.get(role, role)}" for role in used]
     if limit is not None and card is not None:
         letters.append(f"| capacity of {card.gpu}")
-    notes.append(", ".join(letters))
     emphasis = next((i for i, group in enumerate(shown) if worst in group), None) if len(result.stages) > 1 else None
-    return Grid(f"Memory of one rank, {unit}", columns, rows, emphasis, tuple(notes))
+    return Grid(title, columns, rows, emphasis, (", ".join(letters),))
 
 
 def bar(stage: StageEstimate, most: int, limit: int | None = None, width: int = BAR) -> str:

@@ -53,7 +53,7 @@ def _model(result: Estimate) -> str:
     return _join(
         model.model_type,
         f"{model.num_layers} layers",
-        f"hidden size {model.hidden_size}",
+        f"hidden {model.hidden_size}",
         f"{format_count(result.parameters)} parameters",
         f"plus {mtp} MTP {'depth' if mtp == 1 else 'depths'} of {format_count(result.mtp_parameters)}" if mtp else "",
     )
@@ -88,7 +88,7 @@ def _batch(run: RunSpec) -> str:
         f"{'packed to ' if b.packed_sequences else ''}sequence length {b.seq_length}",
         f"micro batch {b.micro_batch_size}",
         f"global batch {total}{' (default)' if b.global_batch_size is None else ''}",
-        f"{m} {'microbatch' if m == 1 else 'microbatches'} per step",
+        f"{m} {'microbatch' if m == 1 else 'microbatches'} a step",
         *_media(run),
     )
 
