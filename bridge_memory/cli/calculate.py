@@ -13,6 +13,8 @@ from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
     from bridge_memory.calculator import GPUMemoryCalculator
+    from bridge_memory.estimation import Estimate
+    from bridge_memory.verdict import Fit
 
 SCHEMA = "bridge-memory/calculate/1"
 
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_output(parser: argparse.ArgumentParser) -> None:
     """The flags of what is printed."""
     output = add_output_arguments(parser, f"by the schema {SCHEMA}")
+    output.add_argument("-v", "--verbose", action="store_true", help="every table and assumption")
     output.add_argument("--unit", default="GiB", metavar="UNIT",
                         help="GiB (default), MiB, GB, MB or bytes, of the table")
 
@@ -55,10 +58,20 @@ def show(calculator: GPUMemoryCalculator, args: argparse.Namespace, more: Mappin
         json.dump(document, sys.stdout, indent=2)
         print()
         return 0
-    from bridge_memory.report.table import print_estimate
-
-    print_estimate(result.estimate, [result.fit], unit=unit)
     batch = result.recommended_batch_size
     words = "not even 1 sequence" if batch is None else f"{batch} sequence{'s' * (batch > 1)} a GPU"
+    _print(result.estimate, result.fit, unit, args)
     print(f"Largest batch that fits {calculator.gpu.name}: {words}")
     return 0
+
+
+def _print(estimate: Estimate, fit: Fit, unit: str, args: argparse.Namespace) -> None:
+    if args.verbose or args.format != "text":
+        from bridge_memory.report.table import print_estimate
+
+        print_estimate(estimate, [fit], unit=unit)
+        return
+    from bridge_memory.report.printing import print_blocks
+    from bridge_memory.report.short import short_blocks
+
+    print_blocks(short_blocks(estimate, [fit], unit=unit, more="-v has all of it"))

@@ -55,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
                        help="GiB to keep free in addition to the margin (default: 0)")
     group.add_argument("--top", type=int, default=8, metavar="N", help="choices to show (default: 8)")
+    group.add_argument("-v", "--verbose", action="store_true",
+                       help="the whole Pareto front and every note, also where that is more than a screen")
     group.add_argument("--emit", choices=("flags", "policy", *formats_of("megatron")),
                        help="print one row in this form, ready to run; flags: what to add to the command; policy: of "
                             "fsdp2, Python for selective checkpoints")
@@ -156,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         change.append(f"change: {_flags(changed_fields(own, row.run)) or 'nothing'}{away}")
     return print_found(
         Shown(
-            style, found, own, gpu, own.parallel.world_size, space=(*change, *yours), otherwise=otherwise,
+            style, found, own, gpu, own.parallel.world_size, space=yours, otherwise=otherwise, change=change,
             times=("step s is predicted, for ranking: work over rates fitted on measured runs", *moved),
             not_timed=lambda rows: not_timed(rows[0].run), document=document, emit=emit,
             reserve=reserve_words(own.model.has_experts),

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Rows that a chart shows, at most; rows of a brief answer.
 CHARTED, BRIEF = 300, 5
+#: Rows of the Pareto front, as many as a screen has room for; without ``-v``.
+FRONT = (8, 5, 3, 2, 0)
 #: Rows from which on a column is taken out of the table if its cells are equal but for this share of them.
 SHARED_FROM, SHARED_BUT = 3, 0.1
 
@@ -69,6 +71,8 @@ class Shown(NamedTuple):
     #: The row in the format of ``--emit``.
     emit: Callable[[Row[Any]], Emitted]
     last: Sequence[str] = ()
+    #: What to do to have the first row, as lines of the answer.
+    change: Sequence[str] = ()
     #: Whether text is the answer and the first rows alone.
     brief: bool = False
     #: What rows leave that keep the reserve, in words.
@@ -146,14 +150,11 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
     from bridge_memory.report.summary import runs_with
 
     found, style, gpu = shown.found, shown.style, shown.gpu
-    notes = [_looked_at(found, style, gpu)]
-    if found.refused:
-        counts = (f"{name} {number:,}" for name, number in found.refused.most_common(6))
-        notes.append(f"refused, by field: {', '.join(counts)}")
-    notes += shown.space
+    counts = (f"{name} {number:,}" for name, number in found.refused.most_common(6))
+    refusals = [f"refused, by field: {', '.join(counts)}"] if found.refused else []
     if not found.rows:
         title = "Nothing that fits was found before the search was stopped" if found.stopped else "Nothing fits"
-        return [Bullets(title, (*notes, *shown.otherwise))]
+        return [Bullets(title, (_looked_at(found, style, gpu), *refusals, *shown.space, *shown.otherwise))]
     ranked = found.ranked(min(args.top, BRIEF) if shown.brief else args.top)
     best, keeping, refused = ranked
     title = f"Fastest {style.noun}s of {shown.base.model.name} on {shown.num_gpus} x {gpu.name}"
@@ -162,28 +163,50 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
         stopped = (f"stopped early: {found.looked_at:,} {style.noun}s evaluated",) * found.stopped
         return [answer, *_table(title, best, style, args, stopped, found.keeps and keeping)]
     front = _front(found, ranked, args.top)
-    notes.insert(0, f"the fastest: {runs_with(best[0].run)}")
+    notes: list[tuple[str, bool]] = []
+
+    def note(*words: str, detail: bool = False) -> None:
+        notes.extend((sentence, detail) for sentence in words)
+
+    note(f"the fastest: {runs_with(best[0].run)}", _looked_at(found, style, gpu))
+    note(*refusals, *shown.space, detail=True)
     if found.keeps is not None and keeping < len(best):
         rows = f"row {keeping + 1}" if keeping + 1 == len(best) else f"rows {keeping + 1} to {len(best)}"
-        notes.append(f"{rows}: tight, without that room, and after the rows that keep it however fast")
+        note(f"{rows}: tight, without that room, and after the rows that keep it however fast")
     if found.improves is not None and any(row.run.parallel.pp > 1 for row in best[:IMPROVED]):
-        notes.append(f"layers of the {IMPROVED} fastest are balanced over their stages")
-    notes += [f"passed over, however fast: {number:,} with {reason}" for reason, number in refused.items()]
+        note(f"layers of the {IMPROVED} fastest are balanced over their stages", detail=True)
+    note(*(f"passed over, however fast: {number:,} with {reason}" for reason, number in refused.items()), detail=True)
     if keeping > 1 and best[1].time.seconds < best[0].time.seconds:
-        notes.append(f"row 1 is within {SIMPLER:.0%} of the fastest, row 2, and has fewer mechanisms")
+        note(f"row 1 is within {SIMPLER:.0%} of the fastest, row 2, and has fewer mechanisms")
     if (tied := ties(best[:keeping] or best)) > 1:
-        notes.append(f"rows 1 to {tied} are a tie: step times within {TIE:.0%}, the precision of the prediction")
-    notes += shown.times
+        note(f"rows 1 to {tied} are a tie: step times within {TIE:.0%}, the precision of the prediction")
+    note(*shown.times)
     if names := shown.not_timed(best):
-        notes.append(f"the time model does not know {', '.join(names)}: times are those of the run without")
-    notes += [f"not modelled: {feature}" for feature in unmodelled_features(best[0].run)]
-    notes += shown.last
-    drawn: list[Drawn] = [_chart(found, ranked, style, gpu)] if args.format == "html" else []
-    drawn += [answer, *_table(title, best, style, args, notes, found.keeps and keeping)]
-    if len(front) > 1 and front != list(best):
-        title = f"Memory against step time (Pareto front): no other {style.noun} is both faster and smaller"
-        drawn += _table(title, front, style, args)
-    return drawn
+        note(f"the time model does not know {', '.join(names)}: times are those of the run without")
+    note(*(f"not modelled: {feature}" for feature in unmodelled_features(best[0].run)), *shown.last)
+
+    def version(of_front: int | None, details: bool) -> list[Drawn]:
+        kept = [words for words, detail in notes if details or not detail]
+        cut = [f"{len(notes) - len(kept)} more notes"] if len(kept) < len(notes) else []
+        rows = front[:of_front]
+        if len(rows) < len(front) > 1:
+            cut.append(f"the Pareto front of {len(front)} {style.noun}s")
+        if cut:
+            kept.append(f"-v also shows {' and '.join(cut)}")
+        drawn = [answer, *_table(title, best, style, args, kept, found.keeps and keeping)]
+        if len(rows) > 1 and front != list(best):
+            heading = f"Memory against step time (Pareto front): no other {style.noun} is both faster and smaller"
+            drawn += _table(heading, rows, style, args)
+        return drawn
+
+    if args.format == "html":
+        return [_chart(found, ranked, style, gpu), *version(None, True)]
+    if args.verbose:
+        return version(None, True)
+    from bridge_memory.report.screen import first_that_fits
+
+    every = [(number, details) for details in (True, False) for number in FRONT if number or not details]
+    return first_that_fits(version(number, details) for number, details in [(None, True), *every])
 
 
 def _front(found: Found, ranked: Ranked, most: int | None = None) -> list[Row[Any]]:
@@ -219,22 +242,24 @@ def _fitting(
     title: str, rows: Sequence[Row[Any]], style: Style, kept: Sequence[int], args: argparse.Namespace,
     notes: Sequence[str], keeping: int | None,
 ) -> Grid:  # fmt: skip
-    """The rows; as text without spare columns that make the table wider than a line, which a note says."""
+    """The rows; as text without spare columns that make the table wider than a line or break its rows, which a note
+    says."""
     from bridge_memory.report.plain import lay_out
     from bridge_memory.report.printing import line_width
 
-    grid = _grid(title, rows, style, kept, tuple(notes), keeping)
-    left_out: list[str] = []
-    for heading in style.spare if args.format == "text" else ():
-        if len(lay_out(grid, line_width(sys.stdout))) == 1:
-            break
-        fewer = [i for i in kept if style.headings[i] != heading]
-        if len(fewer) < len(kept):
-            kept = fewer
-            left_out.append(heading)
-            words = f"no room for {', '.join(left_out)}: a wider terminal or COLUMNS shows more, --format csv all"
-            grid = _grid(title, rows, style, kept, (words, *notes), keeping)
-    return grid
+    def without(left_out: Sequence[str]) -> Grid:
+        words = f"no room for {', '.join(left_out)}: a wider terminal shows more, --format csv all"
+        rest = [i for i in kept if style.headings[i] not in left_out]
+        return _grid(title, rows, style, rest, ((words,) if left_out else ()) + tuple(notes), keeping)
+
+    if args.format != "text":
+        return without(())
+    there = [heading for heading in style.spare if heading in {style.headings[i] for i in kept}]
+    grids = [without(there[:n]) for n in range(len(there) + 1)]
+    laid = [lay_out(grid, line_width(sys.stdout)) for grid in grids]
+    one_line = (grid for grid, parts in zip(grids, laid, strict=True) if len(parts) == 1 and parts[0].unbroken)
+    one_table = (grid for grid, parts in zip(grids, laid, strict=True) if len(parts) == 1)
+    return next(one_line, None) or next(one_table, grids[-1])
 
 
 def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace, keeps: bool) -> Words:
@@ -248,6 +273,7 @@ def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace, keeps: bool) 
         f"Fastest {style.noun}: {style.words(row)}; {time}",
         fit_words(gpu, row.peak, row.headroom + int(args.headroom * GIB), stage, row.run),
         *((f"{'Keeps' if keeps else 'Tight: does not keep'} {shown.reserve}",) if shown.found.keeps else ()),
+        *shown.change,
     ), "good" if keeps else "open")  # fmt: skip
 
 

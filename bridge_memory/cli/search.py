@@ -57,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                             "repeated")
     group.add_argument("--top", type=int, metavar="N", help="layouts to show (default: 8 as text, else 20)")
     add_phases_argument(group, f"the first {FIRST} rows")
+    group.add_argument("-v", "--verbose", action="store_true",
+                       help="the whole Pareto front and every note, also where that is more than a screen")
     group.add_argument("--brief", action="store_true", help="print the answer and its first rows alone, as text")
     group.add_argument("--emit", choices=tuple(FORMATS), help="print one row in this form, ready to run")
     group.add_argument("--row", type=int, default=1, metavar="N", help="the row that --emit prints (default: 1)")

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from bridge_memory.cards.gpu import Gpu
     from bridge_memory.job.job import Job
     from bridge_memory.plan.changes import Effect, WhatIf
+    from bridge_memory.report.document import Block
     from bridge_memory.result import Estimate
 
 
 
-#: Changes that are shown; as text those that fit a screen.
+#: Changes that are shown; as text no more, and no more than a screen has room for.
 TOP, TOP_OF_TEXT = 20, 12
+#: Changes that are shown however little room there is.
+_LEAST = 3
 _TITLES = ("change", "frees GiB", "peak GiB", "step time")
 
 
@@ -63,9 +66,11 @@ def run(args: argparse.Namespace) -> int:
         target = whatif.cheapest(int(args.target_gib * GIB))
     answer = _answer(whatif, spec, gpu)
     args.answer = "; ".join(answer)
+    whole_screen = args.top is None and args.format == "text" and not args.json
     if args.top is None:
-        args.top = TOP_OF_TEXT if args.format == "text" and not args.json else TOP
-    shown = {"changes": whatif.singles[: args.top], "pairs": whatif.pairs()[: args.top] if args.pairs else []}
+        args.top = TOP_OF_TEXT if whole_screen else TOP
+    every = {"changes": whatif.singles, "pairs": whatif.pairs() if args.pairs else []}
+    shown = {name: some[: args.top] for name, some in every.items()}
     of_jobs = {name: jobs((e.run for e in some), gpu) for name, some in shown.items()} if args.phases else {}
     if args.json:
         import json
@@ -81,7 +86,11 @@ def run(args: argparse.Namespace) -> int:
             }, indent=2,
         ))  # fmt: skip
     else:
-        _print(args, spec, shown, target, answer, of_jobs)
+        from bridge_memory.report.printing import print_blocks
+        from bridge_memory.report.screen import first_that_fits
+
+        tops = range(args.top, _LEAST - 1, -1) if whole_screen else [args.top]
+        print_blocks(first_that_fits(_blocks(args, spec, every, top, target, answer, of_jobs) for top in tops))
     return int(args.target_gib is not None and target is None)
 
 
@@ -120,25 +129,27 @@ def _record(effect: Effect, run: RunSpec) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(
-    args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]], target: Effect | None,
+def _blocks(
+    args: argparse.Namespace, run: RunSpec, every: dict[str, list[Effect]], top: int, target: Effect | None,
     answer: Sequence[str], of_jobs: dict[str, list[Job]],
-) -> None:  # fmt: skip
-    from bridge_memory.report.document import Block, Bullets, Column, Grid, Words
-    from bridge_memory.report.printing import print_blocks
+) -> list[Block]:  # fmt: skip
+    """The answer, and ``top`` of the changes and of the pairs."""
+    from bridge_memory.report.document import Bullets, Column, Grid, Words
 
     titles = (*_TITLES, *((HEADING,) if of_jobs else ()))
     columns = tuple(Column(title, words=title in ("change", HEADING)) for title in titles)
     blocks: list[Block] = [Words("", tuple(answer))]
     for title, name in (("One change", "changes"), ("Two changes", "pairs")):
-        if some := shown[name]:
+        if some := every[name][:top]:
             beside: list[tuple[str, ...]] = [(job_cell(job),) for job in of_jobs.get(name, ())]
             rows = tuple(
                 (_words(effect, args, run), *_numbers(effect), *more)
-                for effect, more in zip(some, beside or [()] * len(some), strict=True)
+                for effect, more in zip(some, beside or [()] * len(some), strict=False)
             )
-            blocks.append(Grid(f"{title} to {run.model.name}", columns, rows))
-    if not shown["changes"]:
+            more = len(every[name]) - len(some)
+            cut = f" (the {len(some)} that free most; --top N shows more of the other {more})" if more else ""
+            blocks.append(Grid(f"{title} to {run.model.name}{cut}", columns, rows))
+    if not every["changes"]:
         blocks.append(Bullets("Nothing frees memory", ("no single change lowers the highest peak of all stages",)))
     if args.target_gib is not None:
         if target is None:
@@ -156,7 +167,7 @@ def _print(
         notes.append("job GiB: the highest driver peak of the whole job with the change, at most, and its phase")
     if run.data_parallel.engine in TIMED:
         notes.append(NOT_FITTED)
-    print_blocks([*blocks, Bullets("How to read it", tuple(notes))])
+    return [*blocks, Bullets("How to read it", tuple(notes))]
 
 
 def _peak_words(result: Estimate, before: int) -> str:

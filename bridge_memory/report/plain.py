@@ -28,6 +28,11 @@ class Laid:
     header: tuple[str, ...]
     rows: tuple[tuple[tuple[str, ...], ...], ...]
 
+    @property
+    def unbroken(self) -> bool:
+        """Whether every row is one line."""
+        return all(len(row) == 1 for row in self.rows)
+
 
 def render(blocks: Iterable[Block], width: int) -> str:
     """All blocks in lines of at most ``width`` characters; a longer word without a dot is not broken."""

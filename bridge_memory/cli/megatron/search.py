@@ -205,7 +205,7 @@ def layout_style(varied: frozenset[str], *, experts: bool) -> Style:
         "layout", (*settings, *_FIGURES), of_words=frozenset({*_TITLES.values(), "split", "recompute"}),
         always=frozenset({"tp", "pp", "mbs"}), idle=frozenset({"1", "even", "none", "0%", "off", "0"}),
         cells=partial(_cells, axes=axes), words=_layout_words, record=_record, settings=frozenset(settings),
-        spare=("compute", "bubble", "recompute time", "exposed comm", "free GiB"),
+        spare=("compute", "bubble", "recompute time", "split", "exposed comm", "free GiB"),
         hidden=frozenset({"dispatcher"} if "dispatcher" not in varied else ()) | (set() if experts else {"ep", "etp"}),
     )  # fmt: skip
 
