@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from bridge_memory.cli.help import EXAMPLES as EXAMPLES_OF
-from bridge_memory.cli.help import HelpAll, commands_help, many, shown_groups
+from bridge_memory.cli.help import HelpAll, commands_help, help_lines
 from bridge_memory.cli.output import command_line, written
 from bridge_memory.report.document import one_line
 from bridge_memory.spec import SpecError
@@ -67,7 +67,7 @@ bridge-memory says how much GPU memory a training run takes, before it is launch
 
 
 #: Lines of a usage that lists every flag; where it takes more, it lists none.
-_USAGE_LINES = 5
+_USAGE_LINES = 3
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,17 +98,10 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """What the command does, its usage, examples, and the flags that people use; or all."""
-        every = self.every_flag or not many(self)
-        formatter = self._get_formatter()
-        for title, actions in shown_groups(self, self.prog.split()[-1], every=every):
-            formatter.start_section(title)
-            formatter.add_arguments(actions)
-            formatter.end_section()
-        usage = self.format_usage()
+        usage = self.format_usage().splitlines()
         if len(self._examples) > 1:
-            usage = f"{usage.splitlines()[0]}\n\nexamples:\n" + "".join(f"  {self.prog} {e}\n" for e in self._examples)
-        more = "" if every else f"\n`{self.prog} --help-all` lists all {len(self._actions) - 2} flags.\n"
-        return f"{self.description}\n\n{usage}\n{formatter.format_help()}{more}"
+            usage = [usage[0], "", "examples:", *(f"  {self.prog} {example}" for example in self._examples)]
+        return "\n".join(help_lines(self, self.prog.split()[-1], [str(self.description), "", *usage, ""])) + "\n"
 
     def error(self, message: str) -> NoReturn:
         raise SpecError(message)

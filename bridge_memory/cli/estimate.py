@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="also reserved memory: some steps replayed in torch's allocator (engines "
                              "megatron_ddp, fsdp2 and single)")
     output.add_argument("--phases", action=argparse.BooleanOptionalAction, default=None,
-                        help="the whole job on one --gpu (build, load, training, evaluation, save and resume) as torch "
-                             "and the driver count it, with training's reserved memory replayed; --no-phases: the step "
-                             "alone (default: in short)")
+                        help="the whole job, phase by phase, on one --gpu: build, load, training, evaluation, save and "
+                             "resume as torch and the driver count it, with training's reserved memory replayed; "
+                             "--no-phases: the step alone (default: in short)")
     output.add_argument("--host-memory", type=number, metavar="GiB",
                         help="with --phases: host memory of a node, to be judged too")
     output.add_argument("--require-fit", action="store_true",

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from bridge_memory.report.screen import LINES, WIDTH
 
 #: Question -> the commands that answer it.
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -18,17 +22,17 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "estimate": (
         "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --gpu H100",
         "--megatron-args launch.sh --num-gpus 64 --gpu H200",
-        "Llama-3.1-8B --engine fsdp2 --num-gpus 8 --gradient-checkpointing --gpu H100 --output report.html",
+        "Llama-3.1-8B --engine fsdp2 --num-gpus 8 --gpu H100 --output report.html",
     ),
     "rollout": (
         "--verl config.yaml --gpu H100",
         "--slime launch.sh --gpu H200 --search",
-        "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --rollout-tp 2 --max-tokens-per-gpu 16384 --optimizer-offload --gpu H100",
+        "Qwen3-8B --num-gpus 8 --tp 2 --rollout-tp 2 --optimizer-offload --gpu H100",
     ),
     "search": (
         "Qwen/Qwen3-8B --num-gpus 8 --global-batch-size 64 --gpu H100",
-        "Qwen/Qwen3-30B-A3B --num-gpus 64 --tp 1..4 --pp 1..8 --global-batch-size 512 --gpu H100",
-        "Llama-3.1-8B --engine any --num-gpus 8 --global-batch-size 64 --gpu H100 --emit deepspeed",
+        "Qwen3-30B-A3B --num-gpus 64 --tp 1..4 --global-batch-size 512 --gpu H100",
+        "Llama-3.1-8B --engine any --num-gpus 8 --global-batch-size 64 --gpu H100",
     ),
     "fit": (
         "Qwen/Qwen3-32B --num-gpus 8 --tp 8 --seq-length 16384 --gpu H100",
@@ -57,7 +61,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "diff": (
         "before.yaml after.yaml --gpu H100",
-        "'Qwen/Qwen3-8B --num-gpus 8 --tp 2' 'Qwen/Qwen3-8B --num-gpus 8 --tp 4' --gpu H100",
+        "'Qwen3-8B --num-gpus 8 --tp 2' 'Qwen3-8B --num-gpus 8 --tp 4' --gpu H100",
         "old.sh new.sh --num-gpus 64 --format md",
     ),
     "record": (
@@ -83,8 +87,8 @@ _OWN: Mapping[str, frozenset[str]] = {
         "--gpu", "--json", "--output", "--verl", "--nemo-rl", "--slime", "--rollout", "--rollout-tp",
         "--gpu-memory-utilization", "--max-tokens-per-gpu", "--optimizer-offload", "--search", "--emit", "--log",
     }),
-    "search": frozenset({"--gpu", "--vary", "--headroom", "--top", "--emit", "--row", "--json", "--output"}),
-    "fit": frozenset({"--gpu", "--vary", "--headroom", "--top", "--emit", "--row", "--json", "--output"}),
+    "search": frozenset({"--gpu", "--vary", "--top", "-v", "--emit", "--row", "--json", "--output"}),
+    "fit": frozenset({"--gpu", "--vary", "--headroom", "--top", "-v", "--emit", "--row", "--json", "--output"}),
     "whatif": frozenset({"--gpu", "--pairs", "--target-gib", "--top", "--json", "--output"}),
     "balance": frozenset({"--gpu", "--json", "--output"}),
     "compare": frozenset({"--gpu", "--tolerance", "--snapshot-stage", "--snapshot-device", "--json", "--output"}),
@@ -92,8 +96,12 @@ _OWN: Mapping[str, frozenset[str]] = {
     "record": frozenset({"--gpu", "--json", "-o", "--format"}),
     "rehearse": frozenset({"--stage", "--layer", "--gpu", "--json", "--output"}),
 }
-#: Flags with which a help is no longer read: one with fewer is shown whole.
-_MANY = 40
+#: Command -> flags of a run that its help leaves out.
+_NOT_OF: Mapping[str, frozenset[str]] = {
+    "rollout": frozenset({"--container", "--deepspeed", "--fp8", "--vpp", "--peft", "--gradient-checkpointing"}),
+}
+#: Characters of a flag with its value, in a help of one line a flag.
+_FLAG = 34
 
 
 def commands_help(commands: Mapping[str, tuple[str, str]]) -> str:
@@ -122,22 +130,62 @@ class HelpAll(argparse.Action):
         parser.exit()
 
 
-def many(parser: argparse.ArgumentParser) -> bool:
-    """Whether its help is more than people read."""
-    return len(parser._actions) > _MANY
-
-
-def shown_groups(
-    parser: argparse.ArgumentParser, command: str, *, every: bool
-) -> list[tuple[str | None, list[argparse.Action]]]:
-    """(title, actions) of each group of the help."""
-    wanted = _OF_A_RUN | _OWN.get(command, frozenset()) | {"--help", "--help-all"}
-    found = []
+def help_lines(parser: argparse.ArgumentParser, command: str, first: Sequence[str]) -> list[str]:
+    """``first`` and the flags: all of them in full or, where that is more than a screen, each in a line or two, those
+    that people use where a run's are among them."""
+    formatter = parser._get_formatter()
     for group in parser._action_groups:
-        actions = [
-            action for action in group._group_actions
-            if every or not action.option_strings or action.required or wanted & set(action.option_strings)
-        ]
-        if actions:
-            found.append((group.title, actions))
-    return found
+        formatter.start_section(group.title)
+        formatter.add_arguments(group._group_actions)
+        formatter.end_section()
+    full = [*first, *formatter.format_help().splitlines()]
+    if getattr(parser, "every_flag", False) or (len(full) <= LINES and max(map(len, full)) <= WIDTH):
+        return full
+    wanted = (_OF_A_RUN - _NOT_OF.get(command, frozenset())) | _OWN[command] if command in _OWN else None
+    actions = [action for action in parser._actions if not isinstance(action, (argparse._HelpAction, HelpAll))]
+    used = [
+        action for action in actions
+        if not action.option_strings or action.required or wanted is None or wanted & set(action.option_strings)
+    ]
+    last = f"`{parser.prog} --help-all` has all {len(actions)} flags, with every name and value."
+    lines = list(first)
+    for most in (2, 1):
+        lines = [*first, "flags:", *(line for action in used for line in _lines(action, most)), "", last]
+        if len(lines) <= LINES:
+            break
+    return lines
+
+
+def _lines(action: argparse.Action, most: int) -> list[str]:
+    """"  --tp N      tensor parallel size": the flag by its first name, and what it does in at most ``most`` lines; of
+    choices that are long, the choices."""
+    text = " ".join((action.help or "").replace("%%", "%").split())
+    name, value = (action.option_strings or [""])[0], "" if action.nargs == 0 else str(action.metavar or "")
+    if isinstance(action, argparse.BooleanOptionalAction):
+        value = ""
+    elif action.choices is not None and not action.metavar:
+        value = "|".join(map(str, action.choices))
+    width, least = WIDTH - _FLAG - 2, 1
+    if "|" in value and len(f"{name} {value}") > _FLAG - 2:
+        choices, value = value.replace("|", ", "), "NAME"
+        text, least = f"{choices}: {text}", len(_wrapped(choices, width))
+    flag = f"  {name} {value}".rstrip() if name else f"  {value or action.dest}"
+    first, *rest = _shortened(text, width, max(most, least)) or [""]
+    return [f"{flag:<{_FLAG}}  {first}".rstrip(), *(" " * (_FLAG + 2) + line for line in rest)]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _shortened(text: str, width: int, most: int) -> list[str]:
+    """``text`` in at most ``most`` lines: as many of its clauses as they hold."""
+    ends = [
+        match.start() for match in re.finditer(r"[;,:] | \([^()]*\)(?=[;,:]|$)", text)
+        if text.count("(", 0, match.start()) == text.count(")", 0, match.start())
+    ]  # fmt: skip
+    for end in (len(text), *reversed(ends)):
+        lines = _wrapped(text[:end], width)
+        if len(lines) <= most:
+            return lines
+    return textwrap.wrap(text, width, max_lines=most, placeholder=" ...", break_on_hyphens=False)

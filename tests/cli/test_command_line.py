@@ -204,8 +204,8 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], comma
     what, usage, *groups = out.split("\n\n")
     assert " ".join(what.split()).lower() == f"{COMMANDS[command][1]}.".lower()
     assert usage.startswith("usage: ") and usage.count("\n") < 5
-    assert any(group.startswith("options:") for group in groups)
-    assert out.count("\n") <= 100
+    assert any(group.startswith(("options:", "flags:")) for group in groups) and "--help-all" in out
+    assert out.count("\n") <= 40 and max(map(len, out.splitlines())) <= 100
 
 
 def test_every_command_stands_under_one_question(capsys: pytest.CaptureFixture[str]) -> None:

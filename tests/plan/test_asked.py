@@ -101,7 +101,7 @@ def test_wrong_items_are_named(arguments: list[str], said: str, capsys: pytest.C
 
 
 def test_every_axis_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["search", "--help"])
+    main(["search", "--help-all"])
     text = " ".join(capsys.readouterr().out.split())
     assert all(f" {axis}," in text or f" {axis};" in text for axis in EVERY)
     assert read("--vary", ["cp=1..4"]) == {"cp": ("1", "2", "3", "4")}

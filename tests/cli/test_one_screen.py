@@ -1,0 +1,42 @@
+"""What a command prints without being asked for more is one screen: 40 lines of 100 characters."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from bridge_memory.cli import main
+
+#: Those that have most to say: experts, pipeline stages, MTP, a search of experts and of other engines, pairs of changes.
+COMMANDS = (
+    "estimate DeepSeek-V3 --tp 4 --pp 4 --ep 8 --num-gpus 128 --num-layers-in-last-pipeline-stage 16 --gpu H200",
+    "estimate gpt-oss-120b --num-gpus 64 --ep 8 --pp 4 --gpu H100 --phases",
+    "estimate Llama-3.1-70B --num-gpus 64 --tp 4 --cp 2 --pp 4 --seq-length 32768 --gpu H100 --reserved",
+    "search Qwen3-30B-A3B --num-gpus 64 --tp 1 --pp 4 --ep 8 --global-batch-size 512 --gpu H100",
+    "search Llama-3.1-8B --engine any --num-gpus 8 --global-batch-size 64 --gpu H100",
+    "whatif Qwen3-32B --num-gpus 8 --tp 8 --gpu H100 --pairs --target-gib 60",
+    "rollout Qwen3-30B-A3B --num-gpus 32 --tp 4 --ep 8 --rollout-tp 4 --gpu H100",
+    "quick 8",
+)
+
+
+def test_what_a_command_prints_fits_a_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for command in COMMANDS:
+        main(shlex.split(command))
+        lines = capsys.readouterr().out.splitlines()
+        assert 10 < len(lines) <= 40 and max(map(len, lines)) <= 100, (command, len(lines))
+
+
+def test_what_was_left_out_is_counted_and_shown_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+    whatif = "whatif Qwen3-32B --num-gpus 8 --tp 8 --gpu H100 --pairs"
+    for command, names, more in (
+        (COMMANDS[0], "more stage", "-v"), (COMMANDS[4], "-v also shows", "-v"), (whatif, "--top N", "--top 20"),
+    ):  # fmt: skip
+        main(shlex.split(command))
+        short = capsys.readouterr().out
+        main(shlex.split(f"{command} {more}"))
+        assert names in short and len(capsys.readouterr().out) > len(short)
