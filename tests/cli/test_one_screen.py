@@ -8,7 +8,7 @@ import pytest
 
 from bridge_memory.cli import main
 
-#: Those that have most to say: experts, pipeline stages, MTP, a search of experts and of other engines, pairs of changes.
+#: Those that have most to say: experts, pipeline stages, MTP, searches, pairs of changes.
 COMMANDS = (
     "estimate DeepSeek-V3 --tp 4 --pp 4 --ep 8 --num-gpus 128 --num-layers-in-last-pipeline-stage 16 --gpu H200",
     "estimate gpt-oss-120b --num-gpus 64 --ep 8 --pp 4 --gpu H100 --phases",
