@@ -89,11 +89,11 @@ def _batch(run: RunSpec) -> str:
         f"micro batch {b.micro_batch_size}",
         f"global batch {total}{' (default)' if b.global_batch_size is None else ''}",
         f"{m} {'microbatch' if m == 1 else 'microbatches'} a step",
-        *_media(run),
+        *media_of(run),
     )
 
 
-def _media(run: RunSpec) -> list[str]:
+def media_of(run: RunSpec) -> list[str]:
     """What a sample gives each encoder: "1 image of 64 x 80 patches (1280 tokens of the sequence) per sample"."""
     b = run.batch
     given = (b.images_per_sample, b.image_size, b.patches_per_image, b.audio_seconds, b.video_frames or None)

@@ -26,6 +26,7 @@ from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.page.data import timeline_data, treemap_data
 from bridge_memory.report.page.one_file import estimate_page
 from bridge_memory.report.phases import phases_data
+from bridge_memory.report.summary import media_of
 from bridge_memory.report.units import format_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import ENGINE_OPTIONS, ENGINES, WITH_MEGATRON_LAYOUTS
@@ -240,11 +241,19 @@ def _estimate(one: Asked, stage: object) -> dict[str, Any]:
     answer = answer_of(result, fitting)
     return {
         "estimate": document, "fit": _fit(fitting[0]), "experts": run.model.has_experts,
+        "encoders": _encoders(run), "media": ". ".join(media_of(run)),
         "answer": answer.words, "evidence": answer.evidence, "band": answer.band_words,
         "margin": list(margin_words(run, fitting, format_bytes)),
         "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),
         "exports": {"command": _command(one), "texts": _texts(one)},
     }  # fmt: skip
+
+
+def _encoders(run: RunSpec) -> list[str]:
+    """Kinds of encoders whose activations are known: "vision", "audio"."""
+    encoders = () if run.implementation.torch_layers else run.model.encoders
+    known = [encoder.structure for encoder in encoders if encoder.structure is not None]
+    return sorted({"audio" if structure.audio else "vision" for structure in known})
 
 
 def _command(one: Asked) -> str:

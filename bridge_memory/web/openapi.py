@@ -88,6 +88,7 @@ _SCHEMAS: dict[str, Any] = {
     "Answer": _object(
         {
             "estimate": _ref("Estimate"), "fit": _ref("Fit"), "experts": _YES,
+            "encoders": _many({"enum": ["vision", "audio"]}), "media": _TEXT,
             "answer": _TEXT, "evidence": _TEXT, "band": _TEXT, "margin": _many(_TEXT),
             "effective": {"type": "object", "description": "option -> its value in this run, given or by default"},
             "step": _or_null(
@@ -123,9 +124,12 @@ _SCHEMAS: dict[str, Any] = {
     ),
     "Row": _object(
         {
-            "options": _OPTIONS, **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp", "mbs"), _WHOLE),
-            "recompute": _TEXT, "peak_bytes": _WHOLE, "stage": _WHOLE, "headroom_bytes": _WHOLE,
-            "step_seconds": _REAL, "tokens_per_second_per_gpu": _REAL,
+            "options": _OPTIONS, "mbs": _WHOLE, "recompute": _TEXT, "peak_bytes": _WHOLE, "stage": _WHOLE,
+            "headroom_bytes": _WHOLE, "step_seconds": _REAL, "tokens_per_second_per_gpu": _REAL,
+        },
+        {
+            **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp", "microbatches"), _WHOLE),
+            **dict.fromkeys(("engine", "sharded", "overlap", "offload"), _TEXT),
         }
     ),
     "Found": _object(

@@ -56,23 +56,65 @@ def main() -> None:
 
 
 def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
-    """Layouts that fit, fastest first."""
-    from bridge_memory.arguments.template import template
-    from bridge_memory.outside.context import outside_bytes_of
+    """Layouts that fit, or configurations of an engine outside of megatron-core, fastest first."""
     from bridge_memory.plan.found import pareto, ties
-    from bridge_memory.plan.megatron.search import search
-    from bridge_memory.plan.megatron.space import AXES, Space
     from bridge_memory.report.said import names_of
-    from bridge_memory.speed.hardware import hardware_of
-    from bridge_memory.speed.megatron.step_time import not_timed
-    from bridge_memory.web.api import hardware_for
+    from bridge_memory.speed.torch.step_time import TIMED
+    from bridge_memory.web import torch_search
     from bridge_memory.web.options import arguments
 
     args, gpu = arguments(asked["question"], hub=asked.get("hub", False))
     if args.model is None and args.custom_config is None and args.megatron_args is None:
         raise SpecError("config says its own layout; choose the model in the list to search others")
+    reported = 0.0
+
+    def progress(looked_at: int, fitting: int) -> None:
+        nonlocal reported
+        if time.monotonic() - reported > _EVERY:
+            reported = time.monotonic()
+            say({"progress": {"looked_at": looked_at, "fit": fitting}})
+
+    of_torch = getattr(args, "data_parallel.engine", None) in TIMED
+    axes = _AXES["torch" if of_torch else "megatron"]()
+    vary = {axis for axis in asked["vary"] if axis in axes}
+    if not vary:
+        raise SpecError(f"vary has none of {', '.join(axes)}; name some of these")
+    of = torch_search.search if of_torch else _layouts
+    found, sequences, given = of(args, gpu, vary, progress)
+    best = found.best(asked["top"]) if found.stopped else found.ranked(asked["top"]).rows
+    as_row = partial(torch_search.row, given=asked["question"].get("options") or {}) if of_torch else _row
+    return {
+        "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
+        "tight": found.tight, "stopped": found.stopped,
+        "refused": dict(found.refused.most_common(6)), "global_batch_size": sequences,
+        "global_batch_size_given": given, "ties": ties(best),
+        "not_timed": list(_not_timed(best[0].run, of_torch)) if best else [],
+        "not_modelled": names_of(_decisive(best[0], gpu)) if best else [], "rows": [as_row(row) for row in best],
+        "front": [as_row(row) for row in pareto([*found.front(), *best])[:_FRONT]],
+    }  # fmt: skip
+
+
+def _not_timed(run: Any, of_torch: bool) -> tuple[str, ...]:
+    """Features of a run that the time model does not know."""
+    if of_torch:
+        from bridge_memory.speed.torch.step_time import not_timed
+
+        return tuple(not_timed(run))
+    from bridge_memory.speed.megatron.step_time import not_timed as of_megatron
+
+    return tuple(of_megatron(run))
+
+
+def _layouts(args: Any, gpu: Any, vary: set[str], progress: Any) -> tuple[Any, int, bool]:
+    """(megatron-core's layouts that fit, the sequences of a step, whether they were given)."""
+    from bridge_memory.arguments.template import template
+    from bridge_memory.outside.context import outside_bytes_of
+    from bridge_memory.plan.megatron.search import search
+    from bridge_memory.plan.megatron.space import AXES, Space
+    from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.web.api import hardware_for
+
     hardware = hardware_of(gpu.name)
-    vary = set(asked["vary"])
     for axis in vary:
         for field in AXES[axis]:
             vars(args).pop(field, None)
@@ -90,26 +132,25 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     if sequences is None:
         sequences = 8 * gpus
     space = Space(run, gpus, hardware.domain, frozenset(AXES.keys() - vary), {}, False, sequences)
-    reported = 0.0
-
-    def progress(looked_at: int, fitting: int) -> None:
-        nonlocal reported
-        if time.monotonic() - reported > _EVERY:
-            reported = time.monotonic()
-            say({"progress": {"looked_at": looked_at, "fit": fitting}})
-
     found = search(space, hardware, capacity=gpu.capacity_bytes, outside=partial(outside_bytes_of, gpu=gpu),
                    progress=progress)  # fmt: skip
-    best = found.best(asked["top"]) if found.stopped else found.ranked(asked["top"]).rows
-    return {
-        "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
-        "tight": found.tight, "stopped": found.stopped,
-        "refused": dict(found.refused.most_common(6)), "global_batch_size": sequences,
-        "global_batch_size_given": "batch.global_batch_size" in given, "ties": ties(best),
-        "not_timed": list(not_timed(best[0].run)) if best else [],
-        "not_modelled": names_of(_decisive(best[0], gpu)) if best else [], "rows": [_row(row) for row in best],
-        "front": [_row(row) for row in pareto([*found.front(), *best])[:_FRONT]],
-    }  # fmt: skip
+    return found, sequences, "batch.global_batch_size" in given
+
+
+def _megatron_axes() -> Mapping[str, Any]:
+    from bridge_memory.plan.megatron.space import AXES
+
+    return AXES
+
+
+def _torch_axes() -> Mapping[str, Any]:
+    from bridge_memory.plan.torch.space import AXES
+
+    return AXES
+
+
+#: Axes that a search varies, by whose layers they are.
+_AXES = {"megatron": _megatron_axes, "torch": _torch_axes}
 
 
 def _decisive(row: Any, gpu: Any) -> tuple[str, ...]:

@@ -309,6 +309,20 @@ def test_a_search_finds_layouts_that_fit(client: Client) -> None:
         assert answer["step"]["seconds"] == pytest.approx(row["step_seconds"])
 
 
+def test_a_search_under_an_engine_finds_what_the_estimate_says(client: Client) -> None:
+    """FSDP2 is asked of, and every other engine that has times; options of one that another lacks are dropped."""
+    question = {"model": "Qwen/Qwen3-8B", "options": {
+        "num-gpus": 8, "engine": "fsdp2", "gradient-checkpointing": True, "fsdp-param-dtype": "bf16",
+    }}  # fmt: skip
+    vary = ["engine", "mbs", "checkpointing"]
+    job = _ended(client, client.post("/api/search", {"question": question, "vary": vary, "top": 4})[1])
+    assert job["state"] == "done" and len({row["engine"] for row in job["result"]["rows"]}) > 1
+    for row in job["result"]["rows"]:
+        chosen = {n: v for n, v in {**question["options"], **row["options"]}.items() if v is not None}
+        status, answer = client.post("/api/estimate", {**question, "options": chosen})
+        assert status == 200 and answer["fit"]["fits"] and answer["fit"]["peak_bytes"] == row["peak_bytes"]
+
+
 def test_a_search_can_be_cancelled(client: Client) -> None:
     large = {"model": "deepseek-ai/DeepSeek-V3", "options": {"num-gpus": 2048, "global-batch-size": 16384}}
     status, job = client.post("/api/search", {"question": large})

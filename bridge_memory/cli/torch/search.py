@@ -20,6 +20,7 @@ from bridge_memory.cli.ranked import Shown, Style, how_words, print_found
 from bridge_memory.components import GIB
 from bridge_memory.emit.commands import Emitted
 from bridge_memory.emit.formats import emitted, formats_of
+from bridge_memory.emit.torch_words import checkpointing_words, liger_words, offload_words, overlap_words, sharded_words
 from bridge_memory.plan.found import Found, Row
 from bridge_memory.plan.torch.mixed import mixed_precision_fields
 from bridge_memory.plan.torch.space import AXES, ON_DEMAND, Space, changed_fields, engines_of, is_of
@@ -282,59 +283,10 @@ def cells(row: Row[StepTime]) -> Cells:
     shares = (t.forward + t.backward - t.recomputation, t.exposed_communication, t.recomputation, t.optimizer, t.host)
     return Cells(
         run.data_parallel.engine, str(run.batch.micro_batch_size), str(run.num_microbatches), checkpointing_words(run),
-        sharded_words(run), _overlap_words(run), _offload_words(run), run.transformers.attn_implementation,
-        _liger_words(run), f"{row.peak / GIB:.2f}", f"{row.headroom / GIB:.2f}", f"{t.seconds:#.3g}",
+        sharded_words(run), overlap_words(run), offload_words(run), run.transformers.attn_implementation,
+        liger_words(run), f"{row.peak / GIB:.2f}", f"{row.headroom / GIB:.2f}", f"{t.seconds:#.3g}",
         f"{row.tokens_per_second_per_gpu:,.0f}", *(f"{share / t.seconds:.0%}" for share in shares),
     )  # fmt: skip
-
-
-def checkpointing_words(run: RunSpec) -> str:
-    """Of what runs again in backward."""
-    spec, r = run.transformers, run.recompute
-    if spec.selective_ac_option is not None:
-        return "op" if spec.selective_ac_option == "op" else f"every {spec.selective_ac_option} layers"
-    if spec.gradient_checkpointing and not run.implementation.torchtitan:
-        return "full, reentrant" if spec.reentrant else "full"
-    if r.granularity == "selective":
-        return ",".join(r.modules)
-    return "full" if spec.gradient_checkpointing or r.granularity == "full" else "none"
-
-
-def sharded_words(run: RunSpec) -> str:
-    """What an engine shards, and over which ranks where not over all."""
-    engine, f, z = run.data_parallel.engine, run.fsdp, run.deepspeed
-    if engine == "fsdp2":
-        words = "all, no reshard" if f.reshard_after_forward is False else "all"
-        return words + (f" over {f.shard_degree}" if f.shard_degree else "")
-    if engine == "fsdp1":
-        return f.sharding_strategy + (f" over {f.shard_degree}" if f.shard_degree else "")
-    if engine == "zero3" and z.zero_hpz_partition_size > 1:
-        return f"all, hpZ {z.zero_hpz_partition_size}"
-    return {"zero1": "states", "zero2": "states, gradients", "zero3": "all"}.get(engine, "none")
-
-
-def _overlap_words(run: RunSpec) -> str:
-    if run.data_parallel.engine == "ddp" and run.ddp.gradient_as_bucket_view:
-        return "bucket views"
-    if run.data_parallel.sync_each_batch and run.num_microbatches > 1:
-        return "sync each batch"
-    z = run.deepspeed
-    if run.data_parallel.engine.startswith("zero") and z.overlap_comm is not None:
-        return "overlap_comm" if z.overlap_comm else "no overlap_comm"
-    return ""
-
-
-def _offload_words(run: RunSpec) -> str:
-    z = run.deepspeed
-    words = ["all"] if run.fsdp.offload_params else []
-    words += ["optimizer"] if z.offload_optimizer_device != "none" else []
-    words += ["parameters"] if z.offload_param_device != "none" else []
-    return ", ".join(words) or "none"
-
-
-def _liger_words(run: RunSpec) -> str:
-    names = run.transformers.liger_kernel
-    return {0: "none", 1: names[0] if names else ""}.get(len(names), "on")
 
 
 def _notes(found: Found, space: Space, args: argparse.Namespace) -> list[str]:

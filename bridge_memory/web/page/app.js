@@ -19,6 +19,9 @@ const OF_MEGATRON = ["fp8", "fp8-recipe", "fp8-param-gather", "use-precision-awa
   "optimizer-offload-fraction", "cross-entropy-loss-fusion", "cross-entropy-fusion-impl", "moe-token-dispatcher-type", "moe-permute-fusion", "offload-modules",
   "mtp-num-layers", "transformer-impl", "attention-backend", "cuda-graph-impl"];
 
+// What a sample gives the encoders of a model.
+const MEDIA = ["images-per-sample", "image-size", "patches", "video-frames", "audio-seconds"];
+
 class Page {
   constructor(facts, models) {
     this.facts = facts;
@@ -81,7 +84,7 @@ class Page {
     const known = this.form.models.find((one) => one.name === this.state.now.model);
     if (known && !known.experts) this.state.change({ ep: null, etp: null });
     const layout = {};
-    for (const name of ["vpp", "pipeline-model-parallel-layout", "num-layers-in-first-pipeline-stage", "num-layers-in-last-pipeline-stage",
+    for (const name of [...MEDIA, "vpp", "pipeline-model-parallel-layout", "num-layers-in-first-pipeline-stage", "num-layers-in-last-pipeline-stage",
       "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "num-layers", "mtp-num-layers"]) layout[name] = null;
     this.state.change(layout);
     delete this.state.now.stage;

@@ -8,6 +8,7 @@ const MAIN = {
   "num-gpus": "Number of GPUs",
   tp: "Tensor", pp: "Pipeline", vpp: "Virtual stages", cp: "Context", ep: "Expert", etp: "Expert tensor",
   "seq-length": "Sequence length", "micro-batch-size": "Micro batch", "global-batch-size": "Global batch",
+  "images-per-sample": "Images per sample", "image-size": "Image size", "video-frames": "Video frames", "audio-seconds": "Audio, seconds",
   precision: "Parameters", fp8: "FP8 compute", "fp8-recipe": "FP8 recipe",
   "recompute-granularity": "Recompute", "recompute-modules": "Modules", "recompute-method": "Method",
   "recompute-num-layers": "Layers",
@@ -16,6 +17,8 @@ const MAIN = {
   "fsdp-sharding-strategy": "Sharding", "fsdp-reshard-after-forward": "Reshard after forward", "fsdp-offload-params": "Offload parameters",
   "fsdp-param-dtype": "Compute dtype", "offload-optimizer-device": "Optimizer offload", "offload-param-device": "Parameter offload",
 };
+// What a sample gives each kind of encoder.
+const OF_ENCODERS = { vision: ["images-per-sample", "image-size", "video-frames"], audio: ["audio-seconds"] };
 // What engines outside of Megatron have in the form itself: name -> the engines.
 const OF_TORCH = {
   "gradient-checkpointing": null, "attn-implementation": null, "liger-kernel": null, "lora-dim": null,
@@ -74,6 +77,9 @@ export class Form {
         h("p", { class: "hint", id: "derived" })),
       h("fieldset", {}, h("legend", {}, "Batch"),
         h("div", { class: "sizes" }, ...fields("seq-length", "micro-batch-size", "global-batch-size"))),
+      this.media = h("fieldset", {}, h("legend", {}, "Images, video and audio of a sample"),
+        h("div", { class: "sizes" }, ...fields(...Object.values(OF_ENCODERS).flat())),
+        h("p", { class: "hint", id: "media" })),
       this.again = h("fieldset", {}, h("legend", {}, "Activation recomputation"),
         h("div", { class: "pair" }, ...fields("recompute-granularity", "recompute-method", "recompute-num-layers")),
         ...fields("recompute-modules")),
@@ -294,6 +300,9 @@ export class Form {
     const experts = known ? known.experts : this.experts ?? true;
     const on = (name, shown) => { if (this.fields[name]) this.fields[name].row.hidden = !shown; };
     for (const name of FOR_EXPERTS) on(name, experts || options[name] !== undefined);
+    const encoders = this.encoders ?? [];
+    for (const [kind, names] of Object.entries(OF_ENCODERS)) for (const name of names) on(name, encoders.includes(kind) || options[name] !== undefined);
+    this.media.hidden = Object.values(OF_ENCODERS).flat().every((name) => this.fields[name]?.row.hidden ?? true);
     on("vpp", (options.pp ?? 1) > 1 || options.vpp !== undefined);
     on("fp8-recipe", options.fp8 !== undefined || options["fp8-recipe"] !== undefined);
     const kind = options["recompute-granularity"];
@@ -332,6 +341,8 @@ export class Form {
   answered(answer) {
     this.effective = answer.effective;
     this.experts = answer.experts;
+    this.encoders = answer.encoders;
+    $("media").textContent = answer.media;
     for (const [name, field] of Object.entries(this.fields)) {
       const value = answer.effective[name];
       if (field.input.tagName === "INPUT" && value !== undefined && value !== null) field.input.placeholder = String(value);

@@ -34,7 +34,7 @@ export function verdict(answer, page) {
       ...(step ? fact("Speed", `${count(step.tokens_per_second_per_gpu)}`, "tokens/s/GPU, predicted") : [])),
     h("p", { class: "hint", id: "others" }),
     h("div", { class: "buttons" },
-      button(fit.fits ? "Find faster layouts" : "Find a layout that fits", () => page.search(),
+      button(fit.fits ? `Find faster ${searched(page, true)}` : `Find a ${searched(page)} that fits`, () => page.search(),
         { class: fit.fits ? "" : "primary", "data-focus": "find" }),
       !fit.fits && !fit.lacks && page.facts.megatron_engines.includes(page.shown.question.options.engine ?? "megatron_ddp")
         && button("Make this layout fit", () => page.makeFit(), { "data-focus": "make-fit", title: "recompute and offload what costs least time" }),
@@ -46,6 +46,12 @@ export function verdict(answer, page) {
 /** The answer once the phases are known: the whole job's where it is worse than the step's. */
 export function whole(answer, job) {
   if (job.worse_than_step) head(answer, job.verdict, `${job.phases[job.decides].name} ${job.phases[job.decides].room}`, `${job.worse_than_step}; the step alone: ${answer.answer}`);
+}
+
+// What a search of this engine finds.
+function searched(page, several = false) {
+  const torch = !page.facts.megatron_engines.includes(page.state.now.options.engine ?? "megatron_ddp");
+  return (torch ? "configuration" : "layout") + (several ? "s" : "");
 }
 
 function head(answer, verdict, room, words) {
@@ -114,7 +120,7 @@ export function refused(refusal, fixes, page, field) {
       : h("p", { class: "answer" }, refusal.message),
     page.shown && h("p", { class: "hint" }, "Below is the last answer, of the configuration before."),
     h("div", { class: "buttons" }, ...fixes,
-      button("Find a layout that fits", () => page.search(), { class: "quiet", "data-focus": "find" })));
+      button(`Find a ${searched(page)} that fits`, () => page.search(), { class: "quiet", "data-focus": "find" })));
 }
 
 // Dims the parts of the last answer, which are of another configuration; `on` false: they are of this one again.

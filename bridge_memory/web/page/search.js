@@ -4,17 +4,26 @@ import { plot } from "./report/plots.js";
 import { get, Gone, post, Refusal } from "./api.js";
 import { $, button, count, fill, gib, h, seconds } from "./dom.js";
 
-const AXES = {
+const MEGATRON = {
   tp: "TP", pp: "PP", split: "layer split", vpp: "VPP", cp: "CP", ep: "EP", etp: "ETP", mbs: "micro batch", recompute: "recomputation",
+};
+const TORCH = {
+  engine: "other engines", mbs: "micro batch", checkpointing: "checkpointing", reshard: "resharding", shard: "ranks that share", accumulation: "accumulation",
+  overlap: "overlap", offload: "offloading", attention: "attention", liger: "Liger kernels",
 };
 
 export class Search {
   constructor(page) {
     this.page = page;
-    this.vary = ["tp", "pp", "split", "ep", "etp", "mbs", "recompute"];
+    this.vary = ["tp", "pp", "split", "ep", "etp", "mbs", "recompute", "checkpointing", "reshard", "shard", "accumulation", "overlap"];
     this.job = null;
     this.asked = null;
     this.turn = 0;
+  }
+
+  // Whether the engine of a question has layers of its own, and no layouts.
+  ofTorch(question) {
+    return !this.page.facts.megatron_engines.includes(question.options.engine ?? "megatron_ddp");
   }
 
   async start() {
@@ -26,7 +35,7 @@ export class Search {
     this.show();
     $("search").scrollIntoView({ block: "nearest", behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
     try {
-      let job = await post("/api/search", { question, vary: this.vary, top: 20 });
+      let job = await post("/api/search", { question, vary: this.vary.filter((axis) => axis in (this.ofTorch(question) ? TORCH : MEGATRON)), top: 20 });
       while (turn === this.turn) {
         this.job = job;
         this.show();
@@ -59,46 +68,53 @@ export class Search {
 
   show() {
     const { job, page } = this;
+    if (!job) return; // the verdict's button starts a search
+    const torch = this.ofTorch(this.asked);
+    const what = torch ? "configurations" : "layouts", What = torch ? "Configurations" : "Layouts";
     const boxes = h("details", { class: "vary" }, h("summary", {}, "Search over"), h("div", { class: "boxes" },
-      ...Object.entries(AXES).map(([axis, name]) => h("label", {}, h("input", { type: "checkbox", checked: this.vary.includes(axis),
+      ...Object.entries(torch ? TORCH : MEGATRON).map(([axis, name]) => h("label", {}, h("input", { type: "checkbox", checked: this.vary.includes(axis),
         onchange: (event) => {
           this.vary = this.vary.filter((one) => one !== axis).concat(event.target.checked ? [axis] : []);
         } }), ` ${name}`))));
     boxes.open = $("search").querySelector(".vary")?.open ?? false;
     const open = job?.result?.not_modelled ?? [];
     const head = open.length
-      ? h("h2", {}, "Layouts that may fit", h("small", {}, `unknown: not modelled: ${open.join(", ")}`))
-      : h("h2", {}, "Layouts that fit", h("small", {}, "fastest first, by predicted step time"));
+      ? h("h2", {}, `${What} that may fit`, h("small", {}, `unknown: not modelled: ${open.join(", ")}`))
+      : h("h2", {}, `${What} that fit`, h("small", {}, "fastest first, by predicted step time"));
     const again = h("div", { class: "buttons" }, button("Search again", () => this.start(), { "data-focus": "search" }),
       button("Close", () => this.close(), { class: "quiet" }));
-    if (!job) return; // the verdict's button starts a search
     const about = this.asked.model ?? this.asked.name ?? "the pasted model";
     const on = `${about} on ${this.asked.options["num-gpus"] ?? "?"} \u00d7 ${this.asked.gpu}`;
     if (job.state === "running") {
       const { looked_at: looked = 0, fit = 0 } = job.progress;
       return fill($("search"), head, h("div", { class: "progress", role: "status" },
         h("progress", { "aria-label": "Searching" }),
-        h("span", {}, `${count(looked)} layouts evaluated, ${count(fit)} fit \u00b7 ${Math.round(job.seconds)} s`)),
-      h("div", { class: "buttons" }, button("Stop and show the layouts found", () => this.cancel(), { "data-focus": "search" })));
+        h("span", {}, `${count(looked)} ${what} evaluated, ${count(fit)} fit \u00b7 ${Math.round(job.seconds)} s`)),
+      h("div", { class: "buttons" }, button(`Stop and show the ${what} found`, () => this.cancel(), { "data-focus": "search" })));
     }
     if (job.refused) {
       return fill($("search"), head, h("p", { class: "error" }, job.refused.message), boxes, again);
     }
     const found = job.result;
-    if (!found) return fill($("search"), head, h("p", { class: "hint" }, "Stopped before the first layout."), boxes, again);
+    if (!found) return fill($("search"), head, h("p", { class: "hint" }, `Stopped before the first of the ${what}.`), boxes, again);
     if (!found.rows.length) {
       return fill($("search"), head,
         h("p", { class: "answer" }, found.stopped
-          ? `Stopped: none of the ${count(found.looked_at)} layouts of ${on} evaluated so far fits.`
-          : `No layout of ${on} fits (${count(found.looked_at)} evaluated). Try more or larger GPUs, a shorter sequence, or another engine or optimizer.`),
+          ? `Stopped: none of the ${count(found.looked_at)} ${what} of ${on} evaluated so far fits.`
+          : `None of the ${what} of ${on} fits (${count(found.looked_at)} evaluated). Try more or larger GPUs, a shorter sequence, or another engine or optimizer.`),
         boxes, again);
     }
     const experts = found.rows.some((row) => row.ep > 1 || row.etp > 1);
+    const some = (name) => found.rows.some((row) => row[name] && row[name] !== "none");
+    const sizes = torch
+      ? [["Engine", (r) => page.facts.engines[r.engine] ?? r.engine, "text"], ["Micro batch", (r) => r.mbs], ["Microbatches", (r) => r.microbatches],
+        some("recompute") && ["Checkpointing", (r) => r.recompute, "text"], ["Sharded", (r) => r.sharded, "text"], some("overlap") && ["Options", (r) => r.overlap, "text"],
+        some("offload") && ["Offload", (r) => r.offload, "text"]]
+      : [["TP", (r) => r.tp], ["PP", (r) => r.pp], found.rows.some((r) => r.vpp > 1) && ["VPP", (r) => r.vpp],
+        found.rows.some((r) => r.cp > 1) && ["CP", (r) => r.cp], experts && ["EP", (r) => r.ep], experts && ["ETP", (r) => r.etp],
+        ["Micro batch", (r) => r.mbs], ["Recompute", (r) => r.recompute, "text"]];
     const columns = [
-      ["TP", (r) => r.tp], ["PP", (r) => r.pp], found.rows.some((r) => r.vpp > 1) && ["VPP", (r) => r.vpp],
-      found.rows.some((r) => r.cp > 1) && ["CP", (r) => r.cp], experts && ["EP", (r) => r.ep], experts && ["ETP", (r) => r.etp],
-      ["Micro batch", (r) => r.mbs], ["Recompute", (r) => r.recompute, "text"], ["Peak, GiB", (r) => gib(r.peak_bytes)],
-      ["Free, GiB", (r) => gib(r.headroom_bytes)], ["Step", (r) => seconds(r.step_seconds)],
+      ...sizes, ["Peak, GiB", (r) => gib(r.peak_bytes)], ["Free, GiB", (r) => gib(r.headroom_bytes)], ["Step", (r) => seconds(r.step_seconds)],
       ["Tokens/s/GPU", (r) => count(r.tokens_per_second_per_gpu)],
     ].filter(Boolean);
     const same = (row) => Object.entries(row.options).every(([name, value]) => {
@@ -109,21 +125,22 @@ export class Search {
     const tied = found.rows.slice(0, Math.max(1, found.ties));
     const best = tied.reduce((a, b) => (b.headroom_bytes > a.headroom_bytes ? b : a));
     const chart = h("div", { class: "chart" });
-    const words = (r) => `TP ${r.tp}, PP ${r.pp}, EP ${r.ep}, micro batch ${r.mbs}, recompute ${r.recompute}`;
+    const words = (r) => torch ? `${r.engine}, micro batch ${r.mbs}, checkpointing ${r.recompute}, sharded ${r.sharded}` : `TP ${r.tp}, PP ${r.pp}, EP ${r.ep}, micro batch ${r.mbs}, recompute ${r.recompute}`;
     const points = (rows) => rows.map((r) => [r.step_seconds, r.peak_bytes / 2 ** 30, words(r)]);
     const front = found.front ?? [];
     fill($("search"), head,
       h("p", { class: "hint" }, `${on}, ${count(found.global_batch_size)} sequences per step${found.global_batch_size_given ? "" : " (assumed; set a global batch to change it)"}: `
-        + `${count(found.looked_at)} layouts evaluated, ${count(found.fit)} fit${found.stopped ? "; stopped early" : ""}.`
+        + `${count(found.looked_at)} ${what} evaluated, ${count(found.fit)} fit${found.stopped ? "; stopped early" : ""}.`
+        + (torch ? " Step times of these engines are for ranking only: their rates were fitted on Megatron's runs." : "")
         + (found.ties > 1 ? ` The first ${found.ties} are tied: their predicted times differ by less than the error of the time model.` : "")),
-      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Layouts that fit" }, h("table", {},
+      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${What} that fit` }, h("table", {},
         h("thead", {}, h("tr", {}, h("td", {}), ...columns.map(([t, , text]) => h("th", { scope: "col", class: text ? "" : "number" }, t)))),
         h("tbody", {}, ...found.rows.map((row, i) => h("tr", { class: same(row) ? "same" : "" },
-          h("td", {}, button(same(row) ? "In use" : "Use", () => page.apply(row.options), { "aria-label": `Use layout ${i + 1}`, "data-focus": `use-${i}`,
+          h("td", {}, button(same(row) ? "In use" : "Use", () => page.apply(row.options), { "aria-label": `Use ${torch ? "configuration" : "layout"} ${i + 1}`, "data-focus": `use-${i}`,
             class: row === best && !same(row) ? "primary" : "" }),
           row === best && tied.length > 1 && h("small", { class: "best" }, " most free memory of the tied")),
           ...columns.map(([, of, text]) => h("td", { class: text ? "" : "number" }, of(row)))))))),
-      front.length > 1 && h("h2", { class: "second" }, "Memory against time", h("small", {}, "layouts that no other beats in both; choose one to use it")),
+      front.length > 1 && h("h2", { class: "second" }, "Memory against time", h("small", {}, `${what} that no other beats in both; choose one to use it`)),
       front.length > 1 && chart, boxes, again);
     if (front.length < 2) return;
     plot(chart, {
