@@ -12,6 +12,7 @@ from math import isqrt
 from typing import Any, NamedTuple
 
 from bridge_memory.readers.fields import Fields, shown
+from bridge_memory.readers.nested_defaults import nested_width
 from bridge_memory.spec import EncoderSpec, EncoderStructure, SpecError
 from bridge_memory.spec.unmodelled import ENCODER, Effect, Unmodelled
 
@@ -103,12 +104,12 @@ def structure_of(config: Mapping[str, Any], name: str = "config") -> EncoderStru
     or a size is missing."""
     kind = str(config.get("model_type"))
     read = _STRUCTURES.get(kind)
-    parts = config.get("text_config"), config.get("vision_config", config.get("audio_config"))
+    parts = config.get("text_config", config), config.get("vision_config", config.get("audio_config"))
     if read is None or not all(isinstance(part, Mapping) for part in parts):
         return None
     text, encoder = parts
     try:
-        width = _of(Fields(text or {}, name, kind), "hidden_size")
+        width = _of(Fields(nested_width(text or {}), name, kind), "hidden_size")
         return read(Fields(encoder or {}, name, kind), width, Fields(config, name, kind))
     except SpecError:
         return None
@@ -128,12 +129,13 @@ def encoder_parameters(config: Mapping[str, Any], name: str = "config") -> int |
     None if the wrapper's model_type is not supported, or its config omits a size.
     """
     count = _COUNTS.get(str(config.get("model_type")))
-    text, vision = config.get("text_config"), config.get("vision_config", config.get("audio_config"))
+    # Before transformers 4.52 the text's fields stood beside vision_config; published files still have them there.
+    text, vision = config.get("text_config", config), config.get("vision_config", config.get("audio_config"))
     if count is None or not isinstance(text, Mapping) or not isinstance(vision, Mapping):
         return None
     kind = str(config.get("model_type"))
     try:
-        width = _of(Fields(text, name, kind), "hidden_size")
+        width = _of(Fields(nested_width(text), name, kind), "hidden_size")
         return count(Fields(vision, name, kind), width, Fields(config, name, kind))
     except SpecError:
         return None
@@ -331,7 +333,7 @@ def _structure_qwen2_audio(v: Fields, text: int, outer: Fields) -> EncoderStruct
 
 def _patches(v: Fields, h: int, *, bias: bool) -> int:
     """The patch embedding: a convolution over the pixels of a patch in temporal_patch_size frames."""
-    return _linear(_of(v, "in_channels") * _of(v, "temporal_patch_size") * _of(v, "patch_size") ** 2, h, bias)
+    return _linear(_of(v, "in_channels", 3) * _of(v, "temporal_patch_size") * _of(v, "patch_size") ** 2, h, bias)
 
 
 #: model_type of a wrapper -> function of (encoder's config, hidden size of the language model, wrapper's config) that

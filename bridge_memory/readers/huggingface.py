@@ -22,6 +22,7 @@ from bridge_memory.readers.families.interleaved import read_bamba, read_granite_
 from bridge_memory.readers.families.moe import MOE, read_moe
 from bridge_memory.readers.families.sparse import SPARSE, read_sparse
 from bridge_memory.readers.fields import Fields, shown
+from bridge_memory.readers.nested_defaults import NESTED_DEFAULTS, NESTED_SIZES
 from bridge_memory.spec import ModelSpec, SpecError
 
 READERS: dict[str, Callable[[Fields], ModelSpec]] = {
@@ -76,27 +77,6 @@ ALIASES = {
     "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe",
     "Glm4vMoe_text": "glm4_moe",
-}
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-#: Defaults of transformers' config classes for _SIZES. A text_config inside a wrapper stores only differences from
-#: them; a separate config.json names every size.
-NESTED_DEFAULTS = {
-    "llama": (32000, 4096, 11008, 32, 32, None),
-    "mistral": (32000, 4096, 14336, 32, 32, 8),
-    "qwen2": (151936, 4096, 22016, 32, 32, 32),
-    "gemma": (256000, 3072, 24576, 28, 16, 16),
-    "gemma2": (256000, 2304, 9216, 26, 8, 4),
-    "gemma3_text": (262208, 2304, 9216, 26, 8, 4),
-    "gemma4_text": (262144, 2304, 9216, 30, 8, 4),
-    "phi3": (32064, 3072, 8192, 32, 32, None),
 }
 
 
@@ -156,7 +136,7 @@ def _fill_defaults(text: dict[str, Any], key: str) -> list[str]:
         return []
     filled = {
         field: default
-        for field, default in zip(_SIZES, NESTED_DEFAULTS[model_type], strict=True)
+        for field, default in zip(NESTED_SIZES, NESTED_DEFAULTS[model_type], strict=True)
         if text.get(field) is None and default is not None
     }
     text.update(filled)

@@ -172,3 +172,18 @@ def test_what_is_recorded_has_the_parameters_that_are_counted(kind: str) -> None
     ctx = context_of(one)
     (recorded,) = ctx.encoders
     assert sum(p.numel * n for few, n in encoder_parameters(ctx, recorded, 0) for p in few) == encoder.parameters
+
+
+def test_a_published_config_has_its_text_fields_beside_the_encoders_or_leaves_defaults_out() -> None:
+    """Qwen2.5-VL's config.json has no text_config; Qwen2-Audio's omits sizes at their defaults (hidden_size 4096)."""
+    vision = WRAPPERS["qwen2_5_vl"]
+    nested = encoder_of({"model_type": "qwen2_5_vl", "text_config": TEXT, **vision}, "encoder")
+    channels = {key: value for key, value in vision["vision_config"].items() if key != "in_channels"}
+    flat = encoder_of({"model_type": "qwen2_5_vl", **TEXT, "vision_config": channels}, "encoder")
+    assert nested is not None and nested.structure is not None and flat == nested
+    text = {"model_type": "qwen2", "vocab_size": 156032, "intermediate_size": 11008}
+    audio = [
+        encoder_of({"model_type": "qwen2_audio", "text_config": {**text, **width}, **WRAPPERS["qwen2_audio"]}, "audio")
+        for width in ({}, {"hidden_size": 4096})
+    ]
+    assert audio[0] is not None and audio[0].structure is not None and audio[0] == audio[1]

@@ -14,7 +14,7 @@ import pytest
 from bridge_memory import BatchSpec, RunSpec, peaks
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.readers import model_from_hf_config
-from bridge_memory.readers.huggingface import _SIZES, NESTED_DEFAULTS
+from bridge_memory.readers.nested_defaults import NESTED_DEFAULTS, NESTED_SIZES
 from bridge_memory.spec import ModelSpec, MoESpec, SpecError
 
 torch = pytest.importorskip("torch")
@@ -284,7 +284,7 @@ def test_olmo_gains_weights_for_its_norms_and_says_so() -> None:
 @pytest.mark.parametrize("model_type", sorted(NESTED_DEFAULTS))
 def test_defaults_of_nested_configs_are_those_of_transformers(model_type: str) -> None:
     config = config_of(model_type)
-    for field, default in zip(_SIZES, NESTED_DEFAULTS[model_type], strict=True):
+    for field, default in zip(NESTED_SIZES, NESTED_DEFAULTS[model_type], strict=True):
         if default is not None:
             assert getattr(config, field) == default
     nested = {"model_type": "wrapper", "text_config": {"model_type": model_type}, "vision_config": {}}
