@@ -14,7 +14,7 @@ NESTED_SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-#: Defaults of transformers' config classes for NESTED_SIZES. A text_config inside a wrapper stores only differences from
+#: Their defaults in transformers' config classes. A text_config inside a wrapper stores only differences from
 #: them; a separate config.json names every size.
 NESTED_DEFAULTS = {
     "llama": (32000, 4096, 11008, 32, 32, None),
