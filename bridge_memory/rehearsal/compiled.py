@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 #: A context manager to enter around operations that count as one kernel.
@@ -36,7 +37,7 @@ _known: dict[Any, _Graphs] = {}
 def call(function: Callable[..., Any], args: Any, kwargs: Any, kernel: Kernel) -> Any:
     """``function(*args, **kwargs)`` as one kernel, and its backward as another."""
     leaves, structure = tree_flatten((args, kwargs))
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    tensors = [*_weights(leaves), *(x for x in leaves if isinstance(x, torch.Tensor))]
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if not differentiable or not all(t.is_meta for t in tensors):
         versions = [t._version for t in tensors]
@@ -49,6 +50,11 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any, kernel: Kernel) -
     graphs = _graphs(function, leaves, structure)
     out = _OneKernel.apply(graphs, kernel, *tensors)
     return tree_unflatten(list(out), graphs.structure)
+
+
+def _weights(leaves: list[Any]) -> list[torch.Tensor]:
+    """Parameters of modules among the arguments, a method's own included: inputs of the graph."""
+    return [p for x in leaves if isinstance(x, torch.nn.Module) for p in x.parameters()]
 
 
 class _OneKernel(torch.autograd.Function):
@@ -78,6 +84,8 @@ def _graphs(function: Callable[..., Any], leaves: list[Any], structure: Any) -> 
 def _signature(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+    if isinstance(leaf, torch.nn.Module):
+        return type(leaf), *(_signature(p) for p in leaf.parameters())
     return leaf if isinstance(leaf, (int, float, bool, str, type(None), torch.dtype)) else type(leaf)
 
 
@@ -100,15 +108,19 @@ def _trace(function: Callable[..., Any], leaves: list[Any], structure: Any) -> _
 
     def flat(*tensors: torch.Tensor) -> list[Any]:
         given = iter(tensors)
-        args, kwargs = tree_unflatten(
-            [next(given) if isinstance(x, torch.Tensor) else x for x in leaves], structure
-        )
-        out, found["structure"] = tree_flatten(function(*args, **kwargs))
+        with ExitStack() as stack:
+            for module in (x for x in leaves if isinstance(x, torch.nn.Module)):
+                lifted = {name: next(given) for name, _ in module.named_parameters()}
+                stack.enter_context(_reparametrize_module(module, lifted))
+            args, kwargs = tree_unflatten(
+                [next(given) if isinstance(x, torch.Tensor) else x for x in leaves], structure
+            )
+            out, found["structure"] = tree_flatten(function(*args, **kwargs))
         return out
 
     examples = [
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
-        for x in leaves
+        for x in (*_weights(leaves), *leaves)
         if isinstance(x, torch.Tensor)
     ]
     out = aot_function(
