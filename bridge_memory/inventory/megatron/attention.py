@@ -93,7 +93,7 @@ def record_attention(
         gate = tape.make("gate", gate, q_bytes)
     before_rope = (query, key, value, gate) if QKV_OUTPUT_HELD(ctx.impl) else (gate,)
     if rotated:
-        rope = _rope_in_fp32 if spec.rotary_in_fp32 else _rope
+        rope = _rope_in_fp32 if spec.rotary_in_fp32 else rope_of
         query = rope(r, "query rope", query, q_bytes, d)
         key = rope(r, "key rope", key, key_bytes, d)
         separate = True
@@ -174,7 +174,7 @@ def _borrowed(r: Recorder, key: Tensor, d: int, heads: int, value_bytes: int) ->
     return key, value
 
 
-def _rope(r: Recorder, name: str, x: Tensor, nbytes: int, head_dim: int) -> Tensor:
+def rope_of(r: Recorder, name: str, x: Tensor, nbytes: int, head_dim: int) -> Tensor:
     """Rotary embedding of q or k. Fused: TE saves the frequencies only, which all layers share. Unfused: the cosine and
     sine are saved, and there are four temporaries."""
     if r.ctx.impl.apply_rope_fusion and r.ctx.te:
@@ -333,6 +333,22 @@ def core_attention(
     if batch_first:
         out = tape.make("core_attention output [s, b]", out, out_bytes, alias=True)
     return out
+
+
+def attend_to_text(r: Recorder, qkv: tuple[Tensor, Tensor, Tensor], *, heads: int, width: int, rows: Any) -> Tensor:
+    """Attention of this rank's tokens to ``rows`` others. ``width``: of all local heads."""
+    ctx, kernel = r.ctx, attention_kernel(r)
+    out_bytes = ctx.tokens * width * ctx.act
+    if ctx.cp > 1:
+        return _context_parallel(
+            r, qkv, heads=heads, q_width=width, kv_bytes=2 * rows * width * ctx.act, out_bytes=out_bytes,
+            kernel=kernel, batch_first=False, recomputed=False,
+        )
+    statistics = softmax_statistics(r, ctx.tokens * heads)
+    return r.tape.make(
+        "attention to the text", qkv, out_bytes, saves=(*qkv, *statistics), save_output=True, also=statistics,
+        backward_workspace=_gradient_sums(r, kernel, heads, width),
+    )
 
 
 def fp8_attention(r: Recorder) -> bool:
