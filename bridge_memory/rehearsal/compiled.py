@@ -23,12 +23,14 @@ Kernel = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class _Graphs:
-    """``forward``: tensors -> (outputs, saved); ``backward``: (saved, gradients of outputs) -> gradients of tensors."""
+    """``forward``: tensors -> (outputs, saved); ``backward``: (saved, gradients of outputs) -> gradients of tensors.
+    ``used``: of each tensor, whether the function uses it."""
 
     forward: Any
     backward: Any
     outputs: int
     structure: Any
+    used: tuple[bool, ...]
 
 
 _known: dict[Any, _Graphs] = {}
@@ -48,7 +50,9 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any, kernel: Kernel) -
         del copies
         return out
     graphs = _graphs(function, leaves, structure)
-    out = _OneKernel.apply(graphs, kernel, *tensors)
+    # The compiler's graph has no inputs but those that are used.
+    given = (t if used else t.detach() for t, used in zip(tensors, graphs.used, strict=True))
+    out = _OneKernel.apply(graphs, kernel, *given)
     return tree_unflatten(list(out), graphs.structure)
 
 
@@ -128,4 +132,5 @@ def _trace(function: Callable[..., Any], leaves: list[Any], structure: Any) -> _
     )(*examples)  # fmt: skip
     # The backward graph is compiled when it first runs.
     torch.autograd.backward([x for x in out if x.requires_grad], [torch.empty_like(x) for x in out if x.requires_grad])
-    return _Graphs(found["forward"], found["backward"], len(out), found["structure"])
+    used = tuple(bool(node.users) for node in found["forward"].graph.nodes if node.op == "placeholder")
+    return _Graphs(found["forward"], found["backward"], len(out), found["structure"], used)

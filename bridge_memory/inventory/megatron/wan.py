@@ -15,6 +15,7 @@ from typing import Any
 from bridge_memory.components import Part
 from bridge_memory.inventory.megatron.attention import attend_to_text, core_attention, rope_of
 from bridge_memory.inventory.megatron.mlp import activation
+from bridge_memory.releases import QKV_OUTPUT_HELD
 from bridge_memory.spec import AttentionSpec, DiffusionSpec, LayerSpec, MLPSpec, divide
 from bridge_memory.tapes.context import BlockContext
 from bridge_memory.tapes.parameters import Use
@@ -98,14 +99,15 @@ def _self_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
     query, key, value = tape.views("split qkv", mixed, ("query", part), ("key", part), ("value", part))
     query = _norm_across_heads(r, f"{at}.q_layernorm", query, width, ctx.tokens, sliced=True)
     key = _norm_across_heads(r, f"{at}.k_layernorm", key, width, ctx.tokens, sliced=True)
+    before = (query, key) if QKV_OUTPUT_HELD(ctx.impl) else ()
     query, key = (rope_of(r, f"{name} rope", x, part, d) for name, x in (("query", query), ("key", key)))
     contiguous = tape.make("contiguous value", value, part)
     out = core_attention(
         r, (query, key, contiguous), heads=heads, q_width=width, kv_width=width, v_width=width, out_width=width,
-        grouped=False,
+        grouped=False, causal=False,
     )
     y = r.row_linear(f"{at}.linear_proj", out, width, ctx.hidden_size, bias=True)
-    tape.keep_alive(query, key, value)
+    tape.keep_alive(*before, query, key, value)
     r.arrange(first, *(f"{at}.{m}" for m in ("linear_proj", "linear_qkv", "q_layernorm", "k_layernorm")))
     return y
 
