@@ -84,7 +84,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "The architecture of a model": (
         "ModelSpec", "LayerSpec", "AttentionSpec", "MLASpec", "IndexerSpec", "SparseSpec", "CompressedAttentionSpec",
-        "MambaSpec", "GatedDeltaNetSpec", "ShortConvSpec", "SideBySideSpec", "MLPSpec", "MoESpec", "EncoderSpec",
+        "MambaSpec", "GatedDeltaNetSpec", "ShortConvSpec", "SideBySideSpec", "MLPSpec", "MoESpec", "EncoderSpec", "DiffusionSpec",
         "EncoderStructure",
     ),
     "Errors": ("SpecError", "RehearsalUnavailable"),

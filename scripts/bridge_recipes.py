@@ -437,7 +437,6 @@ KINDS = {
         "asks for"
     ),
     "broken": "are refused by Megatron Bridge itself, which gives the model no sizes",
-    "diffusion": "are diffusion models (Wan) and not estimated",
     "refused": "are refused by this project",
     "no config": "need a config that is published on the hub alone and is not at hand",
     "not built": (
@@ -496,8 +495,6 @@ def row_of(
         refusal = str(error)
     else:
         return "estimated" if theirs is None else "estimated all the same", row
-    if type(config.model).__name__ == "WanModelProvider":
-        return "diffusion", refused_row(config, world, [refusal])
     changes: list[str] = []
     mended = again()
     while theirs is not None:
@@ -628,7 +625,7 @@ def supply_what_is_elsewhere(config: Any, folder: str) -> None:
     if config.peft is not None:
         config.checkpoint.pretrained_checkpoint = folder
     dataset = config.dataset
-    if getattr(dataset, "path", "") is None:
+    if getattr(dataset, "path", "") is None and not hasattr(dataset, "F_latents"):  # Wan's has data without one
         dataset.path = folder
     for name in ("source", "validation_source", "test_source"):
         arguments = getattr(getattr(dataset, name, None), "load_kwargs", None)

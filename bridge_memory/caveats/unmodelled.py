@@ -157,7 +157,7 @@ def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
             order="some 100 to 200 bytes for each feature of the values of a token, in every such layer",
         )
     tp = run.parallel.tp
-    if limits.full_qk_norm and tp > 1:
+    if limits.full_qk_norm and tp > 1 and run.model.diffusion is None:
         # Megatron Bridge 0.3.1 models/olmoe/olmoe_provider.py: OLMoESelfAttention builds norms of all the heads on
         # every rank and feeds them the rank's own heads, which TE's RMSNorm refuses.
         yield Unmodelled(

@@ -55,7 +55,8 @@ def _decoder(model: ModelSpec, ctx: BlockContext) -> int:
     total = _numel(embedding_block(model, ctx))
     for kind, start, beyond in model.layer_runs:
         total += (beyond - start) * (_numel(layer_block(kind, ctx)) + _published_expert_bias(kind.ffn))
-    total += _numel(final_norm_block(final_norm_name(model), ctx))
+    if model.diffusion is None:
+        total += _numel(final_norm_block(final_norm_name(model), ctx))
     untied = not model.share_embeddings_and_output_weights
     return total + _numel(output_block(model.output_bias, untied, ctx))
 

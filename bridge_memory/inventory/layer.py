@@ -6,6 +6,7 @@ Source: megatron-core ``transformer/transformer_layer.py: TransformerLayer.forwa
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from bridge_memory.components import Part
 from bridge_memory.inventory.megatron.attention import record_attention
@@ -20,6 +21,7 @@ from bridge_memory.inventory.megatron.mtp import record_mtp_inputs, record_next_
 from bridge_memory.inventory.megatron.output import record_final_norm, record_output
 from bridge_memory.inventory.megatron.side_by_side import record_side_by_side
 from bridge_memory.inventory.megatron.ssm import record_gated_delta_net, record_mamba
+from bridge_memory.inventory.megatron.wan import record_wan_head, record_wan_inputs, record_wan_layer
 from bridge_memory.inventory.torch import blocks as torch_layers
 from bridge_memory.releases import MTP_MODEL_LAYER
 from bridge_memory.spec import (
@@ -97,6 +99,8 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
     """Token and position embeddings."""
     if ctx.torch_layers is not None:
         return torch_layers.embedding_block(model, ctx)
+    if ctx.diffusion is not None:
+        return block(ctx, ("diffusion inputs", ctx.diffusion), partial(record_wan_inputs, spec=ctx.diffusion))
     positions, norm = learned_positions(model), model.embedding_layernorm
     rows, width = model.per_layer_vocab_size, model.layers[0].all_layers_width if model.layers else 0
 
@@ -129,6 +133,8 @@ def output_block(
     ``output.record_output``."""
     if ctx.torch_layers is not None:
         return torch_layers.output_block(output_bias, own_weight, ctx)
+    if ctx.diffusion is not None:
+        return block(ctx, ("diffusion head", ctx.diffusion), partial(record_wan_head, spec=ctx.diffusion))
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.LOSS
@@ -160,6 +166,8 @@ def record_parts(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
     """The mixer and the feed-forward block of a layer, each with its norm and its residual."""
     mixer, ffn = layer.mixer, layer.ffn
     r.unquantized = layer.unquantized
+    if layer.arrangement == "wan":
+        return record_wan_layer(r, layer, x)
     if layer.arrangement != "megatron":
         return record_gemma4_layer(r, layer, x)
     if isinstance(mixer, SideBySideSpec):

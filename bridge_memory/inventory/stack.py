@@ -14,6 +14,7 @@ from bridge_memory.inventory.encoders.chain import encoder_links, encoder_parame
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import layer_links, reached
 from bridge_memory.inventory.megatron.embedding import learned_positions
+from bridge_memory.inventory.megatron.wan import held_by_the_step, text_gradient
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
 from bridge_memory.inventory.tail import (
     final_norm_name,
@@ -24,7 +25,7 @@ from bridge_memory.inventory.tail import (
     tail_links,
 )
 from bridge_memory.inventory.torch.chain import torch_chunk
-from bridge_memory.spec import EncoderSpec, LayerSpec, ModelSpec
+from bridge_memory.spec import DiffusionSpec, EncoderSpec, LayerSpec, ModelSpec
 from bridge_memory.spec.layout import ChunkShape, StageShape
 from bridge_memory.tapes.chain import (
     ChunkInventory,
@@ -115,6 +116,8 @@ def chunk_inventory(
         _with_last_input(links, ctx)
     if shape.embedding and ctx.encoders:
         links = _with_encoder_links(links, ctx)
+    if ctx.diffusion is not None:
+        links = _with_latents(links, ctx.diffusion, ctx)
     if backward_next:
         # The last offloading group of each name stays on the GPU (``should_bulk_offload``).
         last = max((i for i, (link, _) in enumerate(links) if link.offloaded), default=None)
@@ -134,6 +137,23 @@ def _with_encoder_links(links: list[tuple[Link, int]], ctx: BlockContext) -> lis
         (link._replace(forward_peak=link.forward_peak + pixels), count)
         for link, count in (embedding, *encoder_links(ctx), *layers)
     ]
+
+
+def _with_latents(links: list[tuple[Link, int]], spec: DiffusionSpec, ctx: BlockContext) -> list[tuple[Link, int]]:
+    """The step holds latents and noise during forward; gradients of the text are summed from layer to layer."""
+    held, text = held_by_the_step(spec, ctx), text_gradient(spec, ctx)
+    last = max(i for i, (link, _) in enumerate(links) if link.label is not Label.LOSS)
+    found = []
+    for i, (link, count) in enumerate(links):
+        link = link._replace(forward_peak=link.forward_peak + held)
+        layer = link.label not in (Label.LOSS, Label.EMBEDDING)
+        if layer and i == last:  # its last layer is the first in backward, and has nothing to add to
+            found += [(link.with_gradients(text), count - 1)] * (count > 1)
+            count = 1
+        elif layer:
+            link = link.with_gradients(text)
+        found.append((link, count))
+    return found
 
 
 def _passed_on(hidden_bytes: int) -> Link:

@@ -194,7 +194,9 @@ def final_norm_name(model: ModelSpec) -> str:
 
 def holds_final_norm(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> bool:
     """Whether this chunk has the final norm: the last stage, or with MTP the stage of the last decoder layer
-    (``transformer_block.py: has_final_layernorm_in_this_stage``)."""
+    (``transformer_block.py: has_final_layernorm_in_this_stage``). Wan has none."""
+    if model.diffusion is not None:
+        return False
     if not (model.layers and model.mtp_num_layers and FINAL_NORM_AFTER_LAST_LAYER(ctx.impl)):
         return shape.output
     return shape.last_layer

@@ -40,6 +40,7 @@ from bridge_memory.readers.container_unmodelled import (
     teacher_of,
     unmodelled_encoders,
 )
+from bridge_memory.readers.diffusion_provider import is_diffusion, patches_of, wan_model
 from bridge_memory.readers.encoders import describe_encoder
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.transformer_config import FALCON_H1, GEMMA4_DENSE, model_from_transformer_config, pattern_of
@@ -456,6 +457,9 @@ class _Holder:
 
 def _model(config: Any, view: _Views, name: str | None, core: Release | None) -> ModelSpec:
     model = view.model
+    if is_diffusion(provider_of(container_part(config, "model"))):
+        title = name or getattr(config, "name", None) or type(container_part(config, "model")).__name__
+        return wan_model(model, getattr(config, "dataset", None), title)
     vocab, padded = vocabulary(config)
     assumptions = list(getattr(config, "assumptions", ()))
     if _get(model, "vocab_size") is None:
@@ -533,6 +537,8 @@ def _finalized(model: Any) -> Any:
 
 def _batch(config: Any, view: _Views, data_parallel: int, num_microbatches: int | None) -> BatchSpec:
     train = getattr(config, "train", None)
+    if is_diffusion(provider_of(container_part(config, "model"))):
+        return _diffusion_batch(config, view, data_parallel, num_microbatches)
     seq_length = _get(view.model, "seq_length") or _get(getattr(config, "dataset", None), "seq_length")
     if not seq_length:
         raise SpecError("model.seq_length is not set; set it (or dataset.seq_length)")
@@ -552,6 +558,18 @@ def _batch(config: Any, view: _Views, data_parallel: int, num_microbatches: int 
         seq_length=seq_length, micro_batch_size=micro, global_batch_size=total, packed_sequences=packed,
         **_media(container_part(config, "model"), getattr(config, "dataset", None)),
     )
+
+
+def _diffusion_batch(config: Any, view: _Views, data_parallel: int, num_microbatches: int | None) -> BatchSpec:
+    """Patches take the place of tokens; the datasets make one pack whatever the micro batch."""
+    train = getattr(config, "train", None)
+    micro, total = _get(train, "micro_batch_size", 1), _get(train, "global_batch_size")
+    if micro != 1:
+        raise SpecError(f"train.micro_batch_size ({micro}) is not 1: Wan's datasets make one pack of it; set it to 1")
+    if num_microbatches is not None:
+        total = data_parallel * num_microbatches
+    tokens = patches_of(view.model, getattr(config, "dataset", None))
+    return BatchSpec(seq_length=tokens, micro_batch_size=1, global_batch_size=total, packed_sequences=True)
 
 
 def _media(model: Any, dataset: Any) -> dict[str, Any]:

@@ -81,6 +81,7 @@ READ: dict[str, frozenset[str]] = {
         full_attn_num_query_groups hybrid_attention_pattern layer_types num_global_key_value_heads
         num_global_query_groups num_kv_shared_layers per_layer_embed_dim sliding_attention_setting swa_num_query_groups
         per_layer_embed_vocab_size use_double_wide_mlp
+        crossattn_emb_size freq_dim in_channels layernorm_across_heads out_channels patch_spatial patch_temporal text_dim
         """
     ),
     "optimizer": _names(
@@ -105,6 +106,7 @@ READ: dict[str, frozenset[str]] = {
         """
         enable_in_batch_packing enable_offline_packing offline_packing_specs pack_sequences_in_batch
         packed_sequence_specs pad_to_max_length seq_length skip_getting_attention_mask_from_dataset
+        F_latents H_latents W_latents context_seq_len number_packed_samples
         """
     ),
     "logger": _names("log_params_norm"),
@@ -270,7 +272,7 @@ REASONS: dict[str, dict[str, str]] = {
             deepstack_visual_indexes
             dynamic_resolution eos_token_id freeze_audio_model freeze_audio_projection freeze_sound_encoder
             freeze_sound_projection freeze_vision_model freeze_vision_projection has_sound hf_config hf_config_dict
-            in_channels language_max_sequence_length max_vision_cuda_graph_seq_length mm_tokens_per_image
+            language_max_sequence_length max_vision_cuda_graph_seq_length mm_tokens_per_image
             multimodal_attn_impl multimodal_projector_bias num_position_embeddings out_hidden_size patch_size
             position_id_per_seconds projector_hidden_size radio_cpe_aspect_ratio_select radio_disable_cpe
             radio_force_cpe_eval_mode radio_force_eval_mode radio_interpolate_only_cpe recompute_vision return_dict
@@ -459,7 +461,7 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
             LlamaNemotronHeterogeneousProvider MLAModelProvider MambaModelProvider MiniMaxM3ModelProvider
             MistralModelProvider OlMoEModelProvider SarvamMLAModelProvider SarvamMoEModelProvider
             FalconH1ModelProvider Gemma4DenseProvider Gemma4ModelProvider MiMoV2FlashModelProvider
-            Step35ModelProvider
+            Step35ModelProvider WanModelProvider
             """
         ),
         (),
@@ -488,7 +490,6 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
 REFUSED: dict[str, str] = {
     "T5ModelProvider": "encoder-decoder models are not estimated, use a decoder model",
     "FluxProvider": "diffusion models are not estimated",
-    "WanModelProvider": "diffusion models are not estimated",
     "LLaDA15ModelProvider": "diffusion models of language are not estimated",
     "NemotronLabsDiffusionModelProvider": "diffusion models of language are not estimated",
     "MegatronMIMOProvider": "models of several parts, each with ranks of its own, are not estimated",

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 #: A context manager to enter around operations that count as one kernel.
@@ -22,12 +23,14 @@ Kernel = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class _Graphs:
-    """``forward``: tensors -> (outputs, saved); ``backward``: (saved, gradients of outputs) -> gradients of tensors."""
+    """``forward``: tensors -> (outputs, saved); ``backward``: (saved, gradients of outputs) -> gradients of tensors.
+    ``used``: of each tensor, whether the function uses it."""
 
     forward: Any
     backward: Any
     outputs: int
     structure: Any
+    used: tuple[bool, ...]
 
 
 _known: dict[Any, _Graphs] = {}
@@ -36,7 +39,7 @@ _known: dict[Any, _Graphs] = {}
 def call(function: Callable[..., Any], args: Any, kwargs: Any, kernel: Kernel) -> Any:
     """``function(*args, **kwargs)`` as one kernel, and its backward as another."""
     leaves, structure = tree_flatten((args, kwargs))
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    tensors = [*_weights(leaves), *(x for x in leaves if isinstance(x, torch.Tensor))]
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if not differentiable or not all(t.is_meta for t in tensors):
         versions = [t._version for t in tensors]
@@ -47,8 +50,15 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any, kernel: Kernel) -
         del copies
         return out
     graphs = _graphs(function, leaves, structure)
-    out = _OneKernel.apply(graphs, kernel, *tensors)
+    # The compiler's graph has no inputs but those that are used.
+    given = (t if used else t.detach() for t, used in zip(tensors, graphs.used, strict=True))
+    out = _OneKernel.apply(graphs, kernel, *given)
     return tree_unflatten(list(out), graphs.structure)
+
+
+def _weights(leaves: list[Any]) -> list[torch.Tensor]:
+    """Parameters of modules among the arguments, a method's own included: inputs of the graph."""
+    return [p for x in leaves if isinstance(x, torch.nn.Module) for p in x.parameters()]
 
 
 class _OneKernel(torch.autograd.Function):
@@ -78,6 +88,8 @@ def _graphs(function: Callable[..., Any], leaves: list[Any], structure: Any) -> 
 def _signature(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+    if isinstance(leaf, torch.nn.Module):
+        return type(leaf), *(_signature(p) for p in leaf.parameters())
     return leaf if isinstance(leaf, (int, float, bool, str, type(None), torch.dtype)) else type(leaf)
 
 
@@ -100,15 +112,19 @@ def _trace(function: Callable[..., Any], leaves: list[Any], structure: Any) -> _
 
     def flat(*tensors: torch.Tensor) -> list[Any]:
         given = iter(tensors)
-        args, kwargs = tree_unflatten(
-            [next(given) if isinstance(x, torch.Tensor) else x for x in leaves], structure
-        )
-        out, found["structure"] = tree_flatten(function(*args, **kwargs))
+        with ExitStack() as stack:
+            for module in (x for x in leaves if isinstance(x, torch.nn.Module)):
+                lifted = {name: next(given) for name, _ in module.named_parameters()}
+                stack.enter_context(_reparametrize_module(module, lifted))
+            args, kwargs = tree_unflatten(
+                [next(given) if isinstance(x, torch.Tensor) else x for x in leaves], structure
+            )
+            out, found["structure"] = tree_flatten(function(*args, **kwargs))
         return out
 
     examples = [
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
-        for x in leaves
+        for x in (*_weights(leaves), *leaves)
         if isinstance(x, torch.Tensor)
     ]
     out = aot_function(
@@ -116,4 +132,5 @@ def _trace(function: Callable[..., Any], leaves: list[Any], structure: Any) -> _
     )(*examples)  # fmt: skip
     # The backward graph is compiled when it first runs.
     torch.autograd.backward([x for x in out if x.requires_grad], [torch.empty_like(x) for x in out if x.requires_grad])
-    return _Graphs(found["forward"], found["backward"], len(out), found["structure"])
+    used = tuple(bool(node.users) for node in found["forward"].graph.nodes if node.op == "placeholder")
+    return _Graphs(found["forward"], found["backward"], len(out), found["structure"], used)

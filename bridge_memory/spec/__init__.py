@@ -5,6 +5,7 @@
 """
 
 from bridge_memory.spec.checkpoint import CheckpointSpec
+from bridge_memory.spec.diffusion import DiffusionSpec
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.encoders import EncoderStructure
 from bridge_memory.spec.engine_options import DDPOptions, DeepSpeedOptions, FSDPOptions
@@ -48,6 +49,7 @@ __all__ = [
     "DDPOptions",
     "DataParallelSpec",
     "DeepSpeedOptions",
+    "DiffusionSpec",
     "EncoderSpec",
     "EncoderStructure",
     "FSDPOptions",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
+from bridge_memory.spec.diffusion import DiffusionSpec
 from bridge_memory.spec.encoders import EncoderStructure
 from bridge_memory.spec.errors import SpecError, divide, show
 
@@ -303,8 +304,8 @@ KINDS: dict[str, tuple[type, ...]] = {
     "ffn": (MLPSpec, MoESpec),
 }  # fmt: skip
 #: The layer class: megatron-core's TransformerLayer or MambaLayer ("megatron"), or Megatron Bridge's layer for Gemma 4
-#: without experts, built of local modules ("gemma4_dense"), or with experts ("gemma4").
-ARRANGEMENTS = ("megatron", "gemma4_dense", "gemma4")
+#: without experts, built of local modules ("gemma4_dense"), or with experts ("gemma4"), or for Wan ("wan").
+ARRANGEMENTS = ("megatron", "gemma4_dense", "gemma4", "wan")
 
 
 @cache
@@ -491,6 +492,8 @@ class ModelSpec:
     not_modelled: tuple[str, ...] = ()
     #: Modality encoders, on the first pipeline stage.
     encoders: tuple[EncoderSpec, ...] = ()
+    #: Set for a diffusion model, whose sequence is made of patches.
+    diffusion: DiffusionSpec | None = None
 
     #: Hash of the layers, computed once: caches keyed by a model are looked up for every stage of every estimate.
     _hash: int = field(default=0, init=False, repr=False, compare=False)
@@ -510,6 +513,8 @@ class ModelSpec:
                 raise SpecError(f"{name} ({show(getattr(self, name))}) is not made of LayerSpecs; give them in a tuple")
         if type(self.encoders) is not tuple or not all(type(encoder) is EncoderSpec for encoder in self.encoders):
             raise SpecError(f"encoders ({show(self.encoders)}) is not made of EncoderSpecs; give them in a tuple")
+        if self.diffusion is not None and type(self.diffusion) is not DiffusionSpec:
+            raise SpecError(f"diffusion ({show(self.diffusion)}) is no DiffusionSpec; give one or None")
         kinds = tuple(dict.fromkeys(self.layers))
         runs: list[tuple[LayerSpec, int, int]] = []
         for i, layer in enumerate(self.layers):

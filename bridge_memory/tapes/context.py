@@ -22,6 +22,7 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec import (
     DTYPE_BYTES,
+    DiffusionSpec,
     EncoderSpec,
     EncoderStructure,
     ImplementationSpec,
@@ -157,6 +158,8 @@ class Settings(NamedTuple):
     fused_hyper_connections: bool = False
     #: Encoders whose activations are recorded.
     encoders: tuple[EncoderRun, ...] = ()
+    #: Set for a diffusion model.
+    diffusion: DiffusionSpec | None = None
 
 
 class SettingsCache:
@@ -278,6 +281,7 @@ class BlockContext:
     residual_streams: int
     fused_hyper_connections: bool
     encoders: tuple[EncoderRun, ...]
+    diffusion: DiffusionSpec | None
     #: s after context parallelism, b: the micro batch.
     seq: int
     batch: int
@@ -304,7 +308,7 @@ class BlockContext:
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
             self.fp8_attention, self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim,
             self.adapters, self.packed, self.torch_layers, self.residual_streams, self.fused_hyper_connections,
-            self.encoders,
+            self.encoders, self.diffusion,
         ) = cache.settings
         (
             self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab, self._sp, *switches
@@ -439,6 +443,7 @@ def settings_of(run: RunSpec) -> Settings:
         m.residual_streams,
         m.fused_hyper_connections,
         _encoders(run) if m.encoders else (),
+        m.diffusion,
     )
 
 

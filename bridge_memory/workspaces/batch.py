@@ -40,6 +40,10 @@ def _batch(run: RunSpec, shapes: Sequence[ChunkShape]) -> int:
     """
     if not _has_inputs(shapes):
         return 0
-    b, s = run.batch.micro_batch_size, run.batch.seq_length
+    b, s, diffusion = run.batch.micro_batch_size, run.batch.seq_length, run.model.diffusion
+    if diffusion is not None:
+        # Latents and the embedded text in fp32, the loss mask in bf16, whole on every rank (Megatron Bridge
+        # ``diffusion/models/wan/wan_step.py: wan_data_step``).
+        return b * s * (4 * diffusion.patch_elements + 2) + 4 * diffusion.text_tokens * diffusion.text_dim
     mask = s * s if run.implementation.create_attention_mask else 0
     return b * (s * (8 + 8 + 8 + 4) + mask) // run.parallel.cp

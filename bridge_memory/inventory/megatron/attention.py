@@ -93,7 +93,7 @@ def record_attention(
         gate = tape.make("gate", gate, q_bytes)
     before_rope = (query, key, value, gate) if QKV_OUTPUT_HELD(ctx.impl) else (gate,)
     if rotated:
-        rope = _rope_in_fp32 if spec.rotary_in_fp32 else _rope
+        rope = _rope_in_fp32 if spec.rotary_in_fp32 else rope_of
         query = rope(r, "query rope", query, q_bytes, d)
         key = rope(r, "key rope", key, key_bytes, d)
         separate = True
@@ -174,7 +174,7 @@ def _borrowed(r: Recorder, key: Tensor, d: int, heads: int, value_bytes: int) ->
     return key, value
 
 
-def _rope(r: Recorder, name: str, x: Tensor, nbytes: int, head_dim: int) -> Tensor:
+def rope_of(r: Recorder, name: str, x: Tensor, nbytes: int, head_dim: int) -> Tensor:
     """Rotary embedding of q or k. Fused: TE saves the frequencies only, which all layers share. Unfused: the cosine and
     sine are saved, and there are four temporaries."""
     if r.ctx.impl.apply_rope_fusion and r.ctx.te:
@@ -216,6 +216,7 @@ def core_attention(
     recomputed: bool = False,
     sink: bool = False,
     window: bool = False,
+    causal: bool = True,
 ) -> Tensor:
     """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads.
 
@@ -254,7 +255,7 @@ def core_attention(
         if ctx.cp > 1:
             out = _context_parallel(
                 r, qkv, heads=heads, q_width=q_width, kv_bytes=kv_bytes, out_bytes=out_bytes, kernel=kernel,
-                batch_first=batch_first, recomputed=recomputed,
+                batch_first=batch_first, recomputed=recomputed, causal=causal,
             )
         else:
             if fp8_attention(r):
@@ -333,6 +334,22 @@ def core_attention(
     if batch_first:
         out = tape.make("core_attention output [s, b]", out, out_bytes, alias=True)
     return out
+
+
+def attend_to_text(r: Recorder, qkv: tuple[Tensor, Tensor, Tensor], *, heads: int, width: int, rows: Any) -> Tensor:
+    """Attention of this rank's tokens to ``rows`` others. ``width``: of all local heads."""
+    ctx, kernel = r.ctx, attention_kernel(r)
+    out_bytes = ctx.tokens * width * ctx.act
+    if ctx.cp > 1:
+        return _context_parallel(
+            r, qkv, heads=heads, q_width=width, kv_bytes=2 * rows * width * ctx.act, out_bytes=out_bytes,
+            kernel=kernel, batch_first=False, recomputed=False, causal=False,
+        )
+    statistics = softmax_statistics(r, ctx.tokens * heads)
+    return r.tape.make(
+        "attention to the text", qkv, out_bytes, saves=(*qkv, *statistics), save_output=True, also=statistics,
+        backward_workspace=_gradient_sums(r, kernel, heads, width),
+    )
 
 
 def fp8_attention(r: Recorder) -> bool:
@@ -541,7 +558,7 @@ def _contiguous(r: Recorder, qkv: tuple[Tensor, ...], q_bytes: int, kv_bytes: in
 
 def _context_parallel(
     r: Recorder, qkv: tuple[Tensor, ...], *, heads: int, q_width: int, kv_bytes: int, out_bytes: int,
-    kernel: str, batch_first: bool, recomputed: bool,
+    kernel: str, batch_first: bool, recomputed: bool, causal: bool,
 ) -> Tensor:  # fmt: skip
     """Flash or fused attention over a sequence divided among c ranks (TE ``context_parallel.py``). ``kv_bytes``: of
     keys and values together. ``batch_first``: they are [b, s, a, d], and the output's gradient is copied to that layout
@@ -605,9 +622,9 @@ def _context_parallel(
         )
     kv = tape.make("key and value ring buffer", keys_values, kv_bytes)
     step = out_bytes + 4 * rows
-    # Packed sequences: the sum is in the output's dtype, each step attends to copies of halves of keys and values, and
-    # statistics are copied to be summed, those of each step transposed.
-    copies = kv_bytes // 2 if ctx.packed else 0
+    # Packed sequences: the sum is in the output's dtype, each step attends to copies of halves of keys and values (under
+    # a causal mask), and statistics are copied to be summed, those of each step transposed.
+    copies = kv_bytes // 2 if ctx.packed and causal else 0
     around = (c - 1) * kv_bytes + c * step + (16 * rows if ctx.packed else 4 * out_bytes // ctx.act + 4 * rows)
     if RING_SUMS_EACH_STEP(ctx.impl):
         buffers = smallest(c, 4)

@@ -111,14 +111,16 @@ def compiled_functions_are_kernels() -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(replaced(_Kernel, "counted", True))
         for name, module in list(sys.modules.items()):
-            if not name.startswith("megatron.core") or module is None:
+            if not name.startswith(("megatron.core", "megatron.bridge")) or module is None:
                 continue
             for owner in (module, *(v for v in vars(module).values() if isinstance(v, type))):
                 if getattr(owner, "__module__", name) != name:
                     continue
                 for attribute, value in list(vars(owner).items()):
+                    if not isinstance(value, types.FunctionType):
+                        continue
                     function = getattr(value, "_torchdynamo_orig_callable", None)
-                    if function is not None and isinstance(value, types.FunctionType):
+                    if function is not None:
                         stack.enter_context(replaced(owner, attribute, _one_kernel(function)))
         delta = getattr(module_or_empty("megatron.core.ssm.gated_delta_net"), "GatedDeltaNet", None)
         if delta is not None:
