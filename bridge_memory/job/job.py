@@ -253,16 +253,15 @@ class _Replayed(NamedTuple):
 def _replayed(run: RunSpec, stage: int, room: int) -> Generator[None, None, _Replayed]:
     """At most: with routing as uneven as the least that was seen, where sizes vary. At least: ``room``, if training
     goes on in it with retries of the allocator."""
-    least = most = reserved.held(run, stage)
+    expandable = run.implementation.expandable_segments
+    trace = reserved.trace_of(run, stage)
+    least = most = trace.held(expandable=expandable)
     yield
     factor = min(FROM_SCRATCH.least, most_overload(run)) / run.implementation.moe_imbalance
-    uneven = reserved.uneven(run, stage, factor) if factor > 1 else None
-    if uneven is not None:
-        most = max(most, uneven)
-    retries = least > room > 0 and reserved.fits_with_retries(run, stage, room)
-    return _Replayed(
-        Range(room if retries else least, most), None if uneven is None or most == least else factor, retries
-    )
+    if factor > 1 and reserved.sizes_vary(run):
+        most = max(most, reserved.trace_of(run, stage, factor).held(expandable=expandable))
+    retries = least > room > 0 and trace.fits(room, expandable=expandable)
+    return _Replayed(Range(room if retries else least, most), None if most == least else factor, retries)
 
 
 def may_fit(result: Estimate, gpu: Gpu, first: int = 0) -> bool:

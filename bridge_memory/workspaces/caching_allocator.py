@@ -41,6 +41,75 @@ class DeviceFull(Exception):
     """An allocation that does not fit into the device's capacity."""
 
 
+#: (tensor, bytes, stream) of an allocation; else (tensor, what is called, "").
+Call = tuple[int, int, Hashable]
+_FREE, _FREE_LATER, _REUSE = 0, -1, -2
+
+
+class Calls:
+    """Calls of an allocator, to be made of others (``CachingAllocator.follow``)."""
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+
+    def taken(self) -> list[Call]:
+        """The calls since the last time."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def allocate(self, tensor: int, nbytes: int, stream: Hashable = 0) -> None:
+        self._calls.append((tensor, max(1, nbytes), stream))
+
+    def free(self, tensor: int) -> None:
+        self._calls.append((tensor, _FREE, ""))
+
+    def free_later(self, tensor: int) -> None:
+        self._calls.append((tensor, _FREE_LATER, ""))
+
+    def reuse(self, tensor: int) -> None:
+        self._calls.append((tensor, _REUSE, ""))
+
+
+class Trace(NamedTuple):
+    """Calls of a training job: those of its start with some first steps, and those of ``each`` step after them, whose
+    tensors have numbers that are ``shift`` higher than in the step before."""
+
+    first: list[Call]
+    each: list[Call]
+    shift: int
+    #: That follow the first calls.
+    steps: int
+
+    def follow(self, allocator: CachingAllocator) -> None:
+        """Raises DeviceFull."""
+        allocator.follow(self.first)
+        for step in range(self.steps):
+            allocator.follow(self.each, self.shift * step)
+
+    def held(self, *, expandable: bool) -> int:
+        """The most that an allocator reserves, bytes."""
+        one = CachingAllocator(expandable_segments=expandable)
+        self.follow(one)
+        return one.peak_reserved
+
+    def both(self) -> Reserved:
+        """What allocators without and with expandable segments reserve."""
+        plain, expandable = CachingAllocator(), CachingAllocator(expandable_segments=True)
+        for one in (plain, expandable):
+            self.follow(one)
+        return reserved_by(plain, expandable)
+
+    def fits(self, capacity: int, *, expandable: bool) -> bool:
+        """Whether the allocations succeed where ``capacity`` bytes can be reserved: an allocator whose device is full
+        returns what is free and tries again (``malloc``, ``release_cached_blocks``), which takes time."""
+        one = CachingAllocator(expandable_segments=expandable, capacity=capacity)
+        try:
+            self.follow(one)
+        except DeviceFull:
+            return False
+        return True
+
+
 @dataclass(slots=True, eq=False)
 class _Block:
     pool: _Pool
@@ -108,6 +177,18 @@ class CachingAllocator:
             else:
                 self.allocate(event.tensor, event.nbytes, event.stream)
 
+    def follow(self, calls: Iterable[Call], shift: int = 0) -> None:
+        """Make ``calls``, of tensors with numbers higher by ``shift``. Raises DeviceFull."""
+        for tensor, nbytes, stream in calls:
+            if nbytes > 0:
+                self.allocate(tensor + shift, nbytes, stream)
+            elif nbytes == _FREE:
+                self.free(tensor + shift)
+            elif nbytes == _FREE_LATER:
+                self.free_later(tensor + shift)
+            else:
+                self.reuse(tensor + shift)
+
     def by_stream(self) -> dict[Hashable, int]:
         """Bytes reserved now for each stream."""
         found: dict[Hashable, int] = {}
@@ -128,9 +209,11 @@ class CachingAllocator:
             raise ValueError(f"tensor {tensor} is there already")
         if nbytes <= 0:
             return
-        size = max(BLOCK, -(-nbytes // BLOCK) * BLOCK)
+        size = -(-nbytes // BLOCK) * BLOCK
         small = size <= SMALL
-        pool = self._pools.setdefault((stream, small), _Pool(SMALL_SEGMENT if small else LARGE_SEGMENT))
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = _Pool(SMALL_SEGMENT if small else LARGE_SEGMENT)
         block = self._best(pool, size) or self._fresh(pool, size)
         if block is None:
             self.retries += 1
@@ -144,7 +227,8 @@ class CachingAllocator:
         block.allocated = True
         self._blocks[tensor] = block
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
 
     def free(self, tensor: int) -> None:
         """Free a tensor. Raises KeyError if it is not allocated; a tensor of 0 bytes never is."""
