@@ -46,11 +46,20 @@ Call = tuple[int, int, Hashable]
 _FREE, _FREE_LATER, _REUSE = 0, -1, -2
 
 
-class Calls:
-    """Calls of an allocator, to be made of others (``CachingAllocator.follow``)."""
+class TooManyCalls(Exception):
+    """A job asks its allocator for more than is replayed."""
 
-    def __init__(self) -> None:
+
+#: Calls of one stage from its start to the end of its first steps: half a second's.
+MOST_CALLS = 200_000
+
+
+class Calls:
+    """Calls of an allocator, to be made of others (``CachingAllocator.follow``); up to ``most`` at a time."""
+
+    def __init__(self, most: int = MOST_CALLS) -> None:
         self._calls: list[Call] = []
+        self._most = most
 
     def taken(self) -> list[Call]:
         """The calls since the last time."""
@@ -58,7 +67,10 @@ class Calls:
         return calls
 
     def allocate(self, tensor: int, nbytes: int, stream: Hashable = 0) -> None:
-        self._calls.append((tensor, max(1, nbytes), stream))
+        """``nbytes``: more than 0."""
+        if len(self._calls) >= self._most:
+            raise TooManyCalls(f"training asks the allocator for more than {self._most:,} blocks")
+        self._calls.append((tensor, nbytes, stream))
 
     def free(self, tensor: int) -> None:
         self._calls.append((tensor, _FREE, ""))
@@ -262,39 +274,41 @@ class CachingAllocator:
 
     def _best(self, pool: _Pool, size: int) -> _Block | None:
         """The smallest free block; one at the end of an address range counts with the size to which it can grow."""
-        at = bisect_left(pool.free, (size,))
-        if at == len(pool.free):
+        free = pool.free
+        at = bisect_left(free, (size,))
+        if at == len(free):
             return None
         if self.expandable:
-            while at + 1 < len(pool.free) and pool.free[at + 1][2].room < pool.free[at][2].room:
-                at += 1
-        return pool.free.pop(at)[2]
+            room = free[at][2].room
+            while at + 1 < len(free) and (more := free[at + 1][2].room) < room:
+                at, room = at + 1, more
+        return free.pop(at)[2]
 
     def _split(self, block: _Block, size: int) -> _Block:
         """The first ``size`` bytes of a block; the remainder goes to its pool."""
-        remainder = block
-        first = _Block(block.pool, block.address, size, prev=block.prev, next=remainder)
-        if first.prev is not None:
-            first.prev.next = first
-        remainder.prev, remainder.address, remainder.size = first, remainder.address + size, remainder.size - size
-        remainder.pool.add(remainder)
+        before, address, pool = block.prev, block.address, block.pool
+        first = _Block(pool, address, size, True, False, before, block)
+        if before is not None:
+            before.next = first
+        block.prev, block.address, block.size = first, address + size, block.size - size
+        insort(pool.free, (block.size, block.address, block))
         return first
 
     def _merge(self, block: _Block) -> None:
         """Merge with free neighbours that are mapped, or unmapped, like the block."""
-        for other in (block.prev, block.next):
-            if other is None or other.allocated or other.mapped != block.mapped:
-                continue
-            block.pool.drop(other)
-            if other is block.prev:
-                block.address, block.prev = other.address, other.prev
-                if block.prev is not None:
-                    block.prev.next = block
-            else:
-                block.next = other.next
-                if block.next is not None:
-                    block.next.prev = block
-            block.size += other.size
+        before, after = block.prev, block.next
+        if before is not None and not before.allocated and before.mapped == block.mapped:
+            block.pool.drop(before)
+            block.address, block.prev = before.address, before.prev
+            if block.prev is not None:
+                block.prev.next = block
+            block.size += before.size
+        if after is not None and not after.allocated and after.mapped == block.mapped:
+            block.pool.drop(after)
+            block.next = after.next
+            if block.next is not None:
+                block.next.prev = block
+            block.size += after.size
 
     # ---- the device ----
 
