@@ -112,6 +112,10 @@ class Fit:
     outside_least_bytes: int = 0
     #: Where 90 % of measured peaks lie where this one is predicted; None where too few runs were measured.
     band: PeakBand | None = None
+    #: The least that the driver counts while it trains, by which it does not fit for sure: peak, reserved and outside.
+    least_bytes: int = 0
+    #: Whether ``reserved_bytes`` are those of a replay of torch's allocator (``job.job``), not a measured share.
+    replayed: bool = False
 
 
 def within(needed: Range, capacity: int) -> Verdict:
@@ -165,14 +169,20 @@ def largest_peak(gpu: Gpu, run: RunSpec) -> int:
 
 def margin_words(run: RunSpec, fits: Iterable[Fit], shown: Callable[[int], str]) -> tuple[str, ...]:
     """How the margin is made, for people, a line for each part; ``shown``: bytes as they read them."""
+    fits = list(fits)
     more = "".join(f", {shown(found.nbytes)} {found.of} included" for found in driver_buffers(run))
     outside = "; ".join(f"{fit.gpu} {shown(fit.outside_least_bytes)} to {shown(fit.outside_bytes)}" for fit in fits)
+    share = (
+        f"margin, reserved: {FRAGMENTATION:.1%} of the peak for fragmentation (measured: 90th percentile of reserved "
+        "over allocated, 80 ranks on B200)"
+    )
+    replayed = ", ".join(f"{fit.gpu} {shown(fit.reserved_bytes)}" for fit in fits if fit.replayed)
+    others = f"; of other GPUs {share.removeprefix('margin, reserved: ')}" * any(not fit.replayed for fit in fits)
     return (
         "allocated: the 90% band of the peak",
-        f"margin, reserved: {FRAGMENTATION:.1%} of the peak for fragmentation (measured: 90th percentile of reserved "
-        "over allocated, 80 ranks on B200)",
+        f"margin, reserved: training's allocations replayed, the most: {replayed}{others}" if replayed else share,
         f"margin, outside of torch, the most: CUDA context, NCCL, buffers of libraries: {outside}{more}",
-        "tight: fits as predicted, not at the upper end of the band, or of what lies outside",
+        "tight: fits as predicted, not at the upper end of the band, of what is reserved, or of what lies outside",
     )
 
 
@@ -226,7 +236,7 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
                 worst.peak_bytes, margin, capacity - worst.peak_bytes - margin,
                 verdict in (Verdict.FITS, Verdict.TIGHT), missing, verdict, str(evidence),
                 more, outside.most, outside.least,
-                peak_band(evidence.band, worst.peak_bytes),
+                peak_band(evidence.band, worst.peak_bytes), worst.peak_bytes + more + outside.least,
             )
         )  # fmt: skip
     return out

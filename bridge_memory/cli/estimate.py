@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="also reserved memory: some steps replayed in torch's allocator (engines "
                              "megatron_ddp, fsdp2 and single)")
     output.add_argument("--phases", action=argparse.BooleanOptionalAction, default=None,
-                        help="the whole job, phase by phase, on one --gpu: build, load, training, evaluation, save and "
-                             "resume as torch and the driver count it, with training's reserved memory replayed; "
-                             "--no-phases: the step alone (default: in short)")
+                        help="the whole job on one --gpu (build, load, training, evaluation, save and resume) as torch "
+                             "and the driver count it, in full (default: in short); --no-phases: the step alone, with "
+                             "a measured share for fragmentation")
     output.add_argument("--host-memory", type=number, metavar="GiB",
                         help="with --phases: host memory of a node, to be judged too")
     output.add_argument("--require-fit", action="store_true",
@@ -117,18 +117,20 @@ def _run(args: argparse.Namespace) -> int:
     jobs = []
     asked = args.phases or (args.phases is None and args.format in ("text", "md", "json", "html"))
     if asked:
-        from bridge_memory.job.job import jobs_of
+        from bridge_memory.job.job import jobs_of, judged
 
         host = None if args.host_memory is None else int(args.host_memory * GIB)
-        jobs = jobs_of(result, fitting, host, replay=bool(args.phases))
+        jobs = jobs_of(result, fitting, host)
+        fitting = judged(fitting, jobs)
     fix = ""
-    if len(gpus) == 1 and fitting[0].verdict is Verdict.DOES_NOT_FIT and not fitting[0].lacks:
-        if jobs:
+    if len(gpus) == 1 and not fitting[0].lacks:
+        if jobs and jobs[0].verdict is Verdict.DOES_NOT_FIT:
             from bridge_memory.cli.needs import Needs
 
             needs = Needs(jobs[0], spec)
-            fix = try_first(spec, gpus[0], needs, needs.hopeless)
-        else:
+            if fitting[0].verdict is Verdict.DOES_NOT_FIT or needs(spec) is None:
+                fix = try_first(spec, gpus[0], needs, needs.hopeless)
+        elif not jobs and fitting[0].verdict is Verdict.DOES_NOT_FIT:
             fix = try_first(spec, gpus[0])
     if args.output is not None:
         from bridge_memory.report.answer import answer_of

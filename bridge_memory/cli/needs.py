@@ -6,13 +6,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from bridge_memory.estimation import estimate
-from bridge_memory.job.job import may_fit
+from bridge_memory.job.job import job_of, may_fit
 from bridge_memory.job.megatron.loading import How, loading
 from bridge_memory.outside.amount import total
 from bridge_memory.outside.context import outside
 from bridge_memory.outside.phase import Phase
 from bridge_memory.plan.changes import keeps_state
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.verdict import Verdict
 
 if TYPE_CHECKING:
     from bridge_memory.job.job import Job
@@ -30,13 +31,18 @@ class Needs:
     def __call__(self, run: RunSpec) -> str | None:
         """The option of checkpoints that ``run`` needs for its whole job to fit; "" where it needs none, None if it
         does not fit."""
-        if may_fit(estimate(run), self._job.gpu, self._stage):
+        if self._fits(run):
             return ""
         other = self._job.to_try
         if other is None:
             return None
         changed = run.with_(checkpoint=other.run.checkpoint)
-        return other.flag if may_fit(estimate(changed), self._job.gpu, self._stage) else None
+        return other.flag if self._fits(changed) else None
+
+    def _fits(self, run: RunSpec) -> bool:
+        """Whether its job may fit; what a replay would cost is saved where it is certain not to."""
+        result, gpu = estimate(run), self._job.gpu
+        return may_fit(result, gpu, self._stage) and job_of(result, gpu).verdict is not Verdict.DOES_NOT_FIT
 
     def hopeless(self, run: RunSpec) -> bool:
         """Whether ``run`` cannot be resumed for certain, with that option either: then nothing makes its job fit."""

@@ -26,11 +26,11 @@ def add_phases_argument(group: argparse._ArgumentGroup, of: str) -> None:
 
 
 def jobs(runs: Iterable[RunSpec], gpu: Gpu) -> list[Job]:
-    """The whole job of each run, with reserved memory from measured shares."""
+    """The whole job of each run, as ``estimate`` gives it."""
     from bridge_memory.estimation import estimate
     from bridge_memory.job.job import job_of
 
-    return [job_of(estimate(run), gpu, replay=False) for run in runs]
+    return [job_of(estimate(run), gpu) for run in runs]
 
 
 def job_notes(runs: Iterable[RunSpec], gpu: Gpu, top: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -184,7 +184,7 @@ def _diagnosed(
         try:
             check_computes(gpu, run.precision)
             run = on_generation(run, gpu.arch)
-            job = job_of(estimate(run), gpu, replay=False)
+            job = job_of(estimate(run), gpu)
             stage = stage_of_rank(run.parallel, event.rank) if event.rank is not None else job.tightest.stage
         except SpecError as error:
             notes.append(f"not estimated: {error}")

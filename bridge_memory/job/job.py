@@ -17,10 +17,12 @@ from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import Part
 from bridge_memory.engines.engine import Phase as StepPhase
 from bridge_memory.estimation import estimate
+from bridge_memory.evidence import evidence_of
 from bridge_memory.job.host import HostMemory, Moment, host_memory
 from bridge_memory.job.megatron import building, evaluation, loading, saving
 from bridge_memory.job.megatron.graphs import graphs
-from bridge_memory.job.megatron.loading import How, ToTry
+from bridge_memory.job.megatron.loading import How
+from bridge_memory.job.megatron.to_try import ToTry, to_try
 from bridge_memory.job.overload import FROM_SCRATCH, Overload, most_overload, overload
 from bridge_memory.job.torch import ENGINES as OF_TORCH
 from bridge_memory.outside.amount import Amount, Range, exactly, total
@@ -31,6 +33,7 @@ from bridge_memory.spec import RunSpec
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.unmodelled import Unmodelled, bounds
 from bridge_memory.verdict import BEST_FIRST, Fit, MemoryLimit, Verdict, reserved_bytes, within
+from bridge_memory.workspaces.caching_allocator import TooManyCalls, Trace
 
 SCHEMA = "bridge-memory/job/1"
 _FIRST = (StepPhase.FIRST_FORWARD, StepPhase.FIRST_BACKWARD, StepPhase.STEP)
@@ -55,6 +58,8 @@ class PhaseMemory(NamedTuple):
     allocated: tuple[Amount, ...]
     reserved: Range
     outside: tuple[Amount, ...]
+    #: Bytes by which 90 % of measured peaks of such runs are at most above the predicted one (``evidence.Band.above``).
+    above: int = 0
 
     @property
     def driver(self) -> Range:
@@ -63,8 +68,15 @@ class PhaseMemory(NamedTuple):
         return Range(self.reserved.least + beyond.least, self.reserved.most + beyond.most)
 
     def verdict(self, capacity_bytes: int) -> Verdict:
-        """Tight: it fits at the lower end of its range, and not at the upper."""
-        return within(self.driver, capacity_bytes)
+        """Tight: it fits at the lower end of its range, and not at the upper, or not in the 90 % band."""
+        return within(Range(self.driver.least, self.driver.most + self.above), capacity_bytes)
+
+    def worse_than(self, other: PhaseMemory, capacity_bytes: int) -> bool:
+        """Whether this phase decides before ``other``: one that does not fit for sure, else the higher one."""
+        return self._order(capacity_bytes) > other._order(capacity_bytes)
+
+    def _order(self, capacity: int) -> tuple[bool, int]:
+        return self.driver.least > capacity, self.driver.most + self.above
 
     def as_json(self, capacity_bytes: int) -> dict[str, Any]:
         """By the schema of ``Job.as_json``."""
@@ -72,7 +84,7 @@ class PhaseMemory(NamedTuple):
             "name": str(self.phase), "stage": self.stage,
             "allocated_bytes": _range(total(self.allocated)), "reserved_bytes": _range(self.reserved),
             "outside_bytes": _range(total(self.outside)), "driver_bytes": _range(self.driver),
-            "verdict": str(self.verdict(capacity_bytes)),
+            "above_bytes": self.above, "verdict": str(self.verdict(capacity_bytes)),
             "components": [_amount(a) for a in self.allocated], "outside": [_amount(a) for a in self.outside],
         }  # fmt: skip
 
@@ -96,8 +108,8 @@ class Job:
     overload: Overload | None
     host: HostMemory
     not_modelled: tuple[str, ...]
-    #: Whether the reserved memory of training was replayed, storage by storage.
-    replayed: bool
+    #: Why the reserved memory of training was not replayed, storage by storage; "" where it was.
+    not_replayed: str
     #: Host memory of a node, bytes; None: not known.
     host_bytes: int | None = None
     #: What the estimate does not model of the step, and the whole job neither.
@@ -114,13 +126,30 @@ class Job:
     def verdict(self) -> Verdict:
         """That of the phase that decides it; unknown where ``unmodelled`` can change it."""
         worst, capacity = self.tightest, self.gpu.capacity_bytes
-        found = worst.verdict(capacity)
-        least, most = bounds(worst.driver.least, self.unmodelled).least, bounds(worst.driver.most, self.unmodelled).most
+        return self._judged(worst.driver, worst.verdict(capacity))
+
+    def _judged(self, driver: Range, found: Verdict) -> Verdict:
+        """``found`` of a phase, but unknown where ``unmodelled`` can change it."""
+        capacity = self.gpu.capacity_bytes
+        least, most = bounds(driver.least, self.unmodelled).least, bounds(driver.most, self.unmodelled).most
         if found is Verdict.DOES_NOT_FIT:
             certain = least is not None and least > capacity
         else:
-            certain = most is not None and most <= max(capacity, worst.driver.most)
+            certain = most is not None and most <= max(capacity, driver.most)
         return found if certain else Verdict.UNKNOWN
+
+    def of_step(self, fit: Fit) -> Fit:
+        """``fit`` of the same run and GPU, whose margin and verdict are those of training."""
+        training, capacity = _training(self.phases), self.gpu.capacity_bytes
+        driver = training.driver
+        verdict = self._judged(driver, training.verdict(capacity))
+        margin, beyond = driver.most - fit.peak_bytes, total(training.outside)
+        outside = min(beyond.most, margin)
+        return replace(
+            fit, margin_bytes=margin, headroom_bytes=capacity - driver.most, reserved_bytes=margin - outside,
+            outside_bytes=outside, outside_least_bytes=min(beyond.least, outside), least_bytes=driver.least,
+            replayed=not self.not_replayed, fits=verdict in (Verdict.FITS, Verdict.TIGHT), verdict=verdict,
+        )  # fmt: skip
 
     @property
     def host_verdict(self) -> Verdict | None:
@@ -132,7 +161,7 @@ class Job:
         """The phase that decides the verdict, with the highest driver peak; of several the first, whose reserved memory
         later ones keep."""
         capacity = self.gpu.capacity_bytes
-        return max(self.phases, key=lambda phase: (phase.driver.least > capacity, phase.driver.most))
+        return _first_worst(self.phases, capacity)
 
     def as_json(self) -> dict[str, Any]:
         """By the schema ``SCHEMA``; ranges are [least, most]."""
@@ -151,7 +180,8 @@ class Job:
                 "ranks_of_node": self.host.ranks,
                 "capacity_bytes": self.host_bytes, "verdict": self.host_verdict and str(self.host_verdict),
             },
-            "not_modelled": list(self.not_modelled), "reserved_replayed": self.replayed,
+            "not_modelled": list(self.not_modelled), "reserved_replayed": not self.not_replayed,
+            "reserved_not_replayed": self.not_replayed,
             "reserved_uneven": self.uneven, "reserved_retries": self.retries,
             "try_first": self.to_try and {
                 "phase": str(Phase.RESUME), "flag": self.to_try.flag, "less_bytes": self.to_try.less,
@@ -159,10 +189,28 @@ class Job:
         }  # fmt: skip
 
 
-def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None, *, replay: bool = True) -> Job:
-    """The job of an estimate, which is of the generation of ``gpu``. ``host_bytes``: of a node; ``replay``: reserved
-    memory of training storage by storage, where that is possible, which takes longer. Raises SpecError."""
-    steps = job_steps(result, gpu, host_bytes, replay=replay)
+class Traces:
+    """What training of one run asks its allocator for, by stage: one GPU's for all of its generation. A stage that
+    asks for too much is not replayed (``workspaces.caching_allocator.TooManyCalls``)."""
+
+    def __init__(self, run: RunSpec) -> None:
+        # Pages that a capture empties are returned: what runs beside graphs reserves what it needs (``graphs``).
+        self.run = run.with_fields(cuda_graph_impl="none") if run.implementation.expandable_segments else run
+        self.why_not = reserved.why_not(self.run) or ""
+        self._found: dict[tuple[int, float], tuple[Trace, int]] = {}
+
+    def of(self, stage: int, uneven: float = 1.0) -> tuple[Trace, int]:
+        """The trace, and what it reserves at most, bytes. Raises TooManyCalls."""
+        if (stage, uneven) not in self._found:
+            trace = reserved.trace_of(self.run, stage, uneven)
+            self._found[stage, uneven] = trace, trace.held(expandable=self.run.implementation.expandable_segments)
+        return self._found[stage, uneven]
+
+
+def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None, traces: Traces | None = None) -> Job:
+    """The job of an estimate, which is of the generation of ``gpu``. ``host_bytes``: of a node; ``traces``: of the same
+    run. Raises SpecError."""
+    steps = job_steps(result, gpu, host_bytes, traces)
     while True:
         try:
             next(steps)
@@ -171,19 +219,26 @@ def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None, *, replay:
             return job
 
 
-def jobs_of(result: Estimate, fits: Sequence[Fit], host_bytes: int | None = None, *, replay: bool = True) -> list[Job]:
-    """As ``job_of``, on each GPU of ``fits`` that can compute the run, as its generation does; of several, on those
-    that the step fits."""
-    by_arch = {result.run.implementation.gpu_arch: result}
+def jobs_of(result: Estimate, fits: Sequence[Fit], host_bytes: int | None = None) -> list[Job]:
+    """As ``job_of``, on each GPU of ``fits`` that can compute the run, as its generation does."""
+    by_arch = {result.run.implementation.gpu_arch: (result, Traces(result.run))}
     found = []
     for fit in fits:
-        if fit.lacks or (len(fits) > 1 and fit.verdict is Verdict.DOES_NOT_FIT):
+        if fit.lacks:
             continue
         if fit.gpu_arch not in by_arch:
             implementation = replace(result.run.implementation, gpu_arch=fit.gpu_arch)
-            by_arch[fit.gpu_arch] = estimate(result.run.with_(implementation=implementation))
-        found.append(job_of(by_arch[fit.gpu_arch], find_gpu(fit.gpu), host_bytes, replay=replay))
+            changed = estimate(result.run.with_(implementation=implementation))
+            by_arch[fit.gpu_arch] = changed, Traces(changed.run)
+        of_arch, traces = by_arch[fit.gpu_arch]
+        found.append(job_of(of_arch, find_gpu(fit.gpu), host_bytes, traces))
     return found
+
+
+def judged(fits: Sequence[Fit], jobs: Iterable[Job]) -> list[Fit]:
+    """``fits``, those with a job by ``Job.of_step``."""
+    by_gpu = {job.gpu.name: job for job in jobs}
+    return [by_gpu[fit.gpu].of_step(fit) if fit.gpu in by_gpu else fit for fit in fits]
 
 
 def worse_jobs(jobs: Iterable[Job], fits: Iterable[Fit]) -> list[Job]:
@@ -193,25 +248,28 @@ def worse_jobs(jobs: Iterable[Job], fits: Iterable[Fit]) -> list[Job]:
 
 
 def job_steps(
-    result: Estimate, gpu: Gpu, host_bytes: int | None = None, *, replay: bool = True
+    result: Estimate, gpu: Gpu, host_bytes: int | None = None, traces: Traces | None = None
 ) -> Generator[None, None, Job]:
     """As ``job_of``, in steps: a stage each, and the replay. Other work may be done between two of them."""
-    run, every, stages = result.run, [], []
+    run, every, stages, capacity = result.run, [], [], gpu.capacity_bytes
+    share = evidence_of(run, gpu).above
     for each in result.stages:
-        stages.append(_stage(result, each.stage))
+        stages.append(_stage(result, each.stage, share))
         every.append(tuple(_phases(run, gpu, stages[-1])))
         yield
-    # Pages that a capture empties are returned, so that what runs beside graphs reserves what it needs (``graphs``).
-    eager = run.with_fields(cuda_graph_impl="none") if run.implementation.expandable_segments else run
-    replayed: dict[int, _Replayed] = {}
+    traces = Traces(run) if traces is None else traces
+    not_replayed, replayed = traces.why_not, dict[int, _Replayed]()
     # A replay lowers the upper end of a stage, below which another may be that is not replayed yet.
-    while (training := _training(worst := _worst(every))).stage not in replayed and replay:
-        if reserved.why_not(eager) is not None:
-            break
+    while (training := _training(worst := _worst(every, capacity))).stage not in replayed and not not_replayed:
         calibrated = sum(c.bytes for c in result.stages[training.stage].components if c.part is Part.CALIBRATION)
-        room = gpu.capacity_bytes - total(training.outside).most - stages[training.stage].graphs.most - calibrated
-        found = yield from _replayed(eager, training.stage, room)
-        exact = Range(found.reserved.least + calibrated, found.reserved.most + calibrated)
+        room = capacity - total(training.outside).most - stages[training.stage].graphs.most - calibrated
+        try:
+            found = yield from _replayed(traces, training.stage, room)
+        except TooManyCalls as error:
+            not_replayed = f"{error}{f' of stage {training.stage}' if len(stages) > 1 else ''}"
+            break
+        held = total(training.allocated).least
+        exact = Range(*(max(held, nbytes + calibrated) for nbytes in found.reserved))
         every[training.stage] = tuple(_phases(run, gpu, stages[training.stage], exact))
         replayed[training.stage] = found
     reasons = () if _of_torch(run) else (
@@ -220,15 +278,15 @@ def job_steps(
     # Of a replayed stage the share that is reserved beyond its peak is known; routing is taken not to change it.
     beyond = total(training.outside).most + stages[training.stage].graphs.most
     peak = total(training.allocated).most
-    share = training.reserved.least - stages[training.stage].graphs.least - peak if replayed else reserved_bytes(peak)
-    card = MemoryLimit(gpu.capacity_bytes, beyond, max(0, share) / peak)
-    how = replayed.get(training.stage, _Replayed(Range(0, 0)))
+    how = replayed.get(training.stage)
+    more = reserved_bytes(peak) if how is None else training.reserved.least - stages[training.stage].graphs.least - peak
+    card = MemoryLimit(capacity, beyond, max(0, more) / peak)
     return Job(
         gpu, worst, tuple(every), overload(run, card),
         host_memory(run, node_of(gpu), moments=_host_moments(run, training.stage)),
-        tuple(filter(None, reasons)), bool(replayed), host_bytes,
+        tuple(filter(None, reasons)), not_replayed, host_bytes,
         tuple(feature for feature in result.unmodelled if not feature.of_job), _to_try(run, gpu, worst),
-        how.uneven, how.retries,
+        None if how is None else how.uneven, how is not None and how.retries,
     )
 
 
@@ -250,19 +308,18 @@ class _Replayed(NamedTuple):
     retries: bool = False
 
 
-def _replayed(run: RunSpec, stage: int, room: int) -> Generator[None, None, _Replayed]:
+def _replayed(traces: Traces, stage: int, room: int) -> Generator[None, None, _Replayed]:
     """At most: with routing as uneven as the least that was seen, where sizes vary. At least: ``room``, if training
     goes on in it with retries of the allocator."""
-    least = most = reserved.held(run, stage)
+    run = traces.run
+    trace, least = traces.of(stage)
+    most = least
     yield
     factor = min(FROM_SCRATCH.least, most_overload(run)) / run.implementation.moe_imbalance
-    uneven = reserved.uneven(run, stage, factor) if factor > 1 else None
-    if uneven is not None:
-        most = max(most, uneven)
-    retries = least > room > 0 and reserved.fits_with_retries(run, stage, room)
-    return _Replayed(
-        Range(room if retries else least, most), None if uneven is None or most == least else factor, retries
-    )
+    if factor > 1 and reserved.sizes_vary(run):
+        most = max(most, traces.of(stage, factor)[1])
+    retries = least > room > 0 and trace.fits(room, expandable=run.implementation.expandable_segments)
+    return _Replayed(Range(room if retries else least, most), None if most == least else factor, retries)
 
 
 def may_fit(result: Estimate, gpu: Gpu, first: int = 0) -> bool:
@@ -282,11 +339,22 @@ def _to_try(run: RunSpec, gpu: Gpu, phases: Sequence[PhaseMemory]) -> ToTry | No
     resume = next((phase for phase in phases if phase.phase is Phase.RESUME), None)
     if resume is None or resume.verdict(gpu.capacity_bytes) is Verdict.FITS or _of_torch(run):
         return None
-    return loading.to_try(run, resume.stage)
+    return to_try(run, resume.stage)
 
 
-def _worst(stages: Sequence[tuple[PhaseMemory, ...]]) -> tuple[PhaseMemory, ...]:
-    return tuple(max(of, key=lambda phase: phase.driver.most) for of in zip(*stages, strict=True))
+def _worst(stages: Sequence[tuple[PhaseMemory, ...]], capacity: int) -> tuple[PhaseMemory, ...]:
+    """Of each phase the stage that decides."""
+    return tuple(_first_worst(of, capacity) for of in zip(*stages, strict=True))
+
+
+def _first_worst(phases: Iterable[PhaseMemory], capacity: int) -> PhaseMemory:
+    """The one that does not fit for sure, else the highest; of several the first."""
+    found = None
+    for phase in phases:
+        if found is None or phase.worse_than(found, capacity):
+            found = phase
+    assert found is not None
+    return found
 
 
 def _training(phases: Sequence[PhaseMemory]) -> PhaseMemory:
@@ -305,6 +373,8 @@ class _Stage(NamedTuple):
     number: int
     parts: dict[Phase, tuple[Amount, ...]]
     graphs: Range
+    #: As in ``PhaseMemory``, of training.
+    above: int
 
 
 def _of_torch(run: RunSpec) -> bool:
@@ -334,7 +404,8 @@ def _phases_of(run: RunSpec) -> _Phases:
     return _Phases(building.building, loading.loading, evaluation.evaluation, saving.saving)
 
 
-def _stage(result: Estimate, stage: int) -> _Stage:
+def _stage(result: Estimate, stage: int, above: float = 0.0) -> _Stage:
+    """``above``: the share of a peak that a measured one may be above it."""
     run, of = result.run, result.stages[stage]
     peaks = dict(of.phases)
     first = max(peaks[str(phase)] for phase in _FIRST)
@@ -349,22 +420,25 @@ def _stage(result: Estimate, stage: int) -> _Stage:
         Phase.RESUME: phases.load(run, stage, How.RESUME),
     }
     parts = {phase: amounts for phase, amounts in found.items() if amounts is not None}
-    return _Stage(stage, parts, total(graphs(run, stage) or ()))
+    return _Stage(stage, parts, total(graphs(run, stage) or ()), int(of.peak_bytes * above))
 
 
 def _phases(run: RunSpec, gpu: Gpu, stage: _Stage, replayed: Range | None = None) -> Iterator[PhaseMemory]:
     """``replayed``: reserved bytes of training, where they are known."""
     built = kept = Range(0, 0)  # reserved, by what ran before
+    above = 0
     for phase, parts in stage.parts.items():
         least, most = total(parts)
         most += reserved_bytes(most)
         if phase is Phase.TRAINING:
             least, most = (least, most) if replayed is None else replayed
             least, most = least + stage.graphs.least, most + stage.graphs.most
+            above = stage.above
         before = built if phase is Phase.RESUME else kept  # another start of the job
+        above = 0 if phase is Phase.RESUME else above
         found = Range(max(least, before.least), max(most, before.most))
         beyond = (*outside(run, gpu, stage.number, phase), *saving.worker(run, gpu, phase))
-        yield PhaseMemory(phase, stage.number, parts, found, beyond)
+        yield PhaseMemory(phase, stage.number, parts, found, beyond, above)
         if phase is Phase.BUILD:
             built = found
         kept = Range(kept.least, found.most) if phase is Phase.LOAD else found

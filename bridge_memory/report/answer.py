@@ -14,7 +14,7 @@ from bridge_memory.report.summary import configuration, host_place
 from bridge_memory.report.units import coarser, format_bytes, format_ticks, ticks
 from bridge_memory.residual import percent
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate
-from bridge_memory.verdict import BEST_FIRST, Fit, PeakBand, Verdict, answer, peak_band, verdict_of
+from bridge_memory.verdict import BEST_FIRST, Fit, PeakBand, Verdict, answer, peak_band, within
 
 if TYPE_CHECKING:
     from bridge_memory.job.job import Job
@@ -72,13 +72,14 @@ def answer_of(
         words,
         f"{host_place(result)} {format_bytes(result.host_bytes, unit)} per rank" if result.host_bytes else "",
         f"not modelled: {feature_names(result)}" if result.unmodelled and not _names_features(fits) else "",
-        fix,
     )
     words = "; ".join(filter(None, parts))
     if len(fits) == 1 and worse:
         from bridge_memory.report.phases import worse_than_step
 
-        words = f"{worse_than_step(worse[fits[0].gpu], unit)}; the step alone: {words}"
+        words = f"{worse_than_step(worse[fits[0].gpu], unit, fix)}; the step alone: {words}"
+    elif fix:
+        words = f"{words}; {fix}"
     return Answer(verdict, words, evidence, band, _band_words(result, band, unit))
 
 
@@ -174,9 +175,13 @@ def _one_gpu(result: Estimate, fit: Fit, unit: str) -> str:
         least = format_bytes(result.peak_bounds.least or fit.peak_bytes, unit)
         return f"{start}: modelled {counted}; with what is not modelled the peak is at least {least}"
     if fit.headroom_bytes < 0 and fit.verdict is Verdict.TIGHT:
-        best = fit.headroom_bytes + fit.outside_bytes - fit.outside_least_bytes
+        best = fit.capacity_bytes - fit.least_bytes
         decimals = coarser(unit, fit.headroom_bytes)
         room += f", at best {format_ticks(ticks(best, unit, decimals), unit, decimals)} free"
+    if fit.verdict is Verdict.DOES_NOT_FIT and fit.capacity_bytes < fit.least_bytes < fit.peak_bytes + fit.margin_bytes:
+        decimals = coarser(unit, fit.headroom_bytes)
+        least = format_ticks(ticks(fit.least_bytes - fit.capacity_bytes, unit, decimals), unit, decimals)
+        room = room.replace("over by ", f"over by {least} to ")
     return f"{start}: {counted}, {room}"
 
 
@@ -192,18 +197,17 @@ def _among_several(result: Estimate, fit: Fit, unit: str, with_bytes: bool, wors
         return f"{fit.gpu} (no {fit.lacks})"
     if worse is not None:
         return f"{fit.gpu} ({worse.tightest.phase})"
-    own = verdict_of(
-        result.peak_bounds, fit.capacity_bytes, Range(fit.outside_least_bytes, fit.outside_bytes)
-    )
-    changed = (own is not Verdict.DOES_NOT_FIT) != (fit.verdict is not Verdict.DOES_NOT_FIT)
+    more = fit.peak_bytes - result.peak_stage.peak_bytes  # than on the generation of the estimate
+    own = within(Range(fit.least_bytes - more, fit.peak_bytes + fit.margin_bytes - more), fit.capacity_bytes)
+    changed = more and (own is Verdict.DOES_NOT_FIT) is not (fit.verdict is Verdict.DOES_NOT_FIT)
     peak = f"peak {format_bytes(fit.peak_bytes, unit)} on this GPU" if changed else ""
     room = ""
     if with_bytes and fit.verdict is not Verdict.UNKNOWN:
         decimals = coarser(unit, fit.headroom_bytes)
         size = f"{format_ticks(ticks(abs(fit.headroom_bytes), unit, decimals), unit, decimals)} {unit}"
         room = f"{size} free" if fit.headroom_bytes >= 0 else f"over by {size}"
-    more = ", ".join(filter(None, (peak, room)))
-    return f"{fit.gpu} ({more})" if more else fit.gpu
+    about = ", ".join(filter(None, (peak, room)))
+    return f"{fit.gpu} ({about})" if about else fit.gpu
 
 
 def feature_names(result: Estimate) -> str:

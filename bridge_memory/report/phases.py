@@ -32,8 +32,8 @@ def job_words(job: Job, unit: str = "GiB") -> str:
     return f"{words}; not modelled: {', '.join(names_of(job.unmodelled))}"
 
 
-def worse_than_step(job: Job, unit: str = "GiB") -> str:
-    """"DOES NOT FIT H100: resume, driver peak 80.0-83.1 (stage 1) of 79.1 GiB, over by 0.9 or more; try first: ..."."""
+def worse_than_step(job: Job, unit: str = "GiB", fix: str = "") -> str:
+    """"DOES NOT FIT H100: resume, driver peak 80.0-83.1 (stage 1) of 79.1 GiB, over by 0.9 to 4.0; try first: ..."."""
     worst, capacity = job.tightest, job.gpu.capacity_bytes
     of = f" (stage {worst.stage})" if len(job.stages) > 1 else ""
     peak = f"{_short(worst.driver, unit)}{of} of {_number(capacity, unit)} {unit}"
@@ -41,7 +41,9 @@ def worse_than_step(job: Job, unit: str = "GiB") -> str:
     words += f", {_room(worst, capacity, unit)}"
     if job.verdict is Verdict.UNKNOWN:
         return f"{words}; not modelled: {', '.join(names_of(job.unmodelled))}"
-    return words if job.to_try is None else f"{words}; try first: {job.to_try.flag}"
+    if not fix and job.to_try is not None:
+        fix = f"try first: {job.to_try.flag}"
+    return f"{words}; {fix}" if fix else words
 
 
 def short_table(job: Job, unit: str = "GiB", stage: int | None = None) -> Grid:
@@ -91,8 +93,7 @@ def job_table(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdi
     differs: tuple[str, ...] = ()
     if step is not None and step is not job.verdict:
         differs = (
-            f"the step alone {step}, the whole job {job.verdict}: the step is judged by its peak and a margin for "
-            "fragmentation; the whole job counts every phase, and what it reserves",
+            f"the step alone {step}, the whole job {job.verdict}: it counts every phase",
         )
     emphasis = next((i for i, phase in enumerate(phases) if phase is job.tightest), None)
     return Grid(f"The whole job, phase by phase, {unit}", columns, rows, emphasis, (*differs, *_notes(job, unit)))
@@ -128,8 +129,9 @@ def _largest(phase: PhaseMemory, unit: str) -> Iterator[str]:
 
 
 def _notes(job: Job, unit: str) -> list[str]:
-    ratio = f"allocated and up to {FRAGMENTATION:.1%} more (measured elsewhere)"
-    how = "replayed, storage by storage" if job.replayed else ratio
+    how = "replayed, storage by storage"
+    if job.not_replayed:
+        how = f"up to {FRAGMENTATION:.1%} above allocated, as measured elsewhere ({job.not_replayed})"
     if job.retries:
         how += ", at least with retries of the allocator, which take time"
     if job.uneven is not None:
@@ -169,15 +171,17 @@ def _room(phase: PhaseMemory, capacity: int, unit: str) -> str:
     verdict, left = phase.verdict(capacity), capacity - phase.driver.most
     if verdict is Verdict.FITS:
         return f"{_number(left, unit)} free"
+    if verdict is Verdict.TIGHT and left >= 0:
+        return f"{_number(left, unit)} free, over by up to {_number(phase.above - left, unit)} in the 90% band"
     if verdict is Verdict.TIGHT:
         return f"over by up to {_number(-left, unit)}"
-    return f"over by {_number(phase.driver.least - capacity, unit)} or more"
+    return f"over by {_short(Range(phase.driver.least - capacity, phase.driver.most - capacity), unit, ' to ')}"
 
 
-def _short(found: Range, unit: str) -> str:
+def _short(found: Range, unit: str, to: str = "-") -> str:
     """"6.8", or "6.8-7.1": a digit less than elsewhere, which ranges do not have."""
     least, most = _number(found.least, unit), _number(found.most, unit)
-    return least if least == most else f"{least}-{most}"
+    return least if least == most else f"{least}{to}{most}"
 
 
 def _number(nbytes: int, unit: str) -> str:

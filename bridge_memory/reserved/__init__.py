@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bridge_memory.estimation import peaks
 from bridge_memory.spec import RunSpec
 
 if TYPE_CHECKING:
-    from bridge_memory.workspaces.caching_allocator import Reserved
+    from bridge_memory.workspaces.caching_allocator import Reserved, Trace
 
 _MEGATRON = "megatron_ddp"  # the other engines are imported where they are asked for
 
@@ -32,40 +33,35 @@ def why_not(run: RunSpec) -> str | None:
 
 def replayed(run: RunSpec, stage: int | None = None, steps: int | None = None) -> Reserved:
     """Replays the whole model, or a pipeline stage (the one with the highest peak), on the rank with the largest
-    shards. ``steps``: of Megatron's; by default as many as reserved memory needs to settle. Raises SpecError for what
-    the estimate refuses; ``why_not`` says what cannot be replayed."""
+    shards, with and without expandable segments. As ``trace_of``; raises SpecError for what the estimate refuses;
+    ``why_not`` says what cannot be replayed."""
+    if stage is None:
+        stage = max(peaks(run), key=lambda found: found.peak_bytes).stage
+    return trace_of(run, stage, steps=steps).both()
+
+
+def trace_of(run: RunSpec, stage: int, uneven: float = 1.0, steps: int | None = None) -> Trace:
+    """What training on a rank of a stage asks its allocator for. ``uneven``: layers of experts get at each pass between
+    the run's number of tokens and this times it, where their sizes vary (``sizes_vary``). ``steps``: of Megatron's; by
+    default as many as reserved memory needs to settle."""
     if run.data_parallel.engine == _MEGATRON:
         from bridge_memory.reserved import megatron
 
-        return megatron.replayed(run, stage, steps or megatron.STEPS)
+        return megatron.trace_of(run, stage, uneven, steps or megatron.STEPS)
     from bridge_memory.reserved import torch_engines
 
-    return torch_engines.replayed(run)
+    return torch_engines.trace_of(run)
 
 
-def held(run: RunSpec, stage: int) -> int:
-    """The most that ``replayed`` finds reserved with the allocator as the run has it."""
-    if run.data_parallel.engine == _MEGATRON:
-        from bridge_memory.reserved import megatron
-
-        return megatron.held(run, stage)
-    return replayed(run, stage).held(expandable=run.implementation.expandable_segments)
-
-
-def uneven(run: RunSpec, stage: int, factor: float) -> int | None:
-    """As ``held``, with routing that gives up to ``factor`` times the tokens; None where sizes do not vary."""
-    if run.data_parallel.engine != _MEGATRON:
-        return None
-    from bridge_memory.reserved import megatron
-
-    return megatron.held(run, stage, factor) if megatron.sizes_vary(run) else None
-
-
-def fits_with_retries(run: RunSpec, stage: int, capacity: int) -> bool:
-    """Whether training goes on with no more than ``capacity`` bytes reserved, where ``replayed`` reserves more: the
-    allocator returns cached memory and tries again."""
+def sizes_vary(run: RunSpec) -> bool:
+    """Whether routing that is not even changes what the allocator reserves, beyond what it allocates."""
     if run.data_parallel.engine != _MEGATRON:
         return False
     from bridge_memory.reserved import megatron
 
-    return megatron.fits_with_retries(run, stage, capacity)
+    return megatron.sizes_vary(run)
+
+
+def held(run: RunSpec, stage: int, uneven: float = 1.0) -> int:
+    """The most that ``trace_of`` reserves with the allocator as the run has it, bytes."""
+    return trace_of(run, stage, uneven).held(expandable=run.implementation.expandable_segments)

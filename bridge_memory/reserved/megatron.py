@@ -20,7 +20,7 @@ from random import Random
 from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Role
-from bridge_memory.estimation import peaks, stage_parts
+from bridge_memory.estimation import stage_parts
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import fully_recomputed, ignores_full_recompute
 from bridge_memory.inventory.megatron.embedding import learned_positions
@@ -38,7 +38,7 @@ from bridge_memory.spec import LayerSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, layout
 from bridge_memory.tapes.allocation_trace import Nodes, Passes, Storages, tape_of
 from bridge_memory.tapes.context import context_of
-from bridge_memory.workspaces.caching_allocator import CachingAllocator, DeviceFull, Reserved, reserved_by
+from bridge_memory.workspaces.caching_allocator import CachingAllocator, Call, Calls, Trace
 
 ENGINE = "megatron_ddp"
 #: Training steps that are replayed; after the second, more memory is reserved only by chance.
@@ -82,33 +82,18 @@ def _depths_are_with_the_losses(run: RunSpec) -> bool:
     return all(bool(shape.num_depths) == shape.output for shape in shapes)
 
 
-def replayed(run: RunSpec, stage: int | None = None, steps: int = STEPS) -> Reserved:
-    """``stage``: by default the one with the highest peak."""
+def trace_of(run: RunSpec, stage: int, uneven: float = 1.0, steps: int = STEPS) -> Trace:
+    """What training on a rank of ``stage`` asks its allocator for. ``uneven``: overlapped layers of experts get at each
+    pass between the run's number of tokens and this times it, some more, some less."""
     assert why_not(run) is None, why_not(run)
-    if stage is None:
-        stage = max(peaks(run), key=lambda found: found.peak_bytes).stage
-    plain, expandable = CachingAllocator(), CachingAllocator(expandable_segments=True)
-    _Job(run, stage, (plain, expandable)).train(steps)
-    return reserved_by(plain, expandable)
-
-
-def held(run: RunSpec, stage: int, uneven: float = 1.0) -> int:
-    """The most that is reserved with the allocator as the run has it. ``uneven``: overlapped layers of experts get at
-    each pass between the run's number of tokens and this times it, some more, some less."""
-    one = CachingAllocator(expandable_segments=run.implementation.expandable_segments)
-    _Job(run, stage, (one,), uneven).train(STEPS)
-    return one.peak_reserved
-
-
-def fits_with_retries(run: RunSpec, stage: int, capacity: int) -> bool:
-    """Whether training goes on where the allocator can reserve ``capacity`` bytes: when the device is full it returns
-    what is free and tries again (``CUDACachingAllocator.cpp: malloc``, release_cached_blocks), which takes time."""
-    one = CachingAllocator(expandable_segments=run.implementation.expandable_segments, capacity=capacity)
-    try:
-        _Job(run, stage, (one,)).train(STEPS)
-    except DeviceFull:
-        return False
-    return True
+    job = _Job(run, stage, uneven)
+    first = job.start()
+    if uneven > 1:
+        return Trace([*first, *(call for step in range(1, steps) for call in job.step(step))], [], 0, 0)
+    if steps == 1:
+        return Trace(first, [], 0, 0)
+    before = job.storages.made
+    return Trace(first, job.step(1), job.storages.made - before, steps - 1)
 
 
 def sizes_vary(run: RunSpec) -> bool:
@@ -126,7 +111,7 @@ class _Streams:
     """Allocators, as the host sees them: what runs allocates on its stream; what another stream may still use is free
     later."""
 
-    def __init__(self, allocators: Sequence[CachingAllocator]) -> None:
+    def __init__(self, allocators: Sequence[CachingAllocator | Calls]) -> None:
         self.allocators = allocators
         self.running = COMPUTE
         #: Whether storages that are freed are recorded on the stream that runs.
@@ -232,13 +217,15 @@ class _Depths:
 class _Job:
     """A rank of one stage, storage by storage."""
 
-    def __init__(
-        self, run: RunSpec, stage: int, allocators: Sequence[CachingAllocator], uneven: float = 1.0
-    ) -> None:
-        self.run, self.stage, self.allocators = run, stage, allocators
-        self.streams = _Streams(allocators)
+    def __init__(self, run: RunSpec, stage: int, uneven: float = 1.0) -> None:
+        self.run, self.stage = run, stage
+        self._calls = Calls()
+        self.streams = _Streams((self._calls,))
+        #: Of the last step: what is kept until the next.
+        self._between: list[int] = []
         self.storages = Storages(self._report)
         self.ctx = context_of(run)
+        self.parts = stage_parts(run, stage)
         self.shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
         self.known: dict[object, Passes] = {}
         self.chunks = [self._chunk(shape) for shape in self.shapes]
@@ -341,8 +328,9 @@ class _Job:
 
     # ---- training ----
 
-    def train(self, steps: int) -> None:
-        parts = stage_parts(self.run, self.stage)
+    def start(self) -> list[Call]:
+        """The model, its buffers, and the first step."""
+        parts = self.parts
         made = [c for c in parts.persistent if c.lifetime is Lifetime.MODEL]
         built = {experts: self._built(made, experts=experts) for experts in (False, True)}
         for experts, parameters in built.items():
@@ -356,21 +344,25 @@ class _Job:
         for component in parts.persistent:
             if component.lifetime is Lifetime.FIRST_PASS:
                 self.storages.make(component.bytes)
-        between: list[int] = []
-        for step in range(steps):
-            batch = self.storages.make(parts.batch)
-            self.storages.drop_all(between)
-            if self.run.implementation.overlap_moe_expert_parallel_comm:
-                self._overlapped(parts.hidden_state)
-            else:
-                self._microbatches(parts.hidden_state)
-            self.storages.drop(batch)
-            if not step:
-                for component in parts.persistent:
-                    if component.lifetime not in (Lifetime.MODEL, Lifetime.FIRST_PASS):
-                        self._each(component)
-            self.storages.drop(self.storages.make(parts.in_step))
-            between = [self.storages.make(c.bytes) for c in parts.between_steps]
+        return self._calls.taken() + self.step(0)
+
+    def step(self, number: int) -> list[Call]:
+        """A step; all but the first, 0, ask for the same, but where layers differ from pass to pass."""
+        parts = self.parts
+        batch = self.storages.make(parts.batch)
+        self.storages.drop_all(self._between)
+        if self.run.implementation.overlap_moe_expert_parallel_comm:
+            self._overlapped(parts.hidden_state)
+        else:
+            self._microbatches(parts.hidden_state)
+        self.storages.drop(batch)
+        if not number:
+            for component in parts.persistent:
+                if component.lifetime not in (Lifetime.MODEL, Lifetime.FIRST_PASS):
+                    self._each(component)
+        self.storages.drop(self.storages.make(parts.in_step))
+        self._between = [self.storages.make(c.bytes) for c in parts.between_steps]
+        return self._calls.taken()
 
     def _built(self, made: Sequence[Component], *, experts: bool) -> list[int]:
         """The parameters as modules build them, before DDP's buffers."""

@@ -15,7 +15,7 @@ All steps are alike; reserved memory settles after the second, when optimizer st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from math import prod
 
@@ -34,7 +34,7 @@ from bridge_memory.tapes.allocation_trace import Passes, Storages, tape_of
 from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
 from bridge_memory.tapes.parameters import Use
-from bridge_memory.workspaces.caching_allocator import CachingAllocator, Reserved, reserved_by
+from bridge_memory.workspaces.caching_allocator import Call, Calls, Trace
 
 #: Training steps that are replayed; after the second, more memory is reserved only by chance.
 STEPS = 4
@@ -77,23 +77,25 @@ def why_not(run: RunSpec) -> str | None:
     return f"reserved memory with {', '.join(missing)} is not replayed" if missing else None
 
 
-def replayed(run: RunSpec) -> Reserved:
-    """Replays the whole model on the rank with the largest shards. Raises SpecError for what the estimate refuses;
-    ``why_not`` says what cannot be replayed."""
+def trace_of(run: RunSpec) -> Trace:
+    """What training asks the allocator for, with the whole model, on the rank with the largest shards. Raises SpecError
+    for what the estimate refuses; ``why_not`` says what cannot be replayed."""
     assert why_not(run) is None, why_not(run)
-    plain, expandable = CachingAllocator(), CachingAllocator(expandable_segments=True)
-    _Job(run, (plain, expandable)).train()
-    return reserved_by(plain, expandable)
+    job = _Job(run)
+    first = [*job.start(), *job.step(1)]
+    before = job.storages.made
+    return Trace(first, job.step(2), job.storages.made - before, STEPS - 2)
 
 
 class _Job:
     """A training job, storage by storage."""
 
-    def __init__(self, run: RunSpec, allocators: Sequence[CachingAllocator]) -> None:
+    def __init__(self, run: RunSpec) -> None:
         self.run = run
-        self.allocators = allocators
+        self._calls = Calls()
         self.stream = COMPUTE
         self.storages = Storages(self._report)
+        self.parts = stage_parts(run, 0)
         ctx = context_of(run)
         shape = layout(run.model, run.parallel).shapes(run.model)[0][0]
         self.model: Model = model_of(run, chunk_units(run.model, shape, ctx))
@@ -121,11 +123,10 @@ class _Job:
         self.reducing: int | None = None
 
     def _report(self, number: int, nbytes: int | None) -> None:
-        for allocator in self.allocators:
-            if nbytes is None:
-                allocator.free(number)
-            else:
-                allocator.allocate(number, nbytes, self.stream)
+        if nbytes is None:
+            self._calls.free(number)
+        else:
+            self._calls.allocate(number, nbytes, self.stream)
 
     def _make(self, nbytes: int, stream: str = COMPUTE) -> int:
         self.stream = stream
@@ -158,23 +159,26 @@ class _Job:
 
     # ---- training ----
 
-    def train(self) -> None:
-        """Training from the allocation of shards on: the model is constructed on the meta device and then sharded."""
+    def start(self) -> list[Call]:
+        """The shards and the first step: the model is constructed on the meta device and then sharded."""
         for module in self.model.modules:
             for p, times in module.parameters():
                 for _ in range(times):
                     self._make(prod(shard(p.shape, self.ranks)) * self.width)
-        parts = stage_parts(self.run, 0)
-        for component in parts.persistent:
+        for component in self.parts.persistent:
             if component.role is Role.BUFFERS:
                 self._make(component.bytes)
-        for step in range(STEPS):
-            batch = self._make(parts.batch)
-            self.storages.drop_all(self.waiting)
-            self.waiting = []
-            self._passes()
-            self.storages.drop(batch)
-            self._step(first=step == 0)
+        return self.step(0)
+
+    def step(self, number: int) -> list[Call]:
+        """A step; all but the first, 0, ask for the same."""
+        batch = self._make(self.parts.batch)
+        self.storages.drop_all(self.waiting)
+        self.waiting = []
+        self._passes()
+        self.storages.drop(batch)
+        self._update(first=number == 0)
+        return self._calls.taken()
 
     def _passes(self) -> None:
         back = []
@@ -316,7 +320,7 @@ class _Job:
 
     # ---- the optimizer ----
 
-    def _step(self, *, first: bool) -> None:
+    def _update(self, *, first: bool) -> None:
         states = torch_states(self.run)
         made = step_bytes(self.run)
         roots: list[int] = []

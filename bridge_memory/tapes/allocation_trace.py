@@ -29,6 +29,11 @@ class Storages:
         self._sizes: dict[int, int] = {}
         self._next = 0
 
+    @property
+    def made(self) -> int:
+        """How many storages were made."""
+        return self._next
+
     def make(self, nbytes: int) -> int:
         """The number of a new storage, with one reference."""
         number = self._next

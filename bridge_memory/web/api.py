@@ -18,7 +18,7 @@ from bridge_memory.cards.rows import GPUS, common_gpus
 from bridge_memory.emit.formats import texts_of
 from bridge_memory.emit.megatron import estimate_command
 from bridge_memory.estimation import Estimate, estimate
-from bridge_memory.job.job import Job, job_steps, jobs_of, worse_jobs
+from bridge_memory.job.job import Job, job_steps, jobs_of, judged
 from bridge_memory.plan.changes import Effect, WhatIf, changes, makes_it_fit, to_try_first
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.report.answer import answer_of
@@ -90,6 +90,8 @@ class Api:
     def __init__(self, *, hub: bool = False) -> None:
         self.hub = hub
         self._desk = Desk()
+        #: The job of the last run that was asked for, which estimate, phases and report share.
+        self._last: tuple[RunSpec, Gpu, Job] | None = None
 
     # ---- options and models ----
 
@@ -120,8 +122,14 @@ class Api:
 
     def estimate(self, question: object) -> dict[str, Any]:
         """One run: every stage, the verdict, and its commands. Raises Refused."""
+        def answer(q: Question) -> dict[str, Any]:
+            one = asked(q, hub=self.hub)
+            found, job = _estimate(one, q.get("stage"), self._known(one))
+            self._last = None if job is None else (one.run, one.gpu, job)
+            return found
+
         with self._desk.turn(urgent=True):
-            return _answered(question, lambda q: _estimate(asked(q, hub=self.hub), q.get("stage")), self._refuses)
+            return _answered(question, answer, self._refuses)
 
     def report(self, question: object) -> dict[str, Any]:
         """The one-file HTML report of a run, with its phases. Raises Refused."""
@@ -131,7 +139,8 @@ class Api:
             result = estimate(one.run)
             command = _command(one)
             flags = f"{command} --phases" if command else ""
-            return {"html": estimate_page(result, fits(result, [one.gpu]), flags=flags, jobs=[job])}
+            judge = judged(fits(result, [one.gpu]), [job])
+            return {"html": estimate_page(result, judge, flags=flags, jobs=[job])}
 
         with self._desk.turn():
             return _answered(question, page, self._refuses)
@@ -140,18 +149,28 @@ class Api:
         """The whole job on the GPU of the question, phase by phase. Raises Refused."""
         one, job = self._job(question)
         with self._desk.turn():
-            return _answered(question, lambda _: phases_data(job, fits(estimate(one.run), [one.gpu])), self._refuses)
+            return _answered(
+                question, lambda _: phases_data(job, judged(fits(estimate(one.run), [one.gpu]), [job])), self._refuses
+            )
+
+    def _known(self, one: Asked) -> Job | None:
+        last = self._last
+        return last[2] if last is not None and last[:2] == (one.run, one.gpu) else None
 
     def _job(self, question: object) -> tuple[Asked, Job]:
         """In several turns, so that an estimate need not wait for the whole of it."""
         with self._desk.turn():
             one = _answered(question, lambda q: asked(q, hub=self.hub), self._refuses)
+            known = self._known(one)
+            if known is not None:
+                return one, known
             steps = job_steps(_answered(question, lambda _: estimate(one.run), self._refuses), one.gpu)
         while True:
             with self._desk.turn():
                 try:
                     _answered(question, lambda _: next(steps), self._refuses)
                 except StopIteration as done:
+                    self._last = one.run, one.gpu, done.value
                     return one, done.value
 
     def whatif(self, question: object) -> dict[str, Any]:
@@ -178,8 +197,7 @@ class Api:
             result = estimate(run)
             others = [fit for fit in fits(result, cards) if not fit.lacks]
             verdicts = {fit.gpu: fit.verdict for fit in others}
-            worse = worse_jobs(jobs_of(result, others, replay=False), others)
-            verdicts |= {job.gpu.name: job.verdict for job in worse}
+            verdicts |= {job.gpu.name: job.verdict for job in jobs_of(result, others)}
         return {
             "peak_bytes": whatif.before,
             "other_gpus": [{"gpu": name, "verdict": str(verdict)} for name, verdict in verdicts.items()],
@@ -230,16 +248,20 @@ def _models() -> list[dict[str, Any]]:
     return rows
 
 
-def _estimate(one: Asked, stage: object) -> dict[str, Any]:
+def _estimate(one: Asked, stage: object, known: Job | None) -> tuple[dict[str, Any], Job | None]:
+    """The answer, and the job by which it judges; ``known``: that one."""
     run, gpu, _ = one
     if stage is not None and (type(stage) is not int or stage < 0):
         raise SpecError(f"{show(stage)} is no stage of the pipeline; give a number of 0 or more")
     result = estimate(run)
     fitting = fits(result, [gpu])
-    document = estimate_to_json(result, fitting)
+    jobs = jobs_of(result, fitting) if known is None else [known]
+    fitting = judged(fitting, jobs)
+    document = estimate_to_json(result, fitting, jobs=jobs)
+    document.pop("job", None)  # that is ``Api.phases``
     document["fits"] = [_fit(f) for f in fitting]
     answer = answer_of(result, fitting)
-    return {
+    found = {
         "estimate": document, "fit": _fit(fitting[0]), "experts": run.model.has_experts,
         "encoders": _encoders(run), "media": ". ".join(media_of(run)),
         "answer": answer.words, "evidence": answer.evidence, "band": answer.band_words,
@@ -247,6 +269,7 @@ def _estimate(one: Asked, stage: object) -> dict[str, Any]:
         "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),
         "exports": {"command": _command(one), "texts": _texts(one)},
     }  # fmt: skip
+    return found, jobs[0] if jobs else None
 
 
 def _encoders(run: RunSpec) -> list[str]:

@@ -41,6 +41,87 @@ class DeviceFull(Exception):
     """An allocation that does not fit into the device's capacity."""
 
 
+#: (tensor, bytes, stream) of an allocation; else (tensor, what is called, "").
+Call = tuple[int, int, Hashable]
+_FREE, _FREE_LATER, _REUSE = 0, -1, -2
+
+
+class TooManyCalls(Exception):
+    """A job asks its allocator for more than is replayed."""
+
+
+#: Calls of one stage from its start to the end of its first steps: half a second's.
+MOST_CALLS = 200_000
+
+
+class Calls:
+    """Calls of an allocator, to be made of others (``CachingAllocator.follow``); up to ``most`` at a time."""
+
+    def __init__(self, most: int = MOST_CALLS) -> None:
+        self._calls: list[Call] = []
+        self._most = most
+
+    def taken(self) -> list[Call]:
+        """The calls since the last time."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def allocate(self, tensor: int, nbytes: int, stream: Hashable = 0) -> None:
+        """``nbytes``: more than 0."""
+        if len(self._calls) >= self._most:
+            raise TooManyCalls(f"training asks the allocator for more than {self._most:,} blocks")
+        self._calls.append((tensor, nbytes, stream))
+
+    def free(self, tensor: int) -> None:
+        self._calls.append((tensor, _FREE, ""))
+
+    def free_later(self, tensor: int) -> None:
+        self._calls.append((tensor, _FREE_LATER, ""))
+
+    def reuse(self, tensor: int) -> None:
+        self._calls.append((tensor, _REUSE, ""))
+
+
+class Trace(NamedTuple):
+    """Calls of a training job: those of its start with some first steps, and those of ``each`` step after them, whose
+    tensors have numbers that are ``shift`` higher than in the step before."""
+
+    first: list[Call]
+    each: list[Call]
+    shift: int
+    #: That follow the first calls.
+    steps: int
+
+    def follow(self, allocator: CachingAllocator) -> None:
+        """Raises DeviceFull."""
+        allocator.follow(self.first)
+        for step in range(self.steps):
+            allocator.follow(self.each, self.shift * step)
+
+    def held(self, *, expandable: bool) -> int:
+        """The most that an allocator reserves, bytes."""
+        one = CachingAllocator(expandable_segments=expandable)
+        self.follow(one)
+        return one.peak_reserved
+
+    def both(self) -> Reserved:
+        """What allocators without and with expandable segments reserve."""
+        plain, expandable = CachingAllocator(), CachingAllocator(expandable_segments=True)
+        for one in (plain, expandable):
+            self.follow(one)
+        return reserved_by(plain, expandable)
+
+    def fits(self, capacity: int, *, expandable: bool) -> bool:
+        """Whether the allocations succeed where ``capacity`` bytes can be reserved: an allocator whose device is full
+        returns what is free and tries again (``malloc``, ``release_cached_blocks``), which takes time."""
+        one = CachingAllocator(expandable_segments=expandable, capacity=capacity)
+        try:
+            self.follow(one)
+        except DeviceFull:
+            return False
+        return True
+
+
 @dataclass(slots=True, eq=False)
 class _Block:
     pool: _Pool
@@ -108,6 +189,18 @@ class CachingAllocator:
             else:
                 self.allocate(event.tensor, event.nbytes, event.stream)
 
+    def follow(self, calls: Iterable[Call], shift: int = 0) -> None:
+        """Make ``calls``, of tensors with numbers higher by ``shift``. Raises DeviceFull."""
+        for tensor, nbytes, stream in calls:
+            if nbytes > 0:
+                self.allocate(tensor + shift, nbytes, stream)
+            elif nbytes == _FREE:
+                self.free(tensor + shift)
+            elif nbytes == _FREE_LATER:
+                self.free_later(tensor + shift)
+            else:
+                self.reuse(tensor + shift)
+
     def by_stream(self) -> dict[Hashable, int]:
         """Bytes reserved now for each stream."""
         found: dict[Hashable, int] = {}
@@ -128,9 +221,11 @@ class CachingAllocator:
             raise ValueError(f"tensor {tensor} is there already")
         if nbytes <= 0:
             return
-        size = max(BLOCK, -(-nbytes // BLOCK) * BLOCK)
+        size = -(-nbytes // BLOCK) * BLOCK
         small = size <= SMALL
-        pool = self._pools.setdefault((stream, small), _Pool(SMALL_SEGMENT if small else LARGE_SEGMENT))
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = _Pool(SMALL_SEGMENT if small else LARGE_SEGMENT)
         block = self._best(pool, size) or self._fresh(pool, size)
         if block is None:
             self.retries += 1
@@ -144,7 +239,8 @@ class CachingAllocator:
         block.allocated = True
         self._blocks[tensor] = block
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
 
     def free(self, tensor: int) -> None:
         """Free a tensor. Raises KeyError if it is not allocated; a tensor of 0 bytes never is."""
@@ -178,39 +274,41 @@ class CachingAllocator:
 
     def _best(self, pool: _Pool, size: int) -> _Block | None:
         """The smallest free block; one at the end of an address range counts with the size to which it can grow."""
-        at = bisect_left(pool.free, (size,))
-        if at == len(pool.free):
+        free = pool.free
+        at = bisect_left(free, (size,))
+        if at == len(free):
             return None
         if self.expandable:
-            while at + 1 < len(pool.free) and pool.free[at + 1][2].room < pool.free[at][2].room:
-                at += 1
-        return pool.free.pop(at)[2]
+            room = free[at][2].room
+            while at + 1 < len(free) and (more := free[at + 1][2].room) < room:
+                at, room = at + 1, more
+        return free.pop(at)[2]
 
     def _split(self, block: _Block, size: int) -> _Block:
         """The first ``size`` bytes of a block; the remainder goes to its pool."""
-        remainder = block
-        first = _Block(block.pool, block.address, size, prev=block.prev, next=remainder)
-        if first.prev is not None:
-            first.prev.next = first
-        remainder.prev, remainder.address, remainder.size = first, remainder.address + size, remainder.size - size
-        remainder.pool.add(remainder)
+        before, address, pool = block.prev, block.address, block.pool
+        first = _Block(pool, address, size, True, False, before, block)
+        if before is not None:
+            before.next = first
+        block.prev, block.address, block.size = first, address + size, block.size - size
+        insort(pool.free, (block.size, block.address, block))
         return first
 
     def _merge(self, block: _Block) -> None:
         """Merge with free neighbours that are mapped, or unmapped, like the block."""
-        for other in (block.prev, block.next):
-            if other is None or other.allocated or other.mapped != block.mapped:
-                continue
-            block.pool.drop(other)
-            if other is block.prev:
-                block.address, block.prev = other.address, other.prev
-                if block.prev is not None:
-                    block.prev.next = block
-            else:
-                block.next = other.next
-                if block.next is not None:
-                    block.next.prev = block
-            block.size += other.size
+        before, after = block.prev, block.next
+        if before is not None and not before.allocated and before.mapped == block.mapped:
+            block.pool.drop(before)
+            block.address, block.prev = before.address, before.prev
+            if block.prev is not None:
+                block.prev.next = block
+            block.size += before.size
+        if after is not None and not after.allocated and after.mapped == block.mapped:
+            block.pool.drop(after)
+            block.next = after.next
+            if block.next is not None:
+                block.next.prev = block
+            block.size += after.size
 
     # ---- the device ----
 

@@ -31,7 +31,7 @@ def test_whatif_has_the_job_of_every_change(capsys: pytest.CaptureFixture[str]) 
     found = answer(capsys, "whatif", "whatif", *flags, "--phases", "--top", "4")
     run = RunSpec(model="meta-llama/Llama-3.1-8B").with_fields(world_size=8)
     for change in found["changes"]:
-        job = job_of(estimate(run.with_fields(**change["fields"])), H100, replay=False)
+        job = job_of(estimate(run.with_fields(**change["fields"])), H100)
         assert change["job"]["driver_bytes"] == list(job.tightest.driver)
         assert (change["job"]["phase"], change["job"]["verdict"]) == (str(job.tightest.phase), str(job.verdict))
     assert "job" not in answer(capsys, "whatif", "whatif", *flags)["changes"][0]

@@ -90,7 +90,7 @@ class TwoPools(_Job):
     def __init__(self, run: RunSpec, stage: int, pieces: Pieces) -> None:
         self.pieces, self.active = pieces, False
         self.now, self.most, self.where = [0, 0, 0], [0, 0, 0], dict[int, tuple[int, int]]()
-        super().__init__(run, stage, ())
+        super().__init__(run, stage)
 
     def _report(self, number: int, nbytes: int | None) -> None:
         if nbytes is None:
@@ -131,7 +131,7 @@ class Replayed(TwoPools):
     """Through torch's allocator; graphs from the fourth step on. ``reserved``: by pool."""
 
     def __init__(self, run: RunSpec, stage: int, pieces: Pieces) -> None:
-        self.allocator, self.captured, self.step = CachingAllocator(expandable_segments=True), False, 0
+        self.allocator, self.captured, self.steps = CachingAllocator(expandable_segments=True), False, 0
         super().__init__(run, stage, pieces)
 
     @property
@@ -145,8 +145,8 @@ class Replayed(TwoPools):
             self.allocator.allocate(number, nbytes, "pool" if self.active and self.captured else "eager")
 
     def _microbatches(self, hidden: int) -> None:
-        self.step += 1
-        if self.step == 4:
+        self.steps += 1
+        if self.steps == 4:
             self.captured = True
             self.allocator.capacity = self.allocator.reserved
             with pytest.raises(DeviceFull):  # which empties the cache first, as a capture does
@@ -239,7 +239,9 @@ def test_a_replayed_allocator_agrees() -> None:
     """Three eager steps, an emptied cache, and then a pool that reserves apart: through torch's allocator."""
     run = run_of(NANO, 12, ep=8, expandable_segments=True, **MAMBA)
     job = Replayed(run, 0, mamba_apart)
-    job.train(5)
+    job.start()
+    for step in range(1, 5):
+        job.step(step)
     pool, eager = job.reserved["pool"], job.reserved["eager"]
     found, (peak,) = graphs(run, 0), peaks(run)
     assert found is not None

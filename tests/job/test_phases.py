@@ -16,8 +16,9 @@ from bridge_memory.estimation import stage_phases
 from bridge_memory.job.job import job_of
 from bridge_memory.job.megatron.building import building, built
 from bridge_memory.job.megatron.evaluation import evaluation
-from bridge_memory.job.megatron.loading import How, loading, refusal, to_try
+from bridge_memory.job.megatron.loading import How, loading, refusal
 from bridge_memory.job.megatron.saving import host_of_saving, saving
+from bridge_memory.job.megatron.to_try import to_try
 from bridge_memory.outside.amount import Amount, total
 from bridge_memory.spec import DataParallelSpec, ImplementationSpec, OptimizerSpec, PrecisionSpec
 from bridge_memory.spec.model import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
@@ -219,10 +220,15 @@ def test_quantized_weights_are_dequantized_one_by_one_or_all() -> None:
 
 def test_what_to_try_lowers_the_resume_and_is_named_only_then() -> None:
     """Unscaled states of the state dict leave the GPU: 8 bytes a parameter of the shard. States in fp32 are in the
-    state dict as they are, and again in FusedAdam: those are the same in host memory."""
+    state dict as they are, and again in FusedAdam: those are the same in host memory. A save would gather states on the
+    GPU with the first flag alone, more than it takes now."""
     run = run_of(2, optimizer=replace(LOW, store_param_remainders=False))
     found = to_try(run, 0)
-    assert found is not None and found.flag == "--dist-ckpt-optim-fully-reshardable"
+    assert found is not None
+    alone = run.with_fields(dist_ckpt_optim_fully_reshardable=True)
+    assert found.flag == "--dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient"
+    now, gathered, then = (bytes_of(saving(each, 0)) for each in (run, alone, found.run))
+    assert then <= now < gathered
     peaks = [bytes_of(loading(each, 0, How.RESUME)) for each in (run, found.run)]
     assert found.less == peaks[0] - peaks[1]
     assert found.less == pytest.approx(8 * NUMEL / 2, rel=1e-2)

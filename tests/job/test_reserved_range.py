@@ -14,7 +14,6 @@ from bridge_memory.accuracy.described.run import read_run
 from bridge_memory.job.job import Job, PhaseMemory, job_of
 from bridge_memory.job.overload import FROM_SCRATCH
 from bridge_memory.outside.phase import Phase
-from bridge_memory.reserved import megatron
 from bridge_memory.verdict import Verdict
 
 FIELD = Path(__file__).resolve().parents[1] / "data" / "field" / "runs.jsonl"
@@ -38,8 +37,7 @@ def test_natural_routing_reserves_more_than_even_routing(row: str, measured: flo
     """Overlapped experts, natural routing: further than 8% above the replay with even routing, within 8% of that
     in which layers differ."""
     run = run_of(row)
-    even, uneven = replays.held(run, 0), replays.uneven(run, 0, FROM_SCRATCH.least)
-    assert uneven is not None
+    even, uneven = replays.held(run, 0), replays.held(run, 0, FROM_SCRATCH.least)
     assert even == replays.replayed(run, 0).expandable
     assert even < measured * 0.92 <= uneven < measured
 
@@ -66,16 +64,16 @@ def test_a_full_device_makes_the_allocator_try_again() -> None:
 def test_retries_do_not_make_more_fit_than_is_allocated() -> None:
     run = run_of("nano30b-pretrain/E-044-on").with_fields(expandable_segments=False)
     allocated = replays.replayed(run, 0).allocated
-    assert not megatron.fits_with_retries(run, 0, int(0.98 * allocated))
+    assert not replays.trace_of(run, 0).fits(int(0.98 * allocated), expandable=False)
 
 
 def test_sizes_that_do_not_vary() -> None:
     """Experts padded to their capacity, with a budget of a rank, on one expert-parallel rank; passes that take no
     turns."""
     run = run_of("nano30b-pretrain/E-044-on")
-    assert megatron.sizes_vary(run)
+    assert replays.sizes_vary(run)
     for fields in (
         {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
         {"overlap_moe_expert_parallel_comm": False},
     ):
-        assert replays.uneven(run.with_fields(**fields), 0, 1.36) is None, fields
+        assert not replays.sizes_vary(run.with_fields(**fields)), fields

@@ -186,44 +186,6 @@ def _remainders(run: RunSpec) -> bool:
     return o.store_param_remainders and o.main_params_dtype == "fp32" and run.precision.params_dtype == "bf16"
 
 
-class ToTry(NamedTuple):
-    """An option that lowers the peak of a phase: as a flag, the run with it, and bytes less, at the upper end."""
-
-    flag: str
-    run: RunSpec
-    less: int
-
-
-#: Field of ``CheckpointSpec`` -> the value that can need less, and its flag. Without the optimizer a resume starts
-#: another training: never proposed.
-_TO_TRY: dict[str, tuple[bool, str]] = {
-    "dist_ckpt_optim_fully_reshardable": (True, "--dist-ckpt-optim-fully-reshardable"),
-    "ckpt_fully_parallel_load": (False, "--no-ckpt-fully-parallel-load"),
-    "stream_ckpt_dequant": (True, "--stream-ckpt-dequant"),
-}
-
-
-def to_try(run: RunSpec, stage: int, how: How = How.RESUME) -> ToTry | None:
-    """The option of checkpoints that lowers the peak of loading most; None if none does, or it is not modelled.
-
-    How states are divided is the checkpoint's, which has to be saved so before. Raises SpecError: there is no such
-    stage.
-    """
-    now = loading(run, stage, how)
-    if now is None:
-        return None
-    found = []
-    for name, (value, flag) in _TO_TRY.items():
-        if getattr(run.checkpoint, name) is value:
-            continue
-        other = run.with_fields(**{name: value})
-        then = loading(other, stage, how)
-        if then is not None:
-            found.append(ToTry(flag, other, total(now).most - total(then).most))
-    best = max(found, key=lambda option: option.less, default=None)
-    return best if best is not None and best.less > 0 else None
-
-
 def loading(run: RunSpec, stage: int, how: How) -> tuple[Amount, ...] | None:
     """What is alive at the highest moment of loading; None if it is not modelled, or fails (``refusal``).
 
