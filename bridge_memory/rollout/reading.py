@@ -33,7 +33,7 @@ def kind_of(text: str) -> str:
 
 def read(
     kind: str, source: str, words: Sequence[str] = (), *, release: str = "", model: str | None = None,
-    world_size: int | None = None, engine_release: str = "", text: str | None = None,
+    world_size: int | None = None, engine_release: str = "", text: str | None = None, alone: bool = False,
 ) -> PostTraining:  # fmt: skip
     """The job of a configuration.
 
@@ -47,6 +47,7 @@ def read(
         engine_release: Of vLLM or SGLang; empty: as the framework takes it.
         text: What would be in the file ``source``, which is then only its name: no file is read, and ``model`` and the
             configuration's are embedded ones.
+        alone: Of the policy alone: a critic is not read.
 
     Raises:
         SpecError: The configuration cannot be read, or asks for what is not modelled.
@@ -55,7 +56,7 @@ def read(
     if kind == "verl":
         from bridge_memory.rollout.sources.verl import read_verl
 
-        setup = read_verl(source, words, **given)
+        setup = read_verl(source, words, critic=not alone, **given)
     elif kind == "nemo_rl":
         from bridge_memory.rollout.sources.nemo_rl import read_nemo_rl
 

@@ -61,7 +61,8 @@ def _embedded(text: str, key: str) -> tuple[ModelSpec, str]:
     for name in ("/".join(parts[-2:]), *parts[-1:]):
         found = find_presets(name)
         if len(found) == 1:
-            return resolve_model(found[0]), "" if text == found[0] else f"{key} ({bounded(text, 60)}) taken as {found[0]}"
+            said = "" if text == found[0] else f"{key} ({bounded(text, 60)}) taken as {found[0]}"
+            return resolve_model(found[0]), said
     raise SpecError(f"{key} ({bounded(text, 80)}) is no embedded model; put the name of one beside the configuration")
 
 

@@ -18,6 +18,7 @@ from bridge_memory.rollout.inference import InferenceSpec
 from bridge_memory.rollout.setup import Critic, PostTraining, Reference
 from bridge_memory.rollout.sources.common import MOST_BYTES, defaults, model_of
 from bridge_memory.rollout.sources.hydra import Options, flat, overrides, words_of_script
+from bridge_memory.rollout.trainer import UPDATE_ALONE
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -81,13 +82,15 @@ _IGNORED_TRANSFORMER = (
 
 
 def read_verl(
-    source: str, words: Sequence[str] = (), *, release: str = "", model: str | None = None, text: str | None = None
-) -> PostTraining:
+    source: str, words: Sequence[str] = (), *, release: str = "", model: str | None = None, text: str | None = None,
+    critic: bool = True,
+) -> PostTraining:  # fmt: skip
     """The job of a configuration.
 
     Args:
         source: A YAML (composed or not), a launch script, or a release such as "0.9" whose defaults hold.
         text: What would be in the file ``source``, which is then only its name; no file is read.
+        critic: Whether the critic is read too.
         words: Overrides, as on the command line.
         release: Of verl; empty: the one that ``source`` says, else the newest that is known.
         model: In place of ``actor_rollout_ref.model.path``.
@@ -107,7 +110,7 @@ def read_verl(
             given = [*words_of_script(text, ENTRY), *given]
         else:
             table = _flat(table_of(text, source), source)
-    return _reader(table, given, release, model, files).read(bool(release))
+    return _reader(table, given, release, model, files).read(bool(release), critic=critic)
 
 
 def update_of_verl(config: Mapping[str, Any], name: str = "verl's configuration") -> RunSpec:
@@ -117,9 +120,8 @@ def update_of_verl(config: Mapping[str, Any], name: str = "verl's configuration"
         SpecError: As ``read_verl``.
     """
     job = _reader(_flat(config, name), [], "", None).read(False, critic=False)
-    beside = "the update of the policy alone; rollout, log-probabilities and a critic take their turns on the same GPUs"
     left_out = [f"not modelled: {', '.join(job.not_modelled)}"] * bool(job.not_modelled)
-    return job.update_run().with_(assumptions=(beside, *job.assumptions, *left_out))
+    return job.update_run().with_(assumptions=(UPDATE_ALONE, *job.assumptions, *left_out))
 
 
 def _flat(config: Mapping[str, Any], name: str) -> dict[str, Any]:
