@@ -219,6 +219,10 @@ def _notes(found: Rollout, unit: str, verbose: int) -> list[str]:
         notes.append(
             "balancing may put up to a sequence more than the limit into a micro batch: the upper ends hold it"
         )
+    if setup.rows_are_packed:
+        notes.append(
+            f"sequences of a micro batch: from one of {setup.longest:,} tokens, the others empty, to all of that length"
+        )
     host = found.host
     notes.append(f"host memory of a node of {host.ranks}: {_short(host.node, unit)} {unit}")
     for what, names in (("", found.assumptions), ("not modelled: ", found.not_modelled)):

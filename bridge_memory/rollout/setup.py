@@ -177,6 +177,11 @@ class PostTraining:
             return self._batch(run.with_(transformers=hf), self.critic.tokens, forward_only)
         return self._batch(run.with_(implementation=impl), self.critic.tokens, forward_only)
 
+    @property
+    def rows_are_packed(self) -> bool:
+        """Micro batches are a number of sequences without padding: of some length, at most ``longest`` each."""
+        return not self.dynamic and self.trainer.batch.packed_sequences
+
     def worst(self, tokens: int) -> int:
         """The most tokens that balancing puts into a micro batch with this limit: a sequence more (up to verl 0.8).
 
