@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for file in OWN.iterdir():
         shutil.copy(file, site / file.name)
     (site / "report").mkdir()
-    for name in ("charts.js", "plots.js", "style.css"):
+    for name in ("charts.js", "plots.js", "rollout.js", "style.css"):
         shutil.copy(PACKAGE / "report" / "page" / name, site / "report" / name)
     index = (site / "index.html").read_text(encoding="utf-8")
     head = '<meta charset="utf-8">\n'

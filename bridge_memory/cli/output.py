@@ -119,7 +119,7 @@ def _rendered(blocks: list[Drawn], text: str, args: argparse.Namespace) -> str:
         from bridge_memory.report.page.one_file import blocks_page
 
         titles = [block.title for block in sorted(blocks, key=lambda block: isinstance(block, Chart)) if block.title]
-        title = titles[0] if titles else "bridge-memory"
+        title = getattr(args, "title", "") or (titles[0] if titles else "bridge-memory")
         return blocks_page(title, blocks, args.command_line, text)
     from bridge_memory.report.markdown import first_table, markdown
 

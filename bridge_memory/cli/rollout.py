@@ -140,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
         from bridge_memory.report.printing import print_blocks
         from bridge_memory.report.rollout import layout_table, log_table, rollout_blocks
 
+        args.title = f"{setup.model.name} on {setup.trainer.parallel.world_size} {gpu.name}: memory by phase"
         blocks = rollout_blocks(found, solved, unit, verbose=args.verbose)
         blocks += [layout_table(rows, found, unit)] if rows is not None else []
         blocks += [log_table(*lines, unit)] if lines is not None else []

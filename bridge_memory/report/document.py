@@ -48,8 +48,8 @@ class Bullets(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A chart of a page, left out of text. ``kind`` ("plot", "pairs" or "stages"): the function of ``page/plots.js``
-    that draws ``data``, JSON."""
+    """A chart of a page, left out of text. ``kind`` ("plot", "pairs", "stages" or "rollout"): the function of
+    ``page/plots.js`` that draws ``data``, JSON."""
 
     title: str
     kind: str

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from bridge_memory.outside.amount import Range, total
-from bridge_memory.report.document import Block, Bullets, Column, Grid, Words
+from bridge_memory.report.document import Bullets, Chart, Column, Drawn, Grid, Words
 from bridge_memory.report.said import VERDICT_WORDS
-from bridge_memory.report.units import DECIMALS, format_ticks, ticks
+from bridge_memory.report.units import DECIMALS, UNITS, format_ticks, ticks
 from bridge_memory.rollout.answer import Limits, Rollout
 from bridge_memory.rollout.layouts import Layout
 from bridge_memory.rollout.log import Compared
@@ -18,13 +19,16 @@ from bridge_memory.verdict import FRAGMENTATION, Verdict
 _TONES = {Verdict.FITS: "good", Verdict.TIGHT: "open", Verdict.UNKNOWN: "open", Verdict.DOES_NOT_FIT: "bad"}
 #: Components that are listed with --verbose.
 _SHOWN = 12
+#: Of a phase in the tip of a chart.
+_LARGEST = 5
 #: Assumptions, and options that are not modelled, that are listed without it.
 _NOTES = 4
 
 
-def rollout_blocks(found: Rollout, solved: Limits | None, unit: str = "GiB", *, verbose: int = 0) -> list[Block]:
+def rollout_blocks(found: Rollout, solved: Limits | None, unit: str = "GiB", *, verbose: int = 0) -> list[Drawn]:
     """All of it, the answer first. ``verbose``: components of every phase, and every assumption."""
-    blocks: list[Block] = [Words("", tuple(answer_words(found, solved, unit)), _TONES[found.verdict])]
+    blocks: list[Drawn] = [Words("", tuple(answer_words(found, solved, unit)), _TONES[found.verdict])]
+    blocks.append(Chart("A step, phase by phase", "rollout", rollout_chart(found, unit)))
     blocks.append(phase_table(found, unit))
     if solved is not None:
         blocks.append(Bullets("What fits", tuple(limit_words(found, solved))))
@@ -76,6 +80,55 @@ def phase_table(found: Rollout, unit: str = "GiB") -> Grid:
         "buffers of libraries; engine: all of the inference engine's; driver: all of it",
     )
     return Grid(f"A step, phase by phase, {unit}", columns, rows, emphasis, notes)
+
+
+def rollout_chart(found: Rollout, unit: str = "GiB") -> dict[str, Any]:
+    """What ``page/rollout.js`` draws: of each phase its parts, bytes, at their least, and its range; the cells of
+    ``phase_table``."""
+    table, capacity = phase_table(found, unit), found.gpu.capacity_bytes
+    return {
+        "gpu": found.gpu.name, "capacity_bytes": capacity, "capacity": f"{_number(capacity, unit)} {unit}",
+        "unit": unit, "unit_bytes": UNITS[unit], "binds": table.emphasis, "phases": [
+            {
+                "name": row[0], "verdict": str(p.verdict(capacity)), "room": row[-1], "driver": row[-2],
+                "driver_bytes": list(p.driver), "parts": _chart_parts(found, p), "largest": _largest(p, unit),
+                "cells": [[column.title, cell] for column, cell in zip(table.columns[1:-1], row[1:-1], strict=True)],
+            }
+            for p, row in zip(found.phases, table.rows, strict=True)
+        ],
+    }  # fmt: skip
+
+
+def _chart_parts(found: Rollout, p: PhaseMemory) -> dict[str, int]:
+    """Together the least of the driver's."""
+    trainer = min(total(p.allocated).least, p.reserved.least)
+    engine = found.engine
+    weights, kv = (one.least if one in p.engine else 0 for one in (engine.weights, engine.kv))
+    return {
+        "trainer": trainer, "cache": p.reserved.least - trainer, "outside": total(p.outside).least,
+        "engine": max(0, p.engine_bytes.least - weights - kv), "weights": weights, "kv": kv,
+    }  # fmt: skip
+
+
+def _largest(p: PhaseMemory, unit: str) -> list[str]:
+    parts = sorted((*p.allocated, *p.outside, *p.engine), key=lambda a: -a.most)
+    return [f"{a.name} {_short(Range(a.least, a.most), unit)}" for a in parts[:_LARGEST] if a.most]
+
+
+def rollout_data(found: Rollout, solved: Limits, unit: str = "GiB") -> dict[str, Any]:
+    """A job for the page of ``serve``: the document of ``--json``, what the chart draws, and the texts beside it."""
+    table = phase_table(found, unit)
+    words = answer_words(found, solved, unit)
+    return {
+        "rollout": found.as_json(solved), "chart": rollout_chart(found, unit), "words": words,
+        "brief": f"{found.binds.phase} {_room(found.binds, found.gpu.capacity_bytes, unit)}",
+        "table": {
+            "title": table.title, "columns": [column.title for column in table.columns],
+            "rows": [list(row) for row in table.rows],
+            "emphasis": table.emphasis, "notes": list(table.notes),
+        },
+        "limits": limit_words(found, solved), "notes": [job_words(found), *_notes(found, unit, 1)],
+    }  # fmt: skip
 
 
 def answer_words(found: Rollout, solved: Limits | None, unit: str = "GiB") -> list[str]:
@@ -165,6 +218,10 @@ def _notes(found: Rollout, unit: str, verbose: int) -> list[str]:
     if not setup.hard_limit and setup.dynamic:
         notes.append(
             "balancing may put up to a sequence more than the limit into a micro batch: the upper ends hold it"
+        )
+    if setup.rows_are_packed:
+        notes.append(
+            f"sequences of a micro batch: from one of {setup.longest:,} tokens, the others empty, to all of that length"
         )
     host = found.host
     notes.append(f"host memory of a node of {host.ranks}: {_short(host.node, unit)} {unit}")

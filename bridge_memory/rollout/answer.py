@@ -257,7 +257,7 @@ def _largest_tokens(
         for p in stage:
             if p.phase is phase:
                 now = setup.update_tokens if phase is Phase.UPDATE else setup.log_prob_tokens
-                beside[p.stage] = total(p.allocated).least - passes(now, p.stage)
+                beside[p.stage] = total(p.allocated).most - passes(setup.worst(now), p.stage)
 
     def fits(tokens: int) -> bool:
         worst = setup.worst(tokens)

@@ -80,8 +80,6 @@ def _layouts(setup: PostTraining) -> Iterator[PostTraining]:
     """The fewest model-parallel ranks first, the setup's own offloading first."""
     run = setup.trainer
     world, moe = run.parallel.world_size, run.model.has_experts
-    tokens = setup.update_tokens // run.parallel.cp, setup.log_prob_tokens // run.parallel.cp
-    refs = setup.reference_tokens // run.parallel.cp
     mine = (setup.param_offload, setup.optimizer_offload)
     offloads = [mine] if setup.framework in ("slime", "nemo-rl") else dict.fromkeys([mine, (True, True)])
     sizes = [
@@ -100,11 +98,7 @@ def _layouts(setup: PostTraining) -> Iterator[PostTraining]:
                     num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None,
                     pipeline_model_parallel_layout=None,
                 )  # fmt: skip
-                if tokens[0] * cp < setup.longest:
-                    continue
-                yield setup.with_(
-                    trainer=run.with_(parallel=parallel), param_offload=parameters, optimizer_offload=optimizer,
-                    update_tokens=tokens[0] * cp, log_prob_tokens=tokens[1] * cp, reference_tokens=refs * cp,
-                )  # fmt: skip
+                other = setup.with_trainer(run.with_(parallel=parallel))
+                yield other.with_(param_offload=parameters, optimizer_offload=optimizer)
             except SpecError:
                 continue

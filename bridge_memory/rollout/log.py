@@ -17,10 +17,11 @@ from bridge_memory.components import GIB
 from bridge_memory.files import read_text
 from bridge_memory.outside.amount import Amount, Range, total
 from bridge_memory.rollout.answer import Rollout
-from bridge_memory.rollout.phases import Phase
+from bridge_memory.rollout.phases import AWAKE, Phase
 from bridge_memory.rollout.trainer import states
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.errors import bounded
+from bridge_memory.verdict import reserved_bytes
 
 #: Bytes of a log that are read.
 _MOST_BYTES = 64 << 20
@@ -146,7 +147,7 @@ def compare(found: Rollout, lines: Iterable[Reading]) -> tuple[list[Compared], i
         moment = _moment(reading)
         predicted = _predicted(found, moment)
         own = reading
-        if pool and own.allocated is not None and not own.peak:
+        if pool and own.allocated is not None:
             own = own._replace(allocated=max(0, own.allocated - pool))
         out.append(Compared(own, moment or "not known", *predicted))
     return out, pool
@@ -173,9 +174,9 @@ def _pool(lines: Iterable[Reading]) -> int:
 def _predicted(found: Rollout, moment: str) -> tuple[Range | None, Range | None]:
     """(the trainer's allocated, the driver's) at a moment."""
     if moment == "peak of a step":
-        update = found.phase(Phase.UPDATE)
-        assert update is not None
-        return total(update.allocated), None
+        # torch's maximum since the process began, whichever pass made it.
+        passes = [total(p.allocated) for p in found.phases if p.phase not in AWAKE]
+        return _beside(found, Range(max(one.least for one in passes), max(one.most for one in passes))), None
     phase = found.phase({"awake": Phase.ROLLOUT, "engine weights awake": Phase.SYNC}.get(moment, Phase.SLEEP))
     if phase is None or not moment:
         return None, None
@@ -190,8 +191,17 @@ def _predicted(found: Rollout, moment: str) -> tuple[Range | None, Range | None]
             base += [a for a in reference.allocated if a.name.startswith("reference: ") and a not in base]
     allocated = total(base)
     more = total([*phase.outside, phase.engine_bytes])
-    cached = int(allocated.most * 0.073)
-    return allocated, Range(allocated.least + more.least, allocated.most + cached + more.most)
+    most = allocated.most + reserved_bytes(allocated.most) + more.most
+    return _beside(found, allocated), Range(allocated.least + more.least, most)
+
+
+def _beside(found: Rollout, allocated: Range) -> Range:
+    """With what an engine in the trainer's process has in torch's allocator beside its pool: graphs, tables."""
+    if not found.setup.in_process:
+        return allocated
+    level = found.setup.sleep_level
+    beside = found.engine.in_torch_asleep(level) if level else found.engine.total
+    return Range(allocated.least, allocated.most + beside.most)
 
 
 def _with(found: Rollout, base: list[Amount], moment: str, stage: int) -> list[Amount]:

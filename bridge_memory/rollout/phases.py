@@ -12,6 +12,7 @@ offload_after_refit``; slime ``backends/megatron_utils/actor.py: sleep, wake_up`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -295,7 +296,23 @@ def _pass(setup: PostTraining, phase: Phase, stage: int) -> tuple[Amount, ...]:
     of = setup.log_prob_run if phase is Phase.LOG_PROBS else setup.reference_run
     tokens = setup.log_prob_tokens if phase is Phase.LOG_PROBS else setup.reference_tokens or setup.log_prob_tokens
     found = of_trainer.forward(of(), stage)
+    if setup.rows_are_packed:
+        return _shorter(of_trainer.forward(of(setup.longest), stage), found)
     return _between(found, lambda: total(of_trainer.forward(of(setup.worst(tokens)), stage)).most, setup)
+
+
+def _shorter(short: tuple[Amount, ...], found: tuple[Amount, ...]) -> tuple[Amount, ...]:
+    """``found``, of a micro batch whose sequences are all at their longest; at least ``short``: one is."""
+    least = dict.fromkeys((a.name for a in found), 0)
+    for a in short:
+        if a.name in least:
+            least[a.name] += a.least
+    out = []
+    for a in found:
+        here = min(least[a.name], a.least)
+        least[a.name] -= here
+        out.append(a._replace(least=here))
+    return tuple(out)
 
 
 def _between(found: tuple[Amount, ...], worst: Any, setup: PostTraining) -> tuple[Amount, ...]:
@@ -321,6 +338,9 @@ def _update(side: Trainer, stage: int) -> list[Amount]:
     setup = side.setup
     run = setup.update_run()
     step = of_trainer.update(run, stage)
+    if setup.rows_are_packed:
+        shorter = setup.update_run(setup.longest).batch.seq_length
+        step = _shorter(of_trainer.update(run.with_(batch=replace(run.batch, seq_length=shorter)), stage), step)
     step = _between(
         step, lambda: of_trainer.update_bytes(setup.update_run(setup.worst(setup.update_tokens)), stage), setup
     )

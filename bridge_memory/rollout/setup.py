@@ -128,6 +128,19 @@ class PostTraining:
         """A copy with fields changed."""
         return replace(self, **fields)
 
+    def with_trainer(self, trainer: RunSpec) -> PostTraining:
+        """With another layout or other options of the trainer: limits of tokens are a GPU's, sequences of an update a
+        data-parallel rank's."""
+        old, new = self.trainer.parallel, trainer.parallel
+        fields: dict[str, Any] = {}
+        if self.dynamic:
+            for name in ("update_tokens", "log_prob_tokens", "reference_tokens"):
+                fields[name] = getattr(self, name) // old.cp * new.cp
+        if self.update_sequences is not None:
+            every = self.update_sequences * old.data_parallel_size
+            fields["update_sequences"] = max(1, every // new.data_parallel_size)
+        return self.with_(trainer=trainer, **fields)
+
     def with_share(self, share: float) -> PostTraining:
         """With this gpu_memory_utilization or mem_fraction_static."""
         field: dict[str, Any] = {self.share_name: share}
@@ -163,6 +176,11 @@ class PostTraining:
             hf = replace(run.transformers, cut_cross_entropy=True)
             return self._batch(run.with_(transformers=hf), self.critic.tokens, forward_only)
         return self._batch(run.with_(implementation=impl), self.critic.tokens, forward_only)
+
+    @property
+    def rows_are_packed(self) -> bool:
+        """Micro batches are a number of sequences without padding: of some length, at most ``longest`` each."""
+        return not self.dynamic and self.trainer.batch.packed_sequences
 
     def worst(self, tokens: int) -> int:
         """The most tokens that balancing puts into a micro batch with this limit: a sequence more (up to verl 0.8).

@@ -21,6 +21,10 @@ from bridge_memory.spec import RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.model import MLPSpec, MoESpec
 
+#: What an estimate of the update of a post-training job says of the rest.
+UPDATE_ALONE = (
+    "the update of the policy alone; rollout, log-probabilities and a critic take their turns on the same GPUs"
+)
 _EXPORT = "full tensors of one parameter: gathered shards, and joined"
 
 

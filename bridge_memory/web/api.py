@@ -35,7 +35,7 @@ from bridge_memory.speed.megatron.step_time import not_timed, step_time
 from bridge_memory.speed.step_time import tokens_per_second_per_gpu
 from bridge_memory.verdict import Fit, fits, margin_words
 from bridge_memory.web.fixes import Refuses, label, refusal, untried
-from bridge_memory.web.options import DEFAULT_GPU, KEYS, Asked, asked, option_values, options
+from bridge_memory.web.options import DEFAULT_GPU, KEYS, PASTED, Asked, asked, option_values, options, post_training_of
 from bridge_memory.web.words import title
 
 _Answer = TypeVar("_Answer")
@@ -144,6 +144,24 @@ class Api:
 
         with self._desk.turn():
             return _answered(question, page, self._refuses)
+
+    def rollout(self, question: object) -> dict[str, Any]:
+        """A pasted post-training job, phase by phase, and what would fit. Raises Refused."""
+        from bridge_memory.report.rollout import rollout_data
+        from bridge_memory.rollout.answer import answer, limits
+
+        def found(q: Question) -> dict[str, Any]:
+            job = post_training_of(q)
+            if job is None:
+                raise SpecError("config is no configuration of verl, NeMo-RL, slime, TRL or ms-swift; paste one")
+            named = next((name for name in q.get("options") or () if options()[name].group == "batch"), None)
+            if named is not None:
+                raise SpecError(f"{options()[named].called} is said by {PASTED}; change it there")
+            result = answer(*job)
+            return rollout_data(result, limits(result))
+
+        with self._desk.turn():
+            return _answered(question, found, self._refuses)
 
     def phases(self, question: object) -> dict[str, Any]:
         """The whole job on the GPU of the question, phase by phase. Raises Refused."""
@@ -266,6 +284,7 @@ def _estimate(one: Asked, stage: object, known: Job | None) -> tuple[dict[str, A
         "encoders": _encoders(run), "media": ". ".join(media_of(run)),
         "answer": answer.words, "evidence": answer.evidence, "band": answer.band_words,
         "margin": list(margin_words(run, fitting, format_bytes)),
+        "rollout": hasattr(one.args, "post_training"),
         "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),
         "exports": {"command": _command(one), "texts": _texts(one)},
     }  # fmt: skip

@@ -89,6 +89,7 @@ _SCHEMAS: dict[str, Any] = {
         {
             "estimate": _ref("Estimate"), "fit": _ref("Fit"), "experts": _YES,
             "encoders": _many({"enum": ["vision", "audio"]}), "media": _TEXT,
+            "rollout": {**_YES, "description": "the update of a pasted post-training job, for POST /api/rollout"},
             "answer": _TEXT, "evidence": _TEXT, "band": _TEXT, "margin": _many(_TEXT),
             "effective": {"type": "object", "description": "option -> its value in this run, given or by default"},
             "step": _or_null(
@@ -118,6 +119,28 @@ _SCHEMAS: dict[str, Any] = {
         }
     ),
     "Report": _object({"html": _TEXT}),
+    "Rollout": _object(
+        {
+            "rollout": _ref("PostTraining"), "words": _many(_TEXT), "brief": _TEXT, "limits": _many(_TEXT),
+            "notes": _many(_TEXT),
+            "table": _object(
+                {"title": _TEXT, "columns": _many(_TEXT), "rows": _many(_many(_TEXT)), "emphasis": _WHOLE,
+                 "notes": _many(_TEXT)}
+            ),
+            "chart": _object(
+                {
+                    "gpu": _TEXT, "capacity_bytes": _WHOLE, "capacity": _TEXT, "unit": _TEXT, "unit_bytes": _WHOLE,
+                    "binds": _WHOLE, "phases": _many(_object(
+                        {
+                            "name": _TEXT, "verdict": _TEXT, "room": _TEXT, "driver": _TEXT,
+                            "driver_bytes": _many(_WHOLE), "largest": _many(_TEXT), "cells": _many(_many(_TEXT)),
+                            "parts": {"type": "object", "additionalProperties": _WHOLE},
+                        }
+                    )),
+                }
+            ),
+        }
+    ),
     "Search": _object(
         {"question": _ref("Question")},
         {"vary": _many(_TEXT), "top": {"type": "integer", "minimum": 1, "maximum": 50}},
@@ -186,6 +209,7 @@ def document() -> dict[str, Any]:
     # Why the job of the file failed, by the schema of `why`; null where it did not.
     compare["properties"]["why"] = {"anyOf": [_embedded("Why", SCHEMA_PATH.replace("estimate.schema", "why.schema")),
                                               {"type": "null"}]}  # fmt: skip
+    rollout = _embedded("PostTraining", SCHEMA_PATH.replace("estimate.schema", "rollout.schema"))
     page = _embedded("Page", SCHEMA_PATH.replace("estimate.schema", "page.schema"))
     return {
         "openapi": "3.1.0",
@@ -201,6 +225,9 @@ def document() -> dict[str, Any]:
                                      "responses": _answers("WhatIf", "changes, largest first")}},
             "/api/phases": {"post": {"summary": "the whole job, phase by phase", "requestBody": _asks("Question"),
                                      "responses": _answers("Page/$defs/job", "from build to resume")}},
+            "/api/rollout": {"post": {"summary": "a pasted job of verl, NeMo-RL, slime, TRL or ms-swift, phase by "
+                                                 "phase, and what would fit", "requestBody": _asks("Question"),
+                                      "responses": _answers("Rollout", "the phases, and the largest share")}},
             "/api/report": {"post": {"summary": "one run as one HTML file", "requestBody": _asks("Question"),
                                      "responses": _answers("Report", "the file")}},
             "/api/search": {"post": {"summary": "start a search", "requestBody": _asks("Search"),
@@ -219,5 +246,6 @@ def document() -> dict[str, Any]:
                     "description": "one line of JSON, {question or null, name, stage}, then the file"}}}},
                 "responses": _answers("Compared", "by stage, or for a snapshot by component")}},
         },
-        "components": {"schemas": {**_SCHEMAS, "Estimate": estimate, "Compared": compare, "Page": page}},
+        "components": {"schemas": {**_SCHEMAS, "Estimate": estimate, "Compared": compare, "Page": page,
+                                   "PostTraining": rollout}},
     }  # fmt: skip

@@ -22,6 +22,9 @@ from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.files import read_text
 from bridge_memory.readers.presets import find_presets
+from bridge_memory.rollout.reading import kind_of
+from bridge_memory.rollout.setup import PostTraining
+from bridge_memory.rollout.trainer import UPDATE_ALONE
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.fields import called, rules_of
 from bridge_memory.spec.gpus import check_computes, find_gpu
@@ -31,6 +34,8 @@ _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 #: Keys of a question.
 KEYS = ("model", "config", "name", "megatron_args", "gpu", "options", "stage")
 DEFAULT_GPU = "H100"
+#: What a refusal calls a pasted configuration.
+PASTED = "the pasted configuration"
 
 
 class Option(NamedTuple):
@@ -144,7 +149,7 @@ def _unset() -> argparse.Namespace:
 def asked(question: Mapping[str, Any], *, hub: bool = False) -> Asked:
     """The run, the GPU and the flags of a question. Raises SpecError."""
     args, gpu = arguments(question, hub=hub)
-    run = _of_pasted(question["config"], args, gpu) if _kind_of(question) else run_on_gpus(args, [gpu])
+    run = _of_pasted(question, args, gpu) if _kind_of(question) else run_on_gpus(args, [gpu])
     name = question.get("name")
     if args.custom_config is not None and question.get("model"):  # of the Hub: the command line takes its id
         args.model, args.custom_config = question["model"].strip(), None
@@ -192,35 +197,66 @@ def arguments(question: Mapping[str, Any], *, hub: bool = False) -> tuple[argpar
 
 def _kind_of(question: Mapping[str, Any]) -> str:
     """What a pasted configuration is where it is the whole run and no config.json: "megatron" for Megatron-LM's
-    arguments, "container", "verl"; "" for a config.json, and where nothing was pasted."""
+    arguments, "container", "rollout" for a job of ``post_training_of``; "" for a config.json, and where nothing was
+    pasted."""
     text = question.get("config")
-    if not isinstance(text, str) or text.lstrip().startswith(("{", "[")):
+    if not isinstance(text, str):
         return ""
-    if "actor_rollout_ref:" in text:
-        return "verl"
+    if kind_of(text):
+        return "rollout"
+    if text.lstrip().startswith(("{", "[")):
+        return ""
     if re.search(r"^\s*_target_:", text, re.MULTILINE):
         return "container"
     return "megatron" if "--num-layers" in text or "--hidden-size" in text else ""
 
 
-def _of_pasted(text: str, args: argparse.Namespace, gpu: Gpu) -> RunSpec:
+def post_training_of(question: Mapping[str, Any], *, alone: bool = False) -> tuple[PostTraining, Gpu] | None:
+    """The job of a pasted configuration of verl, NeMo-RL, slime, TRL or ms-swift, with the trainer's options that were
+    given beside it but for those of a batch, and its GPU; None where none is pasted. ``alone``: without a critic.
+    Raises SpecError."""
+    from bridge_memory.rollout.reading import STATES_GPUS, on_card, read
+
+    args, gpu = arguments(question)
+    if _kind_of(question) != "rollout":
+        return None
+    text, name = question["config"], question.get("name")
+    kind, world = kind_of(text), getattr(args, "parallel.world_size", None)
+    setup = read(kind, PASTED, text=text, model=name.strip() or None if isinstance(name, str) else None,
+                 alone=alone, world_size=None if kind in STATES_GPUS else world)  # fmt: skip
+    beside = ("parallel.world_size", "batch.")
+    given = {field: value for field, value in _given(args).items() if not field.startswith(beside)}
+    if kind in STATES_GPUS and world not in (None, setup.trainer.parallel.world_size):
+        raise SpecError(f"world_size ({world}) is said by {PASTED}; change it there")
+    if given:
+        setup = setup.with_trainer(setup.trainer.with_fields(**given))
+    return on_card(setup, gpu), gpu
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    return {o.field: getattr(args, o.field) for o in options().values() if "." in o.field and hasattr(args, o.field)}
+
+
+def _of_pasted(question: Mapping[str, Any], args: argparse.Namespace, gpu: Gpu) -> RunSpec:
     """The run of such a configuration, with what was given beside it in its place. Raises SpecError."""
     from bridge_memory.readers.config_container import run_from_config_container
     from bridge_memory.readers.container_file import container_of_table
     from bridge_memory.readers.engines.files import table_of
-    from bridge_memory.rollout.sources.verl import update_of_verl
 
     if args.megatron_args is not None:
         return run_on_gpus(args, [gpu])
-    world = getattr(args, "parallel.world_size", None)
-    table = table_of(text, "the pasted configuration")
-    if "actor_rollout_ref" in table:
-        run = update_of_verl(table)
-    else:
-        run = run_from_config_container(container_of_table(table, "the pasted configuration"), world_size=world)
     args.pasted = True
-    given = {o.field: getattr(args, o.field) for o in options().values() if "." in o.field and hasattr(args, o.field)}
-    run = run.with_fields(**given)
+    job = post_training_of(question, alone=True)
+    if job is not None:
+        args.post_training = True
+        setup, _ = job
+        left_out = [f"not modelled: {', '.join(setup.not_modelled)}"] * bool(setup.not_modelled)
+        run = setup.update_run()
+        batch = {field: value for field, value in _given(args).items() if field.startswith("batch.")}
+        return run.with_fields(**batch).with_(assumptions=(UPDATE_ALONE, *setup.assumptions, *left_out))
+    world = getattr(args, "parallel.world_size", None)
+    run = run_from_config_container(container_of_table(table_of(question["config"], PASTED), PASTED), world_size=world)
+    run = run.with_fields(**_given(args))
     check_computes(gpu, run.precision)
     arch = gpu.arch or run.implementation.gpu_arch
     return run.with_(implementation=replace(run.implementation, gpu_arch=arch))

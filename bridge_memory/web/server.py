@@ -67,7 +67,8 @@ class Server(ThreadingHTTPServer):
         self.hosts = _own_names(host)
         self.assets = {path.relative_to(_PAGE).as_posix(): path.read_bytes() for path in sorted(_PAGE.rglob("*"))
                        if path.suffix in _TYPES}  # fmt: skip
-        self.assets |= {f"report/{name}": asset(name).encode() for name in ("charts.js", "plots.js", "style.css")}
+        of_report = ("charts.js", "plots.js", "rollout.js", "style.css")
+        self.assets |= {f"report/{name}": asset(name).encode() for name in of_report}
         self.connections = Connections()
         self.questions, self.files = Budget(MOST_QUESTIONS), Budget(MOST_FILE + MOST_JSON)
         super().__init__((host, port), Handler)
@@ -279,6 +280,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._json(server.api.whatif(self._question()))
         if path == "/api/phases":
             return self._json(server.api.phases(self._question()))
+        if path == "/api/rollout":
+            return self._json(server.api.rollout(self._question()))
         if path == "/api/report":
             return self._json(server.api.report(self._question()))
         if path == "/api/search":

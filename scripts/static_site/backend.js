@@ -15,7 +15,7 @@ def _answer(path, body, file, say):
         return api.options()
     if path == "/api/models":
         return api.models()
-    if path in ("/api/estimate", "/api/whatif", "/api/phases", "/api/report"):
+    if path in ("/api/estimate", "/api/whatif", "/api/phases", "/api/rollout", "/api/report"):
         return getattr(api, path.rpartition("/")[2])(body)
     from bridge_memory.web import worker
     if path == "/api/search":

@@ -613,6 +613,41 @@ def test_a_pasted_config_is_answered_and_its_name_is_text(tab: Callable[..., Tab
     assert other.page.input_value("#f-name") == "<b>mine</b>"
 
 
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
+def test_a_pasted_job_of_verl_is_a_timeline_of_phases(
+    tab: Callable[..., Tab], tmp_path: Path, width: int, scheme: str
+) -> None:
+    """Chosen as a file, or pasted; the numbers are the command's, on the page and in the file it writes."""
+    from bridge_memory import post_training
+    from bridge_memory.cli import main
+
+    file = Path(__file__).parents[2] / "examples/verl_qwen3_30b_a3b.yaml"
+    job = post_training("verl", file, "H100")
+    one = tab("", color_scheme=scheme, viewport={"width": width, "height": 900})
+    if width > 1000:
+        one.page.set_input_files("#f-file", str(file))
+    else:
+        one.page.select_option("#f-model", label="Paste a configuration")
+        one.page.fill("#f-config", file.read_text())
+    columns = one.page.locator("#rollout .bm-rl-column")
+    one.until(lambda: columns.count() == len(job.phases))
+    share = job.limits().share.safe
+    assert f"Highest safe gpu_memory_utilization: {share:g} (" in one.page.inner_text("#verdict .answer")
+    written = tmp_path / "job.html"
+    assert main(["rollout", "--verl", str(file), "--gpu", "H100", "--output", str(written)]) == 0
+    alone = one.context.new_page()
+    alone.goto(written.as_uri())
+    for page, place in ((one.page, "#rollout .bm-svg"), (alone, ".bm-here .bm-svg")):
+        page.locator(place).focus()
+        for phase in job.phases:
+            page.keyboard.press("Home" if phase is job.phases[0] else "ArrowRight")
+            said = str(page.get_attribute(place, "aria-valuetext"))
+            assert said.startswith(f"{phase.phase}: trainer ")
+            assert f"driver {phase.driver.least / 2**30:.1f}-{phase.driver.most / 2**30:.1f} GiB" in said
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert not one.page.is_visible("#phases")
+
+
 # ---- searches, files, two configurations, exports ----
 
 

@@ -625,3 +625,47 @@ def test_a_configuration_of_verl_is_pasted_and_changed_by_options() -> None:
         found = Api().estimate({"config": VERL, "gpu": "H100", "options": given})
         assert found["fit"]["peak_bytes"] == max(stage.peak_bytes for stage in peaks(other))
     assert found["exports"]["command"] == ""
+
+
+JOBS = {
+    "verl": (Path(__file__).parents[2] / "examples/verl_qwen3_30b_a3b.yaml").read_text(),
+    "slime": "--colocate --hf-checkpoint /m/Qwen/Qwen3-4B --actor-num-gpus-per-node 8 --rollout-max-response-len 4096 "
+    "\\\n --rollout-batch-size 32 --tensor-model-parallel-size 2",
+    "trl": '{"model_name_or_path": "Qwen/Qwen3-0.6B", "use_vllm": true, "per_device_train_batch_size": 2}',
+}
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_a_pasted_post_training_job_is_that_of_python(client: Client, kind: str, tmp_path: Path) -> None:
+    """Its document, and the words of the command; an option of the trainer beside it changes the trainer alone."""
+    from bridge_memory import post_training
+    from bridge_memory.report.rollout import answer_words, phase_table
+
+    file = tmp_path / f"job.{'json' if kind == 'trl' else 'yaml'}"
+    file.write_text(JOBS[kind])
+    source, world = JOBS[kind] if kind == "slime" else file, 4 if kind == "trl" else None
+    job = post_training(kind, source, "A100-80GB", world_size=world)
+    question = {"config": JOBS[kind], "gpu": "A100-80GB", "options": {"num-gpus": 4} if kind == "trl" else {}}
+    status, found = client.post("/api/rollout", question)
+    assert status == 200
+    valid("Rollout", found)
+    ours = json.loads(json.dumps(job.as_json(job.limits())))
+    assert {**found["rollout"], "assumptions": 0} == {**ours, "assumptions": 0}
+    assert found["words"] == answer_words(job, job.limits())
+    for drawn, row, phase in zip(found["chart"]["phases"], phase_table(job).rows, ours["phases"], strict=True):
+        assert drawn["name"] == row[0] == phase["name"] and drawn["driver"] == row[-2]
+        assert sum(drawn["parts"].values()) == drawn["driver_bytes"][0] == phase["driver_bytes"][0]
+    update = client.post("/api/estimate", question)[1]
+    assert update["rollout"] and update["estimate"]["peak"]["bytes"] == next(
+        phase["trainer_allocated_bytes"][0] for phase in ours["phases"] if phase["name"] == "update"
+    )
+
+
+def test_no_file_is_read_for_a_pasted_job(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for text in (JOBS["verl"].replace("Qwen/Qwen3-30B-A3B", str(tmp_path)),
+                 JOBS["trl"].replace("Qwen/Qwen3-0.6B", str(tmp_path)),
+                 JOBS["trl"].replace("{", f'{{"deepspeed": "{tmp_path}/config.json", ', 1)):  # fmt: skip
+        refused(*client.post("/api/rollout", {"config": text}), str(tmp_path)[:20])
+    refused(*client.post("/api/rollout", {"model": "Qwen/Qwen3-8B"}), "paste one")
+    refused(*client.post("/api/rollout", {"config": JOBS["verl"], "options": {"num-gpus": 16}}), "change it there")

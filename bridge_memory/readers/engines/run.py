@@ -134,6 +134,16 @@ def file_reader(path: str, diagnostics: Diagnostics) -> ReadFile:
     return read
 
 
+def no_files(diagnostics: Diagnostics) -> ReadFile:
+    """In place of ``file_reader`` for a text without files: each that it names is recorded as a problem."""
+
+    def read(name: str) -> Mapping[str, Any]:
+        diagnostics.problem(name, "is a file, and no file is read here", "put its table in place of its name")
+        return {}
+
+    return read
+
+
 def _with_world(specified: Specified, settings: Settings) -> Specified:
     return specified if specified.world_size else replace(specified, world_size=settings.world_size)
 

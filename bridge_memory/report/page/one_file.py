@@ -114,7 +114,7 @@ def blocks_page(
 
 
 #: Modules that draw.
-_CHARTS = ("charts.js", "plots.js")
+_CHARTS = ("charts.js", "rollout.js", "plots.js")
 
 
 def _held_charts(charts: Iterable[Chart]) -> dict[str, Any]:

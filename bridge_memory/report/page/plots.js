@@ -2,6 +2,7 @@
 //
 // Plain ES module. Data is JSON as Python writes it (report/document.py: Chart); text of it becomes text nodes only.
 import { formatBytes, html, responsive, stageBars, svg, ticks, tooltip } from "./charts.js";
+import { rolloutTimeline } from "./rollout.js";
 
 const NUMBERS = [0, 2, 3].map((digits) => new Intl.NumberFormat("en-US", { maximumFractionDigits: digits }));
 const number = (value) => NUMBERS[Math.abs(value) < 10 ? 2 : Math.abs(value) < 1000 ? 1 : 0].format(value);
@@ -152,7 +153,7 @@ export function pairBars(element, data) {
 }
 
 const KINDS = {
-  plot, pairs: pairBars, stages: (element, data) => stageBars(element, data.stages, { gpus: data.gpus ?? [], measured: data.measured }),
+  plot, pairs: pairBars, rollout: rolloutTimeline, stages: (element, data) => stageBars(element, data.stages, { gpus: data.gpus ?? [], measured: data.measured }),
 };
 
 /** Every chart of a page: what is in #charts, a list, in the elements of the class bm-here, one by one. */

@@ -150,6 +150,12 @@ class InferenceMemory:
     def weights(self) -> Amount:
         return self._named("weights")
 
+    def in_torch_asleep(self, level: int) -> Range:
+        """Of what is left on the GPU asleep: what torch's allocator has, beside the pool that sleeps."""
+        own = {one.name for one in (*beside.process(self.gpu), beside.loaded_late())}
+        own |= {one.amount.name for one in self.held if one.tag == COMMUNICATION}
+        return total(one for one in self.asleep(level).components if one.name not in own)
+
     @property
     def graphs_inside(self) -> bool:
         """Whether vLLM takes its graphs out of the budget."""

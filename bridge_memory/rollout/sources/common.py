@@ -23,11 +23,14 @@ def defaults(name: str) -> dict[str, Any]:
     return found
 
 
-def model_of(text: str, key: str, given: str | None = None) -> tuple[ModelSpec, str]:
+def model_of(text: str, key: str, given: str | None = None, *, files: bool = True) -> tuple[ModelSpec, str]:
     """(the model, an assumption or ""). A path of another machine is taken by its last parts.
 
-    ``given``: a model that was named beside the configuration. Raises SpecError.
+    ``given``: a model that was named beside the configuration; ``files`` False: no file is read, and the network not
+    asked. Raises SpecError.
     """
+    if not files:
+        return _embedded(given or text, key)
     if given is not None:
         return resolve_model(given), ""
     path = os.path.expanduser(text)
@@ -48,6 +51,19 @@ def model_of(text: str, key: str, given: str | None = None) -> tuple[ModelSpec, 
     raise SpecError(
         f"{key} ({bounded(text, 80)}) is neither here nor a model that is known; give MODEL beside the configuration"
     )
+
+
+def _embedded(text: str, key: str) -> tuple[ModelSpec, str]:
+    """An embedded model of a text's last parts."""
+    from bridge_memory.readers.presets import find_presets
+
+    parts = [part.removeprefix("models--").replace("--", "/") for part in text.replace("\\", "/").split("/") if part]
+    for name in ("/".join(parts[-2:]), *parts[-1:]):
+        found = find_presets(name)
+        if len(found) == 1:
+            said = "" if text == found[0] else f"{key} ({bounded(text, 60)}) taken as {found[0]}"
+            return resolve_model(found[0]), said
+    raise SpecError(f"{key} ({bounded(text, 80)}) is no embedded model; put the name of one beside the configuration")
 
 
 def _preset(name: str) -> bool:

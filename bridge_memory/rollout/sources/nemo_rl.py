@@ -51,30 +51,30 @@ _HARMLESS = re.compile(
 
 
 def read_nemo_rl(
-    source: str, words: Sequence[str] = (), *, release: str = "", model: str | None = None
+    source: str, words: Sequence[str] = (), *, release: str = "", model: str | None = None, text: str | None = None
 ) -> PostTraining:
     """The job of a YAML, over what it builds on. Arguments and errors as in ``verl.read_verl``."""
     options = Options(defaults("nemo_rl_defaults"), "NeMo-RL")
-    tables = _chain(source, 0)
+    tables = _chain(source, 0, text)
     if not any("policy" in table for table in tables):
         raise SpecError(f"{bounded(source, 80)} has no policy; {_GIVE}")
     for table in tables:
         options.update(flat({k: v for k, v in table.items() if k != "defaults"}))
     options.override([f"++{word.lstrip('+')}" for word in words])
-    return _read(options, release, model)
+    return _read(options, release, model, text is None)
 
 
-def _chain(path: str, depth: int) -> list[Mapping[str, Any]]:
+def _chain(path: str, depth: int, text: str | None = None) -> list[Mapping[str, Any]]:
     """The file, after those that its ``defaults`` name, of which ``grpo_math_1B.yaml`` is known."""
     if depth > _DEEPEST:
         raise SpecError(f"{bounded(path, 80)} builds on more than {_DEEPEST} files; {_GIVE} as one")
-    table = table_of(read_text(path, _GIVE, MOST_BYTES), path)
+    table = table_of(read_text(path, _GIVE, MOST_BYTES) if text is None else text, path)
     base = table.get("defaults")
     names = [base] if isinstance(base, str) else base if isinstance(base, list) else []
     found: list[Mapping[str, Any]] = []
     for name in names:
         beside = os.path.join(os.path.dirname(path), str(name))
-        if os.path.exists(beside):
+        if text is None and os.path.exists(beside):
             found += _chain(beside, depth + 1)
         elif os.path.basename(str(name)) not in ("grpo_math_1B.yaml", "_self_"):
             raise SpecError(
@@ -90,10 +90,10 @@ def _need(o: Options, name: str) -> int:
     return found
 
 
-def _read(o: Options, release: str, given: str | None) -> PostTraining:
+def _read(o: Options, release: str, given: str | None, files: bool) -> PostTraining:
     assumptions: list[str] = []
     not_modelled: list[str] = []
-    model, said = model_of(o.text("policy.model_name"), "policy.model_name", given)
+    model, said = model_of(o.text("policy.model_name"), "policy.model_name", given, files=files)
     assumptions += [said] * bool(said)
     if not o.flag("policy.generation.colocated.enabled", True):
         raise SpecError(

@@ -53,11 +53,18 @@ _SGLANG_HARMLESS = ("log-level", "router", "server", "cuda-graph-max-bs", "atten
                     "decode-log", "watchdog", "moe-a2a", "deepep", "moe-dense", "enable-ep-moe")  # fmt: skip
 
 
-def read_slime(source: str, *, release: str = "", model: str | None = None) -> PostTraining:
-    """The job of slime's arguments, as text or in a launch script that calls ``train.py``. Raises SpecError."""
-    if os.path.isfile(source):
-        words = command_of_script(read_text(source, "give the script that starts slime", MOST_BYTES), "train.py")
+def read_slime(
+    source: str, *, release: str = "", model: str | None = None, text: str | None = None
+) -> PostTraining:
+    """The job of slime's arguments, as text or in a launch script that calls ``train.py``. ``text``: as in
+    ``verl.read_verl``. Raises SpecError."""
+    files = text is None
+    if text is None and os.path.isfile(source):
+        text = read_text(source, "give the script that starts slime", MOST_BYTES)
+    if text is not None and "train.py" in text:
+        words = command_of_script(text, "train.py")
     else:
+        source = source if text is None else text.replace("\\\n", " ")
         try:
             words = shlex.split(source)
         except ValueError as error:
@@ -73,7 +80,7 @@ def read_slime(source: str, *, release: str = "", model: str | None = None) -> P
     path = own.get("--hf-checkpoint", [""])[0]
     if not path and model is None:
         raise SpecError("--hf-checkpoint is not among slime's arguments; add it, or give MODEL")
-    found, said = model_of(path, "--hf-checkpoint", model)
+    found, said = model_of(path, "--hf-checkpoint", model, files=files)
     assumptions += [said] * bool(said)
     per_node = _number(own, "--actor-num-gpus-per-node", 8)
     world = per_node * _number(own, "--actor-num-nodes", 1)
@@ -83,7 +90,7 @@ def read_slime(source: str, *, release: str = "", model: str | None = None) -> P
     if "--rollout-max-prompt-len" not in own and "--rollout-max-context-len" not in own:
         assumptions.append("prompts of at most 1,024 tokens (--rollout-max-prompt-len)")
         longest += 1024
-    text = " ".join(map(shlex.quote, rest))
+    text = "\n" + " ".join(map(shlex.quote, rest))  # A line break: it is never taken for a file's name.
     if "--seq-length" not in rest:
         text += f" --seq-length {max(longest, 1)}"
     if "--micro-batch-size" not in rest:

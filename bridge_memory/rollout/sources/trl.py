@@ -8,6 +8,7 @@ Source: TRL 1.16 ``trainer/grpo_config.py``, ``trainer/grpo_trainer.py``, ``gene
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 
 from bridge_memory.files import read_text
 from bridge_memory.readers.engines.files import read_table, table_of
-from bridge_memory.readers.engines.run import apply_world_size, fields_of, file_reader
+from bridge_memory.readers.engines.run import apply_world_size, fields_of, file_reader, no_files
 from bridge_memory.readers.engines.sections import Diagnostics
 from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.readers.engines.training_args import read_training_args
@@ -56,20 +57,28 @@ _OF_TRAINER_ONLY = ("model_init_kwargs",)
 
 
 def read_trl(
-    source: str, *, world_size: int | None = None, release: str = "", model: str | None = None
-) -> PostTraining:
-    """The job of GRPOConfig's arguments in JSON or YAML. Raises SpecError."""
-    table = dict(read_table(source, "give TRL's GRPO arguments as JSON or YAML"))
-    return _read("trl", source, table, world_size, model, {}, release)
+    source: str, *, world_size: int | None = None, release: str = "", model: str | None = None,
+    text: str | None = None,
+) -> PostTraining:  # fmt: skip
+    """The job of GRPOConfig's arguments in JSON or YAML. ``text``: as in ``verl.read_verl``. Raises SpecError."""
+    if text is None:
+        table = dict(read_table(source, "give TRL's GRPO arguments as JSON or YAML"))
+    else:
+        table = dict(table_of(text, source))
+    return _read("trl", source, table, world_size, model, {}, release, text is None)
 
 
 def read_ms_swift(
-    source: str, *, world_size: int | None = None, release: str = "", model: str | None = None
-) -> PostTraining:
-    """The job of ``swift rlhf``'s arguments: as text, in a script, or in YAML or JSON. Raises SpecError."""
-    if os.path.isfile(source):
+    source: str, *, world_size: int | None = None, release: str = "", model: str | None = None,
+    text: str | None = None,
+) -> PostTraining:  # fmt: skip
+    """The job of ``swift rlhf``'s arguments: as text, in a script, or in YAML or JSON. ``text``: as in
+    ``verl.read_verl``. Raises SpecError."""
+    files = text is None
+    if text is None and os.path.isfile(source):
         text = read_text(source, "give ms-swift's arguments", MOST_BYTES)
-        if source.endswith((".yaml", ".yml", ".json")):
+    if text is not None:
+        if source.endswith((".yaml", ".yml", ".json")) or re.match(r"\s*(\{|#|\w+:\s)", text):
             table = dict(table_of(text, source))
         else:
             table = _words(command_of_script(text, "swift rlhf" if "swift rlhf" in text else "rlhf"))
@@ -96,7 +105,7 @@ def read_ms_swift(
         }  # fmt: skip
     elif zero:
         table["deepspeed"] = zero
-    return _read("ms-swift", source, table, world_size, model, own, release)
+    return _read("ms-swift", source, table, world_size, model, own, release, files)
 
 
 def _old(release: str) -> bool:
@@ -130,6 +139,7 @@ def _read(
     given: str | None,
     own: Mapping[str, Any],
     release: str,
+    files: bool,
 ) -> PostTraining:
     grpo = Options(_TRL, "TRL's GRPOConfig")
     grpo.update([(name, table.pop(name)) for name in list(table) if name in _TRL])
@@ -142,7 +152,7 @@ def _read(
     path = str(table.get("model_name_or_path", table.pop("model", "")) or "")
     if not path and given is None:
         raise SpecError("model_name_or_path is not given; give it, or MODEL beside the configuration")
-    model, said = model_of(path, "model_name_or_path", given)
+    model, said = model_of(path, "model_name_or_path", given, files=files)
     prompt, response = grpo.integer("max_prompt_length"), grpo.integer("max_completion_length")
     longest = grpo.integer("vllm_max_model_length") or 0
     assumptions: list[str] = [said] * bool(said)
@@ -154,7 +164,7 @@ def _read(
     table.setdefault("bf16", not table.get("fp16", False))
     table.setdefault("gradient_checkpointing", True)
     world = world_size or 1
-    run = _run(framework, source, table, model, world, longest)
+    run = _run(framework, source, table, model, world, longest, files)
     lora = run.peft.scheme != "none"
     level = int(own.get("sleep_level", 0) or 0)
     if framework == "trl":
@@ -191,12 +201,15 @@ def _read(
     )  # fmt: skip
 
 
-def _run(framework: str, source: str, table: dict[str, Any], model: Any, world: int, longest: int) -> RunSpec:
+def _run(
+    framework: str, source: str, table: dict[str, Any], model: Any, world: int, longest: int, files: bool
+) -> RunSpec:
     """The trainer, as ``--training-args`` reads it."""
-    name = os.path.basename(source) if os.path.exists(source) else framework
+    name = os.path.basename(source) if files and os.path.exists(source) else framework
     settings = Settings(Diagnostics(bounded(name, 60)))
     specified = Specified(world_size=world, hidden_size=model.hidden_size, model_type=model.model_type)
-    read_training_args(table, settings, specified, file_reader(source, settings.diagnostics))
+    reader = file_reader(source, settings.diagnostics) if files else no_files(settings.diagnostics)
+    read_training_args(table, settings, specified, reader)
     settings.diagnostics.check()
     fields = fields_of(settings)
     fields.setdefault("batch", {})["seq_length"] = longest

@@ -18,6 +18,7 @@ from bridge_memory.rollout.inference import InferenceSpec
 from bridge_memory.rollout.setup import Critic, PostTraining, Reference
 from bridge_memory.rollout.sources.common import MOST_BYTES, defaults, model_of
 from bridge_memory.rollout.sources.hydra import Options, flat, overrides, words_of_script
+from bridge_memory.rollout.trainer import UPDATE_ALONE
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -80,11 +81,16 @@ _IGNORED_TRANSFORMER = (
 )  # fmt: skip
 
 
-def read_verl(source: str, words: Sequence[str] = (), *, release: str = "", model: str | None = None) -> PostTraining:
+def read_verl(
+    source: str, words: Sequence[str] = (), *, release: str = "", model: str | None = None, text: str | None = None,
+    critic: bool = True,
+) -> PostTraining:  # fmt: skip
     """The job of a configuration.
 
     Args:
         source: A YAML (composed or not), a launch script, or a release such as "0.9" whose defaults hold.
+        text: What would be in the file ``source``, which is then only its name; no file is read.
+        critic: Whether the critic is read too.
         words: Overrides, as on the command line.
         release: Of verl; empty: the one that ``source`` says, else the newest that is known.
         model: In place of ``actor_rollout_ref.model.path``.
@@ -93,17 +99,18 @@ def read_verl(source: str, words: Sequence[str] = (), *, release: str = "", mode
         SpecError: An option is unknown or has a value that verl would refuse, or what it asks for is not modelled.
     """
     table: dict[str, Any] = {}
-    given = list(words)
-    if re.fullmatch(r"v?\d+\.\d+(\.\w+)*", source) and not os.path.exists(source):
+    given, files = list(words), text is None
+    if files and re.fullmatch(r"v?\d+\.\d+(\.\w+)*", source) and not os.path.exists(source):
         release = release or source
     else:
-        text = read_text(source, "give a configuration of verl, the script that starts it, or a release such as 0.9",
-                         MOST_BYTES)  # fmt: skip
+        if text is None:
+            give = "give a configuration of verl, the script that starts it, or a release such as 0.9"
+            text = read_text(source, give, MOST_BYTES)
         if source.endswith((".sh", ".bash", ".slurm")) or text.startswith("#!") or ENTRY in text:
             given = [*words_of_script(text, ENTRY), *given]
         else:
             table = _flat(table_of(text, source), source)
-    return _reader(table, given, release, model).read(bool(release))
+    return _reader(table, given, release, model, files).read(bool(release), critic=critic)
 
 
 def update_of_verl(config: Mapping[str, Any], name: str = "verl's configuration") -> RunSpec:
@@ -113,9 +120,8 @@ def update_of_verl(config: Mapping[str, Any], name: str = "verl's configuration"
         SpecError: As ``read_verl``.
     """
     job = _reader(_flat(config, name), [], "", None).read(False, critic=False)
-    beside = "the update of the policy alone; rollout, log-probabilities and a critic take their turns on the same GPUs"
     left_out = [f"not modelled: {', '.join(job.not_modelled)}"] * bool(job.not_modelled)
-    return job.update_run().with_(assumptions=(beside, *job.assumptions, *left_out))
+    return job.update_run().with_(assumptions=(UPDATE_ALONE, *job.assumptions, *left_out))
 
 
 def _flat(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -126,7 +132,9 @@ def _flat(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return table
 
 
-def _reader(table: dict[str, Any], given: list[str], release: str, model: str | None) -> _Reader:
+def _reader(
+    table: dict[str, Any], given: list[str], release: str, model: str | None, files: bool = True
+) -> _Reader:
     """``table``: options by their whole names; ``given``: overrides of them."""
     megatron = _is_megatron(table, given)
     given = [word for word in given if not word.startswith(("model_engine=", "--"))]
@@ -135,7 +143,7 @@ def _reader(table: dict[str, Any], given: list[str], release: str, model: str | 
     options = Options(_options(number, megatron), name, [s for s in _HARMLESS_SECTIONS if s not in _LISTED])
     options.update(table.items())
     options.override(given)
-    return _Reader(options, number, megatron, model)
+    return _Reader(options, number, megatron, model, files)
 
 
 def _options(release: tuple[int, int], megatron: bool) -> dict[str, Any]:
@@ -180,8 +188,10 @@ def _is_megatron(table: dict[str, Any], words: Sequence[str]) -> bool:
 class _Reader:
     """One configuration."""
 
-    def __init__(self, options: Options, release: tuple[int, int], megatron: bool, model: str | None) -> None:
-        self.o, self.release, self.megatron, self.given_model = options, release, megatron, model
+    def __init__(
+        self, options: Options, release: tuple[int, int], megatron: bool, model: str | None, files: bool
+    ) -> None:
+        self.o, self.release, self.megatron, self.given_model, self.files = options, release, megatron, model, files
         self.assumptions: list[str] = []
         self.not_modelled: list[str] = []
 
@@ -189,7 +199,7 @@ class _Reader:
         o = self.o
         if not release_given:
             self.assumptions.append(f"verl {'.'.join(map(str, self.release))} (--release)")
-        model, said = model_of(o.text(f"{_MODEL}.path"), f"{_MODEL}.path", self.given_model)
+        model, said = model_of(o.text(f"{_MODEL}.path"), f"{_MODEL}.path", self.given_model, files=self.files)
         self.assumptions += [said] * bool(said)
         world = self._need("trainer.n_gpus_per_node", 8) * self._need("trainer.nnodes", 1)
         prompt, response = self._need("data.max_prompt_length"), self._need("data.max_response_length")
@@ -516,7 +526,7 @@ class _Reader:
         if "critic.model.path" not in o.given:
             path = o.text(f"{_MODEL}.path")
             self.assumptions.append("the critic is a model like the policy (critic.model.path)")
-        model, said = model_of(path, "critic.model.path", self.given_model)
+        model, said = model_of(path, "critic.model.path", self.given_model, files=self.files)
         self.assumptions += [said] * bool(said and said.replace("critic.model", _MODEL) not in self.assumptions)
         model = replace(model, share_embeddings_and_output_weights=True)
         run = self._trainer(model, world, "critic")

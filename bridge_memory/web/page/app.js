@@ -5,6 +5,7 @@ import { $, button, fill, h, toast } from "./dom.js";
 import { changeWords, Form } from "./form.js";
 import { Measured } from "./measured.js";
 import * as results from "./results.js";
+import { askRollout, isJob, noRollout, rollout, rolloutOf, statesGpus } from "./rollout.js";
 import { Search } from "./search.js";
 import { MOST_OTHERS, State } from "./state.js";
 
@@ -34,6 +35,7 @@ class Page {
     this.form = new Form(facts, models, this.state, (parts, field) => this.changed(parts, field));
     this.estimates = new Latest((question, more) => this.estimate(question, more));
     this.jobs = new Latest((question) => this.phases(question));
+    this.rollouts = new Latest((question) => this.rollout(question));
     this.whatifs = new Latest((question) => this.whatif(question));
     this.searching = new Search(this);
     this.measured = new Measured(this);
@@ -67,10 +69,11 @@ class Page {
       else this.state.now[key] = value;
     }
     if (field === "model" || field === "config") this.forget();
-    // What is no JSON says the whole run: only the GPUs stay.
-    if (field === "config" && !/^\s*[{[]/.test(this.state.now.config ?? "{")) {
+    // What is no config.json says the whole run: only the GPUs stay, if it does not say them.
+    const config = this.state.now.config ?? "{";
+    if (field === "config" && (isJob(config) || !/^\s*[{[]/.test(config))) {
       const { "num-gpus": gpus } = this.state.now.options;
-      this.state.now.options = gpus === undefined ? {} : { "num-gpus": gpus };
+      this.state.now.options = gpus === undefined || statesGpus(config) ? {} : { "num-gpus": gpus };
     }
     if (options) this.follow(options);
     this.last = field;
@@ -174,9 +177,11 @@ class Page {
       this.draw();
       this.form.answered(answer);
       await this.ofTheOther(asked.vs);
-      if (results.phasesOf(this.question(asked))) results.whole(answer, this.job);
+      const key = this.question(asked);
+      if (rolloutOf(answer.rollout, key)) results.ofTheJob(answer, this.postTraining);
+      else if (!answer.rollout && results.phasesOf(key)) results.whole(answer, this.job);
       this.quiet = setTimeout(() => {
-        this.jobs.ask(asked);
+        (answer.rollout ? this.rollouts : this.jobs).ask(asked);
         this.whatifs.ask(asked);
       }, QUIET);
     } catch (error) {
@@ -243,6 +248,22 @@ class Page {
     }
   }
 
+  // The phases of a pasted post-training job, in place of a training job's.
+  async rollout(asked) {
+    const question = this.question(asked), now = () => this.question({ question: this.state.question() }) === question;
+    if (!now() || rolloutOf(true, question)) return;
+    try {
+      const found = await askRollout(asked.question);
+      if (!now()) return;
+      rollout(found, question);
+      this.postTraining = found;
+      results.ofTheJob(this.shown.answer, found);
+    } catch (error) {
+      if (error instanceof Refusal && now()) noRollout(error.message);
+      else if (!(error instanceof Gone) && !(error instanceof Refusal)) throw error;
+    }
+  }
+
   async whatif(asked) {
     if (asked.address !== this.state.address()) return;
     try {
@@ -251,6 +272,12 @@ class Page {
     } catch (error) {
       if (!(error instanceof Gone) && !(error instanceof Refusal)) throw error;
     }
+  }
+
+  takeJob(config) {
+    this.changed({ model: undefined, config, name: undefined }, "config");
+    $("results").scrollIntoView();
+    toast("Its phases are shown: what trainer and inference engine hold in each");
   }
 
   undo() {

@@ -109,7 +109,7 @@ export class Form {
       onchange: () => this.change({ model: this.hubId.value.trim(), config: undefined, name: undefined }, "model") });
     this.hubRow = h("div", { class: "field", hidden: true }, h("label", { for: "f-hub" }, "Hub id"), this.hubId);
     this.config = h("textarea", { id: "f-config", rows: 6, spellcheck: "false", "aria-describedby": "e-config",
-      placeholder: '{"model_type": "qwen3_moe", ...}, or a run_config.yaml of Megatron Bridge, a configuration of verl, or Megatron-LM\'s arguments', oninput: () => this.pasted() });
+      placeholder: '{"model_type": "qwen3_moe", ...}, or a run_config.yaml of Megatron Bridge, a configuration of verl, NeMo-RL, slime, TRL or ms-swift, or Megatron-LM\'s arguments', oninput: () => this.pasted() });
     this.configName = h("input", { id: "f-name", placeholder: "name of the model", maxlength: 100, oninput: () => this.pasted() });
     this.configRow = h("div", { hidden: true },
       h("div", { class: "field" }, h("label", { for: "f-config" }, "config.json, or a run's configuration"), this.config, this.errorOf("config")),
@@ -234,6 +234,7 @@ export class Form {
   // The default of a size, where it is a plain number.
   plain(name) {
     const option = this.options[name];
+    if (this.state.now.config !== undefined) return null; // a pasted configuration says it
     return option.kind === "integer" && option.default !== null && name in MAIN ? option.default : null;
   }
 
@@ -315,7 +316,9 @@ export class Form {
 
   // The fields of the engine alone.
   ofEngine(options, on) {
-    const engine = options.engine ?? "megatron_ddp";
+    const pasted = this.state.now.config === undefined ? undefined : this.effective.engine;
+    const engine = options.engine ?? pasted ?? "megatron_ddp";
+    if (pasted) this.fields.engine.input.value = engine;
     const megatron = this.facts.megatron_engines.includes(engine);
     this.sizes.hidden = this.again.hidden = !megatron;
     this.ofTorch.hidden = megatron && engine !== "megatron_deepspeed";

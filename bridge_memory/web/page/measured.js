@@ -2,6 +2,7 @@
 
 import { postFile } from "./api.js";
 import { $, button, fill, gib, h } from "./dom.js";
+import { jobOf } from "./rollout.js";
 
 const MOST = 256 * 2 ** 20;
 
@@ -27,6 +28,8 @@ export class Measured {
   }
 
   async take(file) {
+    const config = await jobOf(file);
+    if (config !== null) return this.page.takeJob(config);
     this.file = file;
     if (file.size > MOST) return this.show({ error: `${file.name} is larger than ${MOST / 2 ** 20} MiB; for a long log, give only its lines about memory` });
     this.show({ busy: true });

@@ -22,6 +22,7 @@ export function verdict(answer, page) {
     changed(answer, page),
     !fit.fits && !fit.lacks && h("p", { class: "hint" }, `This is one layout of many (${layoutWords(answer.effective)}): another may fit the same GPUs.`),
     ...[answer.evidence, answer.band].map((words) => h("p", { class: "hint evidence" }, sentence(words))),
+    answer.rollout && h("p", { class: "hint evidence" }, "Bar and figures here, and stages and steps below, are those of the update alone."),
     decides(estimate),
     worst && bar(worst, scaleOf([worst], fit), fit, `The GPU with the highest peak: ${partsOf(worst)}, of ${gib(fit.capacity_bytes)} GiB`),
     h("dl", { class: "facts" },
@@ -52,6 +53,11 @@ export function whole(answer, job) {
 function searched(page, several = false) {
   const torch = !page.facts.megatron_engines.includes(page.state.now.options.engine ?? "megatron_ddp");
   return (torch ? "configuration" : "layout") + (several ? "s" : "");
+}
+
+/** The answer of a post-training job, of which `answer` is the update. */
+export function ofTheJob(answer, job) {
+  head(answer, job.rollout.verdict, job.brief, job.words.join(". "));
 }
 
 function head(answer, verdict, room, words) {
@@ -126,7 +132,7 @@ export function refused(refusal, fixes, page, field) {
 // Dims the parts of the last answer, which are of another configuration; `on` false: they are of this one again.
 export function stale(on) {
   $("results").classList.toggle("stale", on);
-  for (const id of ["versus", "phases", "stages", "stage", "whatif", "notes"]) $(id).inert = on;
+  for (const id of ["versus", "rollout", "phases", "stages", "stage", "whatif", "notes"]) $(id).inert = on;
 }
 
 // ---- the phases of the job ----
