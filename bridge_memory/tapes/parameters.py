@@ -128,6 +128,23 @@ class ParameterList:
                     yield p.named(prefix + name)
 
 
+#: Type of lists or numbers of many runs -> ``in_each_run`` of these.
+of_many_runs: dict[type, Callable[..., tuple[Any, ...]]] = {}
+
+
+def in_each_run(
+    function: Callable[[Sequence[ParameterList], Sequence[int]], tuple[int, ...]], lists: Sequence[Any],
+    numbers: Sequence[Any],
+) -> tuple[Any, ...]:  # fmt: skip
+    """``function(lists, numbers)``, for what goes through parameters one by one. Where lists or numbers are those of
+    many runs it is called once for every combination that any run has, and gives arrays."""
+    for given in (*lists, *numbers):
+        of_many = of_many_runs.get(type(given))
+        if of_many is not None:
+            return of_many(function, lists, numbers)
+    return function(lists, numbers)
+
+
 # ---- columns ----
 
 
@@ -142,6 +159,11 @@ def aligned_elements(parameter: Parameter, to: int) -> int:
 
 def gemm_elements(parameter: Parameter, _: int) -> int:
     return parameter.numel if parameter.is_gemm else 0
+
+
+def aligned_gemm_elements(parameter: Parameter, to: int) -> int:
+    """As ``aligned_elements``, of weights of fp8 GEMMs; 0 for others."""
+    return aligned_elements(parameter, to) if parameter.is_gemm else 0
 
 
 def gemm_tensors(parameter: Parameter, _: int) -> int:
