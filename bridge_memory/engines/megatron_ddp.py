@@ -33,10 +33,12 @@ from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
 from bridge_memory.tapes.parameters import (
     PARAM_ALIGNMENT,
+    Alike,
     Column,
     Parameter,
     ParameterList,
     Use,
+    add_alike,
     aligned_elements,
     aligned_gemm_elements,
     elements,
@@ -618,65 +620,48 @@ def dealt_share(
 
 
 def _dealt(units: Sequence[Unit], kinds: tuple[bool, ...], world: int, place: int | None) -> tuple[int, ...]:
-    """``dealt_share`` one after the other. Parameters in a row of the sorted list that differ in nothing are dealt
-    together."""
-    of_size: dict[int, list[_Alike]] = {}
-
-    def add(parameters: Sequence[Parameter], times: int) -> None:
-        sizes: dict[int, list[Parameter]] = {}
-        for p in parameters:
-            sizes.setdefault(p.numel, []).append(p)
-        for numel, few in sizes.items():
-            rows = of_size.setdefault(numel, [])
-            alike = all([(p.is_matrix, p.expert) == (few[0].is_matrix, few[0].expert) for p in few])
-            again, rest = (1, times * len(few)) if alike else (times, 1)
-            for p in few[:1] * again if alike else few * again:
-                if rows and (rows[-1].is_matrix, rows[-1].expert) == (p.is_matrix, p.expert):
-                    rows[-1] = rows[-1]._replace(times=rows[-1].times + rest)
-                else:
-                    rows.append(_Alike(p.is_matrix, p.expert, rest))
-
+    """``dealt_share`` one after the other."""
+    of_size: dict[int, list[Alike]] = {}
     for unit in units:
-        for _ in range(unit.times):
-            for few, times in unit.parameters.runs(*kinds):
-                add(few, times)
-    rows = [(numel, row) for numel in sorted(of_size) for row in of_size[numel]]
-    world = min(world, sum([row.times for _, row in rows]))  # further ranks get nothing
+        for numel, alike in unit.parameters.by_size(*kinds):
+            add_alike(of_size.setdefault(numel, []), alike, unit.times)
+    rows = tuple([(numel, *row) for numel in sorted(of_size) for row in of_size[numel]])
+    return _dealt_rows(rows, kinds, world, place)
+
+
+@lru_cache(maxsize=4096)
+def _dealt_rows(
+    rows: Sequence[tuple[int, bool, bool, int]], kinds: tuple[bool, ...], world: int, place: int | None
+) -> tuple[int, ...]:
+    """``rows``: of the sorted list elements of a parameter, whether it is a matrix and an expert's, and how many such
+    follow each other."""
+    world = min(world, sum([times for *_, times in rows]))  # further ranks get nothing
     if place is not None and place >= world:
         return (0, 0) * len(kinds)
+    ends, at = [0], 0
+    for *_, times in rows:
+        at += times
+        ends.append(at)
     # Ranks between two of these are dealt the same.
-    ends, at = {0}, 0
-    for _, row in rows:
-        at += row.times
-        ends |= {at % (2 * world), -at % (2 * world)}
-    ranks = sorted(rank for rank in ends if rank < world) if place is None else [place]
-
-    def dealt(first: int, rank: int) -> int:
-        """Of the ``first`` parameters how many a rank gets."""
-        rounds, rest = divmod(first, 2 * world)
-        return 2 * rounds + (rest > rank) + (rest > 2 * world - 1 - rank)
-
+    candidates = {0, *(end % (2 * world) for end in ends), *(-end % (2 * world) for end in ends)}
+    ranks = sorted(rank for rank in candidates if rank < world) if place is None else [place]
     most, best = -1, (0, 0) * len(kinds)
     for rank in ranks:
-        share, at, nbytes = [0, 0] * len(kinds), 0, 0
-        for numel, row in rows:
-            own = numel * (dealt(at + row.times, rank) - dealt(at, rank))
-            at += row.times
-            kind = 2 * kinds.index(row.expert)
-            share[kind] += own
-            share[kind + 1] += own * row.is_matrix
-            nbytes += own * (8 if row.is_matrix else 12)
+        # Of as many parameters as each end says, those of this rank.
+        dealt = [
+            2 * (end // (2 * world)) + (end % (2 * world) > rank) + (end % (2 * world) > 2 * world - 1 - rank)
+            for end in ends
+        ]  # fmt: skip
+        share, nbytes = [0, 0] * len(kinds), 0
+        for (numel, is_matrix, expert, _), before, after in zip(rows, dealt, dealt[1:], strict=False):
+            if after > before:
+                own, kind = numel * (after - before), 2 * kinds.index(expert)
+                share[kind] += own
+                share[kind + 1] += own * is_matrix
+                nbytes += own * (8 if is_matrix else 12)
         if nbytes > most:
             most, best = nbytes, tuple(share)
     return best
-
-
-class _Alike(NamedTuple):
-    """Parameters of one size that differ in nothing, ``times`` in a row."""
-
-    is_matrix: bool
-    expert: bool
-    times: int
 
 def fp8_copies(
     precision: PrecisionSpec, gemm: int, gpu_arch: str, tensors: int = 0, scales: int | None = None

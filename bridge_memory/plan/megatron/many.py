@@ -725,9 +725,10 @@ class Memory:
             moment = self._moment(held, self.runs(pipeline, part), holds.ctx.hidden_bytes, ranks)
             return moment, held.static_bytes, held.between_bytes, held.batch
 
-        for part, values in self._holds.each(of_part, used):
-            for into, value in zip((moments, static, between, batch), values, strict=True):
-                into[part.index] = value
+        with np.errstate(divide="ignore"):  # of sizes that this pipeline does not go with
+            for part, values in self._holds.each(of_part, used):
+                for into, value in zip((moments, static, between, batch), values, strict=True):
+                    into[part.index] = value
         found: np.ndarray = static[cells] + _at(state.static, cells) + np.maximum(
             moments[cells] + batch[cells] + _at(state.gathered, cells),
             between[cells] + _at(state.between, cells) + _at(state.in_step, cells),
