@@ -346,7 +346,7 @@ def clear_caches() -> None:
     _LATEST.clear()
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
     """What a stage holds, which does not depend on its position in the pipeline; stages of equal shape share it."""
 
     state: StageState
@@ -394,7 +394,7 @@ class StageContents:
         self.engine = engine
         self._chunks: dict[ChunkShape, _Chunk] = {}
         self._units: dict[ChunkShape, list[Unit]] = {}
-        self._of_shapes: dict[StageShape, _Held] = {}
+        self._of_shapes: dict[StageShape, Held] = {}
 
     def evict(self, few: int) -> None:
         """Drops cached stages, and chunks if there are more than ``few``."""
@@ -403,7 +403,7 @@ class StageContents:
         self._units.clear()
         self._of_shapes.clear()
 
-    def held(self, shapes: StageShape) -> _Held:
+    def held(self, shapes: StageShape) -> Held:
         """What a stage of these shapes holds."""
         held = self._of_shapes.get(shapes)
         if held is None:
@@ -420,7 +420,7 @@ class StageContents:
             found = self._units[shape] = chunk_units(self.run.model, shape, self.ctx)
         return found
 
-    def _held(self, shapes: StageShape) -> _Held:
+    def _held(self, shapes: StageShape) -> Held:
         run, ctx = self.run, self.ctx
         chunks = [self._chunk(shape) for shape in shapes]
         state = self.state(shapes)
@@ -435,7 +435,7 @@ class StageContents:
             )
         )
         static_bytes = sum([nbytes for _, nbytes in state.amounts]) + sum([b.bytes for b in persistent])
-        return _Held(
+        return Held(
             state, tuple(persistent), tuple(between), batch_bytes(run, shapes), inventories,
             tuple(self._costs(inventories, chunks)), static_bytes, sum([b.bytes for b in between]), state.fresh,
             self._deferred(shapes),
@@ -506,13 +506,13 @@ class _Stages(StageContents):
         """The same stages in the first step, which differs with some engines."""
         return _Stages(self.run, engine=self.engine.first_step()) if isinstance(self.engine, HasFirstStep) else self
 
-    def __iter__(self) -> Iterator[_Held]:
+    def __iter__(self) -> Iterator[Held]:
         return iter(self._stages)
 
-    def __getitem__(self, rank: int) -> _Held:
+    def __getitem__(self, rank: int) -> Held:
         return self._stages[rank]
 
-    def explained(self, held: _Held) -> tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]:
+    def explained(self, held: Held) -> tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]:
         """(static components of stages that hold ``held``, retained bytes of each of their chunks by part)."""
         found = self._explained.get(id(held))
         if found is None:
@@ -522,13 +522,13 @@ class _Stages(StageContents):
             )  # fmt: skip
         return found
 
-    def moment(self, rank: int, held: _Held, phase: str | None = None) -> PeakMoment:
+    def moment(self, rank: int, held: Held, phase: str | None = None) -> PeakMoment:
         """The peak of a stage's passes; ``phase``: only of forward or of backward passes."""
         return dynamic_peak(
             self.run.parallel.pp, rank, self._microbatches, held.costs, phase=phase, **self._of_schedule
         )
 
-    def peak(self, rank: int, held: _Held) -> StagePeak:
+    def peak(self, rank: int, held: Held) -> StagePeak:
         """Static memory and peak of the stage of pipeline rank ``rank`` if it holds ``held``."""
         moment = peak_bytes(self.run.parallel.pp, rank, self._microbatches, held.costs, **self._of_schedule)
         static = held.static_bytes

@@ -1,12 +1,12 @@
 """Write references/generated/expert_acceptance.md: where published layouts stand among all that the search looks at.
 
-    python scripts/expert_acceptance.py [--check] [--slow] [--parts FOLDER] [--only NAME ...]
+    python scripts/expert_acceptance.py [--check] [--parts FOLDER] [--only NAME ...]
 
 scripts/published_layouts.yaml has the layouts. Of each it is asked whether it fits in the phases that its run had, how
 many layouts of ``bridge-memory search`` that fit are predicted to be faster, and in what the first row differs; of the
 first row, whether an expert would refuse it (``bridge_memory/plan/megatron/expert.py``). ``--only`` prints the rows
-whose name starts so, and writes nothing. ``--slow`` searches those too whose search takes long. ``--parts`` keeps each
-row in FOLDER as soon as it is done, and takes those that are there already. Needs numpy and PyYAML; takes some minutes.
+whose name starts so, and writes nothing. ``--parts`` keeps each row in FOLDER as soon as it is done, and takes those
+that are there already. Needs numpy and PyYAML; takes ten to thirty minutes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from generated_files import parser_of, write_or_check  # noqa: E402
 
-from bridge_memory import RunSpec, SpecError, estimate, fits  # noqa: E402
+from bridge_memory import RunSpec, SpecError, clear_caches, estimate, fits  # noqa: E402
 from bridge_memory.accuracy.corpus import read_corpus  # noqa: E402
 from bridge_memory.accuracy.throughput import Unread, measured  # noqa: E402
 from bridge_memory.arguments.flags import add_run_arguments  # noqa: E402
@@ -56,7 +56,6 @@ MEASURED = ROOT / "tests" / "data" / "throughput" / "runs.jsonl"
 TARGET = ROOT / "references" / "generated" / "expert_acceptance.md"
 #: Targets: the share that fits; the share in the first ``FIRST`` of all that fit, or within ``NEAR`` of the first row.
 FIT, AMONG_FIRST, FIRST, NEAR = 0.90, 0.85, 0.02, 0.03
-NOT_SEARCHED = "not searched"
 #: Verdicts of a run that a card takes.
 TAKEN = ("fits", "tight")
 #: Phases of every run; performance runs start from nothing, and neither load nor save a checkpoint.
@@ -70,8 +69,7 @@ from what was published.
 - **fits**: the verdict in the phases that the published run had: build, first step and training; those of a training
   also evaluate and save. **whole job**: that of `bridge-memory estimate` over every phase, and the phase that decides.
 - **faster**: layouts that fit and are predicted to be faster, of all that fit in the space of `bridge-memory search`:
-  every axis that its trainer had and both dispatchers vary, all other settings are those of the layout. *coarse*:
-  without context and expert-tensor parallelism, TP and micro batch up to 4.
+  every axis that its trainer had and both dispatchers vary, all other settings are those of the layout.
 - **loss**: its predicted step time over that of the first row, which keeps the reserve and which no rule refuses. A
   layout that keeps less can be faster than it. **balanced**: the same with its own sizes, and its layers split over its
   stages as `bridge-memory balance` does it within the memory that it has, or nine tenths of the card.
@@ -93,9 +91,6 @@ class Published(NamedTuple):
     of_memory: RunSpec | None = None
     #: Axes that its trainer did not have.
     fixed: tuple[str, ...] = ()
-    #: Whether a part of its space is searched, and whether that takes long all the same.
-    coarse: bool = False
-    slow: bool = False
     #: Why it is not among the first rows, or does not fit.
     note: str = ""
 
@@ -114,7 +109,6 @@ class Line(NamedTuple):
     loss: float | None
     instead: str
     refused: Sequence[str]
-    coarse: bool
     note: str
     source: str
     #: The loss with its layers balanced over its stages; None: they cannot be better.
@@ -144,7 +138,7 @@ def published(path: Path = LAYOUTS) -> Iterator[Published]:
         found = _measured(row) if "measured" in row else _flags(row)
         yield found._replace(
             phases=tuple(map(Phase, row.get("phases", ()))), fixed=tuple(row.get("fixed", ())),
-            coarse=row.get("coarse", False), slow=row.get("slow", False), note=row.get("note", ""),
+            note=row.get("note", ""),
         )  # fmt: skip
 
 
@@ -185,13 +179,10 @@ def space_of(layout: Published) -> Space:
         for fields in choices:
             with suppress(SpecError):
                 others.append(run.with_fields(**fields))
-    space = Space(
+    return Space(
         run, run.parallel.world_size, layout.hardware.domain, global_batch_size=run.batch.global_batch_size,
         fixed=frozenset(layout.fixed), others=tuple(others),
     )  # fmt: skip
-    if not layout.coarse:
-        return space
-    return space._replace(fixed=space.fixed | {"cp", "etp"}, ranges={"tp": (1, 4), "mbs": (1, 4)})
 
 
 class _Timed(Layouts, Listed[StepTime]):
@@ -227,8 +218,8 @@ def in_its_phases(job: Job, layout: Published) -> Job:
     return replace(job, phases=tuple([phase for phase in job.phases if phase.phase in phases]))
 
 
-def line_of(layout: Published, *, slow: bool = False) -> Line:
-    """Where ``layout`` stands. ``slow``: also of one whose search takes long."""
+def line_of(layout: Published) -> Line:
+    """Where ``layout`` stands."""
     job = job_in(layout)
     decided = in_its_phases(job, layout)
     whole = f"{job.verdict}" + ("" if str(job.verdict) == "fits" else f": {job.tightest.phase}")
@@ -237,10 +228,8 @@ def line_of(layout: Published, *, slow: bool = False) -> Line:
         whole += f" (step alone: {step.verdict})"
     line = Line(
         layout.name, layout_words(layout.run), str(decided.verdict), whole, 0, 0, None, "nothing fits", (),
-        layout.coarse, layout.note, layout.source,
+        layout.note, layout.source,
     )  # fmt: skip
-    if layout.slow and not slow:
-        return line._replace(instead=NOT_SEARCHED)
     found = looked_up(layout)
     if not found.rows:
         return line
@@ -296,7 +285,7 @@ def _cells(one: Line) -> tuple[str, ...]:
     if one.loss is None:
         return one.name, one.layout, one.fits, one.whole_job, share, "", "", "", "", "", one.note
     return (
-        one.name, one.layout, one.fits, one.whole_job, share + ", coarse" * one.coarse, f"{one.loss:+.1%}",
+        one.name, one.layout, one.fits, one.whole_job, share, f"{one.loss:+.1%}",
         "" if one.balanced is None or one.loss - one.balanced < 0.001 else f"{one.balanced:+.1%}",
         "yes" if one.accepted else "no", one.instead, "; ".join(one.refused) or "no", one.note,
     )  # fmt: skip
@@ -304,15 +293,15 @@ def _cells(one: Line) -> tuple[str, ...]:
 
 def summary(rows: Sequence[Line]) -> list[str]:
     """The figures beside their targets."""
-    number, searched = len(rows), sum(row.instead != NOT_SEARCHED for row in rows)
+    number = len(rows)
     fit, accepted = sum(row.taken for row in rows), sum(row.accepted for row in rows)
     refused = sum(bool(row.refused) for row in rows)
     split = sum(row.accepted or (row.balanced is not None and row.balanced <= NEAR) for row in rows)
     whole = sum(row.whole_job.startswith(TAKEN) for row in rows)
     return [
         f"{fit} of {number} fit ({fit / number:.0%}; target {FIT:.0%}); {whole} under the verdict of every phase.",
-        f"{accepted} of {searched} that are searched are in the first {FIRST:.0%}, or within {NEAR:.0%} of the first "
-        f"row's time ({accepted / max(1, searched):.0%}; target {AMONG_FIRST:.0%}); {split} with layers balanced.",
+        f"{accepted} are in the first {FIRST:.0%}, or within {NEAR:.0%} of the first row's time "
+        f"({accepted / number:.0%}; target {AMONG_FIRST:.0%}); {split} with layers balanced ({split / number:.0%}).",
         f"{refused} first rows would be refused (target 0).",
     ]
 
@@ -333,7 +322,6 @@ def page(rows: Sequence[Line]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("expert_acceptance.py", __doc__)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="print the rows whose name starts with one of these")
-    parser.add_argument("--slow", action="store_true", help="search those too whose search takes long")
     parser.add_argument("--parts", type=Path, metavar="FOLDER", help="keep each row there, and take those that are")
     args = parser.parse_args(argv)
     rows = []
@@ -346,7 +334,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             line = Line(**json.loads(kept.read_text()))._replace(note=layout.note, source=layout.source)
             rows.append(line)
             continue
-        rows.append(line_of(layout, slow=args.slow))
+        rows.append(line_of(layout))
+        clear_caches()
         if kept:
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(rows[-1]._asdict()))

@@ -44,6 +44,8 @@ def search(
     engine: str | Sequence[str] | None = None,
     keep: Iterable[str] = (),
     vary: Iterable[str] | None = None,
+    fix: Iterable[str] = (),
+    exclude: Iterable[str] = (),
     ranges: Mapping[str, tuple[int, int]] | None = None,
     exhaustive: bool = False,
     headroom_bytes: int = 0,
@@ -69,7 +71,11 @@ def search(
         keep: Axes that stay as the run has them: tp, pp, vpp, cp, ep, etp, mbs, split, recompute. Of PyTorch's and
             DeepSpeed's engines: mbs, checkpointing, reshard, shard, accumulation, overlap, offload, attention, liger.
         vary: The only axes that vary. None: all but ``keep``; offload, attention and liger vary only where they are
-            named.
+            named. Under megatron-core's engines items are those of ``--vary``: ``"tp=2/4"``, ``"pp=1..8"``,
+            ``"recompute=none/mlp+moe_act"``, ``"precision=bf16/mxfp8"``. Of a model that is named alone the dispatcher
+            of tokens varies too.
+        fix: Items with one value each, such as ``"tp=4"``. For megatron-core's engines.
+        exclude: Items whose values are left out, such as ``"ep=1"``, ``"recompute=full"``. For megatron-core's engines.
         ranges: Axis -> its smallest and largest value, of tp, pp, vpp, cp, ep and mbs.
         exhaustive: Every size that divides, instead of powers of two.
         headroom_bytes: Bytes that must stay free on the GPU beside the margin.
@@ -82,7 +88,8 @@ def search(
 
     Returns:
         ``rows`` hold ``run``, ``peak`` and ``headroom`` in bytes, and ``time.seconds`` of a step. ``front()`` holds the
-        rows than which no other is both faster and smaller. ``refused`` counts refusals by field.
+        rows than which no other is both faster and smaller. ``refused`` counts refusals by field, ``left_out`` says
+        which values that were asked for no layout can have.
 
     Raises:
         SpecError: The GPUs or the batch are missing, an axis is unknown, or no layout divides the GPUs.
@@ -99,6 +106,10 @@ def search(
         ...                  vary=["engine", "checkpointing"])
         >>> sorted({row.run.data_parallel.engine for row in engines.rows})
         ['fsdp1', 'fsdp2']
+        >>> few = search("meta-llama/Llama-3.2-1B", gpu="H100", num_gpus=8, global_batch_size=64,
+        ...              vary=["tp=1..4", "mbs"], fix=["recompute=none"], exclude=["tp=2"])
+        >>> sorted({row.run.parallel.tp for row in few.rows})
+        [1, 4]
     """
     card = _card(gpu)
     given = run if isinstance(run, RunSpec) else None
@@ -124,6 +135,7 @@ def search(
     _check_headroom(headroom_bytes)
     if not isinstance(run, RunSpec):
         run = RunSpec(model=run if isinstance(run, ModelSpec) else resolve_model(run))
+    fixing, excluding = _names("fix", fix), _names("exclude", exclude)
     words = _engine_words(engine, run)
     options: dict[str, Any] = {
         "capacity": card.capacity_bytes - headroom_bytes, "outside": partial(outside_bytes_of, gpu=card),
@@ -135,8 +147,15 @@ def search(
                 f"mixed_precision ({show(mixed_precision)}) is for PyTorch's and DeepSpeed's engines; drop it, or set "
                 "precision of the run"
             )
-        return _search_megatron(_with_engine(run, words[0]), card, num_gpus, global_batch_size, keep, vary, ranges,
-                                exhaustive, measured, None if cache is None else os.fspath(cache), options)  # fmt: skip
+        if given is not None and vary is None:  # all settings stay
+            fixing += [] if any(item.startswith("dispatcher") for item in fixing) else ["dispatcher"]
+        return _search_megatron(
+            _with_engine(run, words[0]), card, num_gpus, global_batch_size, keep, vary, fixing, excluding, ranges,
+            exhaustive, measured, None if cache is None else os.fspath(cache), options,
+        )  # fmt: skip
+    for argument, items in (("fix", fixing), ("exclude", excluding)):
+        if items:
+            raise SpecError(f"{argument} ({show(items[0])}) is for layouts of megatron-core; drop it, or use keep")
     if cache is not None:
         raise SpecError(f"cache ({show(os.fspath(cache))}) is for layouts of megatron-core; drop it")
     return _search_torch(run, card, num_gpus, global_batch_size, words, keep, vary, ranges, exhaustive,
@@ -392,28 +411,38 @@ def _checked_ranges(ranges: Ranges | None, known: Iterable[str]) -> Ranges:
 
 def _search_megatron(
     run: RunSpec, card: Gpu, num_gpus: int, total: int, keep: Iterable[str], vary: Iterable[str] | None,
-    ranges: Ranges | None, exhaustive: bool, measured: Sequence[tuple[RunSpec, float]], cache: str | None,
-    options: Mapping[str, Any],
+    fix: Sequence[str], exclude: Sequence[str], ranges: Ranges | None, exhaustive: bool,
+    measured: Sequence[tuple[RunSpec, float]], cache: str | None, options: Mapping[str, Any],
 ) -> Found:  # fmt: skip
+    from bridge_memory.plan.megatron.asked import Asked, asked_space, read
     from bridge_memory.plan.megatron.search import search as searched
-    from bridge_memory.plan.megatron.space import AXES, Space
+    from bridge_memory.plan.megatron.settings import SETTINGS
+    from bridge_memory.plan.megatron.space import AXES
     from bridge_memory.speed.constants import DEFAULT
     from bridge_memory.speed.hardware import hardware_of
 
     ranges = _checked_ranges(ranges, ("tp", "pp", "vpp", "cp", "ep", "mbs"))
-    fixed = _axes(AXES, keep, vary, ranges)
+    named = None if vary is None else _names("vary", vary)
+    varied = None if named is None or "all" in named else read("vary", named)
+    asked = Asked(varied, read("fix", fix), read("exclude", exclude), "")
+    kept = frozenset(_names("keep", keep))
+    fixed = _axes(AXES, kept, named and [n for n in (varied or ["all"]) if n not in SETTINGS], ranges)
+    for axis in sorted(kept & asked.fix.keys()):
+        raise SpecError(f"keep ({axis}) does not go with fix; drop one of them")
+    valued = {axis for words in (varied or {}, asked.fix) for axis, values in words.items() if values}
+    fixed = (fixed | (asked.fix.keys() & AXES.keys())) - valued
     if run.parallel.pipeline_model_parallel_layout is not None and "split" in fixed and "pp" not in fixed:
         raise SpecError(
             f"keep (split) keeps pipeline_model_parallel_layout, a split over {run.parallel.pp} stages; keep pp too, "
             "or let split vary"
         )
     hardware = hardware_of(card.name)
-    space = Space(
-        on_gpu(_without(run, AXES.keys() - fixed, AXES), card), num_gpus, hardware.domain, fixed, ranges, exhaustive,
-        total,
+    space, left_out = asked_space(
+        on_gpu(_without(run, AXES.keys() - fixed, AXES), card), card, num_gpus, hardware.domain, total, fixed=kept,
+        ranges=ranges, exhaustive=exhaustive, asked=asked, given=frozenset(),
     )  # fmt: skip
     constants = _calibrated(measured, hardware) if measured else DEFAULT
-    return searched(space, hardware, constants=constants, cache=cache, **options)
+    return searched(space, hardware, constants=constants, cache=cache, **options)._replace(left_out=left_out)
 
 
 def _without(run: RunSpec, axes: Iterable[str], of_axis: Mapping[str, Sequence[str]]) -> RunSpec:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bridge_memory.components import Provenance, Role, State
 from bridge_memory.engines.engine import Line, PerChunk, StageState
@@ -33,13 +33,18 @@ from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
 from bridge_memory.tapes.parameters import (
     PARAM_ALIGNMENT,
+    Alike,
     Column,
     Parameter,
+    ParameterList,
     Use,
+    add_alike,
     aligned_elements,
+    aligned_gemm_elements,
     elements,
     gemm_elements,
     gemm_tensors,
+    in_each_run,
     matrix_elements,
     no_scales,
     pad,
@@ -48,7 +53,7 @@ from bridge_memory.tapes.parameters import (
     scales_of_rows,
     square_scales,
 )
-from bridge_memory.tapes.symbolic import any_nonzero, common_multiple
+from bridge_memory.tapes.symbolic import any_nonzero, common_multiple, largest
 from bridge_memory.workspaces.allocator import block_remainder
 
 #: Elements: end of every bucket, together with the data-parallel size.
@@ -213,7 +218,7 @@ class MegatronDDP:
             world = self.worlds[kinds[0]]
             others = 0
             if self.fp8_parameters and self.distributed:
-                padded, others = self._padded_by_dtype(units, kinds, world, in_buckets)
+                padded, others = self._padded_by_dtype(units, kinds, sums, late, world, in_buckets)
             else:
                 padded = self._padded(units, kinds, sums, world, in_buckets) if self.distributed else sums[0]
             dealt = {kind: (of[0], of[3]) for kind, of in ((False, dense), (True, experts))}
@@ -241,13 +246,13 @@ class MegatronDDP:
         return ChunkState(dense[0] + experts[0], of_kind[False] + of_kind[True], remainders, copies)
 
     def _late(self, units: Sequence[Unit]) -> dict[bool, list[int]]:
-        """For dense weights (False) and experts' (True) of ``late`` units: elements, tensors, bytes of blocks' scales.
-        """
-        found = {False: [0, 0, 0], True: [0, 0, 0]}
+        """For dense weights (False) and experts' (True) of ``late`` units: elements, tensors, bytes of blocks' scales,
+        elements aligned as in a buffer."""
+        found = {False: [0, 0, 0, 0], True: [0, 0, 0, 0]}
         for unit in units:
             if unit.label in self.late:
                 for kind, sums in zip((False, True), unit.parameters.sums(self.columns), strict=True):
-                    found[kind] = [n + unit.times * sums[i] for n, i in zip(found[kind], (2, 4, 5), strict=True)]
+                    found[kind] = [n + unit.times * sums[i] for n, i in zip(found[kind], (2, 4, 5, 6), strict=True)]
         return found
 
     def _without_layouts_of_depths(self, units: Sequence[Unit], of_kind: dict[bool, list[int]]) -> None:
@@ -269,14 +274,31 @@ class MegatronDDP:
         end = common_multiple(world, BUCKET_ALIGNMENT)
         bucket = bucket_elements(self.run) if in_buckets else None
         shared = _shared_embedding(units, self.run) if False in kinds else None
+        if bucket is not None:
+            filled: int = self._filled(units, kinds, bucket, end)[0]
+            return filled
         if shared is None or shared.numel == sums[0]:
-            return pad(sums[1], end) if bucket is None else _bucketed(units, kinds, bucket, end)
+            return pad(sums[1], end)
         # It is at one end of the buffer, so that it does not change the buckets of the others.
-        others = sums[1] - aligned_elements(shared, PARAM_ALIGNMENT)
-        filled = pad(others, end) if bucket is None else _bucketed(
-            units, kinds, bucket, end, lambda unit, p: p is not shared
-        )
-        return filled + pad(shared.numel, end)
+        return pad(sums[1] - aligned_elements(shared, PARAM_ALIGNMENT), end) + pad(shared.numel, end)
+
+    def _filled(self, units: Sequence[Unit], kinds: tuple[bool, ...], bucket: int, end: int) -> tuple[Any, ...]:
+        """Elements of the buffer; where weights are fp8 tensors of the one with other parameters, and of theirs."""
+        def filled(lists: Sequence[ParameterList], numbers: Sequence[int]) -> tuple[int, ...]:
+            of_run = [unit._replace(parameters=one) for unit, one in zip(units, lists, strict=True)]
+            shared = _shared_embedding(of_run, self.run) if False in kinds else None
+            out = []
+            for gemm in (False, True) if self.fp8_parameters else (None,):
+                def chosen(unit: Unit, p: Parameter, *, gemm: bool | None = gemm) -> bool:
+                    mine = gemm is None or (p.is_gemm and unit.label not in self.late) is gemm
+                    return p is not shared and mine
+
+                out.append(_bucketed(of_run, kinds, *numbers, chosen))
+            if shared is not None:  # at one end of its buffer, in a bucket of its own
+                out[0] += pad(shared.numel, numbers[1])
+            return tuple(out)
+
+        return in_each_run(filled, [unit.parameters for unit in units], (bucket, end))
 
     def _of_rank(
         self, units: Sequence[Unit], kinds: tuple[bool, ...], dealt: Mapping[bool, tuple[int, int]], world: int,
@@ -302,24 +324,23 @@ class MegatronDDP:
         return found
 
     def _padded_by_dtype(
-        self, units: Sequence[Unit], kinds: tuple[bool, ...], world: int, in_buckets: bool
-    ) -> tuple[int, int]:
+        self, units: Sequence[Unit], kinds: tuple[bool, ...], sums: Sequence[int], late: Mapping[bool, Sequence[int]],
+        world: int, in_buckets: bool,
+    ) -> tuple[int, int]:  # fmt: skip
         """If weights are fp8 tensors: (elements of both padded buffers, elements of the one with other parameters)."""
         end = common_multiple(world, BUCKET_ALIGNMENT)
         bucket = bucket_elements(self.run) if in_buckets else None
+        if bucket is not None:
+            others, of_gemms = self._filled(units, kinds, bucket, end)
+            return others + of_gemms, others
+        of_gemms = sums[6] - sum([late[kind][3] for kind in kinds])
+        others = sums[1] - of_gemms
         shared = _shared_embedding(units, self.run) if False in kinds else None
-        filled = {}
-        for gemm in (False, True):
-            def chosen(unit: Unit, p: Parameter, *, gemm: bool = gemm) -> bool:
-                return p is not shared and (p.is_gemm and unit.label not in self.late) is gemm
-
-            filled[gemm] = (
-                pad(_aligned(units, kinds, chosen), end) if bucket is None
-                else _bucketed(units, kinds, bucket, end, chosen)
-            )
-        if shared is not None:  # at one end of its buffer, in a bucket of its own
-            filled[shared.is_gemm] += pad(shared.numel, end)
-        return filled[False] + filled[True], filled[False]
+        if shared is None:
+            others = pad(others, end)
+        else:  # at one end of its buffer, in a bucket of its own
+            others = pad(others - aligned_elements(shared, PARAM_ALIGNMENT), end) + pad(shared.numel, end)
+        return others + pad(of_gemms, end), others
 
     def _buckets(
         self, units: Sequence[Unit], kinds: tuple[bool, ...], world: int, in_buckets: bool, *, gemm: bool | None
@@ -331,13 +352,13 @@ class MegatronDDP:
 
     def _amounts(
         self, sums: Sequence[int], padded: int, world: int, numel: int, matrices: int, held: int | None = None,
-        others: int = 0, late: Sequence[int] = (0, 0, 0),
+        others: int = 0, late: Sequence[int] = (0, 0, 0, 0),
     ) -> Iterator[int]:  # fmt: skip
         """Bytes of one buffer's lines, in their order. ``numel``, and ``matrices`` of these: elements whose states are
         sharded, or with whole parameters per rank, elements of one rank. ``held``: elements of the rank's shards, if
         known. ``others``: elements of ``padded`` that are not fp8 tensors. ``late``: from ``_late``."""
         _, _, gemm, _, tensors, scales, *_ = sums
-        later, later_tensors, later_scales = late
+        later, later_tensors, later_scales, _ = late
         # Weights: views of one buffer under the distributed optimizer, else separate tensors.
         # Frozen weights are in no buffer (DistributedDataParallel only includes what requires a gradient).
         in_buffer = self.distributed and not self.frozen
@@ -418,7 +439,7 @@ def _columns(
     """
     columns: list[Column] = [
         (elements, 0), (aligned_elements, PARAM_ALIGNMENT), (gemm_elements, 0), (matrix_elements, 0),
-        (gemm_tensors, 0), _SCALES.get(recipe, (no_scales, 0)),
+        (gemm_tensors, 0), _SCALES.get(recipe, (no_scales, 0)), (aligned_gemm_elements, PARAM_ALIGNMENT),
     ]
     if not distributed or frozen:
         columns.append((rounded_bytes, width))
@@ -454,7 +475,8 @@ def bucket_elements(run: RunSpec) -> int | None:
         return None
     if d.bucket_size is not None:
         return d.bucket_size
-    return max(BUCKET_MINIMUM, BUCKET_PER_RANK * run.parallel.data_parallel_size * run.parallel.cp)
+    elements: int = largest(BUCKET_MINIMUM, BUCKET_PER_RANK * run.parallel.data_parallel_size * run.parallel.cp)
+    return elements
 
 
 def experts_apart(run: RunSpec) -> bool:
@@ -500,14 +522,6 @@ def _bucketed(
         ]
         walk.repeat(tuple(reversed(runs)), unit.times)
     return walk.start + pad(walk.offset, end)
-
-
-def _aligned(units: Sequence[Unit], kinds: tuple[bool, ...], chosen: Callable[[Unit, Parameter], bool]) -> int:
-    """Elements of the ``chosen`` parameters, each aligned as in a buffer."""
-    return sum(
-        unit.times * times * aligned_elements(p, PARAM_ALIGNMENT)
-        for unit in units for few, times in unit.parameters.runs(*kinds) for p in few if chosen(unit, p)
-    )
 
 
 class Bucket(NamedTuple):
@@ -597,28 +611,57 @@ def dealt_share(
     Source: ``layer_wise_optimizer.py: LayerWiseDistributedOptimizer.shard_params``. A GEMM's weight has a main copy and
     a momentum (8 bytes per element), any other Adam's three states (12).
     """
-    parameters: list[Parameter] = []
-    for unit in units:
-        for _ in range(unit.times):
-            for few, times in unit.parameters.runs(*kinds):
-                parameters += few * times
-    world = min(world, len(parameters))  # further ranks get nothing
-    shares: list[list[Parameter]] = [[] for _ in range(world)]
-    for i, p in enumerate(sorted(parameters, key=lambda p: p.numel)):
-        turn = i % (2 * world)
-        shares[turn if turn < world else 2 * world - 1 - turn].append(p)
-    if place is None:
-        dealt = max(shares, key=lambda share: sum(p.numel * (8 if p.is_matrix else 12) for p in share))
-    else:
-        dealt = shares[place] if place < world else []
-    return {
-        kind: (
-            sum(p.numel for p in dealt if p.expert is kind),
-            sum(p.numel for p in dealt if p.expert is kind and p.is_matrix),
-        )
-        for kind in kinds
-    }
+    def dealt(lists: Sequence[ParameterList], numbers: Sequence[int]) -> tuple[int, ...]:
+        of_run = [unit._replace(parameters=one) for unit, one in zip(units, lists, strict=True)]
+        return _dealt(of_run, kinds, numbers[0], place)
 
+    found = in_each_run(dealt, [unit.parameters for unit in units], (world,))
+    return dict(zip(kinds, zip(found[::2], found[1::2], strict=True), strict=True))
+
+
+def _dealt(units: Sequence[Unit], kinds: tuple[bool, ...], world: int, place: int | None) -> tuple[int, ...]:
+    """``dealt_share`` one after the other."""
+    of_size: dict[int, list[Alike]] = {}
+    for unit in units:
+        for numel, alike in unit.parameters.by_size(*kinds):
+            add_alike(of_size.setdefault(numel, []), alike, unit.times)
+    rows = tuple([(numel, *row) for numel in sorted(of_size) for row in of_size[numel]])
+    return _dealt_rows(rows, kinds, world, place)
+
+
+@lru_cache(maxsize=4096)
+def _dealt_rows(
+    rows: Sequence[tuple[int, bool, bool, int]], kinds: tuple[bool, ...], world: int, place: int | None
+) -> tuple[int, ...]:
+    """``rows``: of the sorted list elements of a parameter, whether it is a matrix and an expert's, and how many such
+    follow each other."""
+    world = min(world, sum([times for *_, times in rows]))  # further ranks get nothing
+    if place is not None and place >= world:
+        return (0, 0) * len(kinds)
+    ends, at = [0], 0
+    for *_, times in rows:
+        at += times
+        ends.append(at)
+    # Ranks between two of these are dealt the same.
+    candidates = {0, *(end % (2 * world) for end in ends), *(-end % (2 * world) for end in ends)}
+    ranks = sorted(rank for rank in candidates if rank < world) if place is None else [place]
+    most, best = -1, (0, 0) * len(kinds)
+    for rank in ranks:
+        # Of as many parameters as each end says, those of this rank.
+        dealt = [
+            2 * (end // (2 * world)) + (end % (2 * world) > rank) + (end % (2 * world) > 2 * world - 1 - rank)
+            for end in ends
+        ]  # fmt: skip
+        share, nbytes = [0, 0] * len(kinds), 0
+        for (numel, is_matrix, expert, _), before, after in zip(rows, dealt, dealt[1:], strict=False):
+            if after > before:
+                own, kind = numel * (after - before), 2 * kinds.index(expert)
+                share[kind] += own
+                share[kind + 1] += own * is_matrix
+                nbytes += own * (8 if is_matrix else 12)
+        if nbytes > most:
+            most, best = nbytes, tuple(share)
+    return best
 
 def fp8_copies(
     precision: PrecisionSpec, gemm: int, gpu_arch: str, tensors: int = 0, scales: int | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from bridge_memory.estimation import peaks
+from bridge_memory.estimation import peaks, stage_graphs
 from bridge_memory.evidence import evidence_of
 from bridge_memory.job.overload import most_overload
 from bridge_memory.plan.found import Limit, Row
@@ -45,10 +45,14 @@ class Reserve(NamedTuple):
     limit: Limit
 
     def kept(self, row: Row[Any]) -> bool:
-        """Whether the upper end of the band of the row's peak fits, and the peak under an overload of ``OVERLOAD``."""
+        """Whether the upper end of the band of the row's peak fits, and the peak under an overload of ``OVERLOAD``,
+        beside the pools of CUDA graphs."""
         run, peak = row.run, row.peak
+        graphs = stage_graphs(run, row.stage)
+        if graphs is not None:
+            peak += graphs.total.most
         above = int(peak * evidence_of(run).above)
-        if row.headroom < above or self.limit.headroom(run, peak + above).least < 0:
+        if row.headroom < peak + above - row.peak or self.limit.headroom(run, peak + above).least < 0:
             return False
         factor = min(OVERLOAD, most_overload(run))
         if run.implementation.moe_imbalance >= factor:
@@ -57,7 +61,8 @@ class Reserve(NamedTuple):
             uneven = run.with_fields(moe_imbalance=factor)
         except SpecError:  # an option without it
             return True
-        return self.limit.headroom(uneven, max(stage.peak_bytes for stage in peaks(uneven))).least >= 0
+        most = max(stage.peak_bytes for stage in peaks(uneven)) + peak - row.peak
+        return self.limit.headroom(uneven, most).least >= 0
 
 
 def reserve_words(experts: bool) -> str:

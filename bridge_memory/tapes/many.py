@@ -15,6 +15,7 @@ from bridge_memory.spec import RecomputeSpec
 from bridge_memory.tapes.alive import COUNT_BYTES, Structure
 from bridge_memory.tapes.batched import (
     AXES,
+    Batched,
     Differs,
     Subgrid,
     along,
@@ -27,7 +28,7 @@ from bridge_memory.tapes.batched import (
 )
 from bridge_memory.tapes.blocks import add_trace
 from bridge_memory.tapes.context import BlockContext, SettingsCache
-from bridge_memory.tapes.parameters import Column, Parameter, ParameterList, Repeated
+from bridge_memory.tapes.parameters import Column, Parameter, ParameterList, Repeated, of_many_runs
 from bridge_memory.tapes.recorder import Scratch
 from bridge_memory.tapes.symbolic import SIZES
 
@@ -135,6 +136,30 @@ class ManyParameters:
         which = part.take(self.which)
         kinds, back = numbered(which)
         return ManyParameters([self.lists[k] for k in kinds.tolist()], back)
+
+
+def _in_each_run(function: Callable[..., tuple[int, ...]], lists: Sequence[Any], numbers: Sequence[Any]) -> Any:
+    given = []
+    for one in lists:
+        many = isinstance(one, ManyParameters)
+        given.append(one.which if many else np.zeros(1, np.int64))
+        if not many:
+            int(one.numel)  # raises Differs where its sizes are arrays, and not all the same
+    given += [np.asarray(number) for number in numbers]
+    shape = np.broadcast_shapes(*(values.shape for values in given))
+    columns = np.stack([np.broadcast_to(values, shape).ravel() for values in given], axis=1)
+    rows, back = numbered_rows(columns)
+    found = []
+    for row in rows:
+        of_run = [one.lists[k] if isinstance(one, ManyParameters) else one for one, k in zip(lists, row, strict=False)]
+        found.append(tuple(map(int, function(of_run, row[len(lists) :]))))
+    return tuple([
+        values[0] if len(set(values)) == 1 else batched(np.array(values)[back].reshape(shape))
+        for values in zip(*found, strict=True)
+    ])  # fmt: skip
+
+
+of_many_runs[ManyParameters] = of_many_runs[Batched] = _in_each_run
 
 
 def _but_sizes(rows: Sequence[Repeated]) -> Any:

@@ -84,6 +84,26 @@ class Repeated(NamedTuple):
     times: Any = 1
 
 
+class Alike(NamedTuple):
+    """Parameters of one size that follow each other when sorted by size, ``times`` of them."""
+
+    is_matrix: bool
+    expert: bool
+    times: int
+
+
+def add_alike(rows: list[Alike], more: Sequence[Alike], times: int) -> None:
+    """Add ``more`` to ``rows``, as often as ``times`` says; what differs in nothing is counted together."""
+    if len(more) == 1:
+        more, times = [more[0]._replace(times=more[0].times * times)], 1
+    for _ in range(times):
+        for row in more:
+            if rows and rows[-1][:2] == row[:2]:
+                rows[-1] = rows[-1]._replace(times=rows[-1].times + row.times)
+            else:
+                rows.append(row)
+
+
 #: (function, width): a column of sums adds up ``function(parameter, width)``; width is usually bytes per element.
 Column = tuple[Callable[[Parameter, int], int], int]
 
@@ -91,11 +111,12 @@ Column = tuple[Callable[[Parameter, int], int], int]
 class ParameterList:
     """The parameters of one block on one rank."""
 
-    __slots__ = ("_sums", "numel", "rows")
+    __slots__ = ("_by_size", "_sums", "numel", "rows")
 
     def __init__(self, rows: Sequence[Repeated]) -> None:
         self.rows = tuple(rows)
         self._sums: dict[tuple[Column, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._by_size: dict[tuple[bool, ...], tuple[tuple[int, tuple[Alike, ...]], ...]] = {}
         #: Elements of all parameters.
         self.numel: int = sum(times * p.numel for parameters, times in self.rows for p in parameters)
 
@@ -110,6 +131,20 @@ class ParameterList:
                     for i, (what, width) in enumerate(columns):
                         of[i] += times * what(p, width)
             found = self._sums[columns] = (tuple(sums[0]), tuple(sums[1]))
+        return found
+
+    def by_size(self, *experts: bool) -> tuple[tuple[int, tuple[Alike, ...]], ...]:
+        """(elements, the parameters with as many in order) of those whose ``expert`` is among ``experts``; cached."""
+        found = self._by_size.get(experts)
+        if found is None:
+            of_size: dict[int, list[Alike]] = {}
+            for few, times in self.runs(*experts):
+                sizes: dict[int, list[Alike]] = {}
+                for p in few:
+                    add_alike(sizes.setdefault(p.numel, []), [Alike(p.is_matrix, p.expert, 1)], 1)
+                for numel, alike in sizes.items():
+                    add_alike(of_size.setdefault(numel, []), alike, times)
+            found = self._by_size[experts] = tuple([(numel, tuple(rows)) for numel, rows in of_size.items()])
         return found
 
     def runs(self, *experts: bool) -> Iterator[tuple[tuple[Parameter, ...], int]]:
@@ -128,6 +163,23 @@ class ParameterList:
                     yield p.named(prefix + name)
 
 
+#: Type of lists or numbers of many runs -> ``in_each_run`` of these.
+of_many_runs: dict[type, Callable[..., tuple[Any, ...]]] = {}
+
+
+def in_each_run(
+    function: Callable[[Sequence[ParameterList], Sequence[int]], tuple[int, ...]], lists: Sequence[Any],
+    numbers: Sequence[Any],
+) -> tuple[Any, ...]:  # fmt: skip
+    """``function(lists, numbers)``, for what goes through parameters one by one. Where lists or numbers are those of
+    many runs it is called once for every combination that any run has, and gives arrays."""
+    for given in (*lists, *numbers):
+        of_many = of_many_runs.get(type(given))
+        if of_many is not None:
+            return of_many(function, lists, numbers)
+    return function(lists, numbers)
+
+
 # ---- columns ----
 
 
@@ -142,6 +194,11 @@ def aligned_elements(parameter: Parameter, to: int) -> int:
 
 def gemm_elements(parameter: Parameter, _: int) -> int:
     return parameter.numel if parameter.is_gemm else 0
+
+
+def aligned_gemm_elements(parameter: Parameter, to: int) -> int:
+    """As ``aligned_elements``, of weights of fp8 GEMMs; 0 for others."""
+    return aligned_elements(parameter, to) if parameter.is_gemm else 0
 
 
 def gemm_tensors(parameter: Parameter, _: int) -> int:

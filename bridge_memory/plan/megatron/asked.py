@@ -31,6 +31,8 @@ class Asked(NamedTuple):
     vary: Words | None
     fix: Words
     exclude: Words
+    #: How messages begin their names.
+    dashes: str = "--"
 
 
 def read(how: str, texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -86,15 +88,16 @@ def asked_space(
     of_settings: dict[str, tuple[str, ...]] = {}
     only: dict[str, frozenset[str]] = {}
     fixed_axes, ends = set(fixed), dict(ranges)
-    vary = asked.vary
+    vary, dashes = asked.vary, asked.dashes
     for how, words in (("vary", vary or {}), ("fix", asked.fix)):
         for axis, values in words.items():
             if axis in given or (axis in fixed and (values or how == "vary")):
-                raise SpecError(f"--{how} {axis} does not go with a flag that fixes it; drop one of them")
+                raise SpecError(f"{dashes}{how} {axis} does not go with a flag that fixes it; drop one of them")
             if how == "fix" and len(values) > 1:
-                raise SpecError(f"--fix {axis} has several values ({'/'.join(values)}); give one, or use --vary")
+                several = "/".join(values)
+                raise SpecError(f"{dashes}fix {axis} has several values ({several}); give one, or use {dashes}vary")
     for axis in asked.fix.keys() & (vary or {}).keys():
-        raise SpecError(f"--fix {axis} does not go with --vary {axis}; drop one of them")
+        raise SpecError(f"{dashes}fix {axis} does not go with {dashes}vary {axis}; drop one of them")
     if vary is not None:
         fixed_axes |= AXES.keys() - vary.keys() - ranges.keys()  # a range varies too
     fixed_axes |= {axis for axis, values in asked.fix.items() if axis in AXES and not values}
@@ -111,14 +114,16 @@ def asked_space(
         of_settings["dispatcher"] = usual_words("dispatcher", run, card)[:2]  # the time model takes backends for equals
     for axis, values in asked.exclude.items():
         if not values:
-            raise SpecError(f"--exclude {axis} has no values; write --exclude {axis}=VALUE, or --fix {axis}")
+            raise SpecError(
+                f"{dashes}exclude {axis} has no values; write {dashes}exclude {axis}=VALUE, or {dashes}fix {axis}"
+            )
         if axis in SETTINGS:
             for word in values:
                 value_of(axis, word, run)
             if axis in of_settings:
                 of_settings[axis] = tuple(word for word in of_settings[axis] if word not in values)
                 if not of_settings[axis]:
-                    raise SpecError(f"--exclude {axis} leaves no value of {axis}; leave out fewer")
+                    raise SpecError(f"{dashes}exclude {axis} leaves no value of {axis}; leave out fewer")
     without = {axis: frozenset(values) for axis, values in asked.exclude.items() if axis in AXES}
     free = {axis: ends.get(axis, (1, 1 << 20)) for axis in RANGED if axis not in fixed_axes}
     runs = settled(run, {axis: words for axis, words in of_settings.items() if words}, free)

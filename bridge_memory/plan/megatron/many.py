@@ -20,7 +20,7 @@ import numpy as np
 
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
-from bridge_memory.estimation import StageContents, by_lifetime
+from bridge_memory.estimation import Held, StageContents, by_lifetime
 from bridge_memory.outside import communicators
 from bridge_memory.plan.found import Limit, Refused
 from bridge_memory.plan.jobs import spread
@@ -72,11 +72,11 @@ class AsksForPipeline(Exception):
 
 def stages_follow_pipeline(run: RunSpec) -> bool:
     """Whether what a stage holds beside model state depends on its pipeline, and is worked out for each: where an
-    engine gathers beside layers, by the number of microbatches, where two chunks run at once, and with a teacher."""
+    engine gathers beside layers, by the number of microbatches, and with a teacher."""
     impl = run.implementation
     return (
         run.data_parallel.engine != "megatron_ddp" or impl.defer_embedding_wgrad_compute or reads_static_inputs(run)
-        or impl.overlap_moe_expert_parallel_comm or run.teacher is not None
+        or run.teacher is not None
     )
 
 
@@ -508,8 +508,10 @@ class Memory:
             runs.parallel = sheet.parallel(sizes, pipeline_model_parallel_size=pipeline.pp, **pipeline.fields)
         return runs
 
-    def _held_by(self, part: Subgrid) -> StageContents:
-        return StageContents(self.runs(None, part), self.grid.context(part), _NoEngine())  # type: ignore[arg-type]
+    def _held_by(self, part: Subgrid) -> tuple[Subgrid, StageContents]:
+        return part, StageContents(
+            self.runs(None, part), self.grid.context(part), _NoEngine()  # type: ignore[arg-type]
+        )
 
     def _stage(self, holds: StageContents, shapes: StageShape) -> _Stage:
         held = holds.held(shapes)
@@ -639,7 +641,9 @@ class Memory:
             if not len(peaks):
                 break
             cells = self.cells(pipeline, found)
-            if self._whole is None:
+            if self._whole is None and self.sheet.base.implementation.overlap_moe_expert_parallel_comm:
+                here = self._overlapped_peak(pipeline, shapes, of_shape, states[shapes], cells)
+            elif self._whole is None:
                 here = self._peak(pipeline, parallel, shapes, of_shape, states[shapes], cells, microbatches)
             else:
                 here = self._whole_peak(self._whole, pipeline, shapes, of_shape, cells)
@@ -648,9 +652,9 @@ class Memory:
             fit = allowed(peaks)
             if not fit.all():
                 found, peaks, microbatches = tuple(at[fit] for at in found), peaks[fit], microbatches[fit]
-        for pieces in (self._holds, *(self._whole or {}).values()):
-            for holds in pieces.made():
-                holds.evict(self.few_chunks)
+        of_parts = [holds for _, holds in self._holds.made()]
+        for holds in (*of_parts, *(holds for pieces in (self._whole or {}).values() for holds in pieces.made())):
+            holds.evict(self.few_chunks)
         return Peaks(found[0], found[1], found[2], peaks)
 
     def cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -676,7 +680,7 @@ class Memory:
         pp, v = pipeline.pp, len(shapes)
         group = parallel.microbatch_group_size_per_vp_stage or pp
         todo: dict[tuple[tuple[int, ...], bool], list[tuple[Subgrid, _Stage]]] = {}
-        for part, stage in self._holds.each(lambda holds: self._stage(holds, shapes), used):
+        for part, stage in self._holds.each(lambda of: self._stage(of[1], shapes), used):
             todo.setdefault((stage.which, stage.carries), []).append((part, stage))
         for (which, carries), pieces in todo.items():
             columns = columns_of(carries) * (max(which) + 1) + 1
@@ -706,12 +710,36 @@ class Memory:
             )
         return out
 
+    def _overlapped_peak(
+        self, pipeline: Pipeline, shapes: StageShape, ranks: Sequence[int], state: _State,
+        cells: tuple[np.ndarray, ...],
+    ) -> np.ndarray:  # fmt: skip
+        """As ``_peak``, where the forward pass of one chunk runs beside the backward pass of another."""
+        used = np.zeros(self.grid.shape, bool)
+        used[cells] = True
+        moments, static, between, batch = (np.zeros(self.grid.shape, np.int64) for _ in range(4))
+
+        def of_part(given: tuple[Subgrid, StageContents]) -> tuple[Any, ...]:
+            part, holds = given
+            held = holds.held(shapes)
+            moment = self._moment(held, self.runs(pipeline, part), holds.ctx.hidden_bytes, ranks)
+            return moment, held.static_bytes, held.between_bytes, held.batch
+
+        with np.errstate(divide="ignore"):  # of sizes that this pipeline does not go with
+            for part, values in self._holds.each(of_part, used):
+                for into, value in zip((moments, static, between, batch), values, strict=True):
+                    into[part.index] = value
+        found: np.ndarray = static[cells] + _at(state.static, cells) + np.maximum(
+            moments[cells] + batch[cells] + _at(state.gathered, cells),
+            between[cells] + _at(state.between, cells) + _at(state.in_step, cells),
+        )
+        return found
+
     def _whole_peak(
         self, known: dict[Any, Pieces], pipeline: Pipeline, shapes: StageShape, ranks: Sequence[int],
         cells: tuple[np.ndarray, ...],
     ) -> np.ndarray:  # fmt: skip
         """As ``_peak``, where all that a stage holds depends on its pipeline."""
-        base = self.sheet.base
         # With the sequences of a step given, nothing but the number of virtual stages says how many microbatches run.
         key = (pipeline.pp, len(shapes)) if self.sheet.total is not None else (pipeline.pp, pipeline.number)
         pieces = known.get(key)
@@ -722,15 +750,8 @@ class Memory:
             pieces = known[key] = Pieces(self._with_pipeline(pipeline.pp), made)
 
         def peak(holds: StageContents) -> Any:
-            held, p = holds.held(shapes), holds.run.parallel
-            distinct = list(dict.fromkeys(map(id, held.inventories)))
-            which = tuple([distinct.index(id(inventory)) for inventory in held.inventories])
-            moment = peak_of_many(
-                p.pp, ranks, holds.run.num_microbatches, p.microbatch_group_size_per_vp_stage or p.pp, which,
-                [held.costs[which.index(i)] for i in range(len(distinct))], holds.ctx.hidden_bytes,
-                overlap_moe_expert_parallel_comm=base.implementation.overlap_moe_expert_parallel_comm,
-                keeps_outputs=not base.implementation.deallocate_pipeline_outputs,
-            )
+            held = holds.held(shapes)
+            moment = self._moment(held, holds.run, holds.ctx.hidden_bytes, ranks)
             return held.static_bytes + held.beyond_static(moment)
 
         used = np.zeros(self.grid.shape, bool)
@@ -740,6 +761,18 @@ class Memory:
             out[part.index] = values
         found: np.ndarray = out[cells]
         return found
+
+    def _moment(self, held: Held, runs: Any, hidden: Any, ranks: Sequence[int]) -> Any:
+        """The most bytes that the chunks of any of ``ranks`` need at once."""
+        distinct = list(dict.fromkeys(map(id, held.inventories)))
+        which = tuple([distinct.index(id(inventory)) for inventory in held.inventories])
+        p, impl = runs.parallel, self.sheet.base.implementation
+        return peak_of_many(
+            p.pp, ranks, runs.num_microbatches, p.microbatch_group_size_per_vp_stage or p.pp, which,
+            [held.costs[which.index(i)] for i in range(len(distinct))], hidden,
+            overlap_moe_expert_parallel_comm=impl.overlap_moe_expert_parallel_comm,
+            keeps_outputs=not impl.deallocate_pipeline_outputs,
+        )  # fmt: skip
 
 
 class Peaks(NamedTuple):

@@ -13,7 +13,15 @@ from bridge_memory.engines.peft import adapter_units
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.inventory.layer_links import ignores_full_recompute, offloaded_layers, recomputed_layers
 from bridge_memory.inventory.stack import chunk_units
-from bridge_memory.spec import LayerSpec, MLASpec, MoESpec, RunSpec
+from bridge_memory.spec import (
+    AttentionSpec,
+    CompressedAttentionSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MLASpec,
+    MoESpec,
+    RunSpec,
+)
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.speed.constants import DEFAULT, Constants
@@ -555,9 +563,15 @@ class Passes:
         """What selective recomputation runs again."""
         ctx, rates = self.ctx, self.rates
         routed = isinstance(layer.ffn, MoESpec)
-        attention = chosen(ctx.switch("core_attn"), mixer_forward.attention, 0.0)
-        norms = 4 * ctx.tokens_sp * ctx.hidden_size * ctx.act
-        traffic = chosen(ctx.switch("layernorm"), norms / rates.memory, 0.0)
+        # Scans are no core attention (``mamba_layer.py``, ``gated_delta_net.py`` have no checkpoint).
+        attends = isinstance(layer.mixer, AttentionSpec | MLASpec | CompressedAttentionSpec)
+        attention: Any = chosen(ctx.switch("core_attn"), mixer_forward.attention, 0.0) if attends else 0.0
+        # Norms that are modules of their own; others are part of the linear after them.
+        norms = isinstance(layer.mixer, MLASpec | CompressedAttentionSpec) + routed
+        if not ctx.te:
+            norms = (attends or isinstance(layer.mixer, GatedDeltaNetSpec)) + (layer.ffn is not None)
+        norm = 2 * ctx.tokens_sp * ctx.hidden_size * ctx.act
+        traffic: Any = chosen(ctx.switch("layernorm"), norms * norm / rates.memory, 0.0) if norms else 0.0
         products: Any = 0.0
         if isinstance(layer.ffn, MoESpec):
             experts = experts_activation_traffic(layer.ffn, ctx) / rates.memory
@@ -565,7 +579,7 @@ class Passes:
         if isinstance(layer.mixer, MLASpec):
             up = added(map(rates.product, _up_projections(layer.mixer, ctx)))
             products = chosen(ctx.switch("mla_up_proj"), up, 0.0)
-        names = ["core_attn", "layernorm", *["moe_act"] * routed, *["mla_up_proj"] * isinstance(layer.mixer, MLASpec)]
+        names = [*["core_attn"] * attends, *["moe_act"] * routed, *["mla_up_proj"] * isinstance(layer.mixer, MLASpec)]
         overlaps = self.run.implementation.moe_shared_expert_overlap  # no recomputation (``moe_layer.py``)
         if isinstance(layer.ffn, MoESpec) and layer.ffn.shared_expert_intermediate_size and not overlaps:
             shared = shared_experts_work(layer.ffn, ctx)
@@ -575,8 +589,10 @@ class Passes:
         blocking = self.kernels.blocking_launches
         entered = (self.c.layer_blocking if blocking else self.c.layer) / 2
         regions = {name: chosen(ctx.switch(name), entered, 0.0) for name in names}
-        # Two norms; every region is entered again by the host.
-        host = added(regions.values()) + regions["layernorm"]
+        # Every region is entered again by the host.
+        host = added(regions.values())
+        if norms:
+            host = host + chosen(ctx.switch("layernorm"), norms * entered, 0.0)
         inside = Parts(products, attention, traffic, host=host)
         all_of_it = ctx.switch("moe" if routed else "mlp")
         return Parts(*[
