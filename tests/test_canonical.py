@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from random_runs import Asked, asked_runs
 
@@ -13,6 +14,7 @@ from bridge_memory.spec.canonical import canonical
 LLAMA = RunSpec(model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=16))
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(asked_runs())
 def test_it_has_the_same_estimate(asked: Asked) -> None:

@@ -40,6 +40,7 @@ def checked(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0, f"{said.out}{said.err}run scripts/{name}"
 
 
+@pytest.mark.slow
 def test_every_output_in_the_documents_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     checked("refresh_docs.py", capsys)
 

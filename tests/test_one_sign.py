@@ -91,6 +91,7 @@ def test_scores_rehearsals_and_scripts() -> None:
     assert differential.relative_error(96, 100) == 0.04 and differential.relative_error(1, 0) == -float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["bridge_memory", "scripts"])
 def test_no_other_place_divides_what_is_predicted_by_what_is_measured(folder: str) -> None:
     """``predicted / measured - 1`` and the like: a subtraction over a quotient of the two, outside of residual.py."""

@@ -158,6 +158,7 @@ def check_ways_of_asking(asked: Asked) -> None:
         assert explain(run, stage.stage) == stage
 
 
+@pytest.mark.slow
 @some(200)
 @given(asked_runs())
 def test_peaks_and_explanations_are_those_of_the_estimate(asked: Asked) -> None:

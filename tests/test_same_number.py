@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from drawn_runs import ENGINES, GPU, a_command, a_run, run_of
+from tiers import few_fast
 from ways import WAYS, Stages, band_in_json, band_in_text, bands, differences, expected_band, of_csv, of_json
 
 from bridge_memory import Estimate, RunSpec, SpecError, estimate, list_presets, search
@@ -54,7 +55,7 @@ def check(answer: Estimate) -> None:
         assert set(bands(answer, judged).values()) == {expected_band(answer, "H100")}, answer.run
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", few_fast(ENGINES, 3))
 def test_every_way_of_one_estimate(engine: str) -> None:
     draw = Random(f"one estimate {engine}")
     for _ in range(DRAWN):
@@ -168,7 +169,7 @@ def check_mcp(words: Sequence[str], answer: Estimate, monkeypatch: pytest.Monkey
     assert band_in_json(found["verdict"]["band"]) == expected_band(answer, GPU)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", few_fast(ENGINES, 3))
 def test_every_command_says_the_same(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Random(f"commands {engine}")
     for _ in range(DRAWN):

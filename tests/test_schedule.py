@@ -369,6 +369,7 @@ def schedules_with_costs(draw):
     )
 
 
+@pytest.mark.slow
 @hypothesis.given(schedules_with_costs())
 @hypothesis.settings(max_examples=3000, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 def test_the_closed_form_is_the_walk_over_every_event(case):

@@ -144,6 +144,7 @@ def test_what_cannot_teach_is_refused_in_one_line() -> None:
         run_from_config_container(bad, world_size=1)
 
 
+@pytest.mark.slow
 def test_a_search_counts_it() -> None:
     """As arrays as one by one; and layouts of pipelines that the teacher's layers do not go onto are refused."""
     _, run = distilled()

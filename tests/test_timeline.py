@@ -53,6 +53,7 @@ def test_the_highest_point_is_the_peak(name: str) -> None:
             assert peak.pass_number == len(timeline.passes)
 
 
+@pytest.mark.slow
 @given(asked_runs())
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_highest_point_is_the_peak_of_any_run(asked: Asked) -> None:

@@ -120,6 +120,7 @@ def test_multi_latent_attention_without_transformer_engine_is_not_megatron_cores
     assert not estimate(RunSpec(model=short(DENSE), implementation=local)).not_modelled
 
 
+@pytest.mark.slow
 def test_multi_latent_attention_of_transformers_is_not_taken_for_megatrons_local_one() -> None:
     run = RunSpec(model="deepseek-ai/DeepSeek-V3", parallel=ParallelSpec(world_size=8)).with_fields(engine="zero3")
     assert run.implementation.torch_layers and not estimate(run).not_modelled

@@ -40,6 +40,7 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
 
 
+@pytest.mark.slow
 def test_every_gap_is_made_with_an_order() -> None:
     found = list(calls())
     assert len(found) > 80

@@ -10,6 +10,7 @@ import pytest
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "accuracy_report.py"))
 
 
+@pytest.mark.slow
 def test_the_report_the_chart_and_the_readme_are_current(capsys: pytest.CaptureFixture[str]) -> None:
     code = SCRIPT["main"](["--check"])
     assert code == 0, capsys.readouterr().err

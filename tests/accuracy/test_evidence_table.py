@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from bridge_memory import evidence
 from bridge_memory.accuracy.corpus import RecordLine, read_corpus
 from bridge_memory.accuracy.described.outcomes import outcomes_of
@@ -15,6 +17,7 @@ from bridge_memory.evidence import Figure, evidence_table
 DATA = Path(__file__).parents[1] / "data"
 
 
+@pytest.mark.slow
 def test_the_table_is_what_the_measured_runs_give(outcomes: list[Outcome], records: list[Record]) -> None:
     """Else ``python scripts/accuracy_report.py`` writes it anew."""
     engines = of_torch(read_corpus(str(DATA / "engines" / "runs.jsonl")))

@@ -233,6 +233,7 @@ def put(value: Any, at: tuple[Any, ...], new: Any) -> Any:
     return copied
 
 
+@pytest.mark.slow
 def test_no_place_of_a_journal_brings_a_persons_word_into_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -308,6 +309,7 @@ def test_a_line_of_ten_megabytes_is_skipped(tmp_path: Path, capsys: pytest.Captu
     assert len(capsys.readouterr().out) < 10_000
 
 
+@pytest.mark.slow
 def test_journals_of_random_damage_never_end_in_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, draw = tmp_path / "journal.jsonl", Random("damage")
     lines = journal_of(path)

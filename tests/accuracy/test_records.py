@@ -96,6 +96,7 @@ def test_a_gap_that_torch_did_not_measure_or_that_is_bounded_leaves_a_record_com
     assert o.status == "not_modelled" and "fp8-output-proj" in o.reason
 
 
+@pytest.mark.slow
 def test_no_measured_run_depends_on_the_defaults_for_plans(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ran does not change when the stack that plans assume does."""
     before = [outcome.as_json() for record in load_runs(corpus) for outcome in predict(record)]

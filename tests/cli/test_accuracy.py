@@ -17,6 +17,7 @@ DATA = Path(__file__).parents[1] / "data"
 SPEED, MEMORY = DATA / "throughput" / "runs.jsonl", DATA / "measurements" / "runs.jsonl"
 
 
+@pytest.mark.slow
 def test_a_corpus_of_speed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["accuracy", str(SPEED), "--json"]) == 0

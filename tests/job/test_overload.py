@@ -78,6 +78,7 @@ def cases(draw: st.DrawFn) -> tuple[RunSpec, float]:
     return run, draw(st.floats(-0.1, 1.1))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_it_fits_and_a_hundredth_above_it_does_not(case: tuple[RunSpec, float]) -> None:

@@ -27,6 +27,7 @@ def found(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_emitted_commands_say_the_same_peak(capsys: pytest.CaptureFixture[str]) -> None:
     """Random values of three axes of settings at a time: the command of the first row, through ``estimate``."""
     chance, number = random.Random(3), 0

@@ -51,7 +51,7 @@ def found(of: Space, gpu: str, *, batched: bool | None) -> Found:
     (
         (space("meta-llama/Llama-3.2-1B", 4), "A100-40GB"),
         (space("meta-llama/Llama-3.1-70B", 32, "recompute", "mbs"), "H200"),
-        (space("Qwen/Qwen3-30B-A3B", 8, "split", "vpp"), "H200"),
+        pytest.param(space("Qwen/Qwen3-30B-A3B", 8, "split", "vpp"), "H200", marks=pytest.mark.slow),
         # Pipelines of which no layout is left: 3 x 4 replicas do not divide 64 sequences; and a rule that refuses by
         # sizes alone, before others.
         (space("meta-llama/Llama-3.1-8B", 12, "recompute"), "A100-40GB"),

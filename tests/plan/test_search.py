@@ -149,7 +149,9 @@ AWKWARD = RunSpec(
 @pytest.mark.parametrize(
     ("model", "flags"),
     (
-        ("Qwen/Qwen3-30B-A3B", "--tp 2 --ep 8 --moe-permute-fusion --no-bias-dropout-fusion"),
+        pytest.param(
+            "Qwen/Qwen3-30B-A3B", "--tp 2 --ep 8 --moe-permute-fusion --no-bias-dropout-fusion", marks=pytest.mark.slow
+        ),
         ("deepseek-ai/DeepSeek-V3", "--num-layers 8 --mtp-num-layers 0 --megatron-core 0.15 --vary pp,recompute,split"),
         ("meta-llama/Llama-3.2-1B", "--hidden-dropout 0.1 --fp8 hybrid --exhaustive --vary tp,pp,recompute"),
     ),
@@ -300,6 +302,7 @@ def test_dispatchers_that_a_card_has(
     assert {row["dispatcher"] for row in rows} == shown
 
 
+@pytest.mark.slow
 def test_rows_that_keep_the_reserve_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     """Each row in front fits by ``fits`` (the band included) and with 1.3 times the tokens; no tight one does both."""
     card, hardware = find_gpu("H100"), hardware_of("H100")

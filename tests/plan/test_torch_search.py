@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import few_fast
 
 import bridge_memory
 from bridge_memory import (
@@ -158,7 +159,7 @@ def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[st
     return rows
 
 
-@pytest.mark.parametrize("engine", (*OPTIONS, "any"))
+@pytest.mark.parametrize("engine", few_fast((*OPTIONS, "any")))
 def test_the_estimate_command_shows_the_same_peak(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
     everything = ["--vary", "all", "--clip-grad", "0.5", "--micro-batch-size", "4..4"]
     for flags in ([*SMALL, "--engine", engine], [*MIXED, "--engine", engine, *everything]):

@@ -414,6 +414,7 @@ VALUES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_damage_to_a_config_is_a_model_or_one_line(data: st.DataObject) -> None:

@@ -543,6 +543,7 @@ def test_models_are_read_by_their_sizes() -> None:
     assert isinstance(found, Unread) and "not what its layers are" in found.reason
 
 
+@pytest.mark.slow
 def test_groups_left_out_have_no_part_in_the_fit(rows: list[MeasuredRun]) -> None:
     """What was measured of a group does not change its own constants, and those of others it does."""
     named = sorted({s.group for s in score_groups(rows, lambda row: 1.0)})

@@ -132,6 +132,7 @@ def test_an_upload_that_does_not_come_is_ended(server: Server, monkeypatch: pyte
 # ---- many ----
 
 
+@pytest.mark.slow
 def test_everybody_of_many_at_once_is_answered(server: Server) -> None:
     """Of 200 questions 64 were once dropped without a word."""
     port = server.server_address[1]
@@ -178,6 +179,7 @@ def test_files_share_the_space_that_there_is(server: Server) -> None:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks for processes in /proc")
 
 
+@pytest.mark.slow
 @needs_proc
 def test_uploads_are_not_held_in_memory(tmp_path: Path) -> None:
     process, port = started(tmp_path)
@@ -199,6 +201,7 @@ def _highest(pid: int) -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_snapshot_that_is_larger_in_memory_than_any_is_refused(server: Server) -> None:
     """64 bytes for each of a million empty lists a MiB."""

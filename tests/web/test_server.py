@@ -323,6 +323,7 @@ def test_a_search_under_an_engine_finds_what_the_estimate_says(client: Client) -
         assert status == 200 and answer["fit"]["fits"] and answer["fit"]["peak_bytes"] == row["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_a_search_can_be_cancelled(client: Client) -> None:
     large = {"model": "deepseek-ai/DeepSeek-V3", "options": {"num-gpus": 2048, "global-batch-size": 16384}}
     status, job = client.post("/api/search", {"question": large})
