@@ -334,8 +334,9 @@ def test_a_search_can_be_cancelled(client: Client) -> None:
         job = client.get(f"/api/search/{job['id']}")[1]
     assert job["progress"]["looked_at"] > 0
     status, job = client.post(f"/api/search/{job['id']}/cancel", {})
-    assert status == 200 and job["state"] == "cancelled"
-    assert job["result"]["stopped"]
+    assert status == 200
+    job = _ended(client, job)
+    assert job["state"] == "cancelled" and job["result"]["stopped"]
 
 
 def test_wrong_searches_are_refused(client: Client) -> None:
