@@ -1,7 +1,7 @@
 """Megatron Bridge's diffusion models, run without data, beside the inventory.
 
-A process of its own (``python tests/bridge_diffusion.py CASE ...``), as ``bridge_rehearsal.py`` is. Prints one JSON line
-a case.
+A process of its own (``python tests/bridge_diffusion.py CASE ...``), as ``bridge_rehearsal.py`` is. Prints a JSON line
+for each case: parameters that differ, and bytes, [inventory, rehearsal].
 """
 
 from __future__ import annotations

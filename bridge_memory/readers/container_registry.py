@@ -81,8 +81,8 @@ READ: dict[str, frozenset[str]] = {
         full_attn_num_query_groups hybrid_attention_pattern layer_types num_global_key_value_heads
         num_global_query_groups num_kv_shared_layers per_layer_embed_dim sliding_attention_setting swa_num_query_groups
         per_layer_embed_vocab_size use_double_wide_mlp
-        crossattn_emb_size freq_dim in_channels layernorm_across_heads out_channels patch_spatial patch_temporal qkv_format
-        text_dim
+        crossattn_emb_size freq_dim in_channels layernorm_across_heads out_channels patch_spatial patch_temporal
+        qkv_format text_dim
         """
     ),
     "optimizer": _names(
