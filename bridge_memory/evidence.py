@@ -51,7 +51,8 @@ def kind_of(run: RunSpec, gpu: Gpu | NamedGpu | None = None) -> Kind:
     """The kind of ``run`` on ``gpu``; None: on the first GPUs of the generation that its workspaces are of."""
     p, d, i = run.parallel, run.data_parallel, run.implementation
     layers, virtual = run.model.layers, layout(run.model, p).virtual_pipeline_model_parallel_size
-    kinds = ("Mamba", any(isinstance(x.mixer, MambaSpec) for x in layers)), (
+    diffusion = "diffusion", run.model.diffusion is not None
+    kinds = diffusion, ("Mamba", any(isinstance(x.mixer, MambaSpec) for x in layers)), (
         "MoE", any(isinstance(x.ffn, MoESpec) for x in layers)
     )
     model = " and ".join(word for word, there in kinds if there) or "dense"

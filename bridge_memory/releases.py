@@ -479,6 +479,9 @@ DELTA_NETS_EXCHANGE_HEADS = since(core=(0, 18))
 #: An unset expert_tensor_parallel_size is 1 with expert parallelism; before, TP as in megatron-core
 #: (``models/transformer_config.py: _set_moe_expert_tensor_parallel_default``).
 BRIDGE_EXPERTS_OUTSIDE_TP = (0, 6)
+#: From this release of Megatron Bridge on Gemma 3's SigLIP is built without its pooling head, whatever its config says
+#: (``models/gemma_vl/modeling_gemma3_vl.py``); 0.3 builds it unless the config disables it.
+BRIDGE_DROPS_POOLING_HEAD = (0, 6)
 #: overlap_param_gather of DDP and of the optimizer are kept equal (``training/config.py:
 #: _validate_and_sync_distributed_optimizer_settings``).
 BRIDGE_SYNCS_PARAM_GATHER = (0, 5)

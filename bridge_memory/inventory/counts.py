@@ -46,9 +46,8 @@ def _whole(model: ModelSpec) -> BlockContext:
     impl = ImplementationSpec()  # that of most runs, which then need no other traces
     if any(isinstance(mixer, MLASpec) for mixer in limits_of(model).mixers):
         impl = replace(impl, megatron_core=CORE_WITH_PUBLISHED_PARAMETERS)
-    return context_of(
-        RunSpec(model=plain, parallel=ParallelSpec(), batch=BatchSpec(seq_length=length), implementation=impl)
-    )
+    batch = BatchSpec(seq_length=length, packed_sequences=model.diffusion is not None)
+    return context_of(RunSpec(model=plain, parallel=ParallelSpec(), batch=batch, implementation=impl))
 
 
 def _decoder(model: ModelSpec, ctx: BlockContext) -> int:

@@ -81,7 +81,8 @@ READ: dict[str, frozenset[str]] = {
         full_attn_num_query_groups hybrid_attention_pattern layer_types num_global_key_value_heads
         num_global_query_groups num_kv_shared_layers per_layer_embed_dim sliding_attention_setting swa_num_query_groups
         per_layer_embed_vocab_size use_double_wide_mlp
-        crossattn_emb_size freq_dim in_channels layernorm_across_heads out_channels patch_spatial patch_temporal text_dim
+        crossattn_emb_size freq_dim in_channels layernorm_across_heads out_channels patch_spatial patch_temporal
+        qkv_format text_dim
         """
     ),
     "optimizer": _names(
@@ -303,7 +304,7 @@ REASONS: dict[str, dict[str, str]] = {
             hf_model_id hf_model_path hf_model_revision hf_text_config index_head_dim index_n_heads
             head_wise_attn_gate language_model_type max_position_embeddings mlp_only_layers moe_intermediate_size
             mtp_enabled projector_bias understand_projector_stride
-            pipeline_dtype pretrained_model_name tokenizer_type transformer
+            pipeline_dtype pretrained_model_name text_len tokenizer_type transformer
         """,
     },
     "optimizer": {

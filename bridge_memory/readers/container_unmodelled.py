@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from bridge_memory.readers.encoders import encoder_of
 from bridge_memory.readers.fields import shown
 from bridge_memory.readers.megatron_args.sizes import ORDER_OF
 from bridge_memory.readers.megatron_args.unmodelled import ArgumentValues
+from bridge_memory.releases import BRIDGE_DROPS_POOLING_HEAD, DEFAULT_MEGATRON_BRIDGE, release_in
 from bridge_memory.spec import EncoderSpec, SpecError
 from bridge_memory.spec.fields import MOST
 from bridge_memory.spec.unmodelled import ENCODER, UNKNOWN_SIZE, Effect, Unmodelled
@@ -89,7 +91,7 @@ _FROZEN = {
     "qwen2_5_vl": (("patch_embed", "blocks"), ("merger",)),
     "glm4v": (("patch_embed", "blocks"), ("merger",)),
     "qwen3_vl": (("patch_embed", "pos_embed", "decoder.layers"), ("merger", "decoder.deepstack_merger_list")),
-    "siglip": (("embeddings", "encoder", "post_layernorm"), ("multi_modal_projector",)),
+    "siglip": (("embeddings", "encoder", "post_layernorm", "head"), ("multi_modal_projector",)),
     "pixtral": (("patch_conv", "ln_pre", "transformer"), ("multi_modal_projector",)),
     "qwen2_audio": (("conv1", "conv2", "embed_positions", "layers", "layer_norm"), ("multi_modal_projector",)),
 }
@@ -132,7 +134,8 @@ def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
         **_as_mapping(outer), "model_type": _WRAPPERS[provider],
         "text_config": {"hidden_size": getattr(model, "hidden_size", None)}, key: _as_mapping(_at(model, path)),
     }
-    found = encoder_of(config, f"model.{path}")
+    bridge = release_in(getattr(sys.modules.get("megatron.bridge"), "__version__", None)) or DEFAULT_MEGATRON_BRIDGE
+    found = encoder_of(config, f"model.{path}", keeps_head=bridge < BRIDGE_DROPS_POOLING_HEAD)
     return () if found is None else (replace(found, frozen=_frozen(model, found)),)
 
 

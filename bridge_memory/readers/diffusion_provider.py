@@ -22,9 +22,9 @@ def wan_model(model: Any, dataset: Any, name: str) -> ModelSpec:
     heads, h = positive_size(model, "num_attention_heads"), positive_size(model, "hidden_size")
     d = positive_size(model, "kv_channels", h // heads)
     for field, value in (("qk_layernorm", True), ("add_bias_linear", True), ("layernorm_across_heads", True),
-                         ("gated_linear_unit", False)):  # fmt: skip
+                         ("gated_linear_unit", False), ("qkv_format", "thd")):  # fmt: skip
         found = getattr(model, field, value)
-        if bool(found) is not value:
+        if found != value:
             raise SpecError(f"model.{field} ({show(found)}) is not what Wan is recorded with; set it to {value}")
     layer = LayerSpec(
         AttentionSpec(heads, heads, d, add_qkv_bias=True, add_output_bias=True, qk_layernorm="full"),
@@ -56,8 +56,8 @@ def patches_of(model: Any, dataset: Any) -> int:
     if not _mock(dataset):
         return positive_size(dataset, "seq_length", part="dataset")
     frames, height, width = (
-        positive_size(dataset, f"{side}_latents", default, part="dataset")
-        for side, default in (("F", 24), ("H", 104), ("W", 60))
+        positive_size(dataset, name, default, part="dataset")
+        for name, default in (("F_latents", 24), ("H_latents", 104), ("W_latents", 60))
     )
     along, across = positive_size(model, "patch_temporal", 1), positive_size(model, "patch_spatial", 2)
     return _samples(dataset) * (frames // along) * (height // across) * (width // across)

@@ -85,10 +85,14 @@ def split_multimodal(config: Mapping[str, Any], name: str) -> Encoders:
     return Encoders(text, key, tuple(assumptions), (Unmodelled(what, Effect.UP, order=ENCODER),))
 
 
-def encoder_of(config: Mapping[str, Any], names: str, name: str = "config") -> EncoderSpec | None:
-    """A wrapper's encoders as Megatron Bridge 0.6 builds them, as one EncoderSpec; None if their size is unknown."""
+def encoder_of(
+    config: Mapping[str, Any], names: str, name: str = "config", *, keeps_head: bool = False
+) -> EncoderSpec | None:
+    """A wrapper's encoders as Megatron Bridge 0.6 builds them, as one EncoderSpec; None if their size is unknown.
+
+    ``keeps_head``: SigLIP has its pooling head unless its config disables it (before ``BRIDGE_DROPS_POOLING_HEAD``)."""
     kind = str(config.get("model_type"))
-    if kind == "gemma3" and isinstance(config.get("vision_config"), Mapping):
+    if kind == "gemma3" and not keeps_head and isinstance(config.get("vision_config"), Mapping):
         # models/gemma_vl/modeling_gemma3_vl.py: without the pooling head
         config = {**config, "vision_config": {**config["vision_config"], "vision_use_head": False}}
     count = encoder_parameters(config, name)
@@ -311,6 +315,7 @@ def _structure_gemma3(v: Fields, text: int, outer: Fields) -> EncoderStructure:
         num_layers=_of(v, "num_hidden_layers"), num_heads=_of(v, "num_attention_heads"), out_size=text,
         patch_size=_of(v, "patch_size"), channels=_of(v, "num_channels", 3), merge_size=max(1, side // tokens),
         positions=side**2, image_size=_of(v, "image_size"),
+        pooling_head=v.flag("vision_use_head", default=True),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bridge_memory.rehearsal.diffusion import wan_model
 from bridge_memory.rehearsal.layer_specs import gpt_block_spec, hybrid_pattern, hybrid_spec, hybrid_te_spec
 from bridge_memory.rehearsal.megatron_config import installed_words, one_line, only, transformer_config
 from bridge_memory.rehearsal.world import NotBuildable, StackRefusal
@@ -27,6 +28,8 @@ def build_chunks(
     """
     from megatron.core import parallel_state
 
+    if run.model.diffusion is not None:
+        return [wan_model(run)]
     config = transformer_config(run, initialize=initialize, architecture=architecture)
     # A layout string sets the number of virtual stages.
     vpp = config.virtual_pipeline_model_parallel_size

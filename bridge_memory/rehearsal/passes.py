@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bridge_memory.rehearsal.diffusion import batch_of, no_values, step_of
 from bridge_memory.rehearsal.megatron_config import TORCH_DTYPES
 from bridge_memory.rehearsal.patches.replace import META
 from bridge_memory.rehearsal.results import PassRecord
@@ -131,8 +132,23 @@ def _static(chunk: torch.nn.Module) -> list[torch.Tensor]:
     return tensors
 
 
+def _run_diffusion(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
+    tensors = batch_of(run)
+    tracker = Tracker([*_static(chunk), *tensors.values()])
+    with tracker.watching(chunk), ddp.no_sync(), no_values():
+        step = step_of(run, chunk, tensors)
+
+        def forward() -> torch.Tensor:
+            end: torch.Tensor = Leave.apply(step())
+            return end
+
+        return measured_passes(tracker, forward)
+
+
 def run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
     """One microbatch through one chunk, from the embedding or received input to the loss or sent output."""
+    if run.model.diffusion is not None:
+        return _run_diffusion(run, chunk, ddp)
     batch, parallel = run.batch, run.parallel
     length, b = batch.rows
     s = length // parallel.cp

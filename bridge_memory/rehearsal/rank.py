@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bridge_memory.rehearsal import patches, te_kernels
+from bridge_memory.rehearsal.diffusion import import_diffusion
 from bridge_memory.rehearsal.patches.modules import has_te
 from bridge_memory.rehearsal.refusals import refuse_what_is_ignored
 from bridge_memory.rehearsal.world import NotBuildable, RehearsalUnavailable, fake_world, quiet, refusals_named
@@ -34,6 +35,7 @@ def on_rank(run: RunSpec, rank: int, supported: tuple[str, ...] = ()) -> Iterato
     refuse_what_is_ignored(run, but=supported)
     if run.implementation.te:
         te_kernels.load()
+    import_diffusion(run)
     if run.precision.fp32_residual_connection and not run.implementation.te:
         raise NotBuildable(
             "fp32_residual_connection needs norms that change the dtype, of Apex or Transformer Engine"

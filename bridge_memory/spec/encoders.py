@@ -82,6 +82,8 @@ class EncoderStructure:
     full_layers: tuple[int, ...] = ()
     #: Layers after which a merger makes features of their own (``deepstack_visual_indexes``).
     deepstack_layers: tuple[int, ...] = ()
+    #: Whether a pooling head runs whose output is dropped (``SiglipVisionConfig.vision_use_head``, on by default).
+    pooling_head: bool = False
     #: Whether the projection of queries, keys and values has biases; likewise the projector.
     qkv_bias: bool = True
     projector_bias: bool = True

@@ -12,6 +12,7 @@ from bridge_memory.spec.layout import layout
 from bridge_memory.spec.limits import Limits, limits_of
 from bridge_memory.spec.rules.attention import check_attention_release, check_kernels
 from bridge_memory.spec.rules.batch import check_batch
+from bridge_memory.spec.rules.diffusion import check_diffusion
 from bridge_memory.spec.rules.engine_options import check_engine
 from bridge_memory.spec.rules.implementation import check_implementation
 from bridge_memory.spec.rules.optimizer import check_data_parallel, check_optimizer
@@ -37,6 +38,7 @@ def validate(run: RunSpec) -> None:
 #: The checks, in order: first those that no other number of GPUs would pass.
 RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
     lambda run, limits: check_engine(run),
+    lambda run, limits: check_diffusion(run),
     lambda run, limits: check_transformers(run),
     lambda run, limits: check_stages(run.parallel, run.model.num_layers),
     check_model_over_ranks,

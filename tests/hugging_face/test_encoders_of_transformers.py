@@ -221,3 +221,34 @@ def test_siglip(size: str) -> None:
     n = number * side**2
     projector = n * h * 2 + 2 * (n // 16) * h * 2 + 4 * (n // 16)
     assert ours.retained - projector == pytest.approx(real.saved, rel=CLOSE)
+
+
+@pytest.mark.parametrize("size", ["uneven", pytest.param("wide", marks=SLOW)])
+def test_siglip_with_the_pooling_head_of_its_class_default(size: str) -> None:
+    """The head runs, its output is dropped: weights, and a moment of forward, which without it is as high as ours."""
+    from transformers import SiglipVisionConfig
+
+    from bridge_memory.readers.encoders import encoder_of
+
+    _, h, heads, f, out = SIZES[size]
+    side, number = {"uneven": (24, 6), "wide": (32, 8)}[size]
+    items, peaks = [Item(number, 1, side, side)], []
+    for head in (True, False):
+        config = SiglipVisionConfig(hidden_size=h, intermediate_size=f, num_hidden_layers=1, num_attention_heads=heads,
+                                    image_size=14 * side, patch_size=14)  # fmt: skip
+        if not head:
+            config.vision_use_head = False
+        config._attn_implementation = "sdpa"
+        module = _class("siglip", "SiglipVisionModel")._from_config(config)
+        real = measured(module, lambda m: (m(torch.zeros(number, 3, 14 * side, 14 * side)).last_hidden_state,))
+        wrapper = {
+            "model_type": "gemma3", "text_config": {"hidden_size": out}, "vision_config": config.to_dict(),
+            "mm_tokens_per_image": (side // 4) ** 2,
+        }  # fmt: skip
+        spec = encoder_of(wrapper, "encoder", keeps_head=True)
+        assert spec is not None and spec.structure is not None and spec.structure.pooling_head is head
+        assert spec.parameters == sum(p.numel() for p in module.parameters()) + h * out + h
+        peaks.append((recorded(spec.structure, items, release=INSTALLED), real))
+    (ours, real), (ours_without, real_without) = peaks
+    assert ours.retained == ours_without.retained and real.saved == real_without.saved
+    assert ours.forward_peak == pytest.approx(real.forward, rel=0.03)

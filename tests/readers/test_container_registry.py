@@ -9,6 +9,7 @@ import re
 import sys
 import typing
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,9 @@ def parts() -> dict[str, list[type]]:
     """Part of the container -> its classes, with all that are derived from them."""
     from megatron.bridge.training.config import ConfigContainer
 
+    with suppress(ImportError):  # before 0.6
+        import megatron.bridge.diffusion.data.wan.wan_energon_datamodule  # noqa: F401
+
     hints = typing.get_type_hints(ConfigContainer)
     found: dict[str, list[type]] = {"model": models()}
     for field in dataclasses.fields(ConfigContainer):
@@ -130,7 +134,7 @@ def test_every_field_of_every_config_class_is_known(bridge: Any) -> None:
         f"{part}.{name} of {cls.__name__}"
         for part, classes in parts().items()
         for name, cls in fields_of(classes).items()
-        # Models of diffusion and of several parts are refused with their data.
+        # Models of diffusion over images and of several parts are refused with their data.
         if not known(part, name) and not (part == "dataset" and "diffusion" in cls.__module__)
         and not (part == "dataset" and "MIMO" in cls.__name__)
     ]  # fmt: skip

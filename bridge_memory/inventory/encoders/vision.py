@@ -239,6 +239,8 @@ def gemma3_head(t: EncoderOps, x: Array) -> Array:
     s, n, h = t.s, t.patches, t.s.hidden_size
     rows = n // s.merge_size**2
     y = t.layer_norm("post_layernorm", x, n, h)
+    if s.pooling_head:
+        _pooling_head(t, y)
     images = t.copy("patches as images", y)
     t.keep_alive(y)
     pooled = t.make("pooled patches", (images,), rows * h, images.width, saves=(images.tensor,))
@@ -252,6 +254,21 @@ def gemma3_head(t: EncoderOps, x: Array) -> Array:
         also=(statistics,), trains=t.trains(f"{name}.weight"),
     )
     return t.dense("multi_modal_projector.proj", normed, rows, h, s.out_size, bias=False)
+
+
+def _pooling_head(t: EncoderOps, x: Array) -> None:
+    """``SiglipMultiheadAttentionPoolingHead.forward``, whose output nobody takes: no gradient reaches its weights. Keys
+    and values are projected together, of a copy of the images by position, and copied (torch ``nn/functional.py:
+    multi_head_attention_forward, _in_projection_packed``)."""
+    h, f = t.s.hidden_size, t.s.ffn_hidden_size
+    for name, shape in (
+        ("probe", (1, 1, h)), ("attention.in_proj_weight", (3 * h, h)), ("attention.in_proj_bias", (3 * h,)),
+        ("attention.out_proj.weight", (h, h)), ("attention.out_proj.bias", (h,)), ("layernorm.weight", (h,)),
+        ("layernorm.bias", (h,)), ("mlp.fc1.weight", (f, h)), ("mlp.fc1.bias", (f,)), ("mlp.fc2.weight", (h, f)),
+        ("mlp.fc2.bias", (h,)),
+    ):
+        t.parameter(f"head.{name}", shape)
+    t.tape.op("pooling head", x.tensor, (), workspace=5 * t.patches * h * t.compute_width)
 
 
 # ---- Pixtral and Mistral 3's projector ----

@@ -622,8 +622,8 @@ def _context_parallel(
         )
     kv = tape.make("key and value ring buffer", keys_values, kv_bytes)
     step = out_bytes + 4 * rows
-    # Packed sequences: the sum is in the output's dtype, each step attends to copies of halves of keys and values (under
-    # a causal mask), and statistics are copied to be summed, those of each step transposed.
+    # Packed sequences: the sum is in the output's dtype, each step attends to copies of halves of keys and values
+    # (under a causal mask), and statistics are copied to be summed, those of each step transposed.
     copies = kv_bytes // 2 if ctx.packed and causal else 0
     around = (c - 1) * kv_bytes + c * step + (16 * rows if ctx.packed else 4 * out_bytes // ctx.act + 4 * rows)
     if RING_SUMS_EACH_STEP(ctx.impl):
