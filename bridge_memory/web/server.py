@@ -69,6 +69,8 @@ class Server(ThreadingHTTPServer):
                        if path.suffix in _TYPES}  # fmt: skip
         self.assets |= {f"report/{name}": asset(name).encode() for name in ("charts.js", "plots.js", "style.css")}
         self.connections = Connections()
+        #: Requests so far, and when the last one was answered (``time.monotonic``).
+        self.answered = (0, time.monotonic())
         self.questions, self.files = Budget(MOST_QUESTIONS), Budget(MOST_FILE + MOST_JSON)
         super().__init__((host, port), Handler)
 
@@ -171,6 +173,8 @@ class Handler(BaseHTTPRequestHandler):
             if os.environ.get("BRIDGE_MEMORY_TRACEBACK"):
                 raise
             self._json(plain_refusal(message), 500)
+        finally:
+            self.server.answered = (self.server.answered[0] + 1, time.monotonic())
 
     # ---- access ----
 

@@ -11,6 +11,8 @@ import { MOST_OTHERS, State } from "./state.js";
 // Milliseconds: changes of one field within ONE_STEP are one history entry; the what-if is asked after QUIET.
 const ONE_STEP = 900;
 const QUIET = 120;
+// Milliseconds after the last key until the address says what was typed.
+const TYPED = 150;
 // Milliseconds after which a pending answer is marked as busy.
 const SLOW = 300;
 // Options outside of the groups of layouts that only engines with Megatron's layers take.
@@ -30,6 +32,7 @@ class Page {
     this.others = new Map(); // address -> {address, question, answer or refusal}
     this.last = null; // the field that changed last
     this.pushed = { field: null, at: 0 };
+    this.late = null; // an address that is not written yet
     this.answers = 0;
     this.form = new Form(facts, models, this.state, (parts, field) => this.changed(parts, field));
     this.estimates = new Latest((question, more) => this.estimate(question, more));
@@ -52,6 +55,8 @@ class Page {
   // ---- changes ----
 
   fromAddress() {
+    clearTimeout(this.typing);
+    this.late = null;
     this.state.read(location.hash);
     this.last = null;
     this.pushed = { field: null, at: 0 };
@@ -142,9 +147,21 @@ class Page {
     const again = field !== null && this.form.typed(field) && field === this.pushed.field && now - this.pushed.at < ONE_STEP;
     this.pushed = { field, at: now };
     const address = this.state.address();
-    if (address === location.hash) return;
-    if (again) history.replaceState(null, "", address);
-    else history.pushState(null, "", address);
+    if (again) {
+      clearTimeout(this.typing);
+      this.late = address;
+      this.typing = setTimeout(() => this.written(), TYPED);
+      return;
+    }
+    this.written();
+    if (address !== location.hash) history.pushState(null, "", address);
+  }
+
+  // Writes the address of what was typed: that takes the browser some milliseconds, so not at every key.
+  written() {
+    clearTimeout(this.typing);
+    if (this.late !== null && this.late !== location.hash) history.replaceState(null, "", this.late);
+    this.late = null;
   }
 
   // ---- answers ----
@@ -345,6 +362,7 @@ class Page {
   }
 
   async share() {
+    this.written();
     try {
       await navigator.clipboard.writeText(location.href);
       toast("Link copied");
