@@ -42,8 +42,8 @@ class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # 
         seq_length: Tokens of a sequence. None: those of the longest batch up to the second step.
         every: Optimizer steps from report to report. None: ``logging_steps``.
         html: A page of all reports, written anew at each; ``{output_dir}`` as in ``path``. None: no page.
-        prometheus: A file ``*.prom`` for node exporter's textfile collector, as of ``MemoryReport``; ``{output_dir}`` as
-            in ``path``. None: no file.
+        prometheus: A file ``*.prom`` for node exporter, as of ``MemoryReport``; ``{output_dir}`` as in ``path``. None:
+            no file.
         tables: Print a table at every report. False: one line at each after the table of the second step.
         options: Further arguments of ``MemoryReport``.
 

@@ -11,6 +11,8 @@ import { MOST_OTHERS, State } from "./state.js";
 // Milliseconds: changes of one field within ONE_STEP are one history entry; the what-if is asked after QUIET.
 const ONE_STEP = 900;
 const QUIET = 120;
+// Milliseconds between two answers that are drawn while changes come faster than answers.
+const WHILE = 250;
 // Milliseconds after the last key until the address says what was typed.
 const TYPED = 150;
 // Milliseconds after which a pending answer is marked as busy.
@@ -32,6 +34,7 @@ class Page {
     this.others = new Map(); // address -> {address, question, answer or refusal}
     this.last = null; // the field that changed last
     this.pushed = { field: null, at: 0 };
+    this.drawn = 0; // when an answer was drawn last
     this.late = null; // an address that is not written yet
     this.answers = 0;
     this.form = new Form(facts, models, this.state, (parts, field) => this.changed(parts, field));
@@ -186,7 +189,7 @@ class Page {
     try {
       const answer = await post("/api/estimate", asked.question);
       this.alive();
-      if (more()) return;
+      if (more() && performance.now() - this.drawn < WHILE) return;
       this.shown = { question: asked.question, answer, address: asked.address };
       this.draw();
       this.form.answered(answer);
@@ -211,12 +214,14 @@ class Page {
       results.stale(true);
       document.title = "cannot run \u00b7 bridge-memory";
     }
+    this.written();
     document.body.dataset.answered = asked.address;
     document.body.dataset.answers = String(++this.answers);
   }
 
   draw() {
     const { answer } = this.shown;
+    this.drawn = performance.now();
     results.stale(false);
     this.fits = answer.fit.fits;
     results.verdict(answer, this);
