@@ -6,6 +6,7 @@ bounds size, nesting and values (a YAML's aliases expanded), which also bounds t
 
 from __future__ import annotations
 
+import codecs
 import errno
 import json
 import os
@@ -92,8 +93,9 @@ def read_text(
 
 
 def text_of(data: bytes, errors: str = "strict") -> str:
-    """UTF-8 bytes as text, with line ends converted to ``\\n``. Raises UnicodeDecodeError."""
-    return data.decode("utf-8", errors).replace("\r\n", "\n").replace("\r", "\n")
+    """UTF-8 bytes, or UTF-16 with its mark, as text, with line ends converted to ``\\n``. Raises UnicodeDecodeError."""
+    encoding = "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8"
+    return data.decode(encoding, errors).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_json(text: str | bytes, *, once: bool = False) -> Any:

@@ -9,6 +9,7 @@ import sys
 import threading
 from typing import Any
 
+from bridge_memory.cli.garbage import collections_when_idle
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.spec import SpecError
 
@@ -63,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
             import webbrowser
 
             webbrowser.open(server.url)
-        server.serve_forever(poll_interval=0.2)
+        with collections_when_idle(lambda: server.answered):
+            server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         pass
     finally:

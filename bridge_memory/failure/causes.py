@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import GIB
 from bridge_memory.failure.steps import ALLOCATED, HOST, Growth
-from bridge_memory.failure.texts import OF_HOST, Event, Failures, Kind
+from bridge_memory.failure.texts import OF_HOST, PINNING, Event, Failures, Kind
 from bridge_memory.job.job import Job, PhaseMemory
 from bridge_memory.outside.amount import total
 from bridge_memory.outside.context import context
@@ -93,7 +93,7 @@ def findings(known: Known) -> tuple[Finding, ...]:
     elif event.kind in (*OF_HOST, Kind.SIGKILL):
         found = list(_of_host(known))
     elif event.kind is Kind.INFERENCE:
-        found = [Finding(Cause.ROLLOUT, True, "the engine found less memory for its KV cache than it was told to take")]
+        found = [Finding(Cause.ROLLOUT, True, _of_engine(event.line))]
     elif event.kind is Kind.TORCH:
         found = list(_of_torch(known))
     else:
@@ -218,8 +218,20 @@ def _too_large(known: Known) -> str:
     return f"{words}; {gib(most)} are predicted for {known.phase.phase}"
 
 
+def _of_engine(line: str) -> str:
+    if "Try to lower your batch size" in line:
+        return "the KV cache has no room for the tokens of the requests that run at once"
+    if "warming up" in line:
+        return "beside weights and KV cache no room is left for a batch of the most requests"
+    return "the engine found less memory for its KV cache than it was told to take"
+
+
 def _beside_torch(known: Known) -> Iterator[Finding]:
     event = known.event
+    if event.kind is Kind.DRIVER and event.place == PINNING:
+        words = "pinned host memory could not be had: the host is full, or its limit of locked memory (ulimit -l)"
+        yield Finding(Cause.HOST, False, words)
+        return
     who = {Kind.NCCL: "NCCL", Kind.LIBRARY: "cuBLAS or cuDNN"}.get(event.kind, "the driver")
     asked = f" asking for {gib(event.figures.tried)}" if event.figures.tried else ""
     if "NOT_INITIALIZED" in event.line:
@@ -242,7 +254,7 @@ def _beside_torch(known: Known) -> Iterator[Finding]:
 def _of_host(known: Known) -> Iterator[Finding]:
     event, job = known.event, known.job
     if event.kind is Kind.SHARED:
-        yield Finding(Cause.HOST, True, "/dev/shm is full: workers of the data loader pass batches through it")
+        yield Finding(Cause.HOST, True, "/dev/shm is full: workers of the data loader pass batches through it, and ranks of one node data of NCCL")
         return
     asked = f": it asked for {gib(event.figures.tried)}" if event.figures.tried else ""
     if event.kind is Kind.SIGKILL:

@@ -12,7 +12,7 @@ from bridge_memory.emit.bridge import bridge_overrides
 from bridge_memory.emit.fixes import flag_words
 from bridge_memory.emit.torch import deepspeed_config, torchtitan_config, trainer_arguments
 from bridge_memory.failure.causes import Cause, Finding, Known, gib
-from bridge_memory.failure.runs import Trainer
+from bridge_memory.failure.runs import ENGINES, Trainer
 from bridge_memory.failure.texts import Kind
 from bridge_memory.outside.phase import Phase
 from bridge_memory.plan.changes import Effect, WhatIf
@@ -51,8 +51,10 @@ def remedies(
         out += _BY_CAUSE.get(finding.cause, _none)(known, trainer, text)
     needs_less = {Cause.TOO_LARGE, Cause.OUTSIDE, Cause.IMBALANCE, Cause.NO_ROOM, Cause.FRAGMENTED, Cause.REQUEST}
     if needs_less & {finding.cause for finding in found}:
-        counted = run is not None and known.gpu is not None
-        out += _of_run(known, run, trainer) if counted and run is not None else _in_general(known, trainer)
+        if run is not None and known.gpu is not None:
+            out += _of_run(known, run, trainer)
+        else:
+            out += _of_engine(trainer) if trainer in ENGINES else _in_general(known, trainer)
     first: dict[str, Remedy] = {}
     for one in out:
         first.setdefault(one.do, one)
@@ -123,7 +125,8 @@ def _request(known: Known, trainer: Trainer, text: str) -> Iterator[Remedy]:
         "print the shapes at the frame where it failed: a length, vocabulary or mask of another size than meant",
         "the whole allocation", "nothing",
     )
-    yield Remedy(_FUSED_LOSS[trainer], "logits in fp32: 4 bytes a token and vocabulary entry", "nothing")
+    if trainer not in ENGINES:
+        yield Remedy(_FUSED_LOSS[trainer], "logits in fp32: 4 bytes a token and vocabulary entry", "nothing")
 
 
 def _no_room(known: Known, trainer: Trainer, text: str) -> Iterator[Remedy]:
@@ -167,19 +170,49 @@ def _imbalance(known: Known, trainer: Trainer, text: str) -> Iterator[Remedy]:
     yield Remedy(words, "the difference between ranks", "dropped tokens, with a capacity")
 
 
+#: Trainer or engine -> its names of the engine's share, the longest sequence, requests at once, tokens of a prefill.
+_ENGINE_NAMES: Mapping[Trainer, tuple[str, str, str, str]] = {
+    Trainer.VERL: tuple(f"actor_rollout_ref.rollout.{name}" for name in (
+        "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    )),
+    Trainer.SGLANG: (
+        "--mem-fraction-static", "--context-length", "--max-running-requests (or --cuda-graph-max-bs)",
+        "--chunked-prefill-size",
+    ),
+    Trainer.VLLM: ("--gpu-memory-utilization", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"),
+}  # type: ignore[dict-item]  # fmt: skip
+_ANY_ENGINE = (
+    "--gpu-memory-utilization (SGLang: --mem-fraction-static)", "--max-model-len", "--max-num-seqs",
+    "--max-num-batched-tokens",
+)  # fmt: skip
+
+
 def _rollout(known: Known, trainer: Trainer, text: str) -> Iterator[Remedy]:
-    names = "--gpu-memory-utilization (SGLang: --mem-fraction-static)", "--max-model-len"
-    if trainer is Trainer.VERL:
-        names = "actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.max_model_len"
+    share, longest, requests, _ = _ENGINE_NAMES.get(trainer, _ANY_ENGINE)
     if "less than desired" in known.event.line:
-        yield Remedy(f"lower {names[0]}", "the share that is not there", "fewer sequences at a time")
+        yield Remedy(f"lower {share}", "the share that is not there", "fewer sequences at a time")
         yield Remedy(
             "free what training still holds before it wakes: empty_cache(), offload of parameters and optimizer",
             "what the trainer holds", "copies over PCIe in every step",
         )
         return
-    yield Remedy(f"raise {names[0]}, if the GPU has room", "KV cache, as much as is given", "memory of training")
-    yield Remedy(f"lower {names[1]} to the longest sequence in use", "KV cache, in proportion", "shorter sequences")
+    if "warming up" in known.event.line:
+        yield from _of_engine(trainer)
+        return
+    if "Try to lower your batch size" in known.event.line:
+        yield Remedy(f"lower {requests}", "KV cache of the requests that do not run", "fewer sequences at a time")
+    yield Remedy(f"raise {share}, if the GPU has room", "KV cache, as much as is given", "memory of training")
+    yield Remedy(f"lower {longest} to the longest sequence in use", "KV cache, in proportion", "shorter sequences")
+
+
+def _of_engine(trainer: Trainer) -> list[Remedy]:
+    """Of an engine that has too little beside its weights and KV cache."""
+    share, _, requests, tokens = _ENGINE_NAMES.get(trainer, _ANY_ENGINE)
+    return [
+        Remedy(f"lower {share}", "that share of the GPU, from the KV cache", "fewer sequences at a time"),
+        Remedy(f"lower {requests}", "graphs and buffers of the largest batches", "fewer sequences at a time"),
+        Remedy(f"lower {tokens}", "activations of a prefill, in proportion", "slower prefill"),
+    ]
 
 
 def _host(known: Known, trainer: Trainer, text: str) -> Iterator[Remedy]:

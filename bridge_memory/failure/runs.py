@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.comparison.compare import run_printed_in
 from bridge_memory.comparison.logs import arguments_in
+from bridge_memory.emit.commands import field_words
 from bridge_memory.failure.texts import bare
 from bridge_memory.files import Unparsed, parse_json
 from bridge_memory.spec import RunSpec, SpecError
@@ -31,6 +33,8 @@ class Trainer(str, Enum):
     DEEPSPEED = "DeepSpeed"
     HUGGING_FACE = "the Hugging Face Trainer"
     TORCH = "PyTorch"
+    SGLANG = "SGLang"
+    VLLM = "vLLM"
 
     def __str__(self) -> str:
         return self.value
@@ -53,7 +57,11 @@ _NAMED = (
     (Trainer.MEGATRON, ("megatron/training/", "pretrain_gpt.py", "megatron/core/", "arguments ------")),
     (Trainer.DEEPSPEED, ("/deepspeed/", "[deepspeed]")),
     (Trainer.HUGGING_FACE, ("transformers/trainer.py", "/trl/trainer/")),
+    (Trainer.SGLANG, ("/sglang/", "sglang.srt", "--mem-fraction-static", "SGLangEngine")),
+    (Trainer.VLLM, ("/vllm/", "vllm.v1", "(EngineCore")),
 )
+#: Inference engines, which train nothing.
+ENGINES = (Trainer.SGLANG, Trainer.VLLM)
 #: Lines of one printed configuration.
 _MOST_LINES = 20_000
 
@@ -105,6 +113,44 @@ def _bridge(text: str, world_size: int | None) -> RunSpec | None:
     table = table_of("\n".join(lines[first : last + 1]), "the container in the log")
     return run_from_config_container(
         container_of_table(table, "the container in the log"), world_size=world_size or _world(text)
+    )
+
+
+#: A value of the summary: "  tensor_model_parallel_size: 4  (Mcore default: 1)".
+_SUMMED = re.compile(r"^\s{2,}(\w+): (.*?)(?:\s+\(Mcore default: .*\))?\s*$")
+#: Field of the summary -> field of a RunSpec.
+_SUMMED_FIELDS = {
+    **{name: f"parallel.{name}" for name in (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+        "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+        "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    )},
+    **{f"recompute_{name}": f"recompute.{name}" for name in ("granularity", "method", "num_layers", "modules")},
+    "micro_batch_size": "batch.micro_batch_size", "global_batch_size": "batch.global_batch_size",
+    "seq_length": "batch.seq_length", "sequence_length": "batch.seq_length", "fp8": "precision.fp8",
+}  # fmt: skip
+
+
+def _bridge_summary(text: str, world_size: int | None) -> RunSpec | None:
+    """The summary that Bridge's setup logs (``config.py: log_non_default_values``): fields of megatron-core's classes
+    alone, without the vocabulary and the activation function. Raises SpecError with the flags of what it says."""
+    fields: dict[str, Any] = {}
+    for line in _from(text, "Configuration Summary"):
+        found = _SUMMED.match(bare(line))
+        if found is None or found[1] not in _SUMMED_FIELDS:
+            continue
+        try:
+            value = ast.literal_eval(found[2])
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        if value is not None:
+            fields.setdefault(_SUMMED_FIELDS[found[1]], tuple(value) if isinstance(value, list) else value)
+    world = world_size or _world(text)
+    words = [f"--num-gpus {world}"] if world else []
+    words.append(shlex.join(field_words(fields)))
+    raise SpecError(
+        "it leaves out the vocabulary and the activation function; add --container run_config.yaml of the checkpoint, "
+        f"or MODEL with what it says: {' '.join(words)}"
     )
 
 
@@ -171,6 +217,7 @@ def _braced(text: str, mark: str, parse: Callable[[str], Any]) -> dict[str, Any]
 _READERS: tuple[tuple[str, Trainer, str, Callable[[str, int | None], RunSpec | None]], ...] = (
     ("arguments ------", Trainer.MEGATRON, "the arguments that Megatron-LM printed", _megatron),
     ("ConfigContainer", Trainer.BRIDGE, "the container that Megatron Bridge printed", _bridge),
+    ("Configuration Summary", Trainer.BRIDGE, "the summary that Megatron Bridge logged", _bridge_summary),
     ("Running with configs:", Trainer.TORCHTITAN, "the configuration that torchtitan printed", _torchtitan),
     ("{'actor_rollout_ref'", Trainer.VERL, "the configuration that verl printed", _verl),
 )

@@ -3,7 +3,9 @@
 Sources of the wordings: torch ``c10/cuda/CUDACachingAllocator.cpp: DeviceCachingAllocator::malloc`` (2.0; 2.1 and
 later; private pools since 2.4), ``c10/cuda/CUDAMallocAsyncAllocator.cpp``, ``c10/core/impl/alloc_cpu.cpp``,
 ``torch/distributed/elastic/multiprocessing``; NCCL ``src/include/alloc.h``; DeepSpeed ``runtime/zero/stage3.py: step``;
-torchtitan ``components/metrics.py``; Ray's memory monitor; vLLM ``v1/core/kv_cache_utils.py``; Slurm and the kernel.
+torchtitan ``components/metrics.py``; Ray's memory monitor; vLLM ``v1/core/kv_cache_utils.py``; SGLang
+``srt/model_executor/pool_configurator.py``, ``srt/mem_cache/allocation.py``; torch_memory_saver ``csrc``; bitsandbytes
+``csrc/pythonInterface.cpp``; torch ``libshm``; NCCL ``misc/shmutils.cc``; Slurm, LSF, PBS, systemd-oomd and the kernel.
 """
 
 from __future__ import annotations
@@ -50,6 +52,10 @@ _NEEDLES: tuple[tuple[str, Kind], ...] = (
     ("CUDA driver error: out of memory", Kind.DRIVER),
     ("HIP error: out of memory", Kind.DRIVER),
     ("cudaErrorMemoryAllocation", Kind.DRIVER),
+    ("Triton Error [CUDA]: out of memory", Kind.DRIVER),
+    ("Error out of memory at line", Kind.DRIVER),
+    ("CUresult error", Kind.DRIVER),
+    ("Failed: CUDA error", Kind.DRIVER),
     ("hipErrorOutOfMemory", Kind.DRIVER),
     ("CUDA_ERROR_OUT_OF_MEMORY", Kind.DRIVER),
     ("Failed to CUDA calloc", Kind.NCCL),
@@ -59,12 +65,16 @@ _NEEDLES: tuple[tuple[str, Kind], ...] = (
     ("CUBLAS_STATUS_ALLOC_FAILED", Kind.LIBRARY),
     ("CUBLAS_STATUS_NOT_INITIALIZED", Kind.LIBRARY),
     ("CUDNN_STATUS_ALLOC_FAILED", Kind.LIBRARY),
+    ("cuBLAS Error: the resource allocation failed", Kind.LIBRARY),
     ("DEVICE_ALLOCATION_FAILED", Kind.LIBRARY),
     ("CUSOLVER_STATUS_ALLOC_FAILED", Kind.LIBRARY),
     ("No available memory for the cache blocks", Kind.INFERENCE),
     ("is less than desired GPU memory utilization", Kind.INFERENCE),
     ("larger than the available KV cache memory", Kind.INFERENCE),
     ("Please try to increase --mem-fraction-static", Kind.INFERENCE),
+    ("Prefill out of memory. Try to lower", Kind.INFERENCE),
+    ("Decode out of memory. Try to lower", Kind.INFERENCE),
+    ("out of memory occurred when warming up sampler", Kind.INFERENCE),
     ("oom_kill event", Kind.KILLED),
     ("oom-kill event", Kind.KILLED),
     ("Out of memory: Kill", Kind.KILLED),
@@ -73,12 +83,18 @@ _NEEDLES: tuple[tuple[str, Kind], ...] = (
     ("OOM Killed", Kind.KILLED),
     ("node running low on memory", Kind.KILLED),
     ("killed due to memory pressure", Kind.KILLED),
+    ("TERM_MEMLIMIT", Kind.KILLED),
+    ("PBS: job killed: mem", Kind.KILLED),
+    ("due to memory used (", Kind.KILLED),
     ("can't allocate memory: you tried", Kind.HOST),
     ("not enough memory: you tried", Kind.HOST),
     ("Cannot allocate memory", Kind.HOST),
     ("MemoryError", Kind.HOST),
     ("out of shared memory", Kind.SHARED),
     ("insufficient shared memory", Kind.SHARED),
+    ("unable to allocate shared memory(shm)", Kind.SHARED),
+    ("unable to write to file </torch_", Kind.SHARED),
+    ("failed to extend /dev/shm/", Kind.SHARED),
     ("Bus error", Kind.SHARED),
     ("killed by signal: Killed", Kind.SIGKILL),
     ("SIGKILL", Kind.SIGKILL),
@@ -136,11 +152,14 @@ _PREFIX = re.compile(
     r"^(?:\[(?:rank|default)\d+\]: ?|\d{1,6}: |\((?:\w+ )?(?:rank=\d+ )?pid=\d+(?:, ip=[\d.]+)?\) ?)"
 )
 
+#: The place of an allocation of pinned host memory, which fails as a CUDA call.
+PINNING = "pinning of host memory"
 #: (what runs, a phase of the job or None for the step's, a pattern of a traceback): the first that matches decides.
 #: Innermost frames do not: a forward pass is inside evaluation, recomputation inside backward.
 _PLACES: tuple[tuple[str, Phase | None, re.Pattern[str]], ...] = tuple(
     (name, phase, re.compile(pattern))
     for name, phase, pattern in (
+        (PINNING, None, r"in pin_memory|\.pin_memory\(|/pin_memory\.py"),
         ("rollout", None, r"rollout|vllm/|sglang/|generate_sequences|wake_up|resume_memory_occupation"),
         ("save", Phase.SAVE,
          r"save_checkpoint|save_model|save_pretrained|_save_checkpoint|dcp\.save|checkpoint\.save\("),
@@ -302,6 +321,8 @@ def _meant(needle: str, kind: Kind, line: str, before: str) -> bool:
         return "closing signal" not in line and "Setting" not in line
     if needle == "MemoryError":
         return re.search(r"(?:^|\s)MemoryError\b", line) is not None and "OutOfMemoryError" not in line
+    if needle in ("Failed: CUDA error", "CUresult error"):
+        return "out of memory" in line
     if needle == "Cuda failure":
         return "out of memory" not in line
     return not (kind is Kind.OTHER and needle == "illegal memory access" and line.lstrip().startswith("#"))

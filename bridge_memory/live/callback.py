@@ -233,9 +233,12 @@ class MemoryReport:
         if self._reporter.phases.open != (phase,):
             self._reporter.begin_phase(self._config, phase)
 
-    def write_to(self, path: str | os.PathLike[str] | None, *, html: str | os.PathLike[str] | None = None) -> None:
-        """From the next report on, write these files: the journal and the page. None: no file."""
-        self._reporter.write_to(path, html)
+    def write_to(
+        self, path: str | os.PathLike[str] | None, *, html: str | os.PathLike[str] | None = None,
+        prometheus: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
+        """From the next report on, write these files: the journal, the page and Prometheus's. None: no file."""
+        self._reporter.write_to(path, html, prometheus)
 
     @property
     def steps(self) -> int:

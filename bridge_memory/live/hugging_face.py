@@ -20,6 +20,7 @@ except ModuleNotFoundError as missing:
 
 from bridge_memory.live.callback import MemoryReport
 from bridge_memory.live.guard import never_raises
+from bridge_memory.live.prometheus import check_prometheus
 from bridge_memory.live.reporter import check_file
 from bridge_memory.live.runs import run_of_trainer
 from bridge_memory.spec import RunSpec, SpecError, show
@@ -41,6 +42,9 @@ class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # 
         seq_length: Tokens of a sequence. None: those of the longest batch up to the second step.
         every: Optimizer steps from report to report. None: ``logging_steps``.
         html: A page of all reports, written anew at each; ``{output_dir}`` as in ``path``. None: no page.
+        prometheus: A file ``*.prom`` for node exporter, as of ``MemoryReport``; ``{output_dir}`` as in ``path``. None:
+            no file.
+        tables: Print a table at every report. False: one line at each after the table of the second step.
         options: Further arguments of ``MemoryReport``.
 
     Raises:
@@ -55,7 +59,7 @@ class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # 
     def __init__(
         self, path: str | os.PathLike[str] | None = JOURNAL, *, run: RunSpec | None = None,
         seq_length: int | None = None, every: int | None = None, html: str | os.PathLike[str] | None = None,
-        **options: Any,
+        prometheus: str | os.PathLike[str] | None = None, tables: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         if TrainerCallback is None:
             raise ImportError(
@@ -63,8 +67,9 @@ class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # 
                 "pip install transformers",
                 name="transformers",
             )
-        for name, file in (("path", path), ("html", html)):
+        for name, file in (("path", path), ("html", html), ("prometheus", prometheus)):
             check_file(name, file)
+        check_prometheus(prometheus)
         if run is not None and not isinstance(run, RunSpec):
             raise SpecError(f"run ({show(run)}) is not a RunSpec; give one, or leave it out")
         if seq_length is not None and (type(seq_length) is not int or seq_length < 1):
@@ -76,8 +81,8 @@ class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # 
         self._seen: tuple[int, int] | None = None
         self._unhook: Callable[[], None] | None = None
         self._evaluating = False
-        self._files = path, html
-        self._report = MemoryReport(None, run=self._run, every=every, **options)
+        self._files = path, html, prometheus
+        self._report = MemoryReport(None, run=self._run, every=every, tables=tables, **options)
 
     def _run(self) -> RunSpec:
         if self._given is not None:
@@ -92,8 +97,8 @@ class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # 
         self._args, self._model = args, kwargs.get("model")
         if self._report.every is None:
             self._report.every = max(1, int(args.logging_steps)) if getattr(args, "logging_steps", 0) >= 1 else None
-        path, html = (_placed(file, args) for file in self._files)
-        self._report.write_to(path, html=html)
+        path, html, prometheus = (_placed(file, args) for file in self._files)
+        self._report.write_to(path, html=html, prometheus=prometheus)
         self._watch_batches()
         self._report.built(
             resumed=bool(getattr(state, "global_step", 0)), loaded=bool(getattr(self._model, "name_or_path", ""))

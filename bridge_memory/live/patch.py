@@ -175,6 +175,7 @@ def install(
     path: str | os.PathLike[str] | None = None,
     *,
     html: str | os.PathLike[str] | None = None,
+    prometheus: str | os.PathLike[str] | None = None,
     deadline: float = gather.DEADLINE,
     emit: Callable[[str], None] | None = None,
     read: Callable[[int, int], Reading] = read_cuda,
@@ -188,6 +189,7 @@ def install(
     Args:
         path: The journal, a file of JSON lines that ``compare`` reads. None: no file is written.
         html: A page of all reports, written anew at each. None: no page.
+        prometheus: A file ``*.prom`` for node exporter's textfile collector, as of ``MemoryReport``. None: no file.
         deadline: Seconds that rank 0 waits for the readings of the others.
         emit: Called with the text of every report. None: it is printed.
         read: Called with (rank, stage); returns the Reading of this process.
@@ -208,7 +210,9 @@ def install(
     modules = [_import(source) for source, _ in _SOURCES]
     with _lock:
         if _installed is None:
-            _installed = Installed(Reporter(path, html=html, deadline=deadline, emit=emit, read=read))
+            _installed = Installed(
+                Reporter(path, html=html, prometheus=prometheus, deadline=deadline, emit=emit, read=read)
+            )
             _installed.apply(modules)
         return _installed
 

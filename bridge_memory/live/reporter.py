@@ -86,11 +86,9 @@ class Reporter:
             name, wrong = ("emit", emit) if callable(read) else ("read", read)
             raise SpecError(f"{name} ({show(wrong)}) is not a function; give one, or leave it out")
         self.calibration_path = calibration_path
-        self.prometheus = prometheus
         #: Whether every report is a table; else one line, once the table of a steady step was printed.
         self.tables = tables
         self._steady = False
-        self._exporting = Attempts(f"writing {prometheus}")
         self._routing = Attempts("the overload factor")
         self._overload: str | None = None
         self.history = History()
@@ -109,7 +107,7 @@ class Reporter:
         self._reading = Attempts("reading the GPU's memory")
         self._publishing = Attempts("publishing a reading")
         self._sharing = Attempts("sharing the report")
-        self.write_to(path, html)
+        self.write_to(path, html, prometheus)
         self._calibrating = Attempts(f"writing {calibration_path}")
         self._showing = Attempts("printing the report")
         self._machine: Machine | None = None
@@ -123,12 +121,15 @@ class Reporter:
         self._written: list[PhaseRecord] = []
         self._gathered = 0
 
-    def write_to(self, path: str | os.PathLike[str] | None, html: str | os.PathLike[str] | None) -> None:
-        """The journal and the page, from the next report on."""
-        self.path = path
-        self.html = html
+    def write_to(
+        self, path: str | os.PathLike[str] | None, html: str | os.PathLike[str] | None,
+        prometheus: str | os.PathLike[str] | None,
+    ) -> None:  # fmt: skip
+        """The journal, the page and Prometheus's file, from the next report on."""
+        self.path, self.html, self.prometheus = path, html, prometheus
         self._writing = Attempts(f"writing {path}")
         self._drawing = Attempts(f"writing {html}")
+        self._exporting = Attempts(f"writing {prometheus}")
 
     # ---- prediction ----
 

@@ -70,6 +70,8 @@ class Server(ThreadingHTTPServer):
         of_report = ("charts.js", "plots.js", "rollout.js", "style.css")
         self.assets |= {f"report/{name}": asset(name).encode() for name in of_report}
         self.connections = Connections()
+        #: Requests so far, and when the last one was answered (``time.monotonic``).
+        self.answered = (0, time.monotonic())
         self.questions, self.files = Budget(MOST_QUESTIONS), Budget(MOST_FILE + MOST_JSON)
         super().__init__((host, port), Handler)
 
@@ -172,6 +174,8 @@ class Handler(BaseHTTPRequestHandler):
             if os.environ.get("BRIDGE_MEMORY_TRACEBACK"):
                 raise
             self._json(plain_refusal(message), 500)
+        finally:
+            self.server.answered = (self.server.answered[0] + 1, time.monotonic())
 
     # ---- access ----
 

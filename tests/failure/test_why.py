@@ -273,7 +273,55 @@ def test_a_snapshot_says_what_failed(tmp_path: Path) -> None:
     assert found.cause == "fragmented"
 
 
+def test_a_summary_of_bridge_gives_the_flags_that_it_says() -> None:
+    """As ``log_non_default_values`` of Megatron Bridge 0.6 formats it; it has no vocabulary."""
+    log = """======================================================================
+Configuration Summary (Non-Default Values vs Megatron Core)
+======================================================================
+
+[model] Non-default values (vs Mcore TransformerConfig):
+  expert_model_parallel_size: 8  (Mcore default: 1)
+  params_dtype: torch.bfloat16  (Mcore default: torch.float32)
+  recompute_modules: ['moe_act', 'layernorm']  (Mcore default: None)
+  tensor_model_parallel_size: 2  (Mcore default: 1)
+
+[train]:
+  global_batch_size: 256
+  micro_batch_size: 1
+"""
+    found = why_text("> initialized with world size 64\n" + log + texts.OUTSIDE)
+    (note,) = [note for note in found.notes if "run_config.yaml" in note]
+    assert found.trainer is Trainer.BRIDGE and found.run is None
+    for flag in (
+        "--num-gpus 64", "--tp 2", "--ep 8", "--micro-batch-size 1", "--global-batch-size 256",
+        "--recompute-modules moe_act,layernorm",
+    ):  # fmt: skip
+        assert flag in note, note
+
+
 # ---- hostile ----
+
+
+@pytest.mark.parametrize("data", [
+    b"", b"\x00" * 4096, bytes(range(256)) * 64, "\ufeffno failure \u0661".encode("utf-16"), b"\xff\xfe" + b"\x80" * 99,
+    b"\x80\x04" + b"garbage" * 9, b"\x1f\x8b\x08" + b"\x00" * 40, b"PK\x03\x04" + b"\x00" * 40,
+], ids=["empty", "zeros", "all bytes", "utf-16", "half a mark", "half a pickle", "gzip", "zip"])
+def test_a_file_of_something_else_is_refused_in_a_line(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "log").write_bytes(data)
+    with pytest.raises(SpecError) as refused:
+        why_file(str(tmp_path / "log"))
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+
+
+def test_a_failure_is_found_in_any_encoding(tmp_path: Path) -> None:
+    """Windows' shells write UTF-16; a log may hold what is no UTF-8 and progress bars without line breaks."""
+    for data in (
+        texts.OUTSIDE.encode("utf-16"), b"\xc3\x28\xff 12%|#\r 13%|##\r" * 999 + texts.OUTSIDE.encode(),
+        ("\ufeff" + texts.OUTSIDE).encode(),
+    ):  # fmt: skip
+        (tmp_path / "log").write_bytes(data)
+        assert why_file(str(tmp_path / "log")).cause == "outside of PyTorch"
+
 
 PARTS = [*(text for text, _, _ in texts.EVERY.values()), "\n", "{", "'", "\x1b[", "GPU 0 ("]
 

@@ -140,6 +140,41 @@ CPU_ALLOCATOR = """RuntimeError: [enforce fail at alloc_cpu.cpp:114] err == 0. D
 """
 SHARED = """RuntimeError: DataLoader worker (pid 1533) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory. Please try to raise your shared memory limit.
 """
+SGLANG_GRAPH = """[2025-11-03 08:12:47 TP3] Scheduler hit an exception: Traceback (most recent call last):
+  File "/sgl-workspace/sglang/python/sglang/srt/model_executor/cuda_graph_runner.py", line 338, in __init__
+    self.capture()
+Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 594.00 MiB. GPU 3 has a total capacity of 79.11 GiB of which 312.50 MiB is free. Including non-PyTorch memory, this process has 78.79 GiB memory in use. Of the allocated memory 76.02 GiB is allocated by PyTorch, with 1.20 GiB allocated in private pools (e.g., CUDA Graphs), and 130.20 MiB is reserved by PyTorch but unallocated.
+"""
+SGLANG_PREFILL = """[2025-11-03 09:02:41 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "/sgl-workspace/sglang/python/sglang/srt/mem_cache/allocation.py", line 239, in alloc_token_slots
+RuntimeError: Prefill out of memory. Try to lower your batch size.
+Try to allocate 16384 tokens.
+"""
+VLLM_WARM_UP = """(Worker_TP0 pid=2) RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests. Please try lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the engine.
+"""
+MEMORY_SAVER = """(SGLangEngine pid=8821) [torch_memory_saver.cpp] CUresult error: 2 (out of memory)  file=csrc/utils.h func=cu_mem_create line=29
+"""
+PINNED = """  File "/opt/deepspeed/runtime/zero/stage_1_and_2.py", line 411, in __init__
+    self.single_partition_of_fp32_groups.append(tensor.pin_memory())
+RuntimeError: CUDA error: out of memory
+"""
+CUBLAS_OF_TE = """RuntimeError: /opt/transformer-engine/transformer_engine/common/gemm/cublaslt_gemm.cu:398 in function cublas_gemm: cuBLAS Error: the resource allocation failed
+"""
+BITSANDBYTES = """Error out of memory at line 380 in file /src/csrc/pythonInterface.c
+"""
+TRITON_LOADS = """RuntimeError: Triton Error [CUDA]: out of memory
+"""
+DEEP_EP = """RuntimeError: Failed: CUDA error /workspace/DeepEP/csrc/deep_ep.cpp:26 'out of memory'
+"""
+SHM_FILE = """RuntimeError: unable to write to file </torch_193_2891>: No space left on device (28)
+"""
+SHM_OF_NCCL = """node1:1234:1300 [0] misc/shmutils.cc:72 NCCL WARN Error: failed to extend /dev/shm/nccl-abc to 33030532 bytes
+"""
+LSF = """TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.
+Exited with exit code 137.
+"""
+OOMD = """systemd-oomd[812]: Killed /user.slice/user-1000.slice/session-3.scope due to memory used (270Gi) / total (256Gi)
+"""
 TRITON = """triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 232448, Hardware limit: 166912. Reducing block sizes or `num_stages` may help.
 """
 TIMEOUT = """[rank2]:[E] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=81, OpType=BROADCAST, Timeout(ms)=1800000) ran for 1800512 milliseconds before timing out.
@@ -150,6 +185,19 @@ ILLEGAL = """RuntimeError: CUDA error: an illegal memory access was encountered
 
 #: Text -> (the cause that decides, a word that its remedies have).
 EVERY: dict[str, tuple[str, str, str]] = {
+    "SGLang captures graphs": (SGLANG_GRAPH, "too large", "--mem-fraction-static"),
+    "SGLang prefills": (SGLANG_PREFILL, "the inference engine's share", "--max-running-requests"),
+    "vLLM warms up": (VLLM_WARM_UP, "the inference engine's share", "--max-num-seqs"),
+    "a memory saver wakes": (MEMORY_SAVER, "no room beside torch's cache", "set_per_process_memory_fraction"),
+    "pinned": (PINNED, "host memory", "no offload of optimizer"),
+    "Transformer Engine's cuBLAS": (CUBLAS_OF_TE, "no room beside torch's cache", "set_per_process_memory_fraction"),
+    "bitsandbytes": (BITSANDBYTES, "no room beside torch's cache", "set_per_process_memory_fraction"),
+    "Triton loads a kernel": (TRITON_LOADS, "no room beside torch's cache", "set_per_process_memory_fraction"),
+    "DeepEP": (DEEP_EP, "no room beside torch's cache", "set_per_process_memory_fraction"),
+    "a file in shared memory": (SHM_FILE, "host memory", "--shm-size"),
+    "shared memory of NCCL": (SHM_OF_NCCL, "host memory", "--shm-size"),
+    "LSF": (LSF, "host memory", "more memory for the job"),
+    "systemd": (OOMD, "host memory", "more memory for the job"),
     "torch 2.0": (TORCH_2_0, "too large", "--per_device_train_batch_size"),
     "torch 2.1, fragmented": (TORCH_2_1, "fragmented", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
     "in a container": (IN_A_CONTAINER, "too large", "--micro-batch-size"),

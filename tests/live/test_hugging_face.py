@@ -72,6 +72,18 @@ def test_a_report_when_built_and_after_steps(tmp_path: Path) -> None:
     assert any(isinstance(r, RunRecord) for r in records)
 
 
+def test_the_trainer_writes_for_prometheus_and_prints_tables_where_asked(tmp_path: Path) -> None:
+    shown: list[str] = []
+    callback = MemoryReportCallback(
+        None, prometheus="{output_dir}/memory.prom", tables=True, every=1, emit=shown.append, read=reading
+    )
+    train(tmp_path, callback)
+    assert f"bridge_memory_max_allocated_bytes{{stage=\"0\"}} {2 * GIB}\n" in (tmp_path / "out/memory.prom").read_text()
+    assert len(shown) > 3 and all("\n" in one for one in shown)
+    with pytest.raises(SpecError, match=r"does not end in \.prom"):
+        MemoryReportCallback(prometheus="memory.txt")
+
+
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_the_phases_of_the_trainer(tmp_path: Path, strategy: str) -> None:
     """Its own loop, saves and evaluations, which a hook of the model and a save beside it count independently."""

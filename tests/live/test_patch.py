@@ -77,7 +77,7 @@ def test_an_existing_script_gets_the_table_beside_its_own_reports(
     """Megatron-LM 0.17 and later, and Bridge 0.6, report in the first and in the second iteration: one table."""
     before = megatron_training.report_memory
     args = megatron_lm_args()
-    with install(tmp_path / "report.jsonl", read=reading) as installed:
+    with install(tmp_path / "report.jsonl", prometheus=tmp_path / "memory.prom", read=reading) as installed:
         assert len(installed.patched) >= 4
         assert install() is installed
         for iteration in (1, 2):
@@ -96,6 +96,7 @@ def test_an_existing_script_gets_the_table_beside_its_own_reports(
     _, report = journal.read(tmp_path / "report.jsonl")
     assert isinstance(report, ReportRecord)
     assert report.stages[0].max_allocated == 9 * GIB
+    assert f"bridge_memory_max_allocated_bytes{{stage=\"0\"}} {9 * GIB}\n" in (tmp_path / "memory.prom").read_text()
     assert report.stages[0].residual == 9 * GIB - report.stages[0].predicted_peak
 
 

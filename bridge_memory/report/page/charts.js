@@ -44,15 +44,22 @@ function fill(element, attributes, children) {
   return element;
 }
 
+// Kind of chart -> the width of such a chart in this window: to ask an element lays the whole page out.
+const widths = new Map();
+addEventListener("resize", () => widths.clear());
+
 /** Draws again when the width changes. */
 export function responsive(element, draw) {
   let width = 0;
   const observer = new ResizeObserver(() => {
     const now = Math.floor(element.clientWidth);
-    if (now && now !== width) draw((width = now));
+    if (!now || now === width) return;
+    widths.set(element.className, now);
+    draw((width = now));
   });
   observer.observe(element);
-  draw((width = Math.floor(element.clientWidth) || 720));
+  if (!widths.has(element.className)) widths.set(element.className, Math.floor(element.clientWidth) || 720);
+  draw((width = widths.get(element.className)));
   return { destroy: () => { observer.disconnect(); element.replaceChildren(); } };
 }
 

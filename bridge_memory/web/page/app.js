@@ -12,6 +12,10 @@ import { MOST_OTHERS, State } from "./state.js";
 // Milliseconds: changes of one field within ONE_STEP are one history entry; the what-if is asked after QUIET.
 const ONE_STEP = 900;
 const QUIET = 120;
+// Milliseconds between two answers that are drawn while changes come faster than answers.
+const WHILE = 250;
+// Milliseconds after the last key until the address says what was typed.
+const TYPED = 150;
 // Milliseconds after which a pending answer is marked as busy.
 const SLOW = 300;
 // Options outside of the groups of layouts that only engines with Megatron's layers take.
@@ -31,6 +35,8 @@ class Page {
     this.others = new Map(); // address -> {address, question, answer or refusal}
     this.last = null; // the field that changed last
     this.pushed = { field: null, at: 0 };
+    this.drawn = 0; // when an answer was drawn last
+    this.late = null; // an address that is not written yet
     this.answers = 0;
     this.form = new Form(facts, models, this.state, (parts, field) => this.changed(parts, field));
     this.estimates = new Latest((question, more) => this.estimate(question, more));
@@ -54,6 +60,8 @@ class Page {
   // ---- changes ----
 
   fromAddress() {
+    clearTimeout(this.typing);
+    this.late = null;
     this.state.read(location.hash);
     this.last = null;
     this.pushed = { field: null, at: 0 };
@@ -145,9 +153,21 @@ class Page {
     const again = field !== null && this.form.typed(field) && field === this.pushed.field && now - this.pushed.at < ONE_STEP;
     this.pushed = { field, at: now };
     const address = this.state.address();
-    if (address === location.hash) return;
-    if (again) history.replaceState(null, "", address);
-    else history.pushState(null, "", address);
+    if (again) {
+      clearTimeout(this.typing);
+      this.late = address;
+      this.typing = setTimeout(() => this.written(), TYPED);
+      return;
+    }
+    this.written();
+    if (address !== location.hash) history.pushState(null, "", address);
+  }
+
+  // Writes the address of what was typed: that takes the browser some milliseconds, so not at every key.
+  written() {
+    clearTimeout(this.typing);
+    if (this.late !== null && this.late !== location.hash) history.replaceState(null, "", this.late);
+    this.late = null;
   }
 
   // ---- answers ----
@@ -172,7 +192,7 @@ class Page {
     try {
       const answer = await post("/api/estimate", asked.question);
       this.alive();
-      if (more()) return;
+      if (more() && performance.now() - this.drawn < WHILE) return;
       this.shown = { question: asked.question, answer, address: asked.address };
       this.draw();
       this.form.answered(answer);
@@ -199,12 +219,14 @@ class Page {
       results.stale(true);
       document.title = "cannot run \u00b7 bridge-memory";
     }
+    this.written();
     document.body.dataset.answered = asked.address;
     document.body.dataset.answers = String(++this.answers);
   }
 
   draw() {
     const { answer } = this.shown;
+    this.drawn = performance.now();
     results.stale(false);
     this.fits = answer.fit.fits;
     results.verdict(answer, this);
@@ -372,6 +394,7 @@ class Page {
   }
 
   async share() {
+    this.written();
     try {
       await navigator.clipboard.writeText(location.href);
       toast("Link copied");

@@ -36,6 +36,8 @@ const TITLES = {
   implementation: "Implementation", transformers: "Hugging Face transformers", ddp: "PyTorch DDP", fsdp: "PyTorch FSDP",
   deepspeed: "DeepSpeed",
 };
+// What a field means while it is empty, where the answer has no value of it.
+const EMPTY = { "images-per-sample": "1", "image-size": "WxH, the largest", "audio-seconds": "30" };
 const OTHER = "\u0000other";
 const PASTED = "\u0000pasted";
 
@@ -201,7 +203,7 @@ export class Form {
       show = (value) => { input.value = value ?? option.default ?? ""; };
     } else {
       input = h("input", { ...common, inputmode: option.kind === "integer" ? "numeric" : null, spellcheck: "false",
-        maxlength: 400, oninput: () => change(typed(input.value.trim(), option.kind)) });
+        maxlength: 400, placeholder: EMPTY[name] ?? null, oninput: () => change(typed(input.value.trim(), option.kind)) });
       show = (value) => {
         const text = value === undefined ? (this.plain(name) ?? "") : String(value);
         if (document.activeElement !== input || typed(input.value.trim(), option.kind) !== value) input.value = text;

@@ -329,7 +329,7 @@ export function versus(others, now, page) {
       const cells = all.map((one) => { const cell = get(one); return typeof cell === "string" ? cell : cell.textContent; });
       return `| ${[name, ...cells].map((cell) => cell.replaceAll("|", "\\|")).join(" | ")} |`;
     });
-    return [`|  | ${all.map((_, i) => letter(i)).join(" | ")} |`, `| --- |${" ---: |".repeat(all.length)}`, ...text, "", location.href].join("\n");
+    return [`|  | ${all.map((_, i) => letter(i)).join(" | ")} |`, `| --- |${" ---: |".repeat(all.length)}`, ...text, "", location.href.replace(/#.*|$/, page.state.address())].join("\n");
   };
   fill(section, h("h2", {}, title, h("small", {}, `${pinned}: pinned; ${letter(others.length)}: this page`)),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, h("table", { class: "two" },
