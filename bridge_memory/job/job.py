@@ -23,7 +23,7 @@ from bridge_memory.job.megatron import building, evaluation, loading, saving
 from bridge_memory.job.megatron.graphs import graphs
 from bridge_memory.job.megatron.loading import How
 from bridge_memory.job.megatron.to_try import ToTry, to_try
-from bridge_memory.job.overload import FROM_SCRATCH, Overload, most_overload, overload
+from bridge_memory.job.overload import Overload, likely_overload, overload
 from bridge_memory.job.torch import ENGINES as OF_TORCH
 from bridge_memory.outside.amount import Amount, Range, exactly, total
 from bridge_memory.outside.context import outside
@@ -319,7 +319,7 @@ def _replayed(traces: Traces, stage: int, room: int) -> Generator[None, None, _R
     trace, least = traces.of(stage)
     most = least
     yield
-    factor = min(FROM_SCRATCH.least, most_overload(run)) / run.implementation.moe_imbalance
+    factor = likely_overload(run)
     if factor > 1 and reserved.sizes_vary(run):
         most = max(most, traces.of(stage, factor)[1])
     retries = least > room > 0 and trace.fits(room, expandable=run.implementation.expandable_segments)
