@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.template import template
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.cli.ranked import fit_verdict, fit_words
+from bridge_memory.cli.ranked import of_estimate
 from bridge_memory.components import GIB
 from bridge_memory.plan.megatron.space import AXES
 from bridge_memory.plan.megatron.splits import split_fields
@@ -97,7 +97,6 @@ def _runs(base: RunSpec, given: dict[str, Any]) -> tuple[RunSpec, RunSpec | None
 
 def _record(b: Balanced, gpu: Gpu) -> dict[str, Any]:
     from bridge_memory.estimation import estimate
-    from bridge_memory.verdict import headroom
 
     p = b.run.parallel
     return {
@@ -105,7 +104,7 @@ def _record(b: Balanced, gpu: Gpu) -> dict[str, Any]:
         "account_for_embedding_in_pipeline_split": p.account_for_embedding_in_pipeline_split,
         "account_for_loss_in_pipeline_split": p.account_for_loss_in_pipeline_split,
         "peak_bytes": list(b.peaks), "microbatch_seconds": list(b.seconds),
-        "verdict": fit_verdict(gpu, b.peak, headroom(gpu, b.peak, b.run), b.run),
+        "verdict": of_estimate(b.run, gpu).verdict,
         "not_modelled": [str(feature) for feature in estimate(b.run).unmodelled],
     }  # fmt: skip
 
@@ -113,12 +112,10 @@ def _record(b: Balanced, gpu: Gpu) -> dict[str, Any]:
 def _answer(found: dict[str, Balanced], base: RunSpec, gpu: Gpu) -> Words:
     """The fastest split and how it fits; where no time is known or none fits, that with the lowest peak."""
     from bridge_memory.report.document import Words
-    from bridge_memory.verdict import headroom
 
     def fit(b: Balanced) -> tuple[str, bool]:
-        free = headroom(gpu, b.peak, b.run)
-        verdict = fit_verdict(gpu, b.peak, free, b.run)
-        return fit_words(gpu, b.peak, free, b.peaks.index(b.peak), b.run), verdict == "fits"
+        answer = of_estimate(b.run, gpu)
+        return answer.words, answer.verdict == "fits"
 
     lowest, fastest = found["lowest peak"], found.get(f"fastest on {gpu.name}")
     words, fits = fit(lowest)

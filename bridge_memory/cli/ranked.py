@@ -7,15 +7,18 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.components import GIB
 from bridge_memory.plan.found import IMPROVED, SIMPLER, TIE, Found, Ranked, Row, pareto, ties
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.verdict import FRAGMENTATION
 
 if TYPE_CHECKING:
     from bridge_memory.cards.gpu import Gpu
     from bridge_memory.emit.commands import Emitted
+    from bridge_memory.report.answer import Answer
     from bridge_memory.report.document import Chart, Drawn, Grid, Words
 
 #: Rows that a chart shows, at most; rows of a brief answer.
@@ -101,7 +104,7 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
         ranked = found.ranked(args.top)
         best, front = _records(shown, ranked), [style.record(row) for row in _front(found, ranked)]
         run = runs_with(ranked.rows[0].run if ranked.rows else shown.base)
-        known = {**shown.document, **_first_verdict(shown, ranked, args)}
+        known = {**shown.document, **_first_verdict(shown, ranked)}
         known["passed_over"] = dict(ranked.refused)
         print(json.dumps({**known, "run": run, "best": best, "front": front}, indent=2))
     elif args.format == "csv":
@@ -113,15 +116,17 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
     return 0 if found.rows else 1
 
 
-def _first_verdict(shown: Shown, ranked: Ranked, args: argparse.Namespace) -> dict[str, Any]:
+def _first_verdict(shown: Shown, ranked: Ranked) -> dict[str, Any]:
     """The verdict on the first row (None where nothing fits), and what of it is not modelled."""
     if not ranked.rows:
         return {"verdict": None, "not_modelled": []}
     from bridge_memory.estimation import estimate
 
-    row = ranked.rows[0]
-    verdict = fit_verdict(shown.gpu, row.peak, row.headroom + int(args.headroom * GIB), row.run)
-    return {"verdict": verdict, "not_modelled": [str(feature) for feature in estimate(row.run).unmodelled]}
+    run = ranked.rows[0].run
+    return {
+        "verdict": of_estimate(run, shown.gpu).verdict,
+        "not_modelled": [str(feature) for feature in estimate(run).unmodelled],
+    }
 
 
 def how_words(found: Found) -> tuple[str, ...]:
@@ -180,6 +185,8 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
         note(f"row 1 is within {SIMPLER:.0%} of the fastest, row 2, and has fewer mechanisms or chunks")
     if (tied := ties(best[:keeping] or best)) > 1:
         note(f"rows 1 to {tied} are a tie: step times within {TIE:.0%}, the precision of the prediction")
+    note("the answer is by the whole job of row 1, as estimate gives it; free GiB is beside the step and "
+         f"{FRAGMENTATION:.1%} of its peak, which the allocator may reserve beyond it", detail=True)
     note(*shown.times)
     if names := shown.not_timed(best):
         note(f"the time model does not know {', '.join(names)}: times are those of the run without")
@@ -266,43 +273,28 @@ def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace, keeps: bool) 
     """The first row, its time, how it fits, and the reserve that it ``keeps``."""
     from bridge_memory.report.document import Words
 
-    gpu, style = shown.gpu, shown.style
-    stage = row.stage if row.run.parallel.pp > 1 else None
+    style = shown.style
     time = f"{row.time.seconds:#.3g} s per step, {row.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
     return Words("", (
         f"Fastest {style.noun}: {style.words(row)}; {time}",
-        fit_words(gpu, row.peak, row.headroom + int(args.headroom * GIB), stage, row.run),
+        of_estimate(row.run, shown.gpu).words,
         *((f"{'Keeps' if keeps else 'Tight: does not keep'} {shown.reserve}",) if shown.found.keeps else ()),
         *shown.change,
     ), "good" if keeps else "open")  # fmt: skip
 
 
-def fit_words(gpu: Gpu, peak: int, free: int, stage: int | None, run: RunSpec) -> str:
-    """"FITS H100: peak 54.8 (stage 1) + margin 6.0 of 79.1 GiB, 18.3 free"; ``free`` and ``peak``: bytes. Where what is
-    not modelled can change it, "UNKNOWN" with its names, as ``estimate`` says."""
+@lru_cache(maxsize=8)
+def of_estimate(run: RunSpec, gpu: Gpu) -> Answer:
+    """The answer of ``estimate`` on a row, by the whole job."""
     from bridge_memory.estimation import estimate
-    from bridge_memory.report.answer import feature_names, room_words
-    from bridge_memory.report.said import VERDICT_WORDS
-    from bridge_memory.verdict import Verdict
+    from bridge_memory.job.job import jobs_of, judged
+    from bridge_memory.report.answer import answer_of
+    from bridge_memory.verdict import fits
 
-    counted, room = room_words(gpu.capacity_bytes, peak, free, "" if stage is None else f"stage {stage}")
-    if fit_verdict(gpu, peak, free, run) == str(Verdict.UNKNOWN):
-        start = f"{VERDICT_WORDS[Verdict.UNKNOWN]} {gpu.name}"
-        return f"{start}: modelled {counted}; not modelled: {feature_names(estimate(run))}"
-    return f"{'FITS' if free >= 0 else 'DOES NOT FIT'} {gpu.name}: {counted}, {room}"
-
-
-def fit_verdict(gpu: Gpu, peak: int, free: int, run: RunSpec) -> str:
-    """"fits", "does not fit", or "unknown" where what is not modelled can change that; as in ``fit_words``."""
-    from bridge_memory.estimation import estimate
-    from bridge_memory.spec.unmodelled import bounds
-    from bridge_memory.verdict import Verdict, headroom
-
-    least, most = bounds(peak, estimate(run).not_modelled)
-    other = most if free >= 0 else least
-    if other != peak and (other is None or (headroom(gpu, other, run) >= 0) is not (free >= 0)):
-        return str(Verdict.UNKNOWN)
-    return str(Verdict.FITS if free >= 0 else Verdict.DOES_NOT_FIT)
+    result = estimate(run)
+    fitting = fits(result, [gpu])
+    jobs = jobs_of(result, fitting)
+    return answer_of(result, judged(fitting, jobs), jobs=jobs)
 
 
 def _looked_at(found: Found, style: Style, gpu: Gpu) -> str:

@@ -96,13 +96,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _answer(whatif: WhatIf, run: RunSpec, gpu: Gpu) -> tuple[str, ...]:
     """How it fits as it is; where it does not, the change to try first, or that none of activations helps."""
-    from bridge_memory.cli.ranked import fit_words
+    from bridge_memory.cli.ranked import of_estimate
     from bridge_memory.estimation import estimate
     from bridge_memory.verdict import headroom
 
     result, free = estimate(run), headroom(gpu, whatif.before, run)
-    stage = result.peak_stage.stage if len(result.stages) > 1 else None
-    lines = [_peak_words(result, whatif.before), fit_words(gpu, whatif.before, free, stage, run)]
+    lines = [_peak_words(result, whatif.before), of_estimate(run, gpu).words]
     if free < 0:
         first = next(whatif.to_try(gpu), None)
         lines.append(f"try first: {fix_words(first, run)}" if first is not None else "no single option makes it fit")

@@ -23,7 +23,7 @@ from bridge_memory.job.megatron import building, evaluation, loading, saving
 from bridge_memory.job.megatron.graphs import graphs
 from bridge_memory.job.megatron.loading import How
 from bridge_memory.job.megatron.to_try import ToTry, to_try
-from bridge_memory.job.overload import FROM_SCRATCH, Overload, most_overload, overload
+from bridge_memory.job.overload import Overload, likely_overload, overload
 from bridge_memory.job.torch import ENGINES as OF_TORCH
 from bridge_memory.outside.amount import Amount, Range, exactly, total
 from bridge_memory.outside.context import outside
@@ -114,8 +114,10 @@ class Job:
     host_bytes: int | None = None
     #: What the estimate does not model of the step, and the whole job neither.
     unmodelled: tuple[Unmodelled, ...] = ()
-    #: Where a resume does not fit for sure: the option of checkpoints that lowers it most.
+    #: Where a resume does not fit for sure: the option of checkpoints that lowers it most; and whether the job may fit
+    #: with it.
     to_try: ToTry | None = None
+    enough: bool = False
     #: Overload factor of the upper end of training's reserved memory, where it differs for that; None: it does not.
     uneven: float | None = None
     #: The lower end of training's reserved memory has the allocator return cached memory and try again, which takes
@@ -279,13 +281,15 @@ def job_steps(
     beyond = total(training.outside).most + stages[training.stage].graphs.most
     peak = total(training.allocated).most
     how = replayed.get(training.stage)
+    option = _to_try(run, gpu, worst)
     more = reserved_bytes(peak) if how is None else training.reserved.least - stages[training.stage].graphs.least - peak
     card = MemoryLimit(capacity, beyond, max(0, more) / peak)
     return Job(
         gpu, worst, tuple(every), overload(run, card),
         host_memory(run, node_of(gpu), moments=_host_moments(run, training.stage)),
         tuple(filter(None, reasons)), not_replayed, host_bytes,
-        tuple(feature for feature in result.unmodelled if not feature.of_job), _to_try(run, gpu, worst),
+        tuple(feature for feature in result.unmodelled if not feature.of_job),
+        option, option is not None and may_fit(estimate(option.run), gpu),
         None if how is None else how.uneven, how is not None and how.retries,
     )
 
@@ -315,7 +319,7 @@ def _replayed(traces: Traces, stage: int, room: int) -> Generator[None, None, _R
     trace, least = traces.of(stage)
     most = least
     yield
-    factor = min(FROM_SCRATCH.least, most_overload(run)) / run.implementation.moe_imbalance
+    factor = likely_overload(run)
     if factor > 1 and reserved.sizes_vary(run):
         most = max(most, traces.of(stage, factor)[1])
     retries = least > room > 0 and trace.fits(room, expandable=run.implementation.expandable_segments)

@@ -65,6 +65,12 @@ def most_overload(run: RunSpec) -> float:
     return max([_most_of(experts, run, ep) for experts in _routed(run)], default=1.0)
 
 
+def likely_overload(run: RunSpec) -> float:
+    """The overload factor that some layers of a run have, whose router nothing balances yet, beyond what it has by
+    ``moe_imbalance``; 1: none."""
+    return max(1.0, min(FROM_SCRATCH.least, most_overload(run)) / run.implementation.moe_imbalance)
+
+
 def _routed(run: RunSpec) -> list[MoESpec]:
     """The kinds of experts in the model's layers and MTP depths."""
     kinds = [kind for kind, _, _ in run.model.layer_runs]

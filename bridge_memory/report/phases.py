@@ -41,7 +41,7 @@ def worse_than_step(job: Job, unit: str = "GiB", fix: str = "") -> str:
     words += f", {_room(worst, capacity, unit)}"
     if job.verdict is Verdict.UNKNOWN:
         return f"{words}; not modelled: {', '.join(names_of(job.unmodelled))}"
-    if not fix and job.to_try is not None:
+    if not fix and job.to_try is not None and job.enough:
         fix = f"try first: {job.to_try.flag}"
     return f"{words}; {fix}" if fix else words
 

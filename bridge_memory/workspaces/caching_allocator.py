@@ -7,9 +7,10 @@ stream's address range. Nothing is returned before the device is full.
 
 Source: ``c10/cuda/CUDACachingAllocator.cpp: DeviceCachingAllocator`` of torch 2.5 to 2.13 (``malloc``,
 ``get_free_block``, ``alloc_found_block``, ``should_split``, ``find_expandable_block``, ``map_block``, ``free_block``,
-``try_merge_blocks``, ``release_cached_blocks``, ``unmap_block``). Not modelled: ``max_split_size_mb``,
-``garbage_collection_threshold`` and ``roundup_power2_divisions``, which are off by default, and private pools of CUDA
-graphs. When a stream has come far enough is for the caller to say (``free_later``).
+``try_merge_blocks``, ``release_cached_blocks``, ``unmap_block``). Not modelled: ``max_split_size_mb``
+and ``roundup_power2_divisions``, which are off by default, and private pools of CUDA graphs.
+``garbage_collection_threshold`` frees nothing unless a script calls ``set_per_process_memory_fraction`` (``malloc``:
+set_fraction). When a stream has come far enough is for the caller to say (``free_later``).
 """
 
 from __future__ import annotations

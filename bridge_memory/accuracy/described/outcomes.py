@@ -16,8 +16,9 @@ from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import GIB
 from bridge_memory.estimation import Estimate, StageEstimate, estimate, stage_parts
 from bridge_memory.job.job import job_of
+from bridge_memory.job.overload import likely_overload
 from bridge_memory.outside.amount import Range
-from bridge_memory.reserved import replayed, why_not
+from bridge_memory.reserved import sizes_vary, trace_of, why_not
 from bridge_memory.residual import relative
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.ranks import stage_of_rank
@@ -59,8 +60,11 @@ class Outcome(NamedTuple):
 
     @property
     def residual(self) -> float | None:
-        """Measured minus predicted, over measured."""
-        return relative(self.measured_bytes, self.predicted_bytes)
+        """Measured minus predicted, over measured; of a range minus its nearer end, 0 inside."""
+        if self.range_bytes is None or self.measured_bytes is None:
+            return relative(self.measured_bytes, self.predicted_bytes)
+        least, most = self.range_bytes
+        return relative(self.measured_bytes, min(max(self.measured_bytes, least), most))
 
     @property
     def inside(self) -> bool | None:
@@ -160,8 +164,13 @@ def _outcome(head: Outcome, figure: Figure, reading: Reading, answer: Estimate, 
         why = why_not(run)
         if why is not None:
             return here._replace(reason=f"{why}; {_peak(stage, run, figure) / GIB:.2f} GiB are allocated of it")
-        again = replayed(run, stage.stage, figure.after if figure.after == 1 else None)
-        nbytes = again.held(expandable=run.implementation.expandable_segments)
+        first, expandable = figure.after == 1, run.implementation.expandable_segments
+        nbytes = trace_of(run, stage.stage, steps=1 if first else None).held(expandable=expandable)
+        factor = likely_overload(run)
+        if not first and factor > 1 and sizes_vary(run):
+            uneven = trace_of(run, stage.stage, factor).held(expandable=expandable)
+            here = here._replace(range_bytes=Range(nbytes, max(nbytes, uneven)))
+            nbytes = (nbytes + max(nbytes, uneven)) // 2
     elif figure.meaning is Meaning.STATIC:
         nbytes = static_after(stage, run, figure.after) - _freed_by_the_step(stage, run)
     else:

@@ -129,7 +129,7 @@ def _counts(found: Sequence[Outcome]) -> list[str]:
         words.append(f"{sum(o.status == status for o in found)} {names[status]}")
     ranges = [o for o in found if o.range_bytes is not None]
     inside = sum(o.inside is True for o in ranges)
-    words.append(f"{len(ranges)} predictions are ranges, residuals from their middle; {inside} figures lie inside")
+    words.append(f"{len(ranges)} predictions are ranges, residuals from the nearer end; {inside} figures lie inside")
     return words
 
 

@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
             "one_by_one": found.one_by_one and found.one_by_one.value, "axes": _axes(space),
             "left_out": list(left_out), **calibration,
         }  # fmt: skip
-        of_jobs = list(job_notes((row.run for row in found.rows), gpu, args.top)) if args.phases else []
+        ranked = found.ranked(args.top).rows if args.phases else ()
+        of_jobs = list(job_notes((row.run for row in ranked), gpu, args.top))
         document |= {"jobs": [record for _, record in of_jobs]} if args.phases else {}
         base, experts = space.base, space.base.model.has_experts
         times = (

@@ -7,7 +7,7 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli.ranked import fit_words
+from bridge_memory.cli.ranked import of_estimate
 from bridge_memory.components import GIB
 from bridge_memory.spec import SpecError
 from bridge_memory.speed.step_time import tokens_per_second_per_gpu
@@ -84,7 +84,7 @@ def _blocks(
         f"Checkpoint every layer and {kept}: {_percent(time / given.seconds - 1)} than yours, "
         f"{_percent(time / policy.slowest.seconds - 1)} than whole layers run again; {time:#.3g} s per step, "
         f"{tokens_per_second_per_gpu(own, time):,.0f} tokens/s/GPU",
-        fit_words(gpu, policy.peak, policy.headroom + int(args.headroom * GIB), None, policy.run), f"Keeps {reserve}",
+        of_estimate(policy.run, gpu).words, f"Keeps {reserve}",
     ), "good")  # fmt: skip
     rows = tuple([
         (k.operation.name, f"{k.number} of {len(k.operation.layers)}", f"{k.operation.nbytes / _MIB:.0f}",

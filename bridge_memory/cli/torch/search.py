@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         "refused": dict(found.refused), "stopped": found.stopped, "grid": space.rule(),
         "one_by_one": found.one_by_one and found.one_by_one.value, "notes": [*left_out, *said],
     }  # fmt: skip
-    of_jobs = list(job_notes((row.run for row in found.rows), gpu, args.top)) if args.phases else []
+    of_jobs = list(job_notes((row.run for row in found.ranked(args.top).rows), gpu, args.top)) if args.phases else []
     document |= {"jobs": [record for _, record in of_jobs]} if args.phases else {}
     return print_found(
         Shown(
