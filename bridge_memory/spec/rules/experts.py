@@ -187,6 +187,8 @@ def check_overlap(run: RunSpec, limits: Limits) -> None:
     for field, value in (("recompute_method", r.method), ("recompute_num_layers", r.num_layers)):
         if value is not None:
             raise SpecError(f"{name} does not go with {field} ({value}); drop that")
+    if r.granularity == "selective" and "moe" in r.modules:  # 0.16 passes by it (``fine_grained_callables.py``)
+        raise SpecError(f"{name} does not go with moe in recompute_modules; drop one of them")
     if run.precision.params_dtype == "fp32":
         raise SpecError(f"{name} needs params_dtype bf16 or fp16, not fp32; drop it")
     if i.moe_shared_expert_overlap and limits.shared_experts:
