@@ -71,7 +71,7 @@ _OF_ANY_LAYERS = frozenset(
     ("transformer_impl", "gpu_arch", "torch", "expandable_segments", "cublas_workspace_bytes", "create_attention_mask",
      "calculate_per_token_loss", "use_legacy_models", "cuda_graph_impl", "cpu_offloading_num_layers",
      "min_offloaded_tensor_size", "moe_apply_probs_on_input", "moe_imbalance", "policy_loss", "policy_entropy",
-     "policy_chunk_size", "policy_forward_only")
+     "policy_chunk_size", "policy_forward_only", "policy_defers_fp32", "policy_rescales")
 )  # fmt: skip
 _OF_MEGATRON_LAYERS = tuple(f.name for f in fields(ImplementationSpec) if f.name not in _OF_ANY_LAYERS)
 _DEFAULT_IMPLEMENTATION = ImplementationSpec()

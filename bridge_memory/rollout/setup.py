@@ -80,6 +80,9 @@ class PostTraining:
     #: Tokens whose logits are processed at once; 0: all.
     chunk_size: int = 0
     fused_kernels: bool = False
+    #: The model returns its logits as computed, not in fp32; and logits over the temperature are a new tensor.
+    deferred_logits: bool = False
+    rescaled_logits: bool = False
     param_offload: bool = False
     optimizer_offload: bool = False
     #: Passes without a backward run beside the optimizer's states, whether or not these rest on the GPU (NeMo-RL).
@@ -197,6 +200,8 @@ class PostTraining:
         if self.fused_kernels:
             if run.implementation.torch_layers:
                 run = run.with_(transformers=replace(run.transformers, cut_cross_entropy=True))
+                if self.framework == "trl":
+                    fields = {"policy_loss": "trl", "policy_forward_only": forward_only}
             else:
                 fields = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
         else:
@@ -204,8 +209,9 @@ class PostTraining:
                 "policy_loss": _LOSS.get(self.framework, self.framework),
                 "policy_entropy": entropy,
                 "policy_chunk_size": self.chunk_size,
-                "policy_forward_only": forward_only,
-            }
+                "policy_forward_only": forward_only, "policy_defers_fp32": self.deferred_logits,
+                "policy_rescales": self.rescaled_logits,
+            }  # fmt: skip
         return self._batch(run.with_(implementation=replace(impl, **fields)), tokens, forward_only)
 
     def _batch(self, run: RunSpec, tokens: int, forward_only: bool) -> RunSpec:

@@ -490,6 +490,10 @@ class ImplementationSpec(Checked):
     policy_chunk_size: int = count(0)
     #: The pass has no backward (old and reference log-probabilities).
     policy_forward_only: bool = flag(False)
+    #: The model returns its logits as computed, not in fp32 (NeMo-RL's defer_fp32_logits).
+    policy_defers_fp32: bool = flag(False)
+    #: Logits over the temperature are a tensor beside the logits (slime, at a temperature other than 1).
+    policy_rescales: bool = flag(False)
     create_attention_mask: bool = flag(False)
     calculate_per_token_loss: bool = flag(False)
     deterministic_mode: bool = flag(False)

@@ -3,8 +3,9 @@ Megatron model's logits in place of its cross entropy. L = T V / t logits of thi
 
 Source: megatron-core ``transformer/module.py: Float16Module.forward`` (the model's output in fp32). verl 0.9.1
 ``workers/engine/megatron/transformer_impl.py: _lm_head_logits_processor``, ``utils/megatron/tensor_parallel.py:
-_VocabParallelEntropy``. NeMo-RL ``distributed/model_utils.py: DistributedLogprob, ChunkedDistributedLogprob``. slime
-``utils/ppo_utils.py: compute_log_probs``.
+_VocabParallelEntropy``. NeMo-RL 0433dae ``distributed/model_utils.py: DistributedLogprob, ChunkedDistributedLogprob``.
+slime since #2152 ``utils/ppo_utils.py: _VocabParallelLogProbEntropy``, ``backends/megatron_utils/loss.py:
+get_log_probs_and_entropy``.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from bridge_memory.tapes.tape import Tensor
 def record_policy(r: Recorder, logits: Tensor, elements: int) -> Tensor:
     """From the logits [T, V / t] to one log-probability a token, and its entropy with ``policy_entropy``."""
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
-    wide = logits if ctx.act == 4 else tape.make("logits in fp32", logits, 4 * elements)
+    wide = logits
+    if ctx.act != 4 and not impl.policy_defers_fp32:
+        wide = tape.make("logits in fp32", logits, 4 * elements)
     if impl.policy_loss == "nemo-rl":
         return _nemo_rl(r, wide, elements)
+    if impl.policy_loss == "slime":
+        return _slime(r, wide, elements)
     # Divided by the temperature in place; backward divides the gradient in a new tensor.
     (scaled,) = tape.views("logits over the temperature", wide, ("logits over the temperature", 4 * elements))
-    if impl.policy_loss == "slime":
-        return _slime(r, scaled, elements)
     if not impl.policy_entropy:
         return _cross_entropy(r, scaled)
     # ``logits_bak``: the cross entropy overwrites it, while the entropy keeps the logits.
@@ -55,31 +58,43 @@ def _entropy(r: Recorder, logits: Tensor, elements: int) -> Tensor:
     )
 
 
-def _nemo_rl(r: Recorder, wide: Tensor, elements: int) -> Tensor:
-    """Beside the logits: the shifted ones, their exponentials or log-softmax, and the softmax, which is kept."""
+def _nemo_rl(r: Recorder, logits: Tensor, elements: int) -> Tensor:
+    """Beside the logits, and their copy in fp32 if they are not: log-softmax, one more tensor while it is made, and the
+    softmax, which is kept. In chunks the logits are; backward makes one-hot targets of a chunk in int64, twice."""
     ctx, tape, chunk = r.ctx, r.tape, r.ctx.impl.policy_chunk_size
     target = tape.tensor("target mask and ids", 9 * ctx.tokens, grad=False)
     if chunk:
-        some = 4 * chunk * (elements // ctx.tokens)
+        some = chunk * (elements // ctx.tokens)
         return tape.make(
-            "log-probabilities", wide, 4 * ctx.tokens, saves=(wide, target), also=(target,), workspace=3 * some,
-            backward_workspace=4 * some,
+            "log-probabilities", logits, 4 * ctx.tokens, saves=(logits, target), also=(target,), workspace=12 * some,
+            backward_workspace=24 * some,
         )
     softmax = tape.tensor("softmax of the logits (fp32)", 4 * elements, grad=False)
+    narrow = ctx.impl.policy_defers_fp32 and ctx.act != 4
     loss = tape.make(
-        "log-probabilities", wide, 4 * ctx.tokens, saves=(softmax, target), also=(softmax, target),
-        workspace=4 * elements,
+        "log-probabilities", logits, 4 * ctx.tokens, saves=(softmax, target), also=(softmax, target),
+        workspace=(8 if narrow else 4) * elements, backward_workspace=4 * elements if narrow else 0,
     )
-    tape.keep_alive(wide)
+    tape.keep_alive(logits)
     return loss
 
 
-def _slime(r: Recorder, scaled: Tensor, elements: int) -> Tensor:
-    """The fused cross entropy of a copy, and the entropy of the logits."""
-    ctx, tape = r.ctx, r.tape
-    copy = tape.make("copy of the logits", scaled, 4 * elements, alias=True)
-    loss = _cross_entropy(r, copy)
-    if not ctx.impl.policy_entropy:
-        tape.keep_alive(scaled)
-        return loss
-    return tape.make("policy loss", (_entropy(r, scaled, elements), loss), 4 * ctx.tokens)
+def _slime(r: Recorder, wide: Tensor, elements: int) -> Tensor:
+    """The softmax, which its gradient overwrites; with an entropy that trains the logits too."""
+    ctx, tape, impl, chunk = r.ctx, r.tape, r.ctx.impl, r.ctx.impl.policy_chunk_size
+    scaled = tape.make("logits over the temperature", wide, 4 * elements) if impl.policy_rescales else wide
+    some = min(chunk or ctx.tokens, ctx.tokens) * (elements // ctx.tokens)
+    if impl.policy_forward_only:
+        found = tape.make("log-probabilities", scaled, 4 * ctx.tokens, workspace=4 * some)
+    else:
+        softmax = tape.tensor("softmax of the logits (fp32)", 4 * elements, grad=False)
+        target = tape.tensor("target mask and ids", 9 * ctx.tokens, grad=False)
+        kept = (softmax, target, scaled) if impl.policy_entropy else (softmax, target)
+        # The entropy's gradient is a tensor of its own, of a chunk; those of chunks alone are joined in one.
+        more = some if impl.policy_entropy else elements if chunk else 0
+        found = tape.make(
+            "log-probabilities", scaled, 4 * ctx.tokens, saves=kept, also=(softmax, target), in_place=1,
+            backward_workspace=4 * more,
+        )
+    tape.keep_alive(wide, scaled)
+    return found

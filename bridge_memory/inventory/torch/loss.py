@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bridge_memory.inventory.torch import liger, torchtune
 from bridge_memory.inventory.torch.ops import FP32, Array, Torch
-from bridge_memory.inventory.torch.policy import policy_loss
+from bridge_memory.inventory.torch.policy import policy_loss, trl_loss
 from bridge_memory.tapes.parameters import Use
 
 
@@ -22,7 +22,7 @@ def record_output(t: Torch, x: Array, *, output_bias: bool, own_weight: bool) ->
     if t.hf.liger("fused_linear_cross_entropy"):
         return liger.fused_loss(t, x)
     if t.hf.spec.cut_cross_entropy:
-        return _cut_loss(t, x)
+        return trl_loss(t, x) if ctx.impl.policy_loss == "trl" else _cut_loss(t, x)
     if t.hf.spec.num_output_chunks:
         return torchtune.chunked_loss(t, x)
     logits = t.linear("lm_head", x, tokens, h, v, declare=False, label="logits")

@@ -26,7 +26,8 @@ _READ = {
     "--num-gpus-per-node": 1,
     "--rollout-num-gpus-per-engine": 1, "--rollout-num-gpus": 1, "--max-tokens-per-gpu": 1,
     "--use-dynamic-batch-size": 0,
-    "--rollout-max-response-len": 1, "--rollout-max-prompt-len": 1, "--rollout-max-context-len": 1,
+    "--rollout-temperature": 1, "--rollout-max-response-len": 1, "--rollout-max-prompt-len": 1,
+    "--rollout-max-context-len": 1,
     "--log-probs-chunk-size": 1, "--log-probs-max-tokens-per-gpu": 1, "--entropy-coef": 1, "--use-kl-loss": 0,
     "--kl-coef": 1, "--kl-loss-coef": 1, "--ref-load": 1, "--advantage-estimator": 1, "--n-samples-per-prompt": 1,
     "--rollout-batch-size": 1, "--update-weight-buffer-size": 1, "--offload": 0, "--offload-train": 0,
@@ -35,7 +36,7 @@ _READ = {
 #: Flags of slime that move no memory: by name.
 _HARMLESS = re.compile(
     r"--(load|save|save-interval|ref-.*|prompt-data|input-key|label-key|apply-chat-template.*|rollout-(shuffle|"
-    r"temperature|top-.*|stop.*|function-path|seed|skip.*|health.*)|rm-type|num-rollout|num-epoch|"
+    r"top-.*|stop.*|function-path|seed|skip.*|health.*)|rm-type|num-rollout|num-epoch|"
     r"num-steps-per-rollout|"
     r"over-sampling.*|dynamic-sampling.*|partial-rollout|eval-.*|kl-loss-type|eps-clip.*|lr.*|weight-decay|adam-.*|"
     r"use-wandb|wandb-.*|use-tis|tis-.*|custom-.*|loss-.*|reward-.*|group-rm|metadata-key|tool-key|megatron-to-hf-mode|"
@@ -106,7 +107,7 @@ def read_slime(
     update = _number(own, "--max-tokens-per-gpu", longest) * run.parallel.cp if dynamic else rows * longest
     logs = _number(own, "--log-probs-max-tokens-per-gpu", 0) * run.parallel.cp or update
     reference = Reference.NONE
-    if "--use-kl-loss" in own or float(own.get("--kl-coef", ["0"])[0] or 0):
+    if "--use-kl-loss" in own or _real(own, "--kl-coef", 0.0):
         reference = Reference.SWAPPED
     if own.get("--advantage-estimator", ["grpo"])[0] == "ppo":
         not_modelled.append("--advantage-estimator ppo: the critic")
@@ -124,9 +125,10 @@ def read_slime(
         ),
         longest=longest, update_tokens=max(update, longest), log_prob_tokens=max(logs, longest),
         update_sequences=max(1, batch // run.parallel.data_parallel_size), hard_limit=True, dynamic=dynamic,
-        update_entropy=bool(float(own.get("--entropy-coef", ["0"])[0] or 0)), log_prob_entropy=False,
+        update_entropy=bool(_real(own, "--entropy-coef", 0.0)), log_prob_entropy=False,
         log_probs="--use-rollout-logprobs" not in own, chunk_size=max(0, _number(own, "--log-probs-chunk-size", 0)),
         param_offload=True, optimizer_offload=True, reference=reference, sleep_level=2,
+        rescaled_logits=_real(own, "--rollout-temperature", 1.0) != 1.0,
         bucket_bytes=_number(own, "--update-weight-buffer-size", 512 << 20), gpus_per_node=per_node,
         assumptions=tuple(assumptions), not_modelled=tuple(not_modelled),
     )  # fmt: skip
@@ -162,6 +164,16 @@ def _sorted(words: list[str]) -> tuple[dict[str, list[str]], list[str], dict[str
         elif not _HARMLESS.fullmatch(flag):
             rest += [flag, *values]
     return own, rest, sglang, not_modelled
+
+
+def _real(own: dict[str, list[str]], name: str, default: float) -> float:
+    text = own.get(name, [""])[0] if own.get(name) else ""
+    if not text:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise SpecError(f"{name} ({bounded(text, 40)}) is no number; give one") from None
 
 
 def _number(own: dict[str, list[str]], name: str, default: int) -> int:

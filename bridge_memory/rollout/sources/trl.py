@@ -187,9 +187,6 @@ def _read(
     moves_none = ("temperature", "loss_type", "sync_ref_model", "num_generations", "steps_per_generation")
     not_modelled = [name for name in grpo.unread() if name not in moves_none]
     fused = framework == "trl" and not _old(release)
-    if fused and run.transformers.autocast:
-        fused = False
-        assumptions.append("logits are counted whole: with autocast an upper bound")
     if world_size is None:
         assumptions.append("1 GPU (--num-gpus)")
     return PostTraining(

@@ -29,7 +29,9 @@ def check_implementation(run: RunSpec, limits: Limits) -> None:
             "native"
         )
     if i.policy_loss == "none":
-        for name in ("policy_entropy", "policy_chunk_size", "policy_forward_only"):
+        for name in (
+            "policy_entropy", "policy_chunk_size", "policy_forward_only", "policy_defers_fp32", "policy_rescales",
+        ):  # fmt: skip
             if getattr(i, name):
                 raise SpecError(f"{name} ({getattr(i, name)}) does nothing without policy_loss; give whose, or drop it")
     elif i.distillation != "none":

@@ -40,7 +40,7 @@ def check_loop(run: RunSpec) -> None:
         )
         if other:
             raise SpecError(f"cut_cross_entropy (True) and {other}: each is the loss; drop one")
-        if spec.autocast is not None:
+        if spec.autocast is not None and run.implementation.policy_loss != "trl":
             raise SpecError("cut_cross_entropy (True) is not counted with autocast; drop one")
         if spec.torch_compile:
             raise SpecError("cut_cross_entropy (True) is not counted with torch_compile; drop one")
