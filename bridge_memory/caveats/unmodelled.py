@@ -306,9 +306,17 @@ def _packed(run: RunSpec) -> Iterator[Unmodelled]:
             Effect.UP,
             order="b n s s / t elements of each step that attention makes of the scores, in every layer",
         )
-    if any(isinstance(m, (MambaSpec, GatedDeltaNetSpec)) for m in limits.mixers):
+    if any(isinstance(m, MambaSpec) for m in limits.mixers):
+        # packed_seq_params.py: PackedSeqParams.__post_init__, ssm/mamba_mixer.py: MambaMixer._ssm_training: the scan's
+        # chunks and states are those of one sequence; its kernels get the number of each token's sequence.
         yield Unmodelled(
-            "packed_sequences in Mamba and gated delta net layers: chunks and states of every sequence of a pack",
+            "packed_sequences in Mamba layers: the number of the sequence that each token belongs to", Effect.UP,
+            order="4 bytes for each token of a microbatch, and as they are made twice in int64",
+            most=20 * run.batch.rows[0] * max(1, run.parallel.pp),
+        )
+    if any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
+        yield Unmodelled(
+            "packed_sequences in gated delta net layers: chunks and states of every sequence of a pack",
             Effect.EITHER,
             order="as large as a state and a padded chunk for each sequence of a pack, in every such layer",
         )

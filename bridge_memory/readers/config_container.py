@@ -27,6 +27,7 @@ from bridge_memory.readers.container_registry import (
     OTHER_LAYER_SPECS,
     PLAIN_LAYER_SPECS,
     POST_LAYERNORM_SPECS,
+    SCALED_QUERIES_SPECS,
     SEQUENCE_PARALLEL_WITH_TP,
     STAGE_LAYOUTS,
 )
@@ -508,11 +509,19 @@ def _layer_spec(model: Any) -> tuple[str, bool]:
     return name, name in LOCAL_LAYER_SPECS
 
 
-def _unmodelled_layer_spec(model: Any) -> Iterator[Unmodelled]:
+def _two_copies_of_queries(model: Any, micro_batch: int) -> int:
+    """Bytes of the queries of one layer, in fp32, and of their gradient."""
+    heads = _get(model, "num_attention_heads", 1)
+    width = _get(model, "kv_channels", _get(model, "hidden_size", 0) // heads)
+    return int(2 * 4 * micro_batch * _get(model, "seq_length", 0) * heads * width)
+
+
+def _unmodelled_layer_spec(model: Any, micro_batch: int) -> Iterator[Unmodelled]:
     name, _ = _layer_spec(model)
     if name in OTHER_LAYER_SPECS:
         effect, what, order = OTHER_LAYER_SPECS[name]
-        yield Unmodelled(f"model.transformer_layer_spec ({name}): {what}", effect, order=order)
+        most = _two_copies_of_queries(model, micro_batch) if name in SCALED_QUERIES_SPECS else None
+        yield Unmodelled(f"model.transformer_layer_spec ({name}): {what}", effect, order=order, most=most)
     elif name and name not in PLAIN_LAYER_SPECS | LOCAL_LAYER_SPECS | POST_LAYERNORM_SPECS | FULL_QK_SPECS:
         yield Unmodelled(
             f"model.transformer_layer_spec ({name}): modules that are not known here, counted as those that the "
@@ -928,7 +937,8 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     model = container_part(config, "model")
     parts = {part: getattr(config, part, None) for part in PARTS}
     parts |= {"model": view.model, "optimizer": view.optimizer, "ddp": view.ddp}
-    out = [*not_modelled(parts), *unmodelled_encoders(model), *_unmodelled_layer_spec(view.model)]
+    micro = _get(getattr(config, "train", None), "micro_batch_size", 1)
+    out = [*not_modelled(parts), *unmodelled_encoders(model), *_unmodelled_layer_spec(view.model, micro)]
     if _get(model, "freeze_language_model", False) and not language_model_frozen(model):
         out.append(
             Unmodelled(

@@ -149,6 +149,31 @@ def _divided(asked: ArgumentValues, value: object) -> bool:
     return bool(asked["sequence_parallel"])
 
 
+def _tokens(asked: ArgumentValues) -> int:
+    """Tokens of a microbatch on all context-parallel ranks."""
+    return int((asked["seq_length"] or 0) * (asked["micro_batch_size"] or 1))
+
+
+def _width(asked: ArgumentValues) -> int:
+    """Bytes of an activation's element."""
+    return 2 if asked["bf16"] or asked["fp16"] else 4
+
+
+def _whole_embeddings(asked: ArgumentValues) -> int:
+    """At a peak in a layer or the loss: the whole output, which the step holds during forward, and the same with what
+    an encoder put into it; in backward their gradients."""
+    return 2 * _tokens(asked) * int(asked["hidden_size"] or 0) * _width(asked)
+
+
+def _biases_of_images(asked: ArgumentValues) -> int:
+    """Two biases of a sequence by a sequence for each microbatch in flight, which fused attention saves once for all
+    layers; their boolean masks, four at a time; and the gradient of one (TE ``csrc/extensions/attention.cpp:
+    fused_attn_bwd``)."""
+    scores, width = _tokens(asked) * int(asked["seq_length"] or 0), _width(asked)
+    in_flight = int(asked["pipeline_model_parallel_size"] or 1)
+    return scores * (2 * width * in_flight + 4 + width)
+
+
 #: Part -> field -> its unmodelled feature. Fields with an argument's name are in ``UNMODELLED_ARGUMENTS``.
 UNMODELLED: dict[str, dict[str, Feature]] = {
     "model": {
@@ -165,7 +190,7 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
                                          order=ORDER_OF["use_grouped_gemm_for_dense_mlp"]),
         # models/*/modeling_*.py: the embedding's output is scattered only after image embeddings are inserted
         "scatter_embedding_sequence_parallel": Feature(
-            True, UP, "the whole embedding's output beside the scattered one", _divided,
+            True, UP, "the whole embedding's output beside the scattered one", _divided, most=_whole_embeddings,
             order="s b h elements, of the first stage",
         ),
         "dist_train": Feature(None, EITHER, "modality encoders on separate ranks", _apart,
@@ -173,10 +198,10 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
         # MiniMax-M3: frozen weights that nothing runs (models/minimax_m3: lightning_indexer_layers)
         "lightning_indexer_layers": Feature(None, UP, "the frozen weights of an indexer that is not run",
                                                order="2 h (heads + 1) width bytes for each of these layers"),
-        # models/gemma_vl/modeling_gemma3_vl.py: Gemma3VLModel._compute_attention_biases
+        # models/gemma_vl/modeling_gemma3_vl.py: Gemma3VLModel._compute_attention_biases; attention stays fused
         "is_vision_language": Feature(
-            False, UP, "the attention bias of images, b x s x s, and what attention keeps for it",
-            order="2 b s s bytes, and b n s s / t elements in every layer where attention keeps the scores",
+            False, UP, "the attention biases of images, b x s x s each", most=_biases_of_images,
+            order="4 b s s bytes for each microbatch in flight",
         ),
         # models/stepfun/step35_provider.py: Step35DecoderLayer, one number a layer
         **dict.fromkeys(
@@ -538,8 +563,9 @@ OTHER_LAYER_SPECS: dict[str, tuple[Effect, str, str]] = {
     "exaone_45_transformer_layer_spec": (
         UP, "megatron-core's own attention, which keeps the scores of every head", _SCORES
     ),
-    # models/ministral3/ministral3_provider.py: MinistralTEDotProductAttention scales the queries.
-    "ministral_layer_spec": (UP, "scaled copies of the queries", "as large as the queries, in every layer"),
+    # models/ministral3/ministral3_provider.py: MinistralTEDotProductAttention scales the queries, and attention saves
+    # the scaled ones instead.
+    "ministral_layer_spec": (UP, "a copy of the queries before they are scaled", "as large as one layer's queries"),
     # models/mimo_v2_flash/modeling_mimo_v2_flash.py: MiMoV2FlashTEDotProductAttention.forward
     "mimo_v2_flash_layer_spec": (
         EITHER, "scaled copies of the values, kept in place of the projected ones",
@@ -550,6 +576,8 @@ OTHER_LAYER_SPECS: dict[str, tuple[Effect, str, str]] = {
         UP, "the router's weights in fp32, and its fp32 copy of the tokens", "4 s b h / t bytes in every layer"
     ),
 }
+#: Layer specs of OTHER_LAYER_SPECS whose copies are those of one layer at a time.
+SCALED_QUERIES_SPECS = _names("ministral_layer_spec")
 #: Layer specs of OTHER_LAYER_SPECS with norms after the linears instead of before them.
 NORM_AFTER_SPECS = _names("exaone4_layer_spec exaone_45_transformer_layer_spec")
 #: Layer specs whose MTP depths have a dense feed-forward block although the last layer has experts.

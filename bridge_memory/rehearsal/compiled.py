@@ -39,7 +39,7 @@ _known: dict[Any, _Graphs] = {}
 def call(function: Callable[..., Any], args: Any, kwargs: Any, kernel: Kernel) -> Any:
     """``function(*args, **kwargs)`` as one kernel, and its backward as another."""
     leaves, structure = tree_flatten((args, kwargs))
-    tensors = [*_weights(leaves), *(x for x in leaves if isinstance(x, torch.Tensor))]
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if not differentiable or not all(t.is_meta for t in tensors):
         versions = [t._version for t in tensors]
@@ -50,6 +50,7 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any, kernel: Kernel) -
         del copies
         return out
     graphs = _graphs(function, leaves, structure)
+    tensors = [*_weights(leaves), *tensors]
     # The compiler's graph has no inputs but those that are used.
     given = (t if used else t.detach() for t, used in zip(tensors, graphs.used, strict=True))
     out = _OneKernel.apply(graphs, kernel, *given)
