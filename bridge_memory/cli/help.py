@@ -21,8 +21,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "estimate": (
         "Qwen/Qwen3-8B --num-gpus 8 --tp 2 --gpu H100",
-        "--megatron-args launch.sh --num-gpus 64 --gpu H200",
-        "Llama-3.1-8B --engine fsdp2 --num-gpus 8 --gpu H100 --output report.html",
+        "--megatron-args launch.sh --num-gpus 64 --gpu H200 --output report.html",
+        "Llama-3.1-8B --engine single --peft lora --num-gpus 1 --gpu A100-80GB",
     ),
     "rollout": (
         "--verl config.yaml --gpu H100",
@@ -62,7 +62,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "diff": (
         "before.yaml after.yaml --gpu H100",
         "'Qwen3-8B --num-gpus 8 --tp 2' 'Qwen3-8B --num-gpus 8 --tp 4' --gpu H100",
-        "old.sh new.sh --num-gpus 64 --format md",
+        "'Qwen3-8B --megatron-core 0.16' 'Qwen3-8B --megatron-core 0.19' --num-gpus 8",
     ),
     "record": (
         "memory_report.jsonl -o rows.jsonl",
@@ -82,7 +82,9 @@ _OF_A_RUN = frozenset({
 })  # fmt: skip
 #: Command -> its own flags that people use; those of a command that is not here are shown if they are few.
 _OWN: Mapping[str, frozenset[str]] = {
-    "estimate": frozenset({"--gpu", "-v", "--brief", "--phases", "--stage", "--json", "--output", "--require-fit"}),
+    "estimate": frozenset({
+        "--images-per-sample", "--gpu", "-v", "--brief", "--phases", "--stage", "--json", "--output", "--require-fit",
+    }),
     "rollout": frozenset({
         "--gpu", "--json", "--output", "--verl", "--nemo-rl", "--slime", "--rollout", "--rollout-tp",
         "--gpu-memory-utilization", "--max-tokens-per-gpu", "--optimizer-offload", "--search", "--emit", "--log",

@@ -254,7 +254,8 @@ def _beside_torch(known: Known) -> Iterator[Finding]:
 def _of_host(known: Known) -> Iterator[Finding]:
     event, job = known.event, known.job
     if event.kind is Kind.SHARED:
-        yield Finding(Cause.HOST, True, "/dev/shm is full: workers of the data loader pass batches through it, and ranks of one node data of NCCL")
+        words = "/dev/shm is full: workers of the data loader pass batches through it, and NCCL data within a node"
+        yield Finding(Cause.HOST, True, words)
         return
     asked = f": it asked for {gib(event.figures.tried)}" if event.figures.tried else ""
     if event.kind is Kind.SIGKILL:

@@ -172,15 +172,16 @@ def _imbalance(known: Known, trainer: Trainer, text: str) -> Iterator[Remedy]:
 
 #: Trainer or engine -> its names of the engine's share, the longest sequence, requests at once, tokens of a prefill.
 _ENGINE_NAMES: Mapping[Trainer, tuple[str, str, str, str]] = {
-    Trainer.VERL: tuple(f"actor_rollout_ref.rollout.{name}" for name in (
-        "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-    )),
+    Trainer.VERL: (
+        "actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.max_model_len",
+        "actor_rollout_ref.rollout.max_num_seqs", "actor_rollout_ref.rollout.max_num_batched_tokens",
+    ),
     Trainer.SGLANG: (
         "--mem-fraction-static", "--context-length", "--max-running-requests (or --cuda-graph-max-bs)",
         "--chunked-prefill-size",
     ),
     Trainer.VLLM: ("--gpu-memory-utilization", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"),
-}  # type: ignore[dict-item]  # fmt: skip
+}  # fmt: skip
 _ANY_ENGINE = (
     "--gpu-memory-utilization (SGLang: --mem-fraction-static)", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens",

@@ -373,6 +373,32 @@ def test_experts_sizes_are_asked_of_models_with_experts_only(tab: Callable[..., 
     assert not one.page.is_visible("#f-ep") and "ep" not in one.fragment and "cannot run" not in one.heading
 
 
+VISION = {
+    "model_type": "qwen2_5_vl", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000, "vision_config": {
+        "depth": 3, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "out_hidden_size": 512,
+        "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 112,
+        "fullatt_block_indexes": [1]},
+}  # fmt: skip
+
+
+def test_what_a_sample_gives_its_encoder_is_asked_of_models_with_one(tab: Callable[..., Tab]) -> None:
+    one = tab("#num-gpus=1")
+    assert not one.page.is_visible("#f-images-per-sample")
+    one.page.select_option("#f-model", "\u0000pasted")
+    one.page.fill("#f-config", json.dumps(VISION))
+    one.settled()
+    assert one.page.is_visible("#f-images-per-sample") and not one.page.is_visible("#f-audio-seconds")
+    before = one.shown["fit"]["peak_bytes"]
+    one.type("images-per-sample", "2")
+    assert one.shown["fit"]["peak_bytes"] > before and one.page.inner_text("#media").startswith("2 images")
+    one.type("image-size", "44")
+    assert "cannot run" in one.heading and "WIDTHxHEIGHT" in one.page.inner_text("#e-image-size")
+    one.page.select_option("#f-model", "meta-llama/Llama-3.2-1B")
+    one.settled()
+    assert "images-per-sample" not in one.fragment and "cannot run" not in one.heading
+
+
 def test_recomputation_brings_what_it_needs(tab: Callable[..., Tab]) -> None:
     one = tab()
     peak = one.shown["fit"]["peak_bytes"]
@@ -659,6 +685,17 @@ def test_a_search_shows_how_far_it_is_and_stops(tab: Callable[..., Tab]) -> None
     one.until(lambda: not one.page.inner_text("#search .progress").startswith("0 "), 60)
     one.page.click("text=Stop and show the layouts found")
     one.until(lambda: "topped" in one.page.inner_text("#search"))
+
+
+def test_configurations_of_an_engine_are_searched_and_used(tab: Callable[..., Tab]) -> None:
+    one = tab("#model=meta-llama/Llama-3.2-1B&gpu=H100&num-gpus=8&engine=zero3")
+    one.page.locator("[data-focus=find]").click()
+    one.page.wait_for_selector("#search tbody tr")
+    assert "Sharded" in one.page.inner_text("#search thead") and "TP" not in one.page.inner_text("#search thead")
+    free = one.page.inner_text("#search tbody tr:first-child td:nth-last-child(4)")
+    one.page.locator("#search tbody tr:first-child button").click()
+    one.settled()
+    assert f"{one.shown['fit']['peak_bytes'] / 2**30:.1f}" == free and "global-batch-size" in one.fragment
 
 
 def test_a_log_is_set_beside_the_prediction_chosen_or_dropped(tab: Callable[..., Tab], tmp_path: Path) -> None:

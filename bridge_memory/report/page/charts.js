@@ -475,7 +475,7 @@ export function squarify(values, x, y, width, height) {
 
 /** Words of the names of components, and what readers know them by. */
 const SHORTER = [[/\bactivations: /, ""], [/\btemporaries: /, ""], [/ \(over [^)]*\)/, ""], [/\bparameters\b/g, "params"], [/\bgradients\b/g, "grads"],
-  [/\bembeddings?\b/g, "embed."], [/\battention\b/g, "attn"], [/\boptimizer\b/g, "optim."], [/\bweights\b/g, "wts"], [/\bworkspaces?\b/g, "worksp."], [/\bdispatch\b/g, "disp."]];
+  [/\bembeddings?\b/g, "embed."], [/ \(routed experts\)/g, " experts"], [/\battention\b/g, "attn"], [/\boptimizer\b/g, "optim."], [/\bweights\b/g, "wts"], [/\bworkspaces?\b/g, "worksp."], [/\bdispatch\b/g, "disp."]];
 
 /** A name and a size in at most `rows` lines of `most` characters: whole, else wrapped, else abbreviated, else cut. */
 export function labelLines(name, size, most, rows) {

@@ -194,6 +194,7 @@ class Page {
       this.alive();
       if (more() && performance.now() - this.drawn < WHILE) return;
       this.shown = { question: asked.question, answer, address: asked.address };
+      if (more()) return this.glance();
       this.draw();
       this.form.answered(answer);
       await this.ofTheOther(asked.vs);
@@ -224,13 +225,19 @@ class Page {
     document.body.dataset.answers = String(++this.answers);
   }
 
-  draw() {
+  // What is seen of an answer while the next change is on its way: no charts.
+  glance() {
     const { answer } = this.shown;
     this.drawn = performance.now();
     results.stale(false);
     this.fits = answer.fit.fits;
     results.verdict(answer, this);
     results.stages(answer, this);
+  }
+
+  draw() {
+    const { answer } = this.shown;
+    this.glance();
     this.drawStage();
     results.notes(answer);
     results.exportsOf(answer, this);

@@ -107,7 +107,7 @@ export class Search {
     const experts = found.rows.some((row) => row.ep > 1 || row.etp > 1);
     const some = (name) => found.rows.some((row) => row[name] && row[name] !== "none");
     const sizes = torch
-      ? [["Engine", (r) => page.facts.engines[r.engine] ?? r.engine, "text"], ["Micro batch", (r) => r.mbs], ["Microbatches", (r) => r.microbatches],
+      ? [new Set(found.rows.map((row) => row.engine)).size > 1 && ["Engine", (r) => page.facts.engines[r.engine] ?? r.engine, "text"], ["Micro batch", (r) => r.mbs], ["Microbatches", (r) => r.microbatches],
         some("recompute") && ["Checkpointing", (r) => r.recompute, "text"], ["Sharded", (r) => r.sharded, "text"], some("overlap") && ["Options", (r) => r.overlap, "text"],
         some("offload") && ["Offload", (r) => r.offload, "text"]]
       : [["TP", (r) => r.tp], ["PP", (r) => r.pp], found.rows.some((r) => r.vpp > 1) && ["VPP", (r) => r.vpp],
@@ -138,7 +138,7 @@ export class Search {
         h("tbody", {}, ...found.rows.map((row, i) => h("tr", { class: same(row) ? "same" : "" },
           h("td", {}, button(same(row) ? "In use" : "Use", () => page.apply(row.options), { "aria-label": `Use ${torch ? "configuration" : "layout"} ${i + 1}`, "data-focus": `use-${i}`,
             class: row === best && !same(row) ? "primary" : "" }),
-          row === best && tied.length > 1 && h("small", { class: "best" }, " most free memory of the tied")),
+          row === best && tied.length > 1 && h("small", { class: "best" }, " most free")),
           ...columns.map(([, of, text]) => h("td", { class: text ? "" : "number" }, of(row)))))))),
       front.length > 1 && h("h2", { class: "second" }, "Memory against time", h("small", {}, `${what} that no other beats in both; choose one to use it`)),
       front.length > 1 && chart, boxes, again);
