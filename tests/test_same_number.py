@@ -23,12 +23,13 @@ from drawn_runs import ENGINES, GPU, a_command, a_run, run_of
 from tiers import few_fast
 from ways import WAYS, Stages, band_in_json, band_in_text, bands, differences, expected_band, of_csv, of_json
 
-from bridge_memory import Estimate, RunSpec, SpecError, estimate, list_presets, search
+from bridge_memory import Estimate, RunSpec, SpecError, estimate, list_presets, search, whole_job
 from bridge_memory import theoretical_memory_utils as drop_in
 from bridge_memory.calculator import GPUMemoryCalculator
 from bridge_memory.calibration import calibrated
 from bridge_memory.calibration.residuals import Residual, config_digest
 from bridge_memory.cli import main
+from bridge_memory.cli.ranked import of_estimate
 from bridge_memory.components import GIB, Role
 from bridge_memory.emit.fixes import try_first
 from bridge_memory.plan.changes import WhatIf
@@ -153,6 +154,27 @@ def check_page(question: dict[str, Any], answer: Estimate) -> None:
     assert drawn["timeline"]["peak"]["bytes"] == drawn["treemap"]["bytes"] == answer.stages[drawn["stage"]].peak_bytes
 
 
+def check_whole_job(words: Sequence[str], question: dict[str, Any], run: RunSpec) -> None:
+    """The answer by the whole job: in short, in full, as JSON, on the page, of a search's row and in Python."""
+    told = ["estimate", *words, "--gpu", GPU]
+    short, full = (json.loads(printed(*told, "--json", *more)) for more in ((), ("--phases",)))
+    assert short["verdict"] == full["verdict"] and short["job"] == full["job"] and short["fits"] == full["fits"], words
+    for more in ((), ("--phases",)):
+        assert short["verdict"]["words"] in " ".join(printed(*told, *more).split()), (more, words)
+    (fit,), job = short["fits"], short["job"]
+    training = next(phase for phase in job["phases"] if phase["name"] == "training")
+    assert fit["peak_bytes"] + fit["margin_bytes"] == training["driver_bytes"][1]
+    assert (fit["least_bytes"], fit["replayed"]) == (training["driver_bytes"][0], job["reserved_replayed"])
+    page = Api()
+    found = page.estimate({**question, "gpu": GPU})
+    assert found["fit"] == fit and found["estimate"]["verdict"]["answer"] == short["verdict"]["answer"]
+    phases = page.phases({**question, "gpu": GPU})
+    assert [p["driver_bytes"] for p in phases["phases"]] == [p["driver_bytes"] for p in job["phases"]]
+    assert of_estimate(run, find_gpu(GPU)).verdict == short["verdict"]["answer"]
+    whole = whole_job(run, GPU)
+    assert whole.as_json() == job and str(whole.verdict) == short["verdict"]["answer"]
+
+
 def check_mcp(words: Sequence[str], answer: Estimate, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tools as the server runs them, their command in this process."""
     pytest.importorskip("mcp.server.mcpserver", reason="mcp 2 is not installed")
@@ -172,11 +194,14 @@ def check_mcp(words: Sequence[str], answer: Estimate, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("engine", few_fast(ENGINES, 3))
 def test_every_command_says_the_same(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Random(f"commands {engine}")
-    for _ in range(DRAWN):
+    for number in range(DRAWN):
         words = a_command(engine, draw)
         answer = estimate(run_of(words))
         check_command(words, answer, tmp_path)
-        check_page({"model": words[0], "options": options_of(words[1:])}, answer)
+        question = {"model": words[0], "options": options_of(words[1:])}
+        check_page(question, answer)
+        if not number:
+            check_whole_job(words, question, run_of(words))
         check_mcp(words, answer, monkeypatch)
 
 

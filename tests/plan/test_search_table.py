@@ -46,7 +46,7 @@ def test_brief_is_the_answer_and_its_first_rows(capsys: pytest.CaptureFixture[st
     text, brief = printed([], capsys), printed(["--brief"], capsys)
     assert brief.splitlines()[0] == text.splitlines()[0]
     assert "Pareto" not in brief and "evaluated" not in brief
-    table = brief.splitlines()[next(n for n, line in enumerate(brief.splitlines()) if line.startswith("-")) + 1 :]
+    table = brief.splitlines()[next(n for n, line in enumerate(brief.splitlines()) if line.startswith("- ")) + 1 :]
     assert [line.split()[0] for line in table if line[:1].isdecimal()] == ["1", "2", "3", "4", "5"]
 
 

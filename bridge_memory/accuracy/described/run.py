@@ -392,7 +392,8 @@ def _recomputation(draft: Draft, model: ModelSpec) -> None:
     if named is not None and named != model.num_layers:
         raise SpecError(f"recompute names {named} layers, the model has {model.num_layers}; correct one")
     if how == "the configuration's" or (how is None and "recompute.granularity" not in stated):
-        default = "selective, op" if usual == "torchtitan" else "none"
+        checkpointed = TRAINERS[facts["trainer"]].get("transformers.gradient_checkpointing")
+        default = "selective, op" if usual == "torchtitan" else "every layer" if checkpointed else "none"
         draft.assume(f"recomputation is not stated: counted as {default}")
         if usual == "torchtitan":
             stated.setdefault("transformers.selective_ac_option", "op")
@@ -444,8 +445,12 @@ def _implementation(draft: Draft, model: ModelSpec, generation: str) -> None:
         stated.setdefault("implementation.cuda_graph_impl", "transformer_engine")
         draft.state("implementation.cuda_graph_modules", tuple(dict.fromkeys(facts["graphed modules"])))
     if facts.get("liger"):
-        draft.state("transformers.liger_kernel", ("rope", "rms_norm", "swiglu"))
-        draft.leave_out("Liger's fused loss: all logits are counted", Effect.DOWN, "logits and their gradients")
+        patched: tuple[str, ...] = ("rope", "rms_norm", "swiglu")
+        if facts["trainer"] == "ArcticTraining":  # Liger's own class: ``apply_liger_kernel_to_llama`` by default
+            patched = (*patched, "fused_linear_cross_entropy")
+        else:
+            draft.leave_out("Liger's fused loss: all logits are counted", Effect.DOWN, "logits and their gradients")
+        draft.state("transformers.liger_kernel", patched)
     if model.has_experts and not facts.get("forced balance"):
         routing = "is natural" if facts.get("routing") == "natural" else "is not stated"
         draft.assume(f"routing {routing}: counted as balanced (moe_imbalance 1)")

@@ -95,6 +95,8 @@ TRAINERS: dict[str, dict[str, Any]] = {
         "optimizer.optimizer": "adamw",
     },
     "DeepSpeed": _ZERO_DEFAULTS,
+    # ``arctic_training/config/model.py: ModelConfig.disable_activation_checkpoint``, False by default.
+    "ArcticTraining": {**_ZERO_DEFAULTS, "transformers.gradient_checkpointing": True},
 }  # fmt: skip
 _VERSION = r"v?(?P<major>\d{1,2})\.(?P<minor>\d{1,2})(?:\.\d+)*(?:[ab.]|rc|dev|post)*\d*(?:\+\w+)?"
 
@@ -146,7 +148,8 @@ FRAMEWORK: tuple[Phrase, ...] = (
     phrase(r"nemo[: ]v?(?P<month>2\d\.\d\d)(?:\.[\w.]*)?(?: container)?", _container),
     phrase(r"megatron[- ]lm|megatron", _trainer("Megatron-LM")),
     phrase(r"megatron[- ]deepspeed", _trainer("Megatron-DeepSpeed")), phrase("torchtitan", _trainer("torchtitan")),
-    phrase("(?:nemo )?automodel", _trainer("Automodel")), phrase("deepspeed|arctictraining", _trainer("DeepSpeed")),
+    phrase("(?:nemo )?automodel", _trainer("Automodel")), phrase("deepspeed", _trainer("DeepSpeed")),
+    phrase("arctictraining", _trainer("ArcticTraining")),
     phrase("(?:hf |hugging ?face )?(?:transformers|accelerate|trl)", _trainer("transformers with FSDP")),
     phrase(rf"(?:megatron[- ]?core|mcore|core)[ _:=]?[rv]?{_VERSION}(?:-ish)?(?: pin)?", _release("core")),
     phrase(rf"(?:te|transformer[- _]?engine)[ _:=]?{_VERSION}", _release("te")), phrase("te|transformer engine"),
