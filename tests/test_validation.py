@@ -226,7 +226,7 @@ REFUSED = [
     ("moe", {**OVERLAP, "megatron_core": (0, 13)}, "0.14 or later"),
     ("moe", {"overlap_moe_expert_parallel_comm": True}, "expert_model_parallel_size of 2 or more"),
     ("moe", {**OVERLAP, **FULL}, "use selective"),
-    ("moe", {**OVERLAP, "recompute.granularity": "selective", "recompute.modules": ("moe",)}, "moe in recompute_modules"),
+    ("moe", {**OVERLAP, **SELECTIVE, "recompute_modules": ("moe",)}, "moe in recompute_modules"),
     ("moe", {**OVERLAP, "world_size": 4, "pipeline_model_parallel_size": 2}, "needs virtual_pipeline"),
     ("moe", {"delay_wgrad_compute": True}, "delay_wgrad_compute"),
 ]  # fmt: skip

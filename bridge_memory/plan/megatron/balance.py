@@ -30,7 +30,7 @@ MOST_VIRTUAL = 4
 #: Ways in which rows of chunks may begin in a model whose layers are of several kinds.
 MOST_BEGINNINGS = 64
 
-Cost = Callable[[int, StageShape], float]
+Cost = Callable[..., float]
 
 
 class Balanced(NamedTuple):
@@ -57,11 +57,14 @@ class Balanced(NamedTuple):
         return max(self.peaks)
 
 
-def balance(run: RunSpec, hardware: Hardware | None = None, *, capacity: int | None = None) -> Balanced:
+def balance(
+    run: RunSpec, hardware: Hardware | None = None, *, capacity: int | None = None, within: float = float("inf")
+) -> Balanced:
     """The split of ``run``'s layers with the lowest highest peak.
 
-    With ``capacity``, bytes that no stage may exceed, the one whose slowest stage is fastest (needs ``hardware``).
-    Raises SpecError where there is nothing to balance, and where no split stays within ``capacity``.
+    With ``capacity``, bytes that no stage may exceed, the one whose slowest stage is fastest (needs ``hardware``), among
+    those in which it takes at most ``within`` seconds for a microbatch.
+    Raises SpecError where there is nothing to balance, and where no split stays within ``capacity`` and ``within``.
     """
     model = run.model
     check_balanced(run)
@@ -69,12 +72,14 @@ def balance(run: RunSpec, hardware: Hardware | None = None, *, capacity: int | N
     of_memory = stage_peaks(some)
     step = None if hardware is None else Step(some, hardware)
 
-    def cost(rank: int, shapes: StageShape) -> float:
-        peak = of_memory(rank, shapes).peak_bytes
+    def cost(rank: int, shapes: StageShape, most: float = float("inf")) -> float:
+        """``most``: of a stage that costs more no more is asked."""
         if capacity is None:
-            return peak
+            return of_memory(rank, shapes).peak_bytes
         assert step is not None, "time needs hardware"
-        return step.seconds_of(shapes) if peak <= capacity else float("inf")
+        seconds = step.seconds_of(shapes)
+        fits = seconds > min(most, within) or of_memory(rank, shapes).peak_bytes <= capacity
+        return seconds if fits and seconds <= within else float("inf")
 
     if model.hybrid:
         ends = _hybrid(some, cost)
@@ -273,10 +278,13 @@ def _interleaved(run: RunSpec, v: int, cost: Cost) -> list[int] | None:
     some = _stages(run)
     known: dict[tuple[int, StageShape], float] = {}
 
+    best: tuple[float, int, list[int]] = float("inf"), 0, []
+
     def price(rank: int, shapes: StageShape) -> float:
+        # What costs more than the best so far is not looked at again, and the best only gets better.
         key = rank, shapes
         if key not in known:
-            known[key] = cost(rank, shapes)
+            known[key] = cost(rank, shapes, best[0])
         return known[key]
 
     given = [stage[c].num_layers for c in range(v) for stage in some]

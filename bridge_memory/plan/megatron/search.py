@@ -123,7 +123,7 @@ def _balanced(
 ) -> Row[StepTime]:
     """The row with its layers balanced over its stages, where that is faster and the reserve stays; or as NVIDIA splits
     them."""
-    from bridge_memory.plan.megatron.balance import balance, with_sizes
+    from bridge_memory.plan.megatron.balance import balance, described, with_sizes
     from bridge_memory.plan.megatron.published import PUBLISHED
 
     p = row.run.parallel
@@ -141,9 +141,10 @@ def _balanced(
         return better
 
     free = int(row.headroom / (1 + FRAGMENTATION))
+    within = max(described(row.run, hardware).seconds)
     for capacity in (row.peak + free, row.peak):
         with suppress(SpecError):
-            if tried(balance(row.run, hardware, capacity=capacity).run):
+            if tried(balance(row.run, hardware, capacity=capacity, within=within).run):
                 break
     theirs = PUBLISHED.get(row.run.model.name, {}).get(p.pp * p.vpp)
     if theirs is not None:
