@@ -13,15 +13,12 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from bridge_memory.components import GIB
 from bridge_memory.files import read_text
-from bridge_memory.outside.amount import Amount, Range, total
+from bridge_memory.outside.amount import Range
 from bridge_memory.rollout.answer import Rollout
-from bridge_memory.rollout.phases import AWAKE, Phase
-from bridge_memory.rollout.trainer import states
+from bridge_memory.rollout.moments import binary, moment_of, peak, predicted
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.errors import bounded
-from bridge_memory.verdict import reserved_bytes
 
 #: Bytes of a log that are read.
 _MOST_BYTES = 64 << 20
@@ -99,43 +96,23 @@ def readings_of(text: str) -> Iterable[Reading]:
 
     peaks: dict[str, int] = {}
     for match in _VERL.finditer(text):
-        allocated, reserved, used, whole = (_bytes(match[n]) for n in (2, 3, 4, 5))
+        allocated, reserved, used, whole = (binary(match[n]) for n in (2, 3, 4, 5))
         keep(Reading(match[1].strip(), allocated, reserved, used, whole))
     for match in _NEMO.finditer(text):
-        keep(Reading(f"GPU Memory {match[1]}", _bytes(match[2]), _bytes(match[3]), None, None))
+        keep(Reading(f"GPU Memory {match[1]}", binary(match[2]), binary(match[3]), None, None))
     for match in _SLIME.finditer(text):
-        values = {name: _bytes(number) for name, number in _PAIR.findall(match[2])}
-        keep(Reading(match[1].strip(), values.get("allocated"), values.get("reserved"), values.get("used"),
+        values = {name: binary(number) for name, number in _PAIR.findall(match[2])}
+        head = match[1].removesuffix(" (cleared before print)").strip()
+        keep(Reading(head, values.get("allocated"), values.get("reserved"), values.get("used"),
                      values.get("total")))  # fmt: skip
     for match in _SLIME_PEAK.finditer(text):
-        keep(Reading(match[1].strip(), _bytes(match[2]), _bytes(match[3]), None, None, True))
+        keep(Reading(match[1].strip(), binary(match[2]), binary(match[3]), None, None, True))
     for match in _VERL_PEAK.finditer(text):
-        peaks[match[1]] = max(peaks.get(match[1], 0), _bytes(match[2]))
+        peaks[match[1]] = max(peaks.get(match[1], 0), binary(match[2]))
     if peaks:
         keep(Reading("perf/max_memory", peaks.get("perf/max_memory_allocated_gb"),
                      peaks.get("perf/max_memory_reserved_gb"), None, None, True))  # fmt: skip
     return best.values()
-
-
-def _bytes(text: str) -> int:
-    return int(float(text) * GIB)
-
-
-#: What a line's head says -> the moment. The first that matches counts.
-_MOMENTS: tuple[tuple[str, str], ...] = (
-    (r"before rollout offload|.*after resume kv.*|after switch to rollout.*|after wake_up.*", "awake"),
-    (r"after resume weights|before update_weights", "engine weights awake"),
-    (r"after load actor params( and grad)? during (rollout_mode|compute_log_prob)|after load_fsdp_model_to_gpu",
-     "parameters"),
-    (r"after load actor params and grad during update_actor", "parameters and gradients"),
-    (r"after load actor optimizer during update_actor|(gpu memory )?before optimizer offload", "all"),
-    (r"gpu memory after optimizer offload", "parameters"),
-    (r"after load ref params.*", "reference"),
-    (r"after (ref )?compute_log_prob.*before offload", "reference"),
-    (r"after rollout offload|before (ref )?compute_.*|before update_(actor|policy)|after update_(actor|policy)|"
-     r"after compute_.*|after offload .*|before resume weights|gpu memory after refit complete|.*after offload.*|"
-     r".*after sleep.*|before load_fsdp_model_to_gpu", "asleep"),
-)  # fmt: skip
 
 
 def compare(found: Rollout, lines: Iterable[Reading]) -> tuple[list[Compared], int]:
@@ -144,20 +121,17 @@ def compare(found: Rollout, lines: Iterable[Reading]) -> tuple[list[Compared], i
     pool = _pool(lines) if found.setup.in_process else 0
     out = []
     for reading in lines:
-        moment = _moment(reading)
-        predicted = _predicted(found, moment)
         own = reading
         if pool and own.allocated is not None:
             own = own._replace(allocated=max(0, own.allocated - pool))
-        out.append(Compared(own, moment or "not known", *predicted))
+        moment = None if reading.peak else moment_of(found, reading.head)
+        if reading.peak:
+            out.append(Compared(own, "peak of a step", peak(found), None))
+        elif moment is None:
+            out.append(Compared(own, "not known", None, None))
+        else:
+            out.append(Compared(own, str(moment), *predicted(found, moment)))
     return out, pool
-
-
-def _moment(reading: Reading) -> str:
-    if reading.peak:
-        return "peak of a step"
-    head = reading.head.lower()
-    return next((moment for pattern, moment in _MOMENTS if re.fullmatch(pattern, head)), "")
 
 
 def _pool(lines: Iterable[Reading]) -> int:
@@ -169,46 +143,3 @@ def _pool(lines: Iterable[Reading]) -> int:
     assert before.used is not None and after.used is not None
     assert before.reserved is not None and after.reserved is not None
     return max(0, (before.used - after.used) - (before.reserved - after.reserved))
-
-
-def _predicted(found: Rollout, moment: str) -> tuple[Range | None, Range | None]:
-    """(the trainer's allocated, the driver's) at a moment."""
-    if moment == "peak of a step":
-        # torch's maximum since the process began, whichever pass made it.
-        passes = [total(p.allocated) for p in found.phases if p.phase not in AWAKE]
-        return _beside(found, Range(max(one.least for one in passes), max(one.most for one in passes))), None
-    phase = found.phase({"awake": Phase.ROLLOUT, "engine weights awake": Phase.SYNC}.get(moment, Phase.SLEEP))
-    if phase is None or not moment:
-        return None, None
-    resting = found.phase(Phase.ROLLOUT)
-    assert resting is not None
-    base = list(resting.allocated)
-    if moment in ("parameters", "parameters and gradients", "all"):
-        base = _with(found, base, moment, phase.stage)
-    elif moment == "reference":
-        reference = found.phase(Phase.REFERENCE)
-        if reference is not None:
-            base += [a for a in reference.allocated if a.name.startswith("reference: ") and a not in base]
-    allocated = total(base)
-    more = total([*phase.outside, phase.engine_bytes])
-    most = allocated.most + reserved_bytes(allocated.most) + more.most
-    return _beside(found, allocated), Range(allocated.least + more.least, most)
-
-
-def _beside(found: Rollout, allocated: Range) -> Range:
-    """With what an engine in the trainer's process has in torch's allocator beside its pool: graphs, tables."""
-    if not found.setup.in_process:
-        return allocated
-    level = found.setup.sleep_level
-    beside = found.engine.in_torch_asleep(level) if level else found.engine.total
-    return Range(allocated.least, allocated.most + beside.most)
-
-
-def _with(found: Rollout, base: list[Amount], moment: str, stage: int) -> list[Amount]:
-    """``base`` with the states that a line says were loaded."""
-    own = states(found.setup.update_run(), stage)
-    if moment == "parameters" and found.setup.framework == "nemo-rl":
-        base = [a for a in base if a not in (*own.gradients, *own.optimizer)]
-    wanted = {"parameters": own[:1], "parameters and gradients": own[:2], "all": own[:3]}[moment]
-    names = {a.name for a in base}
-    return [*base, *(a for group in wanted for a in group if a.name not in names)]

@@ -195,11 +195,11 @@ class PostTraining:
         return tokens if self.hard_limit or not self.dynamic else tokens + self.longest
 
     def _run(self, run: RunSpec, tokens: int, entropy: bool, *, forward_only: bool) -> RunSpec:
-        impl = run.implementation
+        impl, hf = run.implementation, run.transformers
         fields: dict[str, Any] = {}
         if self.fused_kernels:
             if run.implementation.torch_layers:
-                run = run.with_(transformers=replace(run.transformers, cut_cross_entropy=True))
+                hf = replace(hf, cut_cross_entropy=True)
                 if self.framework == "trl":
                     fields = {"policy_loss": "trl", "policy_forward_only": forward_only}
             else:
@@ -212,7 +212,8 @@ class PostTraining:
                 "policy_forward_only": forward_only, "policy_defers_fp32": self.deferred_logits,
                 "policy_rescales": self.rescaled_logits,
             }  # fmt: skip
-        return self._batch(run.with_(implementation=replace(impl, **fields)), tokens, forward_only)
+        run = run.with_(implementation=replace(impl, **fields), transformers=hf)
+        return self._batch(run, tokens, forward_only)
 
     def _batch(self, run: RunSpec, tokens: int, forward_only: bool) -> RunSpec:
         """Rows are padded to a multiple of what tensor and context parallelism divide them by (verl

@@ -209,6 +209,11 @@ def document() -> dict[str, Any]:
     # Why the job of the file failed, by the schema of `why`; null where it did not.
     compare["properties"]["why"] = {"anyOf": [_embedded("Why", SCHEMA_PATH.replace("estimate.schema", "why.schema")),
                                               {"type": "null"}]}  # fmt: skip
+    # Memory lines of the log of a pasted post-training job.
+    compare["properties"]["log"] = _object(
+        {"lines": _many({"$ref": "#/components/schemas/PostTraining/$defs/line"}), "pool_bytes": _WHOLE, "title": _TEXT,
+         "columns": _many(_TEXT), "rows": _many(_many(_TEXT)), "notes": _many(_TEXT)}
+    )  # fmt: skip
     rollout = _embedded("PostTraining", SCHEMA_PATH.replace("estimate.schema", "rollout.schema"))
     page = _embedded("Page", SCHEMA_PATH.replace("estimate.schema", "page.schema"))
     return {

@@ -230,6 +230,10 @@ def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     one = None if question is None else parsed(question, hub=asked.get("hub", False))
     _bound_memory(_MORE_MEMORY + _PER_BYTE * os.path.getsize(asked["path"]))
     why = _why(asked["path"], None if one is None else one.run)
+    lines = None if question is None else _lines(asked["path"], question)
+    if lines is not None:
+        return {"schema": SCHEMA, "measured": asked["name"], "stages": [], "tolerance": None, "beyond": [], "why": why,
+                "log": lines}  # fmt: skip
     try:
         found = compare(asked["path"], None if one is None else one.run, stage=asked.get("stage", 0))
         if isinstance(found, SnapshotComparison):
@@ -243,6 +247,30 @@ def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
             return {"schema": SCHEMA, "measured": asked["name"], "stages": [], "tolerance": None, "beyond": [],
                     "why": why}  # fmt: skip
         raise SpecError(str(error).replace(asked["path"], asked["name"])) from None
+
+
+def _lines(path: str, question: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Memory lines of the log of a post-training job beside its phases; None for another job, and without such lines.
+    """
+    from bridge_memory.report.rollout import log_table
+    from bridge_memory.rollout.answer import answer
+    from bridge_memory.rollout.log import compare, readings
+    from bridge_memory.web.options import post_training_of
+
+    job = post_training_of(question)
+    if job is None:
+        return None
+    try:
+        found = readings(path)
+    except SpecError:
+        return None
+    rows, pool = compare(answer(*job), found)
+    table = log_table(rows, pool)
+    return {
+        "lines": [row.as_json() for row in rows], "pool_bytes": pool, "title": table.title,
+        "columns": [column.title for column in table.columns], "rows": [list(row) for row in table.rows],
+        "notes": list(table.notes),
+    }  # fmt: skip
 
 
 def _why(path: str, run: Any) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import pytest
 from bridge_memory import PeftSpec, RunSpec, SpecError, TransformersSpec, estimate, whole_job
 from bridge_memory.components import Role
 from bridge_memory.job.job import Job
+from bridge_memory.job.megatron.evaluation import evaluation as of_megatron
 from bridge_memory.job.megatron.loading import How
 from bridge_memory.job.torch import ENGINES
 from bridge_memory.job.torch.building import building, parameters, rank_of
@@ -147,4 +148,19 @@ def test_an_engine_of_megatron_beside_the_step_is_listed() -> None:
         engine="megatron_fsdp", world_size=8, data_parallel_sharding_strategy="optim_grads_params"
     )
     job = whole_job(replace(run), "H200")
-    assert [str(p.phase) for p in job.phases] == ["first step", "training"] and len(job.not_modelled) == 2
+    assert [str(p.phase) for p in job.phases] == ["first step", "training", "evaluation"]
+    assert job.not_modelled == ("engine megatron_fsdp: build, load, save and resume are not modelled",)
+
+
+def test_megatron_fsdp_evaluates_with_what_it_gathers_in_training() -> None:
+    """One forward pass of a model in shards: beside it a unit, the next ones, and what is in no unit; at least a unit
+    and the vocabulary's two tables more than a rank's shard, and no more than twice that and two units."""
+    sizes = {"engine": "megatron_fsdp", "world_size": 8, "data_parallel_sharding_strategy": "optim_grads_params"}
+    sharded = RunSpec(model="meta-llama/Llama-3.1-8B").with_fields(**sizes)
+    whole = RunSpec(model="meta-llama/Llama-3.1-8B").with_fields(world_size=8)
+    parts = {a.name: a.most for a in of_megatron(sharded, 0) or ()}
+    unit, tables = 2 * 218_112_000, 2 * 2 * 128256 * 4096
+    found = parts.get("parameters gathered", 0) + parts["parameters gathered between steps"]
+    assert unit + tables <= found <= 2 * (unit + tables)
+    own = "forward pass without gradients: loss"
+    assert parts[own] == {a.name: a.most for a in of_megatron(whole, 0) or ()}[own]

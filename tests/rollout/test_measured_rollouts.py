@@ -10,7 +10,7 @@ from scripts_of import load_script
 
 from bridge_memory.components import GIB
 from bridge_memory.outside.amount import total
-from bridge_memory.rollout.log import _bytes
+from bridge_memory.rollout.moments import binary
 from bridge_memory.rollout.phases import Phase
 
 script: Any = load_script("rollout_rows")
@@ -58,4 +58,4 @@ def test_a_log_gives_the_slept_pool() -> None:
 
 
 def test_gigabytes_of_a_log_are_binary() -> None:
-    assert _bytes("1.5") == 3 * GIB // 2
+    assert binary("1.5") == 3 * GIB // 2

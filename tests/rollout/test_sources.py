@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge_memory import SpecError
+from bridge_memory import SpecError, find_gpu
+from bridge_memory.rollout.answer import answer
+from bridge_memory.rollout.phases import Phase
 from bridge_memory.rollout.reading import read
 from bridge_memory.rollout.setup import PostTraining, Reference
 from bridge_memory.rollout.sources.hydra import Options, command_of_script, overrides, words_of_script
@@ -204,3 +206,21 @@ def test_a_hostile_script_is_refused_at_once(text: str) -> None:
     with pytest.raises(SpecError):
         command_of_script(text, "train.py")
         raise SpecError("a command without a trainer")
+
+
+def test_megatron_fsdp_of_verl() -> None:
+    """Its passes are counted; its buffers stay on the GPU whatever is offloaded."""
+    words = ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "model_engine=megatron", "algorithm.adv_estimator=grpo",
+             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+             "actor_rollout_ref.actor.megatron.param_offload=True"]  # fmt: skip
+    actor = "actor_rollout_ref.actor"
+    sharded, whole = (
+        answer(read("verl", "0.9", [*words, f"{actor}.megatron.use_megatron_fsdp={fsdp}"]), find_gpu("H100"))
+        for fsdp in (True, False)
+    )
+    assert sharded.setup.trainer.data_parallel.engine == "megatron_fsdp" and not sharded.setup.param_offload
+    passes = [found.phase(Phase.LOG_PROBS) for found in (sharded, whole)]
+    assert passes[0] is not None and passes[1] is not None
+    own = [next(a.most for a in found.allocated if a.name.startswith("forward pass")) for found in passes if found]
+    assert own[0] == own[1]

@@ -673,3 +673,16 @@ def test_no_file_is_read_for_a_pasted_job(client: Client, tmp_path: Path) -> Non
         refused(*client.post("/api/rollout", {"config": text}), str(tmp_path)[:20])
     refused(*client.post("/api/rollout", {"model": "Qwen/Qwen3-8B"}), "paste one")
     refused(*client.post("/api/rollout", {"config": JOBS["verl"], "options": {"num-gpus": 16}}), "change it there")
+
+
+def test_a_log_of_a_pasted_job_is_set_beside_its_phases(client: Client) -> None:
+    line = "After resume kv_cache, memory allocated (GB): 2.00, memory reserved (GB): 2.25, "
+    line += "device memory used/total (GB): 60.00/79.11"
+    status, found = client.file(line.encode(), {"config": JOBS["verl"], "gpu": "H100", "options": {}})
+    assert status == 200
+    valid("Compared", found)
+    (one,) = found["log"]["lines"]
+    phases = client.post("/api/rollout", {"config": JOBS["verl"], "gpu": "H100"})[1]["rollout"]["phases"]
+    rollout = next(phase for phase in phases if phase["name"] == "rollout")
+    assert one["measured"]["driver"] == 60 << 30 and one["predicted"]["driver"] == rollout["driver_bytes"]
+    assert found["log"]["rows"][0][0] == "After resume kv_cache"

@@ -6,28 +6,33 @@ schedules.py`` with ``forward_only``: no inputs or outputs are kept for a backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Provenance
+from bridge_memory.engines.by_name import engine_of
+from bridge_memory.engines.engine import StageState
 from bridge_memory.estimation import stage_parts
 from bridge_memory.inventory.layer import embedding_block, layer_block
+from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.inventory.tail import tail_blocks
 from bridge_memory.outside.amount import Amount, exactly
 from bridge_memory.spec import RecomputeSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, layout
 from bridge_memory.tapes.alive import Atoms, BlockCost, Structure
 from bridge_memory.tapes.allocation_trace import tape_of
-from bridge_memory.tapes.chain import Label
+from bridge_memory.tapes.chain import NOTHING, Concurrent, EngineBytes, Label
 from bridge_memory.tapes.context import BlockContext, context_of
 
+_FSDP = "megatron_fsdp.py: pre_forward, post_forward"
 _SCHEDULE = "schedules.py: forward_only"
 
 
 def why_not(run: RunSpec) -> str | None:
     """Why evaluation is not modelled for ``run``; None where it is."""
-    if run.data_parallel.engine != "megatron_ddp":
+    if run.data_parallel.engine not in ("megatron_ddp", "megatron_fsdp"):
         return f"engine {run.data_parallel.engine}: evaluation is not modelled"
     if run.teacher is not None or run.implementation.distillation != "none":
         return "a teacher: evaluation is not modelled"
@@ -50,7 +55,8 @@ def forward_only(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     """What passes without a backward hold at their highest moment, beside what persists. Raises SpecError: there is no
     such stage."""
     parts = stage_parts(run, stage)
-    moment = max(forward_passes(run, stage), key=lambda passed: passed.nbytes)
+    engine = _gathered(run, stage)
+    most, moment = _highest(forward_passes(run, stage), engine)
     hidden, shapes = parts.hidden_state, layout(run.model, run.parallel).shapes(run.model)[stage]
     shape = shapes[moment.chunk]
     pipeline = run.parallel.pp > 1
@@ -58,11 +64,48 @@ def forward_only(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     waiting = hidden if len(shapes) > 1 else 0
     return tuple(a for a in (
         exactly("batch", parts.batch, Provenance.FORMULA),
+        exactly("parameters gathered", most - moment.nbytes, Provenance.FORMULA, _FSDP),
         exactly("input of the chunk", moment.held, Provenance.FORMULA, "gpt_model.py: GPTModel.forward, decoder_input"),
         exactly(f"forward pass without gradients: {moment.name}", moment.nbytes - moment.held, Provenance.FORMULA),
         exactly("output of the microbatch before", sent, Provenance.FORMULA, _SCHEDULE),
         Amount("inputs received early", 0, waiting, Provenance.ASSUMED, _SCHEDULE),
     ) if a.most)  # fmt: skip
+
+
+def _gathered(run: RunSpec, stage: int) -> StageState | None:
+    """What Megatron-FSDP gathers: units are gathered and freed as in training's forward passes. None: nothing is."""
+    if run.data_parallel.engine != "megatron_fsdp":
+        return None
+    ctx = context_of(run)
+    shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
+    return engine_of(run).stage([chunk_units(run.model, shape, ctx) for shape in shapes])
+
+
+def _highest(passes: Iterable[Moment], engine: StageState | None) -> tuple[int, Moment]:
+    """The highest moment, with what the engine gathers beside it and beyond what is gathered between steps."""
+    found: list[tuple[int, Moment]] = []
+    more = engine.gathered - engine.gathered_between_steps if engine else 0
+    layers: Counter[int] = Counter()
+    for moment in passes:
+        concurrent = engine.concurrent[moment.chunk] if engine else None
+        gathered = beside(concurrent, moment.name, layers[moment.chunk])
+        layers[moment.chunk] += moment.name == Label.LAYER.value
+        most = max(moment.nbytes + gathered.forward, gathered.least_forward) + more
+        found.append((max(most, moment.nbytes), moment))
+    return max(found, key=lambda one: one[0])
+
+
+def beside(engine: EngineBytes | None, name: str, layer: int) -> Concurrent:
+    """What an engine holds beside a block of a forward pass."""
+    if engine is None:
+        return NOTHING
+    if name == Label.LAYER.value:
+        return engine.layers[layer]
+    of = {
+        Label.EMBEDDING.value: engine.embedding, Label.FINAL_NORM.value: engine.final_norm,
+        Label.MTP.value: engine.mtp, Label.LOSS.value: engine.loss,
+    }  # fmt: skip
+    return of.get(name, NOTHING)
 
 
 class Moment(NamedTuple):

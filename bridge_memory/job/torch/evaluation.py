@@ -18,13 +18,13 @@ from bridge_memory.estimation import stage_parts
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.inventory.torch.blocks import embedding_block
 from bridge_memory.inventory.torch.chain import mask_bytes
-from bridge_memory.job.megatron.evaluation import as_evaluated, forward_passes
+from bridge_memory.job.megatron.evaluation import as_evaluated, beside, forward_passes
 from bridge_memory.job.torch.building import rank_of
 from bridge_memory.job.torch.saving import between_steps
 from bridge_memory.outside.amount import Amount, exactly
 from bridge_memory.spec import AttentionSpec, RunSpec
 from bridge_memory.spec.layout import layout
-from bridge_memory.tapes.chain import NOTHING, Concurrent, EngineBytes, Label
+from bridge_memory.tapes.chain import EngineBytes, Label
 from bridge_memory.tapes.context import context_of
 
 _LOOP = "trainer.py: evaluation_loop, prediction_loss_only"
@@ -50,11 +50,11 @@ def forward_only(run: RunSpec, stage: int, *, may_cache: bool = True) -> tuple[A
     moments = []
     at = 0
     for moment in forward_passes(evaluated, 0):
-        beside = _beside(engine, moment.name, at)
+        gathered = beside(engine, moment.name, at)
         at += moment.name == Label.LAYER.value
         inside = moment.name not in (Label.EMBEDDING.value, Label.LOSS.value)
         own = moment.nbytes + (held if inside else 0) - (moment.held if not inside else 0)
-        moments.append((max(own + beside.forward, beside.least_forward), own, moment.name))
+        moments.append((max(own + gathered.forward, gathered.least_forward), own, moment.name))
     most, own, name = max(moments)
     batch = parts.batch * evaluated.batch.micro_batch_size // run.batch.micro_batch_size
     return tuple(a for a in (
@@ -82,18 +82,6 @@ def _engine_bytes(run: RunSpec) -> EngineBytes | None:
     units = chunk_units(run.model, layout(run.model, run.parallel).shapes(run.model)[0][0], context_of(run))
     found = engine_of(run).stage([units]).concurrent
     return found[0] if found else None
-
-
-def _beside(engine: EngineBytes | None, name: str, layer: int) -> Concurrent:
-    if engine is None:
-        return NOTHING
-    if name == Label.LAYER.value:
-        return engine.layers[layer]
-    of = {
-        Label.EMBEDDING.value: engine.embedding, Label.FINAL_NORM.value: engine.final_norm,
-        Label.MTP.value: engine.mtp, Label.LOSS.value: engine.loss,
-    }  # fmt: skip
-    return of.get(name, NOTHING)
 
 
 def _cached(run: RunSpec) -> int:

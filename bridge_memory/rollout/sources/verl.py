@@ -244,7 +244,7 @@ class _Reader:
             update_sequences=max(1, ppo * n // trainer.parallel.data_parallel_size),
             hard_limit=self.release > _SOFT_LIMITS, dynamic=bool(dynamic), update_entropy=entropy,
             log_prob_entropy=log_probs, log_probs=log_probs, chunk_size=chunk or 0,
-            fused_kernels=o.flag(f"{_MODEL}.use_fused_kernels"), param_offload=o.flag(f"{part}.param_offload"),
+            fused_kernels=o.flag(f"{_MODEL}.use_fused_kernels"), param_offload=self._offloads(part, trainer),
             optimizer_offload=o.flag(f"{part}.optimizer_offload"), reference=reference, critic=trained,
             sleep_level=level, in_process=in_process, bucket_bytes=0 if in_process else bucket << 20,
             validates=o.flag("trainer.val_before_train", True) or (o.number("trainer.test_freq") or 0) > 0,
@@ -252,6 +252,14 @@ class _Reader:
         )  # fmt: skip
         self._unread()
         return found.with_(assumptions=tuple(self.assumptions), not_modelled=tuple(self.not_modelled))
+
+    def _offloads(self, part: str, trainer: RunSpec) -> bool:
+        """Whether parameters and gradients leave the GPU: buffers of megatron-core's DDP do, and modules of FSDP."""
+        asked = self.o.flag(f"{part}.param_offload")
+        if asked and trainer.data_parallel.engine == "megatron_fsdp":
+            self.assumptions.append(f"{part}.param_offload leaves the buffers of Megatron-FSDP on the GPU")
+            return False
+        return asked
 
     def _built(self, **fields: Any) -> PostTraining:
         """Refusals in verl's words."""
@@ -352,7 +360,10 @@ class _Reader:
         if transformer.get("moe_enable_deepep"):
             impl["moe_token_dispatcher_type"] = "flex"
         megatron_fsdp = o.flag(f"{part}.use_megatron_fsdp")
-        data: dict[str, Any] = {"engine": "megatron_fsdp"} if megatron_fsdp else {
+        data: dict[str, Any] = {
+            "engine": "megatron_fsdp", "grad_reduce_in_fp32": bool(ddp.get("grad_reduce_in_fp32", False)),
+            "data_parallel_sharding_strategy": str(ddp.get("data_parallel_sharding_strategy", "optim_grads_params")),
+        } if megatron_fsdp else {
             "use_distributed_optimizer": o.flag(f"{part}.use_distributed_optimizer", True),
             "grad_reduce_in_fp32": bool(ddp.get("grad_reduce_in_fp32", True)), "overlap_grad_reduce": False,
             "overlap_param_gather": False,

@@ -2,7 +2,7 @@
 
 import { postFile } from "./api.js";
 import { $, button, fill, gib, h } from "./dom.js";
-import { jobOf } from "./rollout.js";
+import { jobOf, logTable } from "./rollout.js";
 
 const MOST = 256 * 2 ** 20;
 
@@ -66,7 +66,7 @@ export class Measured {
         h("label", { class: "inline" }, own, " predict the run described in the file")),
       busy && h("p", { role: "status" }, `Reading ${this.file.name} ...`),
       error && h("p", { class: "error", role: "alert" }, error),
-      found?.why && this.why(found.why),
+      found?.why && this.why(found.why), found?.log && logTable(found.log),
       found?.stages?.length > 0 && this.table(found), found?.phases && this.phases(found.phases),
       found?.snapshot && this.snapshot(found.snapshot));
   }

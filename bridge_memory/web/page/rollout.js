@@ -65,3 +65,13 @@ export function noRollout(message) {
   $("rollout").removeAttribute("aria-busy");
   shownOf = null;
 }
+
+/** Memory lines of a log beside what is predicted of their moments. */
+export function logTable(found) {
+  const number = (i) => (i > 1 ? "number" : "");
+  return h("div", {}, h("h3", {}, found.title),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": found.title }, h("table", {},
+      h("thead", {}, h("tr", {}, ...found.columns.map((title, i) => h("th", { scope: "col", class: number(i) }, title)))),
+      h("tbody", {}, ...found.rows.map((row) => h("tr", {}, ...row.map((cell, i) => h(i ? "td" : "th", { scope: i ? null : "row", class: number(i) }, cell))))))),
+    ...found.notes.map((note) => h("p", { class: "hint" }, note)));
+}
