@@ -14,7 +14,7 @@ from typing import Any
 
 from bridge_memory.components import Part
 from bridge_memory.inventory.megatron.attention import attend_to_text, core_attention, rope_of
-from bridge_memory.inventory.megatron.mlp import activation
+from bridge_memory.inventory.megatron.mlp import dense_mlp
 from bridge_memory.releases import QKV_OUTPUT_HELD
 from bridge_memory.spec import AttentionSpec, DiffusionSpec, LayerSpec, MLPSpec, divide
 from bridge_memory.tapes.context import BlockContext
@@ -53,7 +53,8 @@ def record_wan_layer(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
     x = tape.make("hidden states after cross-attention", (x, crossed), size, alias=True)
     tape.part = Part.MLP
     into_mlp = _modulated(r, "norm2", x, scale_mlp, shift_mlp)
-    y = _mlp(r, layer.ffn, into_mlp)
+    f = divide(layer.ffn.ffn_hidden_size, ctx.tp, "ffn_hidden_size", "tensor_model_parallel_size")
+    y = dense_mlp(r, "mlp", into_mlp, h, f, layer.ffn)
     tape.keep_alive(crossed)
     biased = tape.make("MLP output + bias", y, size, alias=True)
     out = _gated(r, "layer output", x, biased, gate_mlp)
@@ -171,15 +172,6 @@ def _cross_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
         first, *(f"{at}.{m}" for m in ("linear_proj", "linear_q", "linear_kv", "q_layernorm", "k_layernorm"))
     )
     return y
-
-
-def _mlp(r: Recorder, spec: MLPSpec, x: Tensor) -> Tensor:
-    """An MLP without a norm."""
-    ctx = r.ctx
-    f = divide(spec.ffn_hidden_size, ctx.tp, "ffn_hidden_size", "tensor_model_parallel_size")
-    mid = r.column_linear("mlp.linear_fc1", x, ctx.hidden_size, f, bias=True)
-    act = activation(r, "mlp activation", mid, ctx.tokens, f, gated=False, bias=True, kind=spec.activation)
-    return r.row_linear("mlp.linear_fc2", act, f, ctx.hidden_size, bias=True)
 
 
 # ---- before and after the layers ----

@@ -62,8 +62,8 @@ def balance(
 ) -> Balanced:
     """The split of ``run``'s layers with the lowest highest peak.
 
-    With ``capacity``, bytes that no stage may exceed, the one whose slowest stage is fastest (needs ``hardware``), among
-    those in which it takes at most ``within`` seconds for a microbatch.
+    With ``capacity``, bytes that no stage may exceed, the one whose slowest stage is fastest (needs ``hardware``),
+    among those in which it takes at most ``within`` seconds for a microbatch.
     Raises SpecError where there is nothing to balance, and where no split stays within ``capacity`` and ``within``.
     """
     model = run.model
