@@ -6,13 +6,12 @@ for each case: parameters that differ, and bytes, [inventory, rehearsal].
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import sys
 from math import prod
 from typing import Any
 
+from bridge_child import print_answers
 from bridge_rehearsal import start
 
 WAN = {"num_layers": 3, "hidden_size": 1536, "ffn_hidden_size": 8960, "num_attention_heads": 12}
@@ -103,15 +102,7 @@ def answer(name: str) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     start()
-    logging.disable(logging.CRITICAL)
-    for name in names or CASES:
-        try:
-            found = answer(name)
-        except Exception as error:
-            if os.environ.get("VERBOSE"):
-                raise
-            found = {"error": f"{type(error).__name__}: {error}"}
-        print("=", json.dumps({"case": name, **found}))
+    print_answers(names or CASES, answer)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from bridge_child import print_answers
 from bridge_rehearsal import start
 
 DENSE = {
@@ -95,16 +94,7 @@ def answer(name: str) -> dict[str, Any]:
 def main(names: list[str]) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         start()
-    logging.disable(logging.CRITICAL)
-    for name in names or CASES:
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                found = answer(name)
-        except Exception as error:
-            if os.environ.get("VERBOSE"):
-                raise
-            found = {"error": f"{type(error).__name__}: {error}"}
-        print("=", json.dumps({"case": name, **found}))
+    print_answers(names or CASES, answer)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ layer and the chunk keep and of their peaks.
 from __future__ import annotations
 
 import importlib.util
-import json
-import logging
 import os
 import re
 import sys
@@ -19,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from bridge_child import print_answers
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
@@ -205,15 +204,7 @@ def answer(name: str) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     start()
-    logging.disable(logging.CRITICAL)
-    for name in names or CASES:
-        try:
-            found = answer(name)
-        except Exception as error:
-            if os.environ.get("VERBOSE"):
-                raise
-            found = {"error": f"{type(error).__name__}: {error}"}
-        print("=", json.dumps({"case": name, **found}))
+    print_answers(names or CASES, answer)
 
 
 if __name__ == "__main__":

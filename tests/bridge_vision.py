@@ -6,14 +6,13 @@ case: parameters that differ, and bytes, [inventory, rehearsal], of what the enc
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
+from bridge_child import print_answers
 from bridge_rehearsal import start
 
 #: Case -> (sizes of the encoder, TP, recompute_granularity, frames, height and width in patches).
@@ -199,15 +198,7 @@ def answer(name: str) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     start()
-    logging.disable(logging.CRITICAL)
-    for name in names or CASES:
-        try:
-            found = answer(name)
-        except Exception as error:
-            if os.environ.get("VERBOSE"):
-                raise
-            found = {"error": f"{type(error).__name__}: {error}"}
-        print("=", json.dumps({"case": name, **found}))
+    print_answers(names or CASES, answer)
 
 
 if __name__ == "__main__":

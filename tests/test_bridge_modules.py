@@ -5,34 +5,15 @@ They run in a process of their own, with Transformer Engine's Python in front of
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from bridge_memory.releases import release_in
-
-SCRIPT = Path(__file__).resolve().parent / "bridge_rehearsal.py"
+from bridge_child import answers_of
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    for package in ("torch", "transformer_engine", "megatron.bridge"):
-        if find_spec(package.partition(".")[0]) is None or find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    if (release_in(importlib.metadata.version("megatron-bridge")) or (0, 0)) < (0, 6):
-        pytest.skip("Megatron Bridge before 0.6 has no such modules")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT)], capture_output=True, text=True, check=False
-    )  # fmt: skip
-    answers = [json.loads(line[2:]) for line in done.stdout.splitlines() if line.startswith("= ")]
-    assert answers, done.stderr[-2000:]
-    return {answer.pop("case"): answer for answer in answers}
+    return answers_of("bridge_rehearsal.py")
 
 
 def test_every_case_ran(found: dict[str, dict[str, Any]]) -> None:
