@@ -12,9 +12,10 @@ from bridge_memory.releases import (
     release_words,
 )
 from bridge_memory.spec.adapters import names_layers
+from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.graphs import static_masks
 from bridge_memory.spec.limits import limits_of
-from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec
+from bridge_memory.spec.model import AttentionSpec, EncoderSpec, GatedDeltaNetSpec, MambaSpec, MLASpec
 from bridge_memory.spec.run import RunSpec
 from bridge_memory.spec.unmodelled import ADAPTERS, ENCODER, Bounds, Effect, Unmodelled
 from bridge_memory.workspaces.driver import DISPATCHERS, driver_buffers
@@ -181,12 +182,30 @@ def _of_encoders(run: RunSpec) -> Iterator[Unmodelled]:
                     f"{encoder.name}: frozen parameters are counted as if they trained with engine "
                     f"{run.data_parallel.engine}", Effect.DOWN, order="some 16 bytes for each of its frozen parameters",
                 )
+        elif not _encodes_with_gradients(run, encoder):
+            # Its projector keeps its features, no more of them than the sequence has tokens; token embeddings are
+            # copied and get the features.
+            tokens = run.batch.rows[0] * run.batch.rows[1]
+            width = encoder.projector // run.model.hidden_size
+            yield Unmodelled(
+                f"{encoder.name}: the features of its projector, and token embeddings among which they are put",
+                Effect.UP, order="as large as one to four hidden states, on the first stage",
+                most=DTYPE_BYTES[run.precision.params_dtype] * tokens * (run.parallel.pp * width + 4
+                                                                         * run.model.hidden_size),
+            )
         else:
             yield Unmodelled(
                 f"{encoder.name}: activations of images and sounds", Effect.UP,
                 order="on the first stage; some 17 elements of its width for each patch of a microbatch in every layer "
                 "of it, and with torch's attention scores of patches by patches",
             )
+
+
+def _encodes_with_gradients(run: RunSpec, encoder: EncoderSpec) -> bool:
+    """Whether layers of an encoder of unknown structure train. LoRA freezes those of transformers' modules."""
+    if run.peft.scheme == "lora" and not encoder.sharded:
+        return False
+    return not any("encoder".startswith(name) for name in encoder.frozen)
 
 
 def _of_sparse_attention(run: RunSpec) -> Iterator[Unmodelled]:

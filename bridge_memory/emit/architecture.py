@@ -100,6 +100,7 @@ def _activation(block: MLPSpec | MoESpec) -> dict[str, Any]:
         "swiglu": block.gated and block.activation == "silu",
         "quick_geglu": block.gated and block.activation == "quick_gelu",
         "squared_relu": not block.gated and block.activation == "squared_relu",
+        "activation_func_clamp_value": block.clamp_value,
     }  # fmt: skip
 
 

@@ -32,7 +32,8 @@ def _names(text: str) -> frozenset[str]:
 READ: dict[str, frozenset[str]] = {
     "model": _names(
         """
-        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split activation_func add_bias_linear
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split activation_func
+        activation_func_clamp_value add_bias_linear
         add_qkv_bias apply_query_key_layer_scaling apply_rope_fusion attention_backend attention_dropout
         attention_output_gate attention_softmax_in_fp32 bf16 bias_activation_fusion bias_dropout_fusion
         calculate_per_token_loss context_parallel_size cp_comm_type cpu_offloading cpu_offloading_num_layers
@@ -205,7 +206,7 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
         ),
         # models/stepfun/step35_provider.py: Step35DecoderLayer, one number a layer
         **dict.fromkeys(
-            ("swiglu_limits", "swiglu_limits_shared"), UNMODELLED_ARGUMENTS["activation_func_clamp_value"]
+            ("swiglu_limits", "swiglu_limits_shared"), UNMODELLED_ARGUMENTS["hidden_activation_clamp"]
         ),
         "attention_chunk_size": Feature(None, DOWN, "attention within chunks",
                                            order="what attention saves of the tokens beyond a chunk, in every layer"),

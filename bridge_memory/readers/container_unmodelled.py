@@ -75,6 +75,8 @@ _WRAPPERS = {
     "Exaone45ModelProvider": "exaone4_5",
     "GLM45VModelProvider": "glm4v_moe",
     "Gemma3VLModelProvider": "gemma3",
+    "Gemma4DenseVLProvider": "gemma4",
+    "Gemma4VLModelProvider": "gemma4",
     "Ministral3ModelProvider": "mistral3",
     "Qwen25VLModelProvider": "qwen2_5_vl",
     "Qwen2AudioModelProvider": "qwen2_audio",
@@ -127,7 +129,9 @@ def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
     provider = provider_of(model)
     if provider not in _WRAPPERS:
         return ()
-    (path,) = PROVIDERS[provider]
+    path, *others = PROVIDERS[provider]
+    if any(_at(model, other) is not None for other in others):
+        return ()
     *_, key = path.split(".")
     outer = getattr(model, "hf_config", None)
     config = {

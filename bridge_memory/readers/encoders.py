@@ -99,7 +99,10 @@ def encoder_of(
     if not count or kind in _NO_BRIDGE:
         return None
     sharded = _SHARDED[kind](Fields(config["vision_config"], name, kind)) if kind in _SHARDED else 0
-    projector = _PROJECTORS[kind](Fields(config["vision_config"], name, kind)) if kind in _PROJECTORS else (0, 0)
+    projector = (0, 0)
+    if kind in _PROJECTORS:
+        width = _of(Fields(config["text_config"], name, kind), "hidden_size")
+        projector = _PROJECTORS[kind](Fields(config["vision_config"], name, kind), width)
     return EncoderSpec(names, count, sharded, structure_of(config, name), _ALWAYS_FROZEN.get(kind, ()), *projector)
 
 
@@ -192,7 +195,7 @@ def _qwen3_sharded(v: Fields) -> int:
     return _of(v, "depth") * block + (1 + len(v.items("deepstack_visual_indexes") or ())) * merger
 
 
-def _qwen3_projector(v: Fields) -> tuple[int, int]:
+def _qwen3_projector(v: Fields, text: int) -> tuple[int, int]:
     """Parameters of the mergers, and how many of them are sharded (``modelling_qwen3_vl/model.py: freeze``)."""
     h, merge = _of(v, "hidden_size"), _of(v, "spatial_merge_size")
     merged, out = h * merge**2, _of(v, "out_hidden_size")
@@ -231,6 +234,19 @@ def _gemma3(v: Fields, text: int, outer: Fields) -> int:
     head = h + _linear(h, 3 * h) + _linear(h, h) + 2 * h + mlp if v.flag("vision_use_head", default=True) else 0
     patches = _linear(_of(v, "num_channels", 3) * _of(v, "patch_size") ** 2, h)
     return patches + positions * h + _of(v, "num_hidden_layers") * block + 2 * h + head + h * text + h
+
+
+def _gemma4(v: Fields, text: int, outer: Fields) -> int:
+    """``Gemma4VisionModel`` with ``Gemma4MultimodalEmbedder``, whose norm has no weight; without an audio encoder."""
+    if outer.raw("audio_config")[1] is not None:
+        raise outer.error("audio_config is not counted; set it to null")
+    h, d = _of(v, "hidden_size"), _of(v, "head_dim")
+    heads, groups = _of(v, "num_attention_heads"), _of(v, "num_key_value_heads")
+    bias = v.flag("attention_bias")
+    attention = _linear(h, heads * d, bias) + 2 * _linear(h, groups * d, bias) + _linear(heads * d, h, bias) + 2 * d
+    layer = attention + 3 * h * _of(v, "intermediate_size") + 4 * h
+    patches = 2 * _of(v, "position_embedding_size") * h + 3 * _of(v, "patch_size") ** 2 * h
+    return patches + _of(v, "num_hidden_layers") * layer + h * text
 
 
 def _mistral3(v: Fields, text: int, outer: Fields) -> int:
@@ -353,6 +369,7 @@ _COUNTS: dict[str, Callable[[Fields, int, Fields], int]] = {
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "mistral3": _mistral3,
     "llama4": _llama4,
     "minimax_m3_vl": _minimax_m3,
@@ -370,11 +387,12 @@ _SHARDED: dict[str, Callable[[Fields], int]] = {
     "exaone4_5": _qwen2_5_sharded,
 }
 
-#: Wrappers whose encoder Megatron Bridge builds of megatron-core's modules -> function that returns the parameters of
-#: the projector, which may train alone, and how many of them tensor parallelism shards.
-_PROJECTORS: dict[str, Callable[[Fields], tuple[int, int]]] = dict.fromkeys(
-    ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3_projector
-)
+#: Wrappers whose encoder has parts of which one may train alone -> function of (encoder's config, hidden size of the
+#: language model) that returns the parameters of the projector, and how many of them tensor parallelism shards.
+_PROJECTORS: dict[str, Callable[[Fields, int], tuple[int, int]]] = {
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3_projector),
+    "gemma4": lambda v, text: (_of(v, "hidden_size") * text, 0),
+}
 #: model_type of a wrapper whose encoder Megatron Bridge takes from transformers -> function of the same arguments that
 #: returns its structure.
 _STRUCTURES: dict[str, Callable[[Fields, int, Fields], EncoderStructure]] = {

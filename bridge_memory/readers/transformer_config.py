@@ -507,12 +507,18 @@ def _compressed(c: ConfigAttributes, layer: int) -> CompressedAttentionSpec:
 # --------------------------------------------------------------------------------------------------
 
 
+def _clamp(c: ConfigAttributes) -> float | None:
+    value = c.get("activation_func_clamp_value")
+    return None if value is None else float(value)
+
+
 def _mlp(c: ConfigAttributes, hidden_size: int, act: str) -> MLPSpec:
     return MLPSpec(
         ffn_hidden_size=c.size("ffn_hidden_size", 4 * hidden_size),
         gated=c.flag("gated_linear_unit"),
         activation=act,
         add_bias=c.flag("add_bias_linear", True),
+        clamp_value=_clamp(c),
     )
 
 
@@ -538,6 +544,7 @@ def _moe(c: ConfigAttributes, hidden_size: int, act: str) -> MoESpec:
         router_num_groups=c.get("moe_router_num_groups"),
         router_group_topk=c.get("moe_router_group_topk"),
         latent_size=c.get("moe_latent_size"),
+        clamp_value=_clamp(c),
     )
 
 

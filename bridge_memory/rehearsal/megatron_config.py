@@ -120,6 +120,7 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         "gated_linear_unit": bool(ffn and ffn.gated),
         "activation_func": activation_of(ffn.activation) if ffn else F.gelu,
         "add_bias_linear": add_bias,
+        **({"activation_func_clamp_value": ffn.clamp_value} if ffn and ffn.clamp_value else {}),
         "normalization": model.normalization,
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,

@@ -234,6 +234,8 @@ class MLPSpec:
     gated: bool
     activation: str = "silu"
     add_bias: bool = False
+    #: Gate and linear half are clamped to it (``activation_func_clamp_value``); unfused, each in a copy.
+    clamp_value: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +274,8 @@ class MoESpec:
     latent_size: int | None = None
     #: The block's input is multiplied by noise in training (Phi-3.5-MoE's input_jitter_noise).
     noisy_input: bool = False
+    #: As ``MLPSpec.clamp_value``.
+    clamp_value: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

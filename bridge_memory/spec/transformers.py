@@ -146,6 +146,8 @@ class Family(NamedTuple):
     #: the rotary embedding. Names of the two norms.
     qk_norm: str = "each"
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")
+    #: Queries of multi-latent attention are multiplied by a factor of their position (Mistral 4).
+    scaled_queries: bool = False
     #: Rotated queries and keys are cast back, whatever the dtype of cos and sin.
     rotary_cast_back: bool = False
     #: Sliding layers have separate cos and sin (Gemma 3).
@@ -178,7 +180,8 @@ class Family(NamedTuple):
     #: The MoE block. "mixtral", "qwen": a loop over experts, with the module names of Mixtral or Qwen; "deepseek": sums
     #: in fp32, sigmoid scores; "gpt_oss": biases and clamped gates (``gpt_oss.py``); "minimax": sigmoid scores;
     #: "phimoe": Mixtral's with sparsemixer as router; "hunyuan": an fp32 router weight, the shared expert first;
-    #: "lfm2": sigmoid scores in the model's dtype; "granite": tokens sorted by expert, one product for each.
+    #: "lfm2": sigmoid scores in the model's dtype; "mistral4": softmax in it; "granite": tokens sorted by expert, one
+    #: product for each.
     moe: str = "qwen"
     #: The routing weights of a token sum to one.
     normalized_router: bool = True
@@ -297,6 +300,7 @@ FAMILIES["apertus"] = Family(
     qk_norm="all", norms=("attention_layernorm", "", "feedforward_layernorm", ""), since=(4, 56),
 )
 FAMILIES["minimax_m2"] = Family(moe="minimax", since=(5, 0))
+FAMILIES["mistral4"] = Family(moe="mistral4", rotary="deepseek", scaled_queries=True, since=(5, 4))
 FAMILIES["deepseek_v2"] = Family(moe="deepseek_v2", rotary="polar", normalized_router=False, since=(4, 54))
 #: ``model_type`` whose class is remote code (``trust_remote_code``) that was not read -> its file.
 REMOTE_CODE = {"nemotron-nas": "modeling_decilm.py, whose layers were searched one by one"}
@@ -308,6 +312,7 @@ NOT_IN_MEGATRON = {
     "lfm2": "the gated short convolution",
     "lfm2_moe": "the gated short convolution",
     "apertus": "the xIELU activation, with two trained parameters for each MLP",
+    "mistral4": "multi-latent attention with queries that are scaled by their position",
 }
 #: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys rotated as complex numbers.
 TORCHTITAN = Family(norm="fused", rotary="complex", never_masked=True)

@@ -54,6 +54,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 96, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
         "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
     },
+    "mistral4": {
+        "model_type": "mistral4", **TINY, "num_key_value_heads": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+        "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    },
     "deepseek_v2": {
         "model_type": "deepseek_v2", **TINY, "num_key_value_heads": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 96, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,

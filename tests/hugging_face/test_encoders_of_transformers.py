@@ -252,3 +252,25 @@ def test_siglip_with_the_pooling_head_of_its_class_default(size: str) -> None:
     (ours, real), (ours_without, real_without) = peaks
     assert ours.retained == ours_without.retained and real.saved == real_without.saved
     assert ours.forward_peak == pytest.approx(real.forward, rel=0.03)
+
+
+@pytest.mark.parametrize("sizes", [(2, 96, 4, 24, 200), (3, 160, 5, 32, 416)])
+def test_gemma4s_encoder_has_the_parameters_of_its_module(sizes: tuple[int, ...]) -> None:
+    """Its activations are not recorded: Megatron Bridge's recipe freezes it. The projector trains by itself."""
+    pytest.importorskip("transformers.models.gemma4")
+    from transformers import AutoModel
+
+    from bridge_memory.readers.encoders import encoder_of
+
+    layers, h, heads, d, f = sizes
+    config = _config("gemma4", "Gemma4VisionConfig", hidden_size=h, num_hidden_layers=layers, num_attention_heads=heads,
+                     num_key_value_heads=heads, head_dim=d, intermediate_size=f, position_embedding_size=640)  # fmt: skip
+    text = _config("gemma4", "Gemma4TextConfig", hidden_size=320)
+    with torch.device("meta"):
+        tower = AutoModel.from_config(config)
+        projector = _class("gemma4", "Gemma4MultimodalEmbedder")(config, text)
+    spec = encoder_of(
+        {"model_type": "gemma4", "text_config": text.to_dict(), "vision_config": config.to_dict()}, "encoder"
+    )
+    theirs, own = (sum(p.numel() for p in module.parameters()) for module in (tower, projector))
+    assert spec is not None and (spec.parameters, spec.projector) == (theirs + own, own)

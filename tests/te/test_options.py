@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -149,3 +150,31 @@ def test_what_other_ranks_send_is_as_much_from_each() -> None:
 def test_experts_of_few_rows_never_get_less_than_none() -> None:
     counts = spread(30, 8, multiple=32, together=4)
     assert sum(counts) == 30 and min(counts) >= 0
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.2-1B"])
+def test_clamped_gates_are_kept_beside_the_others(name: str) -> None:
+    """Unfused: clamping saves the gate and the linear half, and makes two more tensors (``mlp.py``, ``experts.py``)."""
+    from bridge_memory import BatchSpec, ImplementationSpec, resolve_model
+    from bridge_memory.inventory.layer import layer_block
+    from bridge_memory.rehearsal.run import rehearse_layer
+    from bridge_memory.rehearsal.world import installed_release
+    from bridge_memory.tapes.context import context_of
+
+    model = resolve_model(name)
+    layer = model.layers[0]
+    found = []
+    for value in (None, 7.0):
+        kind = replace(layer, ffn=replace(layer.ffn, clamp_value=value))
+        run = RunSpec(
+            model=replace(model, layers=(kind,)), batch=BatchSpec(seq_length=512),
+            implementation=ImplementationSpec(
+                attention_backend="fused", bias_activation_fusion=False, megatron_core=installed_release(),
+            ),
+        )  # fmt: skip
+        real, cost = rehearse_layer(run, 0), layer_block(kind, context_of(run)).cost
+        assert cost.retained == pytest.approx(real.saved_bytes + real.held_bytes, rel=0.005)
+        assert cost.forward_peak == pytest.approx(real.forward_peak.bytes, rel=0.005)
+        assert cost.backward_peak == pytest.approx(real.backward_peak.bytes, rel=0.005)
+        found.append(cost.retained)
+    assert found[1] > 1.05 * found[0]

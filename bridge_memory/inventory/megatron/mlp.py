@@ -46,11 +46,13 @@ def dense_mlp(
         original=original,
     )
     act = activation(r, f"{prefix} activation", mid, ctx.tokens, f, gated=spec.gated, bias=spec.add_bias,
-                     kind=spec.activation)
+                     kind=spec.activation, clamped=spec.clamp_value is not None)
     return r.row_linear(f"{prefix}.linear_fc2", act, f, ctx.hidden_size, bias=spec.add_bias)
 
 
-def activation(r: Recorder, name: str, x: Tensor, rows: int, f: int, *, gated: bool, bias: bool, kind: str) -> Tensor:
+def activation(
+    r: Recorder, name: str, x: Tensor, rows: int, f: int, *, gated: bool, bias: bool, kind: str, clamped: bool = False
+) -> Tensor:
     """The elementwise unit between fc1 and fc2, [rows, f or 2 f] -> [rows, f].
 
     Fused: one kernel saves its input. Unfused: the sum with the bias (if any) is saved instead of fc1's output, and a
@@ -67,9 +69,15 @@ def activation(r: Recorder, name: str, x: Tensor, rows: int, f: int, *, gated: b
     if not gated:
         return tape.make(name, x, out, saves=(x,))
     gate, linear = tape.views(f"{name} halves", x, (f"{name} gate half", out), (f"{name} linear half", out))
+    if clamped:  # saves its input; backward makes a mask of one byte per element for each bound
+        gate, linear = (
+            tape.make(f"{name} {half}, clamped", y, out, saves=(y,), backward_workspace=bounds * rows * f)
+            for half, y, bounds in (("gate half", gate, 1), ("linear half", linear, 2))
+        )
+    variables = (x, linear) if clamped else (x,)
     gate = tape.make(f"{name} of the gate", gate, out, saves=(gate,))
     if GLU_OFFSET(ctx.impl):
         linear = tape.make(f"{name} linear half + offset", linear, out, alias=True)
     product = tape.make(name, (gate, linear), out, saves=(gate, linear))
-    tape.keep_alive(x)  # ``intermediate_parallel``, of which the inputs of ``glu`` are views
+    tape.keep_alive(*variables)  # of ``glu``, and ``intermediate_parallel``, of which its inputs are views
     return product

@@ -746,7 +746,7 @@ def _weighted_activation(r: Recorder, spec: MoESpec, mid: Tensor, probs: Tensor,
     # The grouped GEMM has added its bias.
     plain = activation(
         r, "experts activation", mid, rows, f, gated=spec.gated,
-        bias=spec.add_bias and not ctx.impl.moe_grouped_gemm, kind="unfused",
+        bias=spec.add_bias and not ctx.impl.moe_grouped_gemm, kind="unfused", clamped=spec.clamp_value is not None,
     )
     wide = _probability_width(ctx)
     product = rows * f * wide

@@ -54,7 +54,8 @@ class Overlapped:
                 f"{PREFIX}.linear_fc1", self._at, h, 2 * f if mlp.gated else f, gather=False, original=_keeps_input(r)
             )
             self._at = activation(
-                r, f"{PREFIX} activation", mid, ctx.tokens, f, gated=mlp.gated, bias=False, kind=mlp.activation
+                r, f"{PREFIX} activation", mid, ctx.tokens, f, gated=mlp.gated, bias=False, kind=mlp.activation,
+                clamped=mlp.clamp_value is not None,
             )
 
     def second_half(self) -> None:
@@ -100,7 +101,7 @@ def _mlp(r: Recorder, spec: MoESpec) -> MLPSpec:
         spec.shared_expert_intermediate_size, r.ctx.tp, "moe_shared_expert_intermediate_size",
         "tensor_model_parallel_size",
     )  # fmt: skip
-    return MLPSpec(f, spec.gated, spec.activation)
+    return MLPSpec(f, spec.gated, spec.activation, clamp_value=spec.clamp_value)
 
 
 def _keeps_input(r: Recorder) -> bool:

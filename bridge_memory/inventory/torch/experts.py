@@ -44,6 +44,8 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
     with t.tape.assumed():
         if t.hf.family.moe in ("deepseek", "deepseek_v2"):
             weights, chosen, logits = _router_in_fp32(t, spec, x)
+        elif t.hf.family.moe == "mistral4":
+            weights, chosen, logits = _router_in_its_dtype(t, spec, x)
         elif t.hf.family.moe == "phimoe":
             weights, chosen, logits = sparsemixer(t, spec, x)
         elif t.hf.family.moe == "gpt_oss":
@@ -104,6 +106,19 @@ def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Ar
         weights = narrow
     t.keep_alive(logits)
     return weights, chosen, logits
+
+
+def _router_in_its_dtype(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Array]:
+    """``Mistral4MoE.route_tokens_to_experts``: as ``_softmax_router``, without casts; weights are scaled. Scores of
+    groups, and those of the chosen groups, are dropped."""
+    ctx = t.r.ctx
+    tokens, e = ctx.tokens, spec.num_experts
+    logits = t.linear(f"{_module(t)}.gate", x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
+    scores = t.saves_output("router probabilities", logits)
+    weights, chosen = _of_the_chosen(t, spec, scores)
+    scaled = t.scale("router weights, scaled", weights)
+    t.keep_alive(logits, scores)
+    return scaled, chosen, logits
 
 
 def _logits_in_fp32(t: Torch, spec: MoESpec, x: Array) -> Array:

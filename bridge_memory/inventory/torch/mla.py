@@ -46,6 +46,8 @@ def record_mla(t: Torch, spec: MLASpec, x: Array, shared: Shared) -> Array:
     spread.tensor.whole = k_turned.tensor
     query = t.cat("concatenated queries", q_pass, q_turned)
     key = t.cat("concatenated keys", k_pass, spread)
+    if t.hf.family.scaled_queries:
+        query = t.scale("scaled queries", query)
     parts = value
     if t.hf.attention == "sdpa" and not SDPA_TAKES_VIEWS(t.hf.spec):
         value = t.copy("contiguous values", value)

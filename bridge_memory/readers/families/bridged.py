@@ -127,7 +127,7 @@ def read_deepseek_v4(f: Fields) -> ModelSpec:
     f.ignore("num_key_value_heads", "intermediate_size", "num_local_experts", "compress_rope_theta", "rope_theta")
     f.ignore("rope_parameters", "rope_scaling", "hc_sinkhorn_iters", "hc_eps", "swiglu_limit", "topk_method")
     f.ignore("expert_dtype", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-    model = _from_provider_fields(
+    return _from_provider_fields(
         f, "", tied=False, experimental_attention_variant="dsv4_hybrid", multi_latent_attention=True, num_layers=n,
         hidden_size=f.integer("hidden_size", default=4096),
         num_attention_heads=f.integer("num_attention_heads", default=64), v_head_dim=head, qk_pos_emb_head_dim=rope,
@@ -142,12 +142,7 @@ def read_deepseek_v4(f: Fields) -> ModelSpec:
         moe_router_score_function=f.text("scoring_func", default="sqrtsoftplus"),
         moe_router_enable_expert_bias=True, moe_router_load_balancing_type="none", mtp_num_layers=depths,
         activation_func=activation(f, Family()), add_bias_linear=False, gated_linear_unit=True, qk_layernorm=True,
-    )  # fmt: skip
-    return replace(
-        model, not_modelled=(
-            *model.not_modelled,
-            *(("swiglu_limit: clamped copies before the activation",) if f.config.get("swiglu_limit", 10.0) else ()),
-        ),
+        activation_func_clamp_value=f.config.get("swiglu_limit", 10.0) or None,
     )  # fmt: skip
 
 

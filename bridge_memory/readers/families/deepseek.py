@@ -1,4 +1,4 @@
-"""Multi-latent attention: DeepSeek V2 to V3.2, R1, Moonlight, Kimi-K2, GLM-4.7-Flash, GLM-5."""
+"""Multi-latent attention: DeepSeek V2 to V3.2, R1, Moonlight, Kimi-K2, Mistral 4, GLM-4.7-Flash, GLM-5."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class Latent(NamedTuple):
     ignored: tuple[str, ...] = ()
     number: str = "n_routed_experts"
     balancing: str = "seq_aux_loss"
+    #: The router's scores are a softmax, without a bias.
+    plain_softmax: bool = False
 
 
 MLA: dict[str, Latent] = {
@@ -39,6 +41,8 @@ MLA: dict[str, Latent] = {
     "deepseek_v32": Latent(first_dense=3, sparse_attention=True, ignored=("num_experts", "mlp_bias")),
     # Bridge: models/sarvam/sarvam_provider.py, whose aux loss has a coefficient of 0.
     "sarvam_mla": Latent(first_dense=1, number="num_experts", balancing="none", ignored=("q_head_dim",)),
+    # transformers ``models/mistral4/configuration_mistral4.py``; its rotary parameters scale the queries.
+    "mistral4": Latent(balancing="none", plain_softmax=True, ignored=("rope_interleave", "partial_rotary_factor")),
     "glm_moe_dsa": Latent(
         first_dense=3, sparse_attention=True, without_mtp=True, ignored=("num_experts", "mlp_bias")
     ),
@@ -128,7 +132,7 @@ def experts(f: Fields, family: Latent) -> MoESpec:
     """DeepSeek's MoE block. V3 and later models have the expert bias (noaux_tc)."""
     number, topk = expert_count(f, family.number)
     width = f.integer("moe_intermediate_size")
-    v3 = f.model_type != "deepseek_v2"
+    v3 = f.model_type != "deepseek_v2" and not family.plain_softmax
     scores = {"sigmoid": "sigmoid", "softmax": "softmax"}
     method = f.text("topk_method", default="noaux_tc" if v3 else "greedy")
     return MoESpec(

@@ -101,7 +101,8 @@ POSITIVE = _names(
     """
 )
 NUMBERS: dict[str, float | None] = {
-    "attention_dropout": 0.1, "dsa_indexer_loss_coeff": None, "hidden_dropout": 0.1,
+    "activation_func_clamp_value": None, "attention_dropout": 0.1, "dsa_indexer_loss_coeff": None,
+    "hidden_dropout": 0.1,
     "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0,
     "moe_expert_capacity_factor": None, "moe_expert_rank_capacity_factor": None,
     "moe_z_loss_coeff": None,     "moe_paged_stash_buffer_size_factor_cuda": 1.1, "optimizer_offload_fraction": 1.0,

@@ -139,7 +139,7 @@ ORDERS: dict[str, str] = {
         cpu_offloading_double_buffering
     """,
     "as large as the activation's input, 2 s b ffn / t elements where it is gated, in every layer": """
-        activation_func_clamp_value hidden_activation_clamp use_te_activation_func
+        hidden_activation_clamp use_te_activation_func
     """,
     "as large as one to three hidden states and one to three of the activation's inputs, in every layer": """
         disable_jit_fuser

@@ -230,7 +230,6 @@ _UNMODELLED: dict[str, Feature] = {
     "use_te_activation_func": Feature(
         False, EITHER, "Transformer Engine's activations and what they keep (counted as the unfused ones)"
     ),
-    "activation_func_clamp_value": Feature(None, UP, "clamped copies before the activation", _unfused_activation),
     "hidden_activation_clamp": Feature(None, UP, "clamped copies before the activation", _unfused_activation),
     "disable_jit_fuser": Feature(False, UP, "element-wise operations one by one, with what each keeps"),
     "batch_invariant_mode": Feature(False, EITHER, "batch-invariant kernels of norms, products and attention"),

@@ -26,6 +26,8 @@ except ImportError:  # before 4.53 each class builds its masks
 #: Whether ``from_config`` takes ``dtype``, which was ``torch_dtype`` before.
 TAKES_DTYPE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
 META = "meta"
+#: Model types that AutoModelForCausalLM does not know in 5.12 -> their class.
+NOT_MAPPED = {"mistral4": "Mistral4ForCausalLM"}
 #: Class of a model that reads values of the attention mask -> its method that does.
 MASK_OF = {
     "Qwen3NextModel": "_update_linear_attn_mask", "NemotronHModel": "_update_mamba_mask",
@@ -283,9 +285,12 @@ def build(
     chosen = None if attention == "sdpa" else attention  # sdpa where the class supports it, else eager
     word = "dtype" if TAKES_DTYPE else "torch_dtype"
     options = {"attn_implementation": chosen, word: dtype}
+    make = AutoModelForCausalLM.from_config
+    if cfg.model_type in NOT_MAPPED:
+        make = getattr(import_module(f"transformers.models.{cfg.model_type}"), NOT_MAPPED[cfg.model_type])._from_config
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(cfg, **options)
+            model = make(cfg, **options)
     except NotImplementedError:  # a class that reads values as it is built (``XIELUActivation`` before 5)
-        model = AutoModelForCausalLM.from_config(cfg, **options).to(device)
+        model = make(cfg, **options).to(device)
     return model.train()
