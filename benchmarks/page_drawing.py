@@ -109,8 +109,8 @@ def main() -> int:
                 shown = f"{spent} + {(page_seconds(system) - drawn) / each:.0f} ms"
                 best = min(found)
                 frames, longest = page.evaluate(FRAMES)
-                print(f"{name:<28}{found[0] * 1000:>11.0f} ms{best * 1000:>11.0f} ms{best / GOAL:>14.2f}{shown:>16}{frames:>10.0f}, "
-                      f"longest {longest:.0f} ms")  # fmt: skip
+                print(f"{name:<28}{found[0] * 1000:>11.0f} ms{best * 1000:>11.0f} ms{best / GOAL:>14.2f}{shown:>16}"
+                      f"{frames:>10.0f}, longest {longest:.0f} ms")  # fmt: skip
                 page.close()
     finally:
         process.terminate()
