@@ -4,8 +4,8 @@
 
 Needs playwright and a Chromium (Debian: ``apt-get install chromium``). Prints, for several models, the median over
 eleven changes of the sequence length against the goal of 100 ms, and the processor time of server and page per change,
-with the requests that follow the answer; other work on the machine affects it less. ``page_answers.py`` times the
-server alone.
+with the requests that follow the answer; other work on the machine affects it less; and frames drawn in a second while
+the sequence length changes at every frame, as under a slider (goal: 60). ``page_answers.py`` times the server alone.
 """
 
 from __future__ import annotations
@@ -47,6 +47,22 @@ CHANGES = """async () => {
 }"""
 
 
+#: Returns frames in a second, and the longest time between two, milliseconds, while the field changes at every frame.
+FRAMES = """async () => {
+    const field = document.getElementById("f-seq-length"), start = performance.now();
+    let last = start, longest = 0, number = 0;
+    await new Promise((done) => requestAnimationFrame(function frame() {
+        const now = performance.now();
+        longest = number++ ? Math.max(longest, now - last) : 0;
+        last = now;
+        field.value = String(2048 + 128 * (number % 64));
+        field.dispatchEvent(new Event("input", { bubbles: true }));
+        if (now - start < 3000) requestAnimationFrame(frame); else done();
+    }));
+    return [1000 * number / (last - start), longest];
+}"""
+
+
 def cpu_seconds(pid: int) -> float | None:
     """Processor time of the server in seconds (Linux); None elsewhere."""
     try:
@@ -79,7 +95,7 @@ def main() -> int:
     try:
         with browser() as one:
             system = one.new_browser_cdp_session()
-            print(f"{'':<28}{'first round':>14}{'best round':>14}{'/ goal':>14}{'CPU per change':>16}")
+            print(f"{'':<28}{'first round':>14}{'best round':>14}{'/ goal':>14}{'CPU per change':>16}{'frames/s':>10}")
             for name, state in RUNS.items():
                 page = one.new_page()
                 page.goto(url + state)
@@ -92,7 +108,9 @@ def main() -> int:
                 spent = "?" if busy is None else f"{busy / each:.0f}"
                 shown = f"{spent} + {(page_seconds(system) - drawn) / each:.0f} ms"
                 best = min(found)
-                print(f"{name:<28}{found[0] * 1000:>11.0f} ms{best * 1000:>11.0f} ms{best / GOAL:>14.2f}{shown:>16}")
+                frames, longest = page.evaluate(FRAMES)
+                print(f"{name:<28}{found[0] * 1000:>11.0f} ms{best * 1000:>11.0f} ms{best / GOAL:>14.2f}{shown:>16}"
+                      f"{frames:>10.0f}, longest {longest:.0f} ms")  # fmt: skip
                 page.close()
     finally:
         process.terminate()

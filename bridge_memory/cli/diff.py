@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-gpus", type=integer, metavar="N", help="GPUs of every job, where its file does not say")
     group.add_argument("--with", dest="also", default="", metavar="FLAGS",
                        help="MODEL or flags that all of them have too, in quotes")
+    group.add_argument("-v", "--verbose", action="store_true", help="every field and component of every comparison")
     group.add_argument("--tolerance", type=float, metavar="PERCENT",
                        help="exit code 1 if a peak is more than this percentage above the first one")
 
@@ -68,8 +69,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found.as_json(), indent=2))
     else:
         from bridge_memory.report.printing import print_blocks
+        from bridge_memory.report.screen import first_that_fits
 
-        print_blocks(list(diff_blocks(found)))
+        whole = args.verbose or args.format != "text"
+        shown = (_MOST_ROWS,) if whole else range(_MOST_ROWS, -1, -1)
+        print_blocks(first_that_fits(list(diff_blocks(found, most, cut=not whole)) for most in shown))
     first = found.configurations[0].peak
     beyond = [i for i in range(1, len(named)) if found.more(i) > (args.tolerance or 0) / 100 * first]
     return EXIT_BEYOND if args.tolerance is not None and beyond else 0
@@ -165,8 +169,9 @@ def _answer(found: Difference) -> str:
     return "; ".join(parts)
 
 
-def diff_blocks(found: Difference) -> Iterator[Block]:
-    """The answer, the configurations, and for each beside the first its fields and components."""
+def diff_blocks(found: Difference, most: int, *, cut: bool) -> Iterator[Block]:
+    """The answer, the configurations, and for each beside the first its fields, of which ``cut`` leaves ``most``, and
+    its ``most`` components that change most."""
     from bridge_memory.report.document import Column, Grid, Words
 
     worse = any(found.more(i) > 0 for i in range(1, len(found.configurations)))
@@ -187,16 +192,20 @@ def diff_blocks(found: Difference) -> Iterator[Block]:
             *((_gib(found.more(i), "+") if i else "",) if several else ()), *(fit if judged else ()),
         ))  # fmt: skip
     yield Grid("Configurations, GiB", columns, tuple(rows))
+    if not most:
+        yield Words("", ("-v shows what differs from A, one by one, and which bytes follow",))
+        return
     for i in range(1, len(found.configurations)):
-        yield from _pair(found, i, several)
+        yield from _pair(found, i, several, most, cut)
 
 
 def _room(free: int) -> str:
     return f"{_gib(free)} free" if free >= 0 else f"over by {_gib(-free)}"
 
 
-def _pair(found: Difference, i: int, several: bool) -> Iterator[Block]:
+def _pair(found: Difference, i: int, several: bool, most: int, cut: bool) -> Iterator[Block]:
     from bridge_memory.report.document import Column, Grid, Words
+    from bridge_memory.report.screen import shortened
 
     letter = chr(65 + i)
     of = f" between A and {letter}" if several else ""
@@ -210,13 +219,15 @@ def _pair(found: Difference, i: int, several: bool) -> Iterator[Block]:
         for f in fields
     )
     note = "alone, GiB: what the peak of A changes by with this field alone; -: A cannot have it alone"
-    yield Grid(f"What differs{of}", columns, rows, None, (note,))
+    fields_of = Grid(f"What differs{of}", columns, rows, None, (note,) if i == 1 else ())
+    yield shortened(fields_of, most, "-v") if cut else fields_of
     parts = found.components(i)
-    shown = [part for part in parts if abs(part.more) >= _SMALL][:_MOST_ROWS]
+    shown = [part for part in parts if abs(part.more) >= _SMALL][:most]
     rest = [part for part in parts if part not in shown]
     cells = [(part.name, _gib(part.before), _gib(part.after), _gib(part.more, "+")) for part in shown]
     sums = [sum(getattr(part, name) for part in rest) for name in ("before", "after", "more")]
-    cells.append((f"{len(rest)} others", _gib(sums[0]), _gib(sums[1]), _gib(sums[2], "+")))
+    hidden = " (-v)" if cut and any(abs(part.more) >= _SMALL for part in rest) else ""
+    cells.append((f"{len(rest)} others{hidden}", _gib(sums[0]), _gib(sums[1]), _gib(sums[2], "+")))
     first, other = found.configurations[0], found.configurations[i]
     cells.append(("peak", _gib(first.peak), _gib(other.peak), _gib(found.more(i), "+")))
     columns = (Column("component", words=True), Column("A"), Column(letter), Column("change"))

@@ -35,6 +35,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"schema": SCHEMA, "tools": [tool.model_dump(mode="json", by_alias=True) for tool in tools]}))
     else:
-        for tool in tools:
-            print(f"{tool.name}: {(tool.description or '').splitlines()[0]}")
+        from bridge_memory.report.document import Pairs
+        from bridge_memory.report.printing import print_blocks
+
+        first = tuple((tool.name, (tool.description or "").splitlines()[0]) for tool in tools)
+        print_blocks([Pairs("Tools", first)])
     return 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from bridge_memory.arguments.flags import SPECS, add_run_arguments, integer, number
 from bridge_memory.cli.output import add_output_arguments
@@ -14,9 +15,12 @@ from bridge_memory.spec.fields import called
 
 if TYPE_CHECKING:
     from bridge_memory.cards.gpu import Gpu
+    from bridge_memory.report.document import Grid
     from bridge_memory.rollout.setup import PostTraining
 
 EXIT_DOES_NOT_FIT = 3
+#: (sentences of a list, layouts) that are shown, as many as a screen has room for.
+_SHOWN = ((99, 99), (8, 99), (6, 99), (4, 99), (3, 99), (2, 99), (2, 6), (1, 6), (1, 4), (1, 2))
 #: The card where none is named.
 _GPU = "H100"
 #: Flag -> where a configuration of a framework is.
@@ -139,14 +143,30 @@ def run(args: argparse.Namespace) -> int:
     else:
         from bridge_memory.report.printing import print_blocks
         from bridge_memory.report.rollout import layout_table, log_table, rollout_blocks
+        from bridge_memory.report.screen import first_that_fits
 
         args.title = f"{setup.model.name} on {setup.trainer.parallel.world_size} {gpu.name}: memory by phase"
         blocks = rollout_blocks(found, solved, unit, verbose=args.verbose)
-        blocks += [layout_table(rows, found, unit)] if rows is not None else []
-        blocks += [log_table(*lines, unit)] if lines is not None else []
-        print_blocks(blocks)
+        layouts = [layout_table(rows, found, unit)] if rows is not None else []
+        after = [log_table(*lines, unit)] if lines is not None else []
+        if args.verbose or args.format != "text":
+            print_blocks([*blocks, *layouts, *after])
+        else:
+            print_blocks([*first_that_fits(_versions(blocks, layouts), after), *after])
     fits = found.verdict in (Verdict.FITS, Verdict.TIGHT)
     return EXIT_DOES_NOT_FIT if args.require_fit and not fits else 0
+
+
+def _versions(blocks: Sequence[Any], layouts: Sequence[Grid]) -> Iterator[list[Any]]:
+    """The report with fewer and fewer sentences and layouts."""
+    from bridge_memory.report.document import Bullets
+    from bridge_memory.report.screen import shortened
+
+    for sentences, rows in _SHOWN:
+        yield [
+            *(shortened(block, sentences, "-v") if isinstance(block, Bullets) else block for block in blocks),
+            *(shortened(table, rows, "-v") for table in layouts),
+        ]
 
 
 def _setup(args: argparse.Namespace, gpu: Gpu) -> PostTraining:

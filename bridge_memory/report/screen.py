@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from bridge_memory.report.document import Chart, Drawn
+from bridge_memory.report.document import Bullets, Chart, Drawn, Grid
 from bridge_memory.report.plain import render
 
 #: A screen, in lines and in characters of a line.
@@ -28,3 +28,15 @@ def first_that_fits(versions: Iterable[Sequence[B]], after: Sequence[Drawn] = ()
         if height([*blocks, *after]) <= LINES:
             break
     return list(blocks)
+
+
+def shortened(block: B, most: int, more: str) -> B:
+    """A list or a table of ``most`` items and how many more there are; ``more``: how to see them."""
+    number = len(block.items) if isinstance(block, Bullets) else len(block.rows) if isinstance(block, Grid) else 0
+    if number <= most + 1:  # the sentence takes a line too
+        return block
+    words = f"{number - most} more ({more})"
+    if isinstance(block, Bullets):
+        return block._replace(items=(*block.items[:most], words))  # type: ignore[return-value]
+    assert isinstance(block, Grid)
+    return block._replace(rows=block.rows[:most], notes=(*block.notes, words))  # type: ignore[return-value]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 #: what is left out line by line where it has not. Of the stages those with the highest peaks are shown.
 SHOWN = (
     (3, 4, MOST), (3, 4, 2), (3, 4, 1), (2, 4, 1), (2, 3, 1), (1, 3, 1), (1, 2, 1), (1, 2, 0), (1, 1, 0), (0, 1, 0),
+    (0, 0, 0),
 )  # fmt: skip
 #: Characters of a bar.
 BAR = 28
@@ -71,8 +72,9 @@ def short_blocks(
         for components, rows, sentences_ in SHOWN:
             some = decides[:sentences_]
             yield [
-                *first, _stages(result, shown, fits, unit, rows), *job, *_largest(result, explained, unit, components),
-                run, *([Bullets(TITLE, sentences(some, unit))] if some else []),
+                *first, *([_stages(result, shown, fits, unit, rows)] if rows else []), *job,
+                *_largest(result, explained, unit, components), run,
+                *([Bullets(TITLE, sentences(some, unit))] if some else []),
                 _last(result, len(decides) - len(some), more),
             ]  # fmt: skip
 

@@ -13,10 +13,11 @@ COMMANDS = (
     "estimate DeepSeek-V3 --tp 4 --pp 4 --ep 8 --num-gpus 128 --num-layers-in-last-pipeline-stage 16 --gpu H200",
     "estimate gpt-oss-120b --num-gpus 64 --ep 8 --pp 4 --gpu H100 --phases",
     "estimate Llama-3.1-70B --num-gpus 64 --tp 4 --cp 2 --pp 4 --seq-length 32768 --gpu H100 --reserved",
-    "search Qwen3-30B-A3B --num-gpus 64 --tp 1 --pp 4 --ep 8 --global-batch-size 512 --gpu H100",
+    "search Qwen3-30B-A3B --num-gpus 64 --tp 1 --pp 4 --ep 8 --micro-batch-size 1 --global-batch-size 512 --gpu H100",
     "search Llama-3.1-8B --engine any --num-gpus 8 --global-batch-size 64 --gpu H100",
     "whatif Qwen3-32B --num-gpus 8 --tp 8 --gpu H100 --pairs --target-gib 60",
-    "rollout Qwen3-30B-A3B --num-gpus 32 --tp 4 --ep 8 --rollout-tp 4 --gpu H100",
+    "rollout Qwen3-8B --num-gpus 8 --tp 2 --rollout-tp 2 --gpu H100 --search",
+    "diff 'Qwen3-8B --tp 2' 'Qwen3-8B --tp 4' 'Qwen3-8B --pp 2' --num-gpus 8 --gpu H100",
     "quick 8",
 )
 

@@ -46,7 +46,7 @@ function fill(element, attributes, children) {
 
 // Kind of chart -> the width of such a chart in this window: to ask an element lays the whole page out.
 const widths = new Map();
-addEventListener("resize", () => widths.clear());
+globalThis.addEventListener?.("resize", () => widths.clear());
 
 /** Draws again when the width changes. */
 export function responsive(element, draw) {
