@@ -274,13 +274,14 @@ def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace, keeps: bool) 
     from bridge_memory.report.document import Words
 
     style = shown.style
+    judged = of_estimate(row.run, shown.gpu)
     time = f"{row.time.seconds:#.3g} s per step, {row.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
     return Words("", (
         f"Fastest {style.noun}: {style.words(row)}; {time}",
-        of_estimate(row.run, shown.gpu).words,
+        judged.words,
         *((f"{'Keeps' if keeps else 'Tight: does not keep'} {shown.reserve}",) if shown.found.keeps else ()),
         *shown.change,
-    ), "good" if keeps else "open")  # fmt: skip
+    ), "good" if keeps and judged.verdict == "fits" else "open")  # fmt: skip
 
 
 @lru_cache(maxsize=8)

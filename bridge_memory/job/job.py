@@ -434,6 +434,8 @@ def _phases(run: RunSpec, gpu: Gpu, stage: _Stage, replayed: Range | None = None
     for phase, parts in stage.parts.items():
         least, most = total(parts)
         most += reserved_bytes(most)
+        if phase is Phase.FIRST_STEP and replayed is not None:
+            most = min(most, max(total(parts).most, replayed.most))  # the first step is replayed too
         if phase is Phase.TRAINING:
             least, most = (least, most) if replayed is None else replayed
             least, most = least + stage.graphs.least, most + stage.graphs.most
