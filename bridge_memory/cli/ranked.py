@@ -170,7 +170,7 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
         notes.append(f"layers of the {IMPROVED} fastest are balanced over their stages")
     notes += [f"passed over, however fast: {number:,} with {reason}" for reason, number in refused.items()]
     if keeping > 1 and best[1].time.seconds < best[0].time.seconds:
-        notes.append(f"row 1 is within {SIMPLER:.0%} of the fastest, row 2, and has fewer mechanisms or chunks")
+        notes.append(f"row 1 is within {SIMPLER:.0%} of the fastest, row 2, and has fewer mechanisms or parts")
     if (tied := ties(best[:keeping] or best)) > 1:
         notes.append(f"rows 1 to {tied} are a tie: step times within {TIE:.0%}, the precision of the prediction")
     notes += shown.times
