@@ -182,7 +182,7 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
         note(f"layers of the {IMPROVED} fastest are balanced over their stages", detail=True)
     note(*(f"passed over, however fast: {number:,} with {reason}" for reason, number in refused.items()), detail=True)
     if keeping > 1 and best[1].time.seconds < best[0].time.seconds:
-        note(f"row 1 is within {SIMPLER:.0%} of the fastest, row 2, and has fewer mechanisms or chunks")
+        note(f"row 1 is within {SIMPLER:.0%} of the fastest, row 2, and has fewer mechanisms or virtual stages")
     if (tied := ties(best[:keeping] or best)) > 1:
         note(f"rows 1 to {tied} are a tie: step times within {TIE:.0%}, the precision of the prediction")
     note("the answer is by the whole job of row 1, as estimate gives it; free GiB is beside the step and "

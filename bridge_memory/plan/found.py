@@ -163,8 +163,8 @@ LOOKED_FOR, LOOKED_FOR_ONE = 100, 1000
 #: Of the fastest choices, as many are improved (``Found.improves``).
 IMPROVED = 3
 #: Of rows whose step time is within this of the fastest one's, the one with the fewest mechanisms stands first
-#: (``Found.mechanisms``), of equally many the one with the fewest chunks of layers: less than a prediction can tell,
-#: and each is something to set up, to tune and to fail.
+#: (``Found.mechanisms``), of equally many the one that cuts the model into the fewest parts: less than a prediction
+#: can tell, and each is something to set up, to tune and to fail.
 SIMPLER = 0.02
 
 
@@ -211,8 +211,8 @@ class Found(NamedTuple):
     refuses: Callable[[Row[Any], Found], str | None] | None = None
     #: A row made faster in what the grid has few values of, or itself.
     improves: Callable[[Row[Any]], Row[Any]] | None = None
-    #: How many mechanisms a row needs, such as a pipeline or recomputation, and in how many parts it cuts the model.
-    mechanisms: Callable[[Row[Any]], tuple[int, int]] | None = None
+    #: How many mechanisms a row needs, such as a pipeline or recomputation, and into how many parts it cuts the model.
+    mechanisms: Callable[[Row[Any]], tuple[int, ...]] | None = None
     #: Values of settings that were asked for and that no layout can have, and why.
     left_out: tuple[str, ...] = ()
 
@@ -220,7 +220,7 @@ class Found(NamedTuple):
         """The first ``number`` choices, of which those that keep the reserve come first, each by time. At most
         ``LOOKED_FOR`` more are looked at; where none of them keeps it, up to ``LOOKED_FOR_ONE``. The fastest
         ``IMPROVED`` are improved; what ``refuses`` refuses is passed over, unless it refuses all. The first is the one
-        with the fewest mechanisms of those within ``SIMPLER`` of the fastest, of equally many with the fewest chunks.
+        with the fewest mechanisms of those within ``SIMPLER`` of the fastest, of equally many with the fewest parts.
         """
         if self.keeps is None:
             rows = self.best(number)

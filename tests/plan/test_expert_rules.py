@@ -111,10 +111,10 @@ def test_of_rows_as_fast_the_simplest_is_first() -> None:
     staged = parallel(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
     rows = [row(DENSE, 1, 0, staged), row(DENSE, 1.01, 0, parallel(tensor_model_parallel_size=2))]
     rows.append(row(DENSE, 1.03, 0, parallel()))
-    assert [mechanisms(one) for one in rows] == [(2, 8), (1, 1), (0, 1)]
+    assert [mechanisms(one) for one in rows] == [(1, 4, 8), (1, 2, 1), (0, 1, 1)]
     found = found_of(*rows)._replace(mechanisms=mechanisms)
     assert found.ranked(3).rows == (rows[1], rows[0], rows[2])
-    few = row(DENSE, 1.005, 0, parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2))
+    few = row(DENSE, 1.005, 0, parallel(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=1))
     assert found_of(rows[0], few)._replace(mechanisms=mechanisms).ranked(2).rows == (few, rows[0])
 
 

@@ -62,8 +62,8 @@ def balance(
 ) -> Balanced:
     """The split of ``run``'s layers with the lowest highest peak.
 
-    With ``capacity``, bytes that no stage may exceed, the one whose slowest stage is fastest (needs ``hardware``),
-    among those in which it takes at most ``within`` seconds for a microbatch.
+    With ``capacity``, bytes that no stage may exceed, the one whose slowest stage is fastest (needs ``hardware``), of
+    those in which it takes at most ``within`` seconds for a microbatch.
     Raises SpecError where there is nothing to balance, and where no split stays within ``capacity`` and ``within``.
     """
     model = run.model
@@ -87,7 +87,8 @@ def balance(
             raise SpecError(_no_split(run, capacity))
         return described(ends, hardware)
     v = some.parallel.vpp
-    sizes = _plain(some, cost) if v == 1 else _interleaved(some, v, cost)
+    timed = None if capacity is None or step is None else step.seconds_of
+    sizes = _plain(some, cost) if v == 1 else _interleaved(some, v, cost, timed)
     if sizes is None:
         raise SpecError(_no_split(run, capacity))
     return described(with_sizes(some, sizes), hardware)
@@ -253,13 +254,17 @@ def _pattern(model: ModelSpec) -> _Pattern:
     return _Pattern(kinds[: sum(best)], *best)
 
 
-def _interleaved(run: RunSpec, v: int, cost: Cost) -> list[int] | None:
+def _interleaved(
+    run: RunSpec, v: int, cost: Cost, timed: Callable[[StageShape], float] | None = None
+) -> list[int] | None:
     """Layers of every chunk with virtual stages, in the order in which a microbatch passes them.
 
     A chunk's layers depend on where it begins, and so on all chunks before it, most of them on other stages. What is
     decided stage by stage is therefore kept with the place in the model's pattern at which each of the v rows of
     chunks goes on, and with the layers given out so far: where the rows begin on the first stage is tried in every way,
     and after the last stage each row must have come to where the next began.
+
+    ``timed``: what stages cost is time, this much, or without end where memory does not hold them.
     """
     model, pp = run.model, run.parallel.pp
     pattern, layers = _pattern(model), model.num_layers
@@ -328,10 +333,21 @@ def _interleaved(run: RunSpec, v: int, cost: Cost) -> list[int] | None:
         found = of_stage.get(key)
         if found is None:
             found = of_stage[key] = []
+            alike: dict[tuple[tuple[int, ...], int], list[tuple[float, int, tuple[int, ...], StageShape]]] = {}
             for sizes in dict.fromkeys(options(rank, bare)):
                 on = tuple([pattern.place(at + n) for at, n in zip(places, sizes, strict=True)])
-                here = price(rank, stage(rank, places, sizes, bare))
-                found.append((here, sum(n * n for n in sizes), sum(sizes), sizes, on))
+                shapes, square, number = stage(rank, places, sizes, bare), sum(n * n for n in sizes), sum(sizes)
+                if timed is None:
+                    found.append((price(rank, shapes), square, number, sizes, on))
+                else:
+                    alike.setdefault((on, number), []).append((timed(shapes), square, sizes, shapes))
+            for (on, number), few in alike.items():
+                least: float = float("inf")
+                for _, square, sizes, shapes in sorted(few, key=lambda one: one[:3]):
+                    # Of what is as fast and as even as one that memory holds, memory is not asked for.
+                    if square < least and (here := price(rank, shapes)) < float("inf"):
+                        found.append((here, square, number, sizes, on))
+                        least = square
         return found
 
     for bare, begin in product((False, True), begins):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,10 @@ from bridge_memory.verdict import FRAGMENTATION
 
 if TYPE_CHECKING:
     from bridge_memory.plan.megatron.many import Fitting, Sheet
+
+
+#: Of its step time what a row may give up for fewer virtual stages: every one is two more messages a microbatch.
+FEWER_STAGES = 0.005
 
 
 class Layouts(Rows[StepTime]):
@@ -122,35 +126,57 @@ def _balanced(
     row: Row[StepTime], hardware: Hardware, limit: Limit, constants: Constants, keeps: Callable[[Row[StepTime]], bool]
 ) -> Row[StepTime]:
     """The row with its layers balanced over its stages, where that is faster and the reserve stays; or as NVIDIA splits
-    them."""
-    from bridge_memory.plan.megatron.balance import balance, described, with_sizes
+    them. With no more virtual stages than its time needs."""
+    from bridge_memory.plan.megatron.balance import any_split, balance, default_split, described, with_sizes
     from bridge_memory.plan.megatron.published import PUBLISHED
 
     p = row.run.parallel
     if p.pp == 1:
         return row
     kept, best = keeps(row), row
+    free = int(row.headroom / (1 + FRAGMENTATION))
+    within = max(described(row.run, hardware).seconds)
 
-    def tried(run: RunSpec) -> bool:
+    def tried(run: RunSpec, seconds: float) -> bool:
+        """Whether it takes less than ``seconds``; then it is the best."""
         nonlocal best
         found = _row(run, hardware, limit, constants)
-        better = isinstance(found, Row) and found.time.seconds < best.time.seconds and (keeps(found) or not kept)
+        better = isinstance(found, Row) and found.time.seconds < seconds and (keeps(found) or not kept)
         if better:
             assert isinstance(found, Row)
             best = found
         return better
 
-    free = int(row.headroom / (1 + FRAGMENTATION))
-    within = max(described(row.run, hardware).seconds)
-    for capacity in (row.peak + free, row.peak):
+    def balanced(run: RunSpec, seconds: float) -> bool:
+        for capacity in (row.peak + free, row.peak):
+            with suppress(SpecError):
+                if tried(balance(run, hardware, capacity=capacity, within=within).run, seconds):
+                    return True
+        return False
+
+    few = _few_virtual_stages(row)
+    if few < p.vpp:
         with suppress(SpecError):
-            if tried(balance(row.run, hardware, capacity=capacity, within=within).run):
-                break
+            run = any_split(row.run, replace(p, virtual_pipeline_model_parallel_size=few))
+            usual = default_split(run)
+            enough = row.time.seconds * (1 + FEWER_STAGES)
+            even = usual is not None and tried(usual, enough)
+            if balanced(run, best.time.seconds if even else enough) or even:
+                return best
+    balanced(row.run, row.time.seconds)
     theirs = PUBLISHED.get(row.run.model.name, {}).get(p.pp * p.vpp)
     if theirs is not None:
         with suppress(SpecError):
-            tried(with_sizes(row.run, theirs))
+            tried(with_sizes(row.run, theirs), best.time.seconds)
     return best
+
+
+def _few_virtual_stages(row: Row[StepTime]) -> int:
+    """The fewest virtual stages, two at least, with which the bubble takes no more than ``FEWER_STAGES`` of the step
+    longer: it is shorter by as much as there are virtual stages."""
+    v = row.run.parallel.vpp
+    longer = row.time.bubble * v
+    return next((n for n in range(2, v) if longer / n - row.time.bubble <= FEWER_STAGES * row.time.seconds), v)
 
 
 def _any_layout(space: Space) -> bool:

@@ -274,10 +274,12 @@ class Step:
         self.run = run
         self.passes = passes or Passes(run, context_of(run), hardware, c, kernels)
         self._shapes = layout(run.model, run.parallel).shapes(run.model)
+        self._seconds: dict[ChunkShape, float] = {}
 
     def at(self, c: Constants) -> StepTime:
         """The time with other constants; the work is not counted again."""
         self.passes.at(c)
+        self._seconds.clear()
         return self.time()
 
     def time(self) -> StepTime:
@@ -331,9 +333,14 @@ class Step:
 
     def seconds_of(self, stage: Sequence[ChunkShape]) -> float:
         """Seconds of all passes of one microbatch through a stage that holds this."""
-        boundary = self._boundary()
-        passes = map(self.passes.chunk, stage)
-        return added(x.total + (x.late(boundary) if boundary else 0.0) for x in passes)
+        return added(map(self._seconds_of_chunk, stage))
+
+    def _seconds_of_chunk(self, shape: ChunkShape) -> float:
+        found = self._seconds.get(shape)
+        if found is None:
+            boundary, x = self._boundary(), self.passes.chunk(shape)
+            found = self._seconds[shape] = x.total + (x.late(boundary) if boundary else 0.0)
+        return found
 
     def _boundary(self) -> float:
         """Host seconds around a chunk's pass; none where a graph of the whole step launches it. Where the host waits
