@@ -72,9 +72,14 @@ def _nemo_rl(setup: PostTraining, share: float, solved: Limits) -> list[str]:
     update, logs = _tokens(setup, solved)
     lines = [
         "policy:", f"  max_total_sequence_length: {setup.longest}",
-        "  sequence_packing:", "    enabled: true", f"    train_mb_tokens: {update * p.cp}",
-        f"    logprob_mb_tokens: {logs * p.cp}",
+        "  sequence_packing:", f"    enabled: {str(setup.trainer.batch.packed_sequences).lower()}",
     ]  # fmt: skip
+    if setup.dynamic:
+        lines += [f"    train_mb_tokens: {update * p.cp}", f"    logprob_mb_tokens: {logs * p.cp}"]
+    else:
+        lines[2:2] = [
+            f"  train_micro_batch_size: {update // setup.longest}", f"  logprob_batch_size: {logs // setup.longest}",
+        ]  # fmt: skip
     if setup.of_megatron:
         lines += [
             "  megatron_cfg:",
@@ -95,10 +100,13 @@ def _nemo_rl(setup: PostTraining, share: float, solved: Limits) -> list[str]:
 def _slime(setup: PostTraining, share: float, solved: Limits) -> list[str]:
     engine, p = setup.engine, setup.trainer.parallel
     update, logs = _tokens(setup, solved)
+    limits = [f"--micro-batch-size {update // setup.longest}"]
+    if setup.dynamic:
+        limits = ["--use-dynamic-batch-size", f"--max-tokens-per-gpu {update}"]
+        limits += [f"--log-probs-max-tokens-per-gpu {logs}"] * (logs != update)
     return [
         "--colocate", f"--rollout-num-gpus-per-engine {engine.tensor_parallel_size}",
-        f"--sglang-mem-fraction-static {share:g}", "--use-dynamic-batch-size",
-        f"--max-tokens-per-gpu {min(update, logs)}",
+        f"--sglang-mem-fraction-static {share:g}", *limits,
         f"--tensor-model-parallel-size {p.tp}", f"--pipeline-model-parallel-size {p.pp}",
         f"--context-parallel-size {p.cp}", f"--expert-model-parallel-size {p.ep}",
         *(["--sequence-parallel"] if p.sp else []),

@@ -148,6 +148,34 @@ def test_keys_that_are_emitted_give_the_same_job() -> None:
         emitted(job(), solved(), "slime")
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_keys_of_nemo_rl_and_slime_give_the_same_job(dynamic: bool) -> None:
+    """Read back over what else says the job: the same limits, layout and answer, at the safe share."""
+    tokens = "--use-dynamic-batch-size --max-tokens-per-gpu 9216" if dynamic else "--micro-batch-size 2"
+    words = f"{tokens} --tensor-model-parallel-size 2 --sglang-mem-fraction-static 0.5"
+    rest = "--hf-checkpoint Qwen/Qwen3-4B --actor-num-gpus-per-node 8 --rollout-max-context-len 4096"
+    card = find_gpu("H100")
+    first = answer(read("slime", f"--colocate {rest} {words}"), card)
+    told = emitted(first, first.limits(), "slime")
+    same_job(first, answer(read("slime", f"{rest} {' '.join(told.split())}"), card))
+    packing = f"policy.sequence_packing.enabled={str(dynamic).lower()}"
+    gpus = "cluster: {gpus_per_node: 8}"
+    base = f"policy: {{model_name: Qwen/Qwen3-0.6B, generation: {{}}, train_micro_batch_size: 2}}\n{gpus}"
+    given = [packing, "policy.megatron_cfg.enabled=true", "policy.max_total_sequence_length=4096"]
+    first = answer(read("nemo_rl", "job.yaml", given, text=base), card)
+    told = emitted(first, first.limits(), "nemo-rl")
+    same_job(first, answer(read("nemo_rl", "job.yaml", text=f"{told}  model_name: Qwen/Qwen3-0.6B\n{gpus}"), card))
+
+
+def same_job(first: Rollout, again: Rollout) -> None:
+    safe = first.limits().share.safe
+    assert safe is not None and again.share == safe
+    a, b = first.setup, again.setup
+    assert (a.update_tokens, a.log_prob_tokens, a.dynamic) == (b.update_tokens, b.log_prob_tokens, b.dynamic)
+    assert a.trainer.parallel == b.trainer.parallel
+    assert again.limits().share == first.limits().share
+
+
 def test_a_job_that_does_not_fit_says_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
     """Without the optimizer on the host the update needs more than a card."""
     words = ["actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=False"]

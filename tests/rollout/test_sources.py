@@ -224,3 +224,12 @@ def test_megatron_fsdp_of_verl() -> None:
     assert passes[0] is not None and passes[1] is not None
     own = [next(a.most for a in found.allocated if a.name.startswith("forward pass")) for found in passes if found]
     assert own[0] == own[1]
+
+
+def test_a_reference_that_is_laid_out_as_the_actor_is() -> None:
+    """What launch scripts repeat for it moves nothing; another layout is listed."""
+    actor, ref, size = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "megatron.tensor_model_parallel_size"
+    words = ["model_engine=megatron", f"{actor}.{size}=2", "actor_rollout_ref.actor.use_kl_loss=True",
+             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8"]  # fmt: skip
+    assert verl(*words, f"{ref}.{size}=2").not_modelled == ()
+    assert verl(*words, f"{ref}.{size}=4").not_modelled == (f"{ref}.{size}",)

@@ -558,4 +558,7 @@ class _Reader:
             section = name.partition(".")[0]
             if section in _HARMLESS_SECTIONS or _HARMLESS.search(name):
                 continue
+            # The reference is laid out as the actor is.
+            if name.startswith(f"{_REF}.") and self.o.get(name) == self.o.get(name.replace(_REF, _ACTOR, 1)):
+                continue
             self.not_modelled.append(bounded(name, 120))
