@@ -185,8 +185,8 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
         note(f"row 1 is within {SIMPLER:.0%} of the fastest, row 2, and has fewer mechanisms or virtual stages")
     if (tied := ties(best[:keeping] or best)) > 1:
         note(f"rows 1 to {tied} are a tie: step times within {TIE:.0%}, the precision of the prediction")
-    note("the answer is by the whole job of row 1, as estimate gives it; free GiB is beside the step and "
-         f"{FRAGMENTATION:.1%} of its peak, which the allocator may reserve beyond it", detail=True)
+    note(f"free GiB of a row sets {FRAGMENTATION:.1%} of its peak aside for fragmentation; the answer is that of "
+         "estimate, with row 1's allocator replayed and its whole job")
     note(*shown.times)
     if names := shown.not_timed(best):
         note(f"the time model does not know {', '.join(names)}: times are those of the run without")
