@@ -8,10 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.arguments.flags import SPECS, add_run_arguments, integer, number
+from bridge_memory.arguments.flags import SPECS, add_run_arguments, integer, number, spelling_or_name
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.spec import SpecError
-from bridge_memory.spec.fields import called
 
 if TYPE_CHECKING:
     from bridge_memory.cards.gpu import Gpu
@@ -197,10 +196,10 @@ def _setup(args: argparse.Namespace, gpu: Gpu) -> PostTraining:
     of_run = [key for key in vars(args) if key.partition(".")[0] in SPECS and "." in key and key not in beside]
     if of_run:
         group, _, name = of_run[0].partition(".")
-        raise SpecError(f"{called(SPECS[group], name)} is said by {flag}; change it there, or with KEY=VALUE")
+        raise SpecError(f"{spelling_or_name(group, name)} is set by {flag}; change it there, or with KEY=VALUE")
     if extra:
         spelled = "--" + extra[0].replace("_", "-")
-        raise SpecError(f"{spelled} is said by {flag}; change it there, or with KEY=VALUE")
+        raise SpecError(f"{spelled} is set by {flag}; change it there, or with KEY=VALUE")
     setup = read(
         _SOURCES[flag], source, words, release=args.release or "", model=args.model,
         world_size=getattr(args, "parallel.world_size", None), engine_release=args.rollout_release or "",

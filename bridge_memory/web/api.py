@@ -156,7 +156,7 @@ class Api:
                 raise SpecError("config is no configuration of verl, NeMo-RL, slime, TRL or ms-swift; paste one")
             named = next((name for name in q.get("options") or () if options()[name].group == "batch"), None)
             if named is not None:
-                raise SpecError(f"{options()[named].called} is said by {PASTED}; change it there")
+                raise SpecError(f"{options()[named].called} is set by {PASTED}; change it there")
             result = answer(*job)
             return rollout_data(result, limits(result))
 

@@ -227,7 +227,7 @@ def post_training_of(question: Mapping[str, Any], *, alone: bool = False) -> tup
     beside = ("parallel.world_size", "batch.")
     given = {field: value for field, value in _given(args).items() if not field.startswith(beside)}
     if kind in STATES_GPUS and world not in (None, setup.trainer.parallel.world_size):
-        raise SpecError(f"world_size ({world}) is said by {PASTED}; change it there")
+        raise SpecError(f"world_size ({world}) is set by {PASTED}; change it there")
     if given:
         setup = setup.with_trainer(setup.trainer.with_fields(**given))
     return on_card(setup, gpu), gpu

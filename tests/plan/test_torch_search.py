@@ -296,7 +296,7 @@ def test_dtypes_that_differ_are_said(capsys: pytest.CaptureFixture[str]) -> None
         ([*SMALL, "--emit", "accelerate"], "--emit accelerate is for engines outside of megatron-core"),
         ([*SMALL, "--engine", "fsdp2", "--emit", "accelerate"], "has no word for"),
         ([*MIXED, "--engine", "fsdp2", "--emit", "trainer"], "cannot ask for FSDP2; use --transformers-version 5.0"),
-        ([*MIXED, "--engine", "fsdp2", "--bf16"], "is said by --mixed-precision bf16 too"),
+        ([*MIXED, "--engine", "fsdp2", "--bf16"], "is set by --mixed-precision bf16 too"),
         ([*MIXED], "--mixed-precision is for engines outside of megatron-core"),
         ([*SMALL, "--engine", "zero3", "--emit", "deepspeed", "--row", "9999"], "--row 9999 does not exist"),
         ([*SMALL, "--engine", "ddp", "--cache", "x"], "--cache is for layouts of megatron-core"),

@@ -195,7 +195,7 @@ def _mixed(args: argparse.Namespace, engine: str) -> dict[str, Any]:
         return {}
     for name in ("precision.params_dtype", "transformers.autocast", "fsdp.param_dtype", "fsdp.reduce_dtype"):
         if hasattr(args, name):
-            raise SpecError(f"{spelling(name)} is said by --mixed-precision {dtype} too; drop one of them")
+            raise SpecError(f"{spelling(name)} is set by --mixed-precision {dtype} too; drop one of them")
     fields: dict[str, Any] = {} if hasattr(args, "optimizer.optimizer") else {"optimizer.optimizer": "adamw"}
     found = mixed_precision_fields(engine, dtype)
     return {**fields, **{name: value for name, value in found.items() if not hasattr(args, name)}}
