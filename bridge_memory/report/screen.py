@@ -37,6 +37,6 @@ def shortened(block: B, most: int, more: str) -> B:
         return block
     words = f"{number - most} more ({more})"
     if isinstance(block, Bullets):
-        return block._replace(items=(*block.items[:most], words))  # type: ignore[return-value]
+        return block._replace(items=(*block.items[:most], words))
     assert isinstance(block, Grid)
-    return block._replace(rows=block.rows[:most], notes=(*block.notes, words))  # type: ignore[return-value]
+    return block._replace(rows=block.rows[:most], notes=(*block.notes, words))
