@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Role
 from bridge_memory.emit.left import left_out
 from bridge_memory.estimation import Estimate, estimate, peaks
+from bridge_memory.job.job import jobs_of, judged, worse_jobs
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.fields import called
 from bridge_memory.spec.run import GROUPS
@@ -17,7 +19,8 @@ SCHEMA = "bridge-memory/diff/1"
 
 
 class Configuration(NamedTuple):
-    """One of the runs that are compared. ``fit``: on the card that was named; None without one.
+    """One of the runs that are compared. ``fit``: on the card that was named, with the verdict of the whole job; None
+    without one. ``decides``: the phase that does not fit, or not surely, where training does.
 
     Example:
         >>> from bridge_memory import RunSpec, diff
@@ -29,6 +32,7 @@ class Configuration(NamedTuple):
     name: str
     result: Estimate
     fit: Fit | None
+    decides: str = ""
 
     @property
     def run(self) -> RunSpec:
@@ -158,7 +162,12 @@ def difference(runs: Sequence[tuple[str, RunSpec]], gpu: str | None = None) -> D
     found = []
     for name, run in runs:
         result = estimate(run)
-        found.append(Configuration(name, result, fits(result, [gpu])[0] if gpu is not None else None))
+        fitting = [] if gpu is None else fits(result, [gpu])
+        jobs = jobs_of(result, fitting)
+        step = judged(fitting, jobs)
+        worse = worse_jobs(jobs, step)
+        fit = replace(step[0], verdict=worse[0].verdict) if worse else step[0] if step else None
+        found.append(Configuration(name, result, fit, str(worse[0].tightest.phase) if worse else ""))
     return Difference(tuple(found))
 
 

@@ -186,7 +186,8 @@ def diff_blocks(found: Difference, most: int, *, cut: bool) -> Iterator[Block]:
     rows = []
     for i, c in enumerate(found.configurations):
         stage = c.result.peak_stage
-        fit = () if c.fit is None else (f"{c.fit.verdict}, {_room(c.fit.headroom_bytes)}",)
+        where = f" ({c.decides}), the step" if c.decides else ","
+        fit = () if c.fit is None else (f"{c.fit.verdict}{where} {_room(c.fit.headroom_bytes)}",)
         rows.append((
             chr(65 + i), c.name, _gib(c.peak), str(stage.stage), _gib(stage.static_bytes),
             *((_gib(found.more(i), "+") if i else "",) if several else ()), *(fit if judged else ()),
