@@ -293,7 +293,7 @@ class MegatronDDP:
                     mine = gemm is None or (p.is_gemm and unit.label not in self.late) is gemm
                     return p is not shared and mine
 
-                out.append(_bucketed(of_run, kinds, *numbers, chosen))
+                out.append(_bucketed(of_run, kinds, numbers[0], numbers[1], chosen))
             if shared is not None:  # at one end of its buffer, in a bucket of its own
                 out[0] += pad(shared.numel, numbers[1])
             return tuple(out)
