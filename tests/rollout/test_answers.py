@@ -237,3 +237,30 @@ def test_compare_sends_a_log_of_verl_here(tmp_path: Path, capsys: pytest.Capture
     log.write_text("After rollout offload, memory allocated (GB): 3.00, memory reserved (GB): 3.50, ...\n")
     assert main(["compare", str(log), "Qwen/Qwen3-8B", "--num-gpus", "8", "--tp", "2"]) == 2
     assert "bridge-memory rollout --verl CONFIG --log" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["verl", "nemo_rl", "slime", "ms_swift"])
+def test_more_is_more(kind: str) -> None:
+    """A larger share: no fewer KV tokens and no less on the driver; a larger micro batch: a larger update."""
+    swift = "swift rlhf --rlhf_type grpo --use_vllm true --model Qwen/Qwen3-0.6B --deepspeed zero2 --sleep_level 1"
+    text = {
+        "verl": Path(EXAMPLE).read_text(), "ms_swift": f"{swift} --per_device_train_batch_size 2",
+        "nemo_rl": "policy: {model_name: Qwen/Qwen3-0.6B, generation: {}, megatron_cfg: {enabled: true}}",
+        "slime": "--colocate --hf-checkpoint Qwen/Qwen3-4B --use-dynamic-batch-size --max-tokens-per-gpu 9216 "
+        "--tensor-model-parallel-size 2",
+    }[kind]
+    setup, card = read(kind, "the job", text=text, world_size=8), find_gpu("H100")
+    least: list[int] = []
+    for share in (0.4, 0.6, 0.8):
+        found = answer(setup.with_share(share), card)
+        rollout = found.phase(Phase.ROLLOUT)
+        assert rollout is not None
+        now = [*found.engine.kv_tokens, *rollout.driver]
+        assert all(a <= b for a, b in zip(least, now, strict=False)) and now != least
+        least = now
+    sizes = []
+    for factor in (1, 2, 3):
+        update = answer(setup.with_(update_tokens=factor * setup.update_tokens), card).phase(Phase.UPDATE)
+        assert update is not None
+        sizes.append(total(update.allocated).most)
+    assert sizes[0] < sizes[1] < sizes[2]

@@ -233,3 +233,41 @@ def test_a_reference_that_is_laid_out_as_the_actor_is() -> None:
              "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8"]  # fmt: skip
     assert verl(*words, f"{ref}.{size}=2").not_modelled == ()
     assert verl(*words, f"{ref}.{size}=4").not_modelled == (f"{ref}.{size}",)
+
+
+_VALUES = st.sampled_from(
+    ["0", "1", "2", "8", "4096", "-1", "0.5", "nan", "1e400", "true", "null", "[]", "{}", "abc", "${policy.x}", "'", ""]
+)
+_SLIME = ["--actor-num-nodes", "--rollout-temperature", "--max-tokens-per-gpu", "--log-probs-chunk-size", "--kl-coef",
+          "--entropy-coef", "--sglang-ep-size", "--sglang-mem-fraction-static", "--sglang-kv-cache-dtype",
+          "--tensor-model-parallel-size", "--use-dynamic-batch-size", "--update-weight-buffer-size"]  # fmt: skip
+_TRL = ["beta", "max_completion_length", "vllm_gpu_memory_utilization", "vllm_max_model_length", "bf16", "deepspeed",
+        "per_device_train_batch_size", "use_peft", "model_init_kwargs", "foo"]  # fmt: skip
+_SWIFT = ["--sleep_level", "--offload_model", "--deepspeed", "--vllm_max_num_seqs", "--beta", "--train_type", "--foo",
+          "--vllm_gpu_memory_utilization", "--lora_rank", "--max_completion_length"]  # fmt: skip
+_NEMO = ["policy.train_micro_batch_size", "policy.logprob_chunk_size", "policy.megatron_cfg.enabled",
+         "policy.generation.vllm_cfg.gpu_memory_utilization", "policy.sequence_packing.enabled", "policy.precision",
+         "policy.megatron_cfg.pipeline_model_parallel_size", "policy.generation.vllm_cfg.precision"]  # fmt: skip
+
+
+@given(st.dictionaries(st.integers(0, 11), _VALUES, max_size=4),
+       st.sampled_from(["nemo_rl", "slime", "trl", "ms_swift"]))  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_any_argument_is_read_or_refused_in_one_line(chosen: dict[int, str], kind: str) -> None:
+    def named(names: list[str]) -> dict[str, str]:
+        return {names[i % len(names)]: value for i, value in chosen.items()}
+
+    words: list[str] = []
+    if kind == "nemo_rl":
+        text = "policy: {model_name: Qwen/Qwen3-0.6B, generation: {}}"
+        words = [f"{name}={value}" for name, value in named(_NEMO).items()]
+    elif kind == "trl":
+        text = json.dumps({"use_vllm": True, "model_name_or_path": "Qwen/Qwen3-0.6B", **named(_TRL)})
+    else:
+        own = "--colocate --hf-checkpoint" if kind == "slime" else "swift rlhf --rlhf_type grpo --use_vllm true --model"
+        said = [f"{name} {value}" for name, value in named(_SLIME if kind == "slime" else _SWIFT).items()]
+        text = " ".join([own, "Qwen/Qwen3-0.6B", *said])
+    try:
+        read(kind, "the job", words, text=text, world_size=8)
+    except SpecError as error:
+        assert "\n" not in str(error)

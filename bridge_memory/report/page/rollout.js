@@ -83,7 +83,7 @@ export function rolloutTimeline(element, data) {
       root.setAttribute("aria-valuetext", `${phase.name}: ${words(phase)} ${unit}; ${phase.room}${i === data.binds ? "; this phase binds" : ""}`);
       status.replaceChildren(html("b", {}, phase.name), `: ${words(phase)}; ${phase.room}`);
       if (told) tip.show(middle(i), margin.top + 10, [html("b", {}, `${phase.name}: ${phase.room}`),
-        ...phase.cells.map(([title, cell]) => html("div", {}, `${title} ${cell} ${unit}`)), html("ul", {}, phase.largest.map((one) => html("li", {}, one)))]);
+        ...phase.cells.map(([title, cell]) => html("div", {}, `${title} ${cell}${title === "stage" ? "" : ` ${unit}`}`)), html("ul", {}, phase.largest.map((one) => html("li", {}, one)))]);
     };
     root.addEventListener("pointermove", (event) => {
       const x = event.clientX - root.getBoundingClientRect().left - margin.left;

@@ -116,7 +116,7 @@ def read_slime(
     number = re.match(r"v?(\d+)\.(\d+)", release)
     engine: dict[str, Any] = {"max_model_len": longest}
     for name, value in sglang.items():
-        engine[_SGLANG[name]] = float(value) if "." in value else int(value) if value.isdecimal() else value
+        engine[_SGLANG[name]] = _sglang_value(name, value)
     return PostTraining(
         framework="slime", release=(int(number[1]), int(number[2])) if number else (0, 0), trainer=run,
         engine=InferenceSpec(
@@ -164,6 +164,16 @@ def _sorted(words: list[str]) -> tuple[dict[str, list[str]], list[str], dict[str
         elif not _HARMLESS.fullmatch(flag):
             rest += [flag, *values]
     return own, rest, sglang, not_modelled
+
+
+def _sglang_value(name: str, text: str) -> Any:
+    """As the engine's field has it: a text, a share, or a whole number."""
+    if name == "kv-cache-dtype":
+        return text
+    try:
+        return float(text) if name == "mem-fraction-static" else int(text)
+    except ValueError:
+        raise SpecError(f"--sglang-{name} ({bounded(text, 40)}) is no number; give one") from None
 
 
 def _real(own: dict[str, list[str]], name: str, default: float) -> float:

@@ -166,7 +166,9 @@ def _read(
     world = world_size or 1
     run = _run(framework, source, table, model, world, longest, files)
     lora = run.peft.scheme != "none"
-    level = int(own.get("sleep_level", 0) or 0)
+    swift = Options({}, "ms-swift")
+    swift.update(own.items())
+    level = swift.integer("sleep_level", 0, 0) or 0
     if framework == "trl":
         level = 2 if grpo.flag("vllm_enable_sleep_mode") else 0
     if level not in (0, 1, 2):
@@ -175,13 +177,13 @@ def _read(
     beta = grpo.number("beta") or (0.04 if framework == "ms-swift" and "beta" not in grpo.given else 0.0)
     reference = Reference.NONE if not beta else Reference.ADAPTERS_OFF if lora else Reference.GPU
     fields: dict[str, Any] = {}
-    if own.get("vllm_max_num_seqs"):
-        fields["max_num_seqs"] = int(own["vllm_max_num_seqs"])
+    if (most := swift.integer("vllm_max_num_seqs")) is not None:
+        fields["max_num_seqs"] = most
     engine = InferenceSpec(
         model=model, tensor_parallel_size=grpo.integer("vllm_tensor_parallel_size") or 1,
         gpu_memory_utilization=grpo.number("vllm_gpu_memory_utilization"), served=False,
         max_model_len=grpo.integer("vllm_max_model_length") or longest,
-        enforce_eager=bool(own.get("vllm_enforce_eager")),
+        enforce_eager=swift.flag("vllm_enforce_eager"),
         sleep_mode=bool(level), **fields,
     )  # fmt: skip
     moves_none = ("temperature", "loss_type", "sync_ref_model", "num_generations", "steps_per_generation")
@@ -192,8 +194,8 @@ def _read(
     return PostTraining(
         framework=framework, release=(0, 0), trainer=run, engine=engine, longest=longest, update_tokens=rows * longest,
         log_prob_tokens=rows * longest, dynamic=False, fused_kernels=fused,
-        param_offload=bool(own.get("offload_model")),
-        optimizer_offload=bool(own.get("offload_optimizer")), reference=reference, sleep_level=level, in_process=True,
+        param_offload=swift.flag("offload_model"), optimizer_offload=swift.flag("offload_optimizer"),
+        reference=reference, sleep_level=level, in_process=True,
         gpus_per_node=min(8, world), assumptions=tuple(assumptions), not_modelled=tuple(not_modelled),
     )  # fmt: skip
 
