@@ -147,7 +147,9 @@ def _with_latents(links: list[tuple[Link, int]], spec: DiffusionSpec, ctx: Block
     for i, (link, count) in enumerate(links):
         link = link._replace(forward_peak=link.forward_peak + held)
         layer = link.label not in (Label.LOSS, Label.EMBEDDING)
-        if layer and i == last:  # its last layer is the first in backward, and has nothing to add to
+        # The last layer is the first in backward, and has nothing to add to; a checkpoint gets zeros for the text that
+        # it returns and nobody uses.
+        if layer and i == last and link.label is not Label.RECOMPUTED:
             found += [(link.with_gradients(text), count - 1)] * (count > 1)
             count = 1
         elif layer:

@@ -263,8 +263,10 @@ def test_gemma4s_encoder_has_the_parameters_of_its_module(sizes: tuple[int, ...]
     from bridge_memory.readers.encoders import encoder_of
 
     layers, h, heads, d, f = sizes
-    config = _config("gemma4", "Gemma4VisionConfig", hidden_size=h, num_hidden_layers=layers, num_attention_heads=heads,
-                     num_key_value_heads=heads, head_dim=d, intermediate_size=f, position_embedding_size=640)  # fmt: skip
+    config = _config(
+        "gemma4", "Gemma4VisionConfig", hidden_size=h, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=heads, head_dim=d, intermediate_size=f, position_embedding_size=640,
+    )  # fmt: skip
     text = _config("gemma4", "Gemma4TextConfig", hidden_size=320)
     with torch.device("meta"):
         tower = AutoModel.from_config(config)
