@@ -59,8 +59,6 @@ def why_not(run: RunSpec) -> str | None:
         "MTP on a stage apart from its losses, or of megatron-core before 0.14": _has_depths(run)
         and (not MTP_LOSS_OUTSIDE(impl) or not _depths_are_with_the_losses(run)),
         "deferred weight gradients of the output layer": impl.defer_embedding_wgrad_compute,
-        "experts that are recomputed while exchanges overlap": impl.overlap_moe_expert_parallel_comm
-        and (run.recompute.granularity == "full" or "moe" in run.recompute.modules),
         "offloaded activations": bool(impl.cpu_offloading_num_layers or impl.offload_modules),
         "CUDA graphs": impl.cuda_graph_impl != "none",
         "a teacher": run.teacher is not None or impl.distillation != "none",

@@ -275,7 +275,7 @@ FILES: dict[str, Callable[[bytes], bytes]] = {
     "another JSON": lambda whole: b'{"loss": 1.0}\n[1, 2]\n',
     "a row": lambda whole: b'{"id": "a", "world_size": 8, "config": {"kind": "run_spec", "run": {}}}\n',
     "another schema": lambda whole: whole.replace(b"live-1", b"live-9"),
-    "UTF-16": lambda whole: whole.decode().encode("utf-16"),
+    "UTF-16 of nothing": lambda whole: b"\xff\xfe" + b"\x00" * 99,
     "deep": lambda whole: whole.split(b"\n")[0] + b"\n" + b"[" * 100_000 + b"\n",
     "only a start": lambda whole: whole.split(b"\n")[0] + b"\n",
     "NaN figures": lambda whole: whole.replace(b'"max_allocated": ', b'"max_allocated": NaN, "x": '),

@@ -82,10 +82,9 @@ def test_the_answer_comes_first_and_adds_up(command: list[str], capsys: pytest.C
     assert f"{rate:,.0f} tokens/s/GPU" in answer
     words = answer.partition("FITS H100: peak ")[2].partition(" free")[0].replace(",", "").split()
     numbers = [float(word) for word in words if word[0].isdigit() and not word.endswith(")")]
-    peak, margin, capacity, free = numbers
+    peak, margin, capacity, free = numbers  # of the whole job, as estimate gives them (test_same_number)
     assert peak + margin + free == pytest.approx(capacity, abs=1e-9)  # as shown
     assert peak == pytest.approx(best["peak_bytes"] / 2**30, abs=0.06)
-    assert free == pytest.approx(best["headroom_bytes"] / 2**30, abs=0.06)
 
 
 def test_what_must_be_free_is_free_in_the_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,7 @@ def test_broken_json_is_one_line(text: str, words: list[str]) -> None:
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00\x01")
+    (tmp_path / "binary.json").write_bytes(b"\xff\x00\x01\xfe")
     (tmp_path / "empty").mkdir()
     assert "text file" in refusal(str(tmp_path / "binary.json"))
     assert "config.json" in refusal(str(tmp_path / "empty"))
