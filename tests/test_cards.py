@@ -173,6 +173,7 @@ def figures_about_gpus(source: str) -> Iterator[int]:
                 yield node.lineno
 
 
+@pytest.mark.slow
 def test_no_figure_about_gpus_stands_outside_of_the_cards() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{line}" for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "cards"

@@ -56,6 +56,7 @@ callback = bridge_memory.MemoryReportCallback()
 """
 
 
+@pytest.mark.slow
 def test_a_type_checker_sees_every_name(tmp_path: Path) -> None:
     """``mypy --strict`` over a user's program, with the package as it is installed (py.typed)."""
     pytest.importorskip("mypy")

@@ -31,6 +31,7 @@ def sources() -> list[Path]:
 # ---- one place ----
 
 
+@pytest.mark.slow
 def test_every_rule_is_used() -> None:
     nodes = (node for path in sources() for node in ast.walk(ast.parse(path.read_text())))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}

@@ -343,7 +343,7 @@ SOURCES: dict[str, Callable[[Random, Path], tuple[list[str], dict[str, Any] | No
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", few_fast(SOURCES, 3))
 def test_every_source_says_the_same(source: str, tmp_path: Path) -> None:
     draw = Random(f"source {source}")
     for _ in range(DRAWN):
@@ -424,6 +424,7 @@ def test_a_row_of_a_search_is_the_estimate_of_its_run(engine: str) -> None:
     assert sorted(found.rows.peaks())[0] == min(row.peak for row in found.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["megatron_ddp", "fsdp2", "zero3", "ddp"])
 def test_the_command_line_and_the_page_propose_the_same_fix(engine: str) -> None:
     """Of a run that does not fit: the change to try first, and what it costs."""

@@ -56,6 +56,7 @@ UNREAD = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_rows_are_read_or_say_which_word_is_not() -> None:
     found = outcomes(read_corpus(RUNS))
     unread = {o.id: o.reason for o in found if o.status == "unread"}
@@ -143,6 +144,7 @@ def test_a_peak_after_one_step_is_without_moments_and_a_run_maximum_with_them() 
     assert longest.predicted_bytes - peak.predicted_bytes == pytest.approx(4 * (29.0e9 / 64 + 2.6e9 / 64), rel=0.05)
 
 
+@pytest.mark.slow
 def test_megatron_fsdp_has_no_dummy_weight_gradients_under_bridge_of_2025() -> None:
     """Three layouts of 4 B parameters, whose static memory the dummies' 0.98 GB had put 1.3 to 2.8 % too high."""
     found = [o for o in outcomes(read_corpus(RUNS)) if "mfsdp" in o.id]
@@ -593,6 +595,7 @@ def test_hostile_rows_do_not_crash(seed: int) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_scores_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["accuracy", str(RUNS), "--summary"]) == 0
     shown = capsys.readouterr().out

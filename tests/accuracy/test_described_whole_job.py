@@ -241,6 +241,7 @@ def test_a_range_is_no_evidence_of_how_far_off_a_number_is() -> None:
     assert like_with_like([ranged, peak]) == peak
 
 
+@pytest.mark.slow
 def test_its_json_is_valid_by_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     folder = Path(bridge_memory.__file__).parent / "report"

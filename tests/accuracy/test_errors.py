@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from bridge_memory.accuracy.errors import accuracy, by_group, errors_of, percentile
 from bridge_memory.accuracy.features import SCALES, scale_of
 from bridge_memory.accuracy.predictions import Outcome
@@ -50,6 +52,7 @@ def test_what_is_not_a_run_counts_nowhere() -> None:
     assert [row.group for row in by_group(rows, "family")] == ["f"]
 
 
+@pytest.mark.slow
 def test_groups_by_feature_overlap(outcomes) -> None:
     rows = {row.group: row.records for row in by_group(outcomes, "feature")}
     assert rows["MoE"] < rows["bf16"] and rows["MLA"] < rows["MoE"]

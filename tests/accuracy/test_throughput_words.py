@@ -152,6 +152,7 @@ def test_a_card_has_the_sizes_of_its_recipe_if_its_figures_do() -> None:
     assert isinstance(other, Unread) and "tokens a step" in other.reason
 
 
+@pytest.mark.slow
 def test_layouts_that_ran_are_said_to_fit() -> None:
     """Bridge's rows, 405B and 70B fine-tuning and Nemotron Nano among them: gradients in bf16 and recomputation as the
     recipes have them."""

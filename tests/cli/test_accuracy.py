@@ -56,6 +56,7 @@ def test_rows_that_cannot_be_read_are_counted_by_reason(capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["unread"] == {"no figures of the GPU TPU v5": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     ((["--folds", "1"], "--folds is 1, and"), (["--json", "x.json"], "--json FILE is for records")),

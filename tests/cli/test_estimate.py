@@ -98,6 +98,7 @@ def test_a_launchers_options_say_how_many_gpus(capsys: pytest.CaptureFixture[str
     assert "--num-gpus" in line and "torchrun" in line
 
 
+@pytest.mark.slow
 def test_mtp_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     with_mtp = as_json(capsys, *DEEPSEEK)["stages"][-1]["parameters"]
     without = as_json(capsys, *DEEPSEEK, "--mtp-num-layers", "0")["stages"][-1]["parameters"]
@@ -216,6 +217,7 @@ def test_only_blackwell_fits_mxfp8(capsys: pytest.CaptureFixture[str]) -> None:
     assert named["stages"] == as_json(capsys, *argv)["stages"]
 
 
+@pytest.mark.slow
 def test_the_advice_for_61_layers_works(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "estimate", "deepseek-ai/DeepSeek-V3", "--pp", "4")
     advice = re.search(r"set --num-layers-in-last-pipeline-stage to (\d+)", line)

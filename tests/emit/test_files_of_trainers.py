@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from test_read_back import different
+from tiers import few_fast
 from wide_runs import freeze
 
 from bridge_memory import RunSpec, SpecError, peaks
@@ -152,7 +153,7 @@ def check(how: str, args: argparse.Namespace, run: RunSpec, folder: Path, *, byt
 FILES = [how for how in FORMATS if how not in ("megatron-args", "bridge")]
 
 
-@pytest.mark.parametrize("how", FILES)
+@pytest.mark.parametrize("how", few_fast(FILES, 1))
 def test_what_is_typed_back_is_the_run(how: str, tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     if how == "torchtitan":

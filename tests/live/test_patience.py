@@ -111,6 +111,7 @@ def test_a_report_on_rank_0_alone_waits_twice(container: Any, monkeypatch: pytes
     assert DEADLINE < job.seconds < BOUND
 
 
+@pytest.mark.slow
 def test_a_logging_rank_that_nobody_shares_with_waits_twice(container: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(container, monkeypatch, rank=3)
     job.train()
@@ -220,6 +221,7 @@ def test_an_interrupt_lets_the_logging_rank_go(container: Any, monkeypatch: pyte
     assert time.monotonic() - started < 5.0
 
 
+@pytest.mark.slow
 def test_ranks_that_are_there_are_waited_for_though_others_are_not() -> None:
     """Rank 1 never reports, rank 2 comes 0.2 s after rank 0: it is in every table."""
     store, collector = DictStore(), gather.Collector()
@@ -250,6 +252,7 @@ def test_a_rank_that_comes_back_is_in_the_next_table() -> None:
     assert [r.rank for r in collector.collect(store, "later", [1], deadline=5.0)[0]] == [1]
 
 
+@pytest.mark.slow
 def test_ranks_that_are_missing_by_turns_cost_two_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "GRACE", 0.05)
     store, collector = DictStore(), gather.Collector()

@@ -173,13 +173,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", (
+@pytest.mark.parametrize("flags", few_fast((
     "meta-llama/Llama-3.1-70B --tp 8 --pp 4 --num-gpus 64 --num-layers-in-first-pipeline-stage 17 "
     "--num-layers-in-last-pipeline-stage 19",
     "Qwen/Qwen3-30B-A3B --num-gpus 16 --ep 8 --global-batch-size 64 --micro-batch-size 2",
     "meta-llama/Llama-3.1-8B --engine fsdp1 --num-gpus 8 --global-batch-size 64 --micro-batch-size 2",
     "meta-llama/Llama-3.1-8B --engine zero1 --num-gpus 8",
-), ids=lambda flags: flags.partition(" ")[0].rpartition("/")[2] + "-" + flags.split()[2])  # fmt: skip
+), 1), ids=lambda flags: flags.partition(" ")[0].rpartition("/")[2] + "-" + flags.split()[2])  # fmt: skip
 def test_flags_that_are_named_make_the_change(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     """``estimate`` with the flags of each change has its peak; a flag that has to go is named, and not forgotten."""
     arguments = [*flags.split(), "--gpu", "H100", "--json"]

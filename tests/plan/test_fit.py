@@ -175,6 +175,7 @@ MOE = ["fit", "Qwen/Qwen3-30B-A3B", "--num-gpus", "16", "--ep", "8", "--global-b
 GIVEN = [*TIGHT, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [TIGHT, MOE, GIVEN], ids=["dense", "experts", "given"])
 def test_what_it_emits_fits(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--json"]) == 0

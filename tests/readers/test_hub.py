@@ -171,6 +171,7 @@ def test_a_preset_never_asks_the_hub(hub: tuple[str, list[str]], tmp_path: Path)
     assert asked == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repo", ["acme/silent", "acme/slow-headers", "acme/stalled", "acme/broken"])
 def test_a_hub_that_hangs_is_given_up(hub: tuple[str, list[str]], tmp_path: Path, repo: str) -> None:
     """6 s and the start of a process; a silent Hub once took more than 45 s, a broken one 25 s. The broken one here has
@@ -183,6 +184,7 @@ def test_a_hub_that_hangs_is_given_up(hub: tuple[str, list[str]], tmp_path: Path
     assert "no usable answer in" in line or "500" in line
 
 
+@pytest.mark.slow
 def test_a_proxy_that_hangs_is_given_up(tmp_path: Path) -> None:
     started = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # takes connections, answers nothing
@@ -192,6 +194,7 @@ def test_a_proxy_that_hangs_is_given_up(tmp_path: Path) -> None:
     assert "no usable answer in 0.5 s" in line
 
 
+@pytest.mark.slow
 def test_what_was_fetched_before_is_used_where_the_hub_hangs(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     assert resolve("acme/tiny", hub[0], tmp_path) == "layers 28"
     with socket.create_server(("127.0.0.1", 0)) as deaf:

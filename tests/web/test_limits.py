@@ -106,6 +106,7 @@ def test_those_who_are_slow_to_ask_make_room(
             one.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [
     b"GET / HTTP/1.1\r\nHost: localhost\r\n",
     b"POST /api/estimate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -239,6 +239,7 @@ def test_megatrons_arguments_are_read(client: Client) -> None:
     assert status == 200 and answer["estimate"]["parallelism"]["tensor_model_parallel_size"] == 2
 
 
+@pytest.mark.slow
 def test_a_change_of_the_what_if_frees_what_it_says(client: Client) -> None:
     status, found = client.post("/api/whatif", QWEN)
     assert status == 200
@@ -526,6 +527,7 @@ def test_a_connection_that_says_nothing_keeps_nobody_waiting(client: Client) -> 
             one.close()
 
 
+@pytest.mark.slow
 def test_many_at_once_are_each_answered_their_own_question(client: Client) -> None:
     lengths = [1024 + 128 * n for n in range(40)]
 
