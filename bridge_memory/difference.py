@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Role
 from bridge_memory.emit.left import left_out
 from bridge_memory.estimation import Estimate, estimate, peaks
-from bridge_memory.job.job import jobs_of, judged, worse_jobs
+from bridge_memory.job.job import fit_of_job
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.fields import called
 from bridge_memory.spec.run import GROUPS
-from bridge_memory.verdict import Fit, fits
+from bridge_memory.verdict import Fit
 
 SCHEMA = "bridge-memory/diff/1"
 
@@ -162,12 +161,7 @@ def difference(runs: Sequence[tuple[str, RunSpec]], gpu: str | None = None) -> D
     found = []
     for name, run in runs:
         result = estimate(run)
-        fitting = [] if gpu is None else fits(result, [gpu])
-        jobs = jobs_of(result, fitting)
-        step = judged(fitting, jobs)
-        worse = worse_jobs(jobs, step)
-        fit = replace(step[0], verdict=worse[0].verdict) if worse else step[0] if step else None
-        found.append(Configuration(name, result, fit, str(worse[0].tightest.phase) if worse else ""))
+        found.append(Configuration(name, result, *((None, "") if gpu is None else fit_of_job(result, gpu))))
     return Difference(tuple(found))
 
 

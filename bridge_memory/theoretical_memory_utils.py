@@ -221,6 +221,7 @@ def verdict(config: Any, num_microbatches: int | None = None, *, gpus: Sequence[
     a run that cannot be estimated and for an unknown GPU.
     """
     from bridge_memory.estimation import estimate
+    from bridge_memory.job.job import jobs_of, judged
     from bridge_memory.readers.config_container import run_from_config_container
     from bridge_memory.report.answer import answer_of, peak_words
     from bridge_memory.verdict import fits
@@ -229,7 +230,8 @@ def verdict(config: Any, num_microbatches: int | None = None, *, gpus: Sequence[
         return ""
     result = estimate(run_from_config_container(config, num_microbatches=num_microbatches))
     on_gpus = fits(result, gpus)
-    words = answer_of(result, on_gpus).words
+    jobs = jobs_of(result, on_gpus)
+    words = answer_of(result, judged(on_gpus, jobs), jobs=jobs).words
     return f"verdict: {words}" if len(on_gpus) == 1 else f"verdict: {peak_words(result)}; {words}"
 
 

@@ -15,7 +15,7 @@ Figures that end in ``_gb`` are in GiB (2**30 bytes).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -33,11 +33,12 @@ from bridge_memory.calculator.runs import card_of, run_of
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import GIB, Role
 from bridge_memory.estimation import estimate, peaks
+from bridge_memory.job.job import fit_of_job
 from bridge_memory.readers.engines.files import read_table
 from bridge_memory.readers.engines.sections import Diagnostics
 from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec, SpecError, show
-from bridge_memory.verdict import Fit, Verdict, fits, headroom
+from bridge_memory.verdict import Fit, Verdict, headroom
 
 __all__ = [
     "EngineConfig",
@@ -150,7 +151,7 @@ class GPUMemoryCalculator:
     def calculate(self) -> MemoryResult:
         """Estimate the run. Raises SpecError for what cannot be estimated."""
         result = estimate(self.run)
-        (fit,) = fits(result, [self.gpu])
+        fit, _ = fit_of_job(result, self.gpu)
         worst, parallel = result.peak_stage, self.run.parallel
         ranks = parallel.world_size // len(result.stages)
         gib = {role: worst.bytes_of(role) / GIB for role in Role}
@@ -169,28 +170,45 @@ class GPUMemoryCalculator:
         )  # fmt: skip
 
     def _largest_batch(self) -> int | None:
-        """The largest micro batch whose peak fits with its margin, by doubling and halving."""
-        low, high = 0, 1
-        while high <= MOST_BATCH and self._fits(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(middle) else (low, middle)
-        if low == 0:
-            return None
-        # An unmodelled feature may leave the verdict open.
-        (fit,) = fits(estimate(self._with(low)), [self.gpu])
-        return low if fit.verdict in _FITS else None
+        """The largest micro batch whose whole job fits: near the largest whose step does with its margin."""
+        low, high = _last(self._step_fits, 0, 1)
+        if self._job_fits(low):
+            low, _ = _last(self._job_fits, low, high)
+        else:
+            below = 1
+            while low - below > 0 and not self._job_fits(low - below):
+                below *= 2
+            low, _ = _last(self._job_fits, max(0, low - below), max(0, low - below) + 1)
+        return low or None
 
     def _with(self, batch: int) -> RunSpec:
         was = self.run.batch
         steps = (was.global_batch_size or was.micro_batch_size) // was.micro_batch_size
         return self.run.with_(batch=replace(was, micro_batch_size=batch, global_batch_size=steps * batch))
 
-    def _fits(self, batch: int) -> bool:
+    def _step_fits(self, batch: int) -> bool:
         try:
             run = self._with(batch)
         except SpecError:
             return False
         peak = max(stage.peak_bytes for stage in peaks(run))
         return headroom(self.gpu, peak, run) >= 0
+
+    def _job_fits(self, batch: int) -> bool:
+        try:
+            return batch == 0 or fit_of_job(estimate(self._with(batch)), self.gpu)[0].verdict in _FITS
+        except SpecError:
+            return False
+
+
+def _last(fits: Callable[[int], bool], low: int, high: int) -> tuple[int, int]:
+    """The largest number from ``low`` on that ``fits``, as ``low`` does, and the next: by steps that double, then by
+    halving."""
+    step = high - low
+    while high <= MOST_BATCH and fits(high):
+        step *= 2
+        low, high = high, high + step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low, high

@@ -107,9 +107,9 @@ class _Offer(NamedTuple):
 
 def _fit_of(calculator: GPUMemoryCalculator, gpu: Gpu) -> Fit:
     from bridge_memory.estimation import estimate
-    from bridge_memory.verdict import fits
+    from bridge_memory.job.job import fit_of_job
 
-    return fits(estimate(calculator.run), [gpu])[0]
+    return fit_of_job(estimate(calculator.run), gpu)[0]
 
 
 def _does_not_fit(calculator: GPUMemoryCalculator) -> bool:

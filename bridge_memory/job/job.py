@@ -32,7 +32,7 @@ from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.unmodelled import Unmodelled, bounds
-from bridge_memory.verdict import BEST_FIRST, Fit, MemoryLimit, Verdict, reserved_bytes, within
+from bridge_memory.verdict import BEST_FIRST, Fit, MemoryLimit, Verdict, fits, reserved_bytes, within
 from bridge_memory.workspaces.caching_allocator import TooManyCalls, Trace
 
 SCHEMA = "bridge-memory/job/1"
@@ -221,8 +221,11 @@ def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None, traces: Tr
             return job
 
 
-def jobs_of(result: Estimate, fits: Sequence[Fit], host_bytes: int | None = None) -> list[Job]:
-    """As ``job_of``, on each GPU of ``fits`` that can compute the run, as its generation does."""
+def jobs_of(
+    result: Estimate, fits: Sequence[Fit], host_bytes: int | None = None, unnamed: Gpu | None = None
+) -> list[Job]:
+    """As ``job_of``, on each GPU of ``fits`` that can compute the run, as its generation does; all of them on a card
+    that is ``unnamed``."""
     by_arch = {result.run.implementation.gpu_arch: (result, Traces(result.run))}
     found = []
     for fit in fits:
@@ -233,7 +236,7 @@ def jobs_of(result: Estimate, fits: Sequence[Fit], host_bytes: int | None = None
             changed = estimate(result.run.with_(implementation=implementation))
             by_arch[fit.gpu_arch] = changed, Traces(changed.run)
         of_arch, traces = by_arch[fit.gpu_arch]
-        found.append(job_of(of_arch, find_gpu(fit.gpu), host_bytes, traces))
+        found.append(job_of(of_arch, unnamed or find_gpu(fit.gpu), host_bytes, traces))
     return found
 
 
@@ -247,6 +250,16 @@ def worse_jobs(jobs: Iterable[Job], fits: Iterable[Fit]) -> list[Job]:
     """The jobs that are worse than their step, which ``fits`` judges, on the same GPU."""
     step = {fit.gpu: BEST_FIRST.index(fit.verdict) for fit in fits}
     return [job for job in jobs if BEST_FIRST.index(job.verdict) > step[job.gpu.name]]
+
+
+def fit_of_job(result: Estimate, gpu: Gpu | str) -> tuple[Fit, str]:
+    """The step on ``gpu`` as its job has it, with the verdict of the whole job; and the phase that decides where the
+    job is worse than its step, else "". Raises SpecError."""
+    fitting = fits(result, [gpu])
+    jobs = jobs_of(result, fitting, unnamed=gpu if isinstance(gpu, Gpu) else None)
+    (step,) = judged(fitting, jobs)
+    worse = worse_jobs(jobs, [step])
+    return (replace(step, verdict=worse[0].verdict), str(worse[0].tightest.phase)) if worse else (step, "")
 
 
 def job_steps(
