@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from bridge_memory import reserved
@@ -32,7 +33,7 @@ from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.unmodelled import Unmodelled, bounds
-from bridge_memory.verdict import BEST_FIRST, Fit, MemoryLimit, Verdict, reserved_bytes, within
+from bridge_memory.verdict import BEST_FIRST, Fit, MemoryLimit, Verdict, fits, reserved_bytes, within
 from bridge_memory.workspaces.caching_allocator import TooManyCalls, Trace
 
 SCHEMA = "bridge-memory/job/1"
@@ -235,6 +236,21 @@ def jobs_of(result: Estimate, fits: Sequence[Fit], host_bytes: int | None = None
         of_arch, traces = by_arch[fit.gpu_arch]
         found.append(job_of(of_arch, find_gpu(fit.gpu), host_bytes, traces))
     return found
+
+
+@lru_cache(maxsize=16)
+def whole_on(run: RunSpec, gpu: Gpu) -> tuple[Estimate, list[Fit], list[Job]]:
+    """(a run's estimate, its step on a GPU as its job judges it, its job). Raises SpecError."""
+    result = estimate(run)
+    fitting = fits(result, [gpu])
+    jobs = jobs_of(result, fitting)
+    return result, judged(fitting, jobs), jobs
+
+
+def fits_whole(run: RunSpec, gpu: Gpu) -> bool:
+    """Whether every phase of a run's job fits for sure. Raises SpecError."""
+    _, steps, jobs = whole_on(run, gpu)
+    return all(of.verdict is Verdict.FITS for of in (*steps, *worse_jobs(jobs, steps)))
 
 
 def judged(fits: Sequence[Fit], jobs: Iterable[Job]) -> list[Fit]:

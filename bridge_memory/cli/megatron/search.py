@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
                 outside=partial(outside_bytes_of, gpu=gpu), progress=progress, share=progress.done,
                 constants=steps.constants if steps else DEFAULT, backend=args.backend, cache=args.cache,
                 jobs=args.jobs or (1 if args.backend is None else -1),
-            )  # fmt: skip
+            ).on(gpu)  # fmt: skip
         if not found.looked_at and refusal is not None and not found.stopped:
             raise refusal
         calibration = {"calibration": steps.words} if steps else {}

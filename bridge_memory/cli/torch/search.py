@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
             outside=partial(outside_bytes_of, gpu=gpu), progress=progress, share=progress.done,
             backend=args.backend, slower=slower,
             jobs=args.jobs or (1 if args.backend is None else -1),
-        )  # fmt: skip
+        ).on(gpu)  # fmt: skip
     document: dict[str, Any] = {
         "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
         "tight": found.tight,
