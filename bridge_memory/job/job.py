@@ -250,7 +250,8 @@ def whole_on(run: RunSpec, gpu: Gpu) -> tuple[Estimate, list[Fit], list[Job]]:
 def fits_whole(run: RunSpec, gpu: Gpu) -> bool:
     """Whether every phase of a run's job fits for sure. Raises SpecError."""
     _, steps, jobs = whole_on(run, gpu)
-    return all(of.verdict is Verdict.FITS for of in (*steps, *worse_jobs(jobs, steps)))
+    verdicts = [*(step.verdict for step in steps), *(job.verdict for job in worse_jobs(jobs, steps))]
+    return all(verdict is Verdict.FITS for verdict in verdicts)
 
 
 def judged(fits: Sequence[Fit], jobs: Iterable[Job]) -> list[Fit]:
