@@ -37,7 +37,8 @@ class Nearest(NamedTuple):
 def nearest(space: Space, searched: Callable[[Space], Found]) -> Iterator[Nearest]:
     """Of a space in which nothing fits: the first of ``STATES`` and the fewest GPUs with which the fastest layout or
     the smallest does, with the reserve and its whole job, if there are such. ``searched`` searches a space and judges
-    jobs (``Found.on``). What is looked at runs whole layers again, with one sequence a microbatch, where these are free."""
+    jobs (``Found.on``). What is looked at runs whole layers again, of one sequence a microbatch, where these are free.
+    """
     small = space
     if not {"mbs"} & {*space.fixed, *space.ranges, *space.only, *space.without}:
         small = small._replace(ranges={**space.ranges, "mbs": (1, 1)})
