@@ -195,7 +195,7 @@ def looked_up(layout: Published) -> Found:
     card = find_gpu(layout.hardware.name)
     found = search(
         space_of(layout), layout.hardware, capacity=card.capacity_bytes, outside=partial(outside_bytes_of, gpu=card)
-    )
+    ).on(card)
     if layout.kernels == kernels_of(layout.run):
         return found
     timed = partial(step_time, hardware=layout.hardware, constants=DEFAULT, kernels=layout.kernels)

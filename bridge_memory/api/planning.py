@@ -442,7 +442,8 @@ def _search_megatron(
         ranges=ranges, exhaustive=exhaustive, asked=asked, given=frozenset(),
     )  # fmt: skip
     constants = _calibrated(measured, hardware) if measured else DEFAULT
-    return searched(space, hardware, constants=constants, cache=cache, **options)._replace(left_out=left_out)
+    found = searched(space, hardware, constants=constants, cache=cache, **options)
+    return found.on(card)._replace(left_out=left_out)
 
 
 def _without(run: RunSpec, axes: Iterable[str], of_axis: Mapping[str, Sequence[str]]) -> RunSpec:
@@ -495,7 +496,7 @@ def _search_torch(
     found = searched(space, hardware, slower=slower, **options)
     for error in refusals:
         found.refused.add(error)
-    return found
+    return found.on(card)
 
 
 def _bases(

@@ -166,7 +166,7 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
     answer = _answer(best[0], shown, args, keeping > 0)
     if shown.brief:
         stopped = (f"stopped early: {found.looked_at:,} {style.noun}s evaluated",) * found.stopped
-        return [answer, *_table(title, best, style, args, stopped, found.keeps and keeping)]
+        return [answer, *_table(title, best, style, args, stopped, keeping)]
     front = _front(found, ranked, args.top)
     notes: list[tuple[str, bool]] = []
 
@@ -175,14 +175,14 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
 
     note(f"the fastest: {runs_with(best[0].run)}", _looked_at(found, style, gpu))
     note(*refusals, *shown.space, detail=True)
-    if found.keeps is not None and keeping < len(best):
+    if keeping < len(best):
         rows = f"row {keeping + 1}" if keeping + 1 == len(best) else f"rows {keeping + 1} to {len(best)}"
-        note(f"{rows}: tight, without that room, and after the rows that keep it however fast")
+        note(f"{rows}: tight, without that room or by the whole job, and after the others however fast")
     if found.improves is not None and any(row.run.parallel.pp > 1 for row in best[:IMPROVED]):
         note(f"layers of the {IMPROVED} fastest are balanced over their stages", detail=True)
     note(*(f"passed over, however fast: {number:,} with {reason}" for reason, number in refused.items()), detail=True)
     if keeping > 1 and best[1].time.seconds < best[0].time.seconds:
-        note(f"row 1 is within {SIMPLER:.0%} of the fastest, row 2, and has fewer mechanisms or virtual stages")
+        note(f"row 1 is within {TIE:.0%} of the fastest, row 2, and simpler: a mechanism has to save {SIMPLER:.0%}")
     if (tied := ties(best[:keeping] or best)) > 1:
         note(f"rows 1 to {tied} are a tie: step times within {TIE:.0%}, the precision of the prediction")
     note(f"free GiB of a row sets {FRAGMENTATION:.1%} of its peak aside for fragmentation; the answer is that of "
@@ -200,7 +200,7 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
             cut.append(f"the Pareto front of {len(front)} {style.noun}s")
         if cut:
             kept.append(f"-v also shows {' and '.join(cut)}")
-        drawn = [answer, *_table(title, best, style, args, kept, found.keeps and keeping)]
+        drawn = [answer, *_table(title, best, style, args, kept, keeping)]
         if len(rows) > 1 and front != list(best):
             heading = f"Memory against step time (Pareto front): no other {style.noun} is both faster and smaller"
             drawn += _table(heading, rows, style, args)
@@ -287,15 +287,11 @@ def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace, keeps: bool) 
 @lru_cache(maxsize=8)
 def of_estimate(run: RunSpec, gpu: Gpu) -> Answer:
     """The answer of ``estimate`` on a row, by the whole job."""
-    from bridge_memory.estimation import estimate
-    from bridge_memory.job.job import jobs_of, judged
+    from bridge_memory.job.job import whole_on
     from bridge_memory.report.answer import answer_of
-    from bridge_memory.verdict import fits
 
-    result = estimate(run)
-    fitting = fits(result, [gpu])
-    jobs = jobs_of(result, fitting)
-    return answer_of(result, judged(fitting, jobs), jobs=jobs)
+    result, steps, jobs = whole_on(run, gpu)
+    return answer_of(result, steps, jobs=jobs)
 
 
 def _looked_at(found: Found, style: Style, gpu: Gpu) -> str:

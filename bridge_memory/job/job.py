@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from bridge_memory import reserved
@@ -238,6 +239,22 @@ def jobs_of(
         of_arch, traces = by_arch[fit.gpu_arch]
         found.append(job_of(of_arch, unnamed or find_gpu(fit.gpu), host_bytes, traces))
     return found
+
+
+@lru_cache(maxsize=16)
+def whole_on(run: RunSpec, gpu: Gpu) -> tuple[Estimate, list[Fit], list[Job]]:
+    """(a run's estimate, its step on a GPU as its job judges it, its job). Raises SpecError."""
+    result = estimate(run)
+    fitting = fits(result, [gpu])
+    jobs = jobs_of(result, fitting)
+    return result, judged(fitting, jobs), jobs
+
+
+def fits_whole(run: RunSpec, gpu: Gpu) -> bool:
+    """Whether every phase of a run's job fits for sure. Raises SpecError."""
+    _, steps, jobs = whole_on(run, gpu)
+    verdicts = [*(step.verdict for step in steps), *(job.verdict for job in worse_jobs(jobs, steps))]
+    return all(verdict is Verdict.FITS for verdict in verdicts)
 
 
 def judged(fits: Sequence[Fit], jobs: Iterable[Job]) -> list[Fit]:

@@ -7,12 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from bridge_memory.job.job import fits_whole
 from bridge_memory.outside.amount import Range
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.step_time import tokens_per_second_per_gpu
 from bridge_memory.verdict import MemoryLimit
+
+if TYPE_CHECKING:
+    from bridge_memory.cards.gpu import Gpu
 
 #: Step times that differ by less are a tie: the spread of measured over predicted time inside of a group of layouts
 #: (``references/search.md``).
@@ -162,9 +167,12 @@ class OneByOne(Enum):
 LOOKED_FOR, LOOKED_FOR_ONE = 100, 1000
 #: Of the fastest choices, as many are improved (``Found.improves``).
 IMPROVED = 3
-#: Of rows whose step time is within this of the fastest one's, the one with the fewest mechanisms stands first
-#: (``Found.mechanisms``), of equally many the one that cuts the model into the fewest parts: less than a prediction
-#: can tell, and each is something to set up, to tune and to fail.
+#: Of the fastest choices, as many may stand first, however many are asked for.
+CANDIDATES = 12
+#: Of the step time what every mechanism has to save (``Found.mechanisms``): each is something to set up, to tune and
+#: to fail. Of rows within ``TIE`` of the fastest, on no more GPUs a replica than that one, the one stands first that is
+#: the fastest with this added for each; of as many mechanisms and within this, the one that cuts the model into the
+#: fewest parts.
 SIMPLER = 0.02
 
 
@@ -211,7 +219,10 @@ class Found(NamedTuple):
     refuses: Callable[[Row[Any], Found], str | None] | None = None
     #: A row made faster in what the grid has few values of, or itself.
     improves: Callable[[Row[Any]], Row[Any]] | None = None
-    #: How many mechanisms a row needs, such as a pipeline or recomputation, and into how many parts it cuts the model.
+    #: Whether the whole job of a row fits for sure, as an estimate of it says; None: that is not asked.
+    certain: Callable[[Row[Any]], bool] | None = None
+    #: (how many mechanisms a row needs, such as a pipeline or recomputation; GPUs of a replica; other parts into which
+    #: it cuts the model).
     mechanisms: Callable[[Row[Any]], tuple[int, ...]] | None = None
     #: Values of settings that were asked for and that no layout can have, and why.
     left_out: tuple[str, ...] = ()
@@ -219,16 +230,17 @@ class Found(NamedTuple):
     def ranked(self, number: int) -> Ranked:
         """The first ``number`` choices, of which those that keep the reserve come first, each by time. At most
         ``LOOKED_FOR`` more are looked at; where none of them keeps it, up to ``LOOKED_FOR_ONE``. The fastest
-        ``IMPROVED`` are improved; what ``refuses`` refuses is passed over, unless it refuses all. The first is the one
-        with the fewest mechanisms of those within ``SIMPLER`` of the fastest, of equally many with the fewest parts.
+        ``IMPROVED`` are improved; what ``refuses`` refuses is passed over, unless it refuses all. The first is the
+        fastest or simpler (``SIMPLER``); what would be first and whose whole job is not ``certain`` to fit stands
+        behind the rows that keep the reserve, if one of the first ``CANDIDATES`` is.
         """
         if self.keeps is None:
-            rows = self.best(number)
-            return Ranked(rows, len(rows))
+            rows, uncertain = self._with_the_first(list(self.best(max(number, CANDIDATES))))
+            return Ranked((*rows, *uncertain)[:number], min(len(rows), number))
         keeping: list[Row[Any]] = []
         tight: list[Row[Any]] = []
         refused: Counter[str] = Counter()
-        wanted = max(number, IMPROVED) if self.improves else number
+        wanted = max(number, CANDIDATES)
         for looked_at, row in enumerate(self.rows.choices()):
             if len(keeping) == wanted or looked_at >= (wanted + LOOKED_FOR if keeping else wanted + LOOKED_FOR_ONE):
                 break
@@ -242,11 +254,41 @@ class Found(NamedTuple):
         if self.improves is not None and not self.stopped:
             first = [self.improves(row) for row in keeping[:IMPROVED]]
             keeping = sorted([*first, *keeping[IMPROVED:]], key=lambda row: row.time.seconds)
-        if self.mechanisms is not None and keeping:
-            as_fast = [row for row in keeping if row.time.seconds <= keeping[0].time.seconds * (1 + SIMPLER)]
-            simplest = keeping.index(min(as_fast, key=self.mechanisms))
-            keeping.insert(0, keeping.pop(simplest))
-        return Ranked((*keeping, *tight)[:number], min(len(keeping), number), refused)
+        keeping, uncertain = self._with_the_first(keeping)
+        if not keeping:
+            sure, may_not = self._with_the_first(tight)
+            tight = [*sure, *may_not]
+        return Ranked((*keeping, *uncertain, *tight)[:number], min(len(keeping), number), refused)
+
+    def _with_the_first(self, keeping: list[Row[Any]]) -> tuple[list[Row[Any]], list[Row[Any]]]:
+        """(rows with the one that stands first, faster ones whose whole job may not fit)."""
+        rest, uncertain = keeping[:CANDIDATES], list[Row[Any]]()
+        while rest:
+            first = self._simplest(rest)
+            rest.remove(first)
+            if self.certain is None or self.certain(first):
+                return [first, *rest, *keeping[CANDIDATES:]], uncertain
+            uncertain.append(first)
+        return [*uncertain[:1], *(row for row in keeping if row is not uncertain[0])], []
+
+    def _simplest(self, rows: Sequence[Row[Any]]) -> Row[Any]:
+        """Of rows by time the one that ``SIMPLER`` puts first."""
+        if self.mechanisms is None:
+            return rows[0]
+        least, (_, replica, *_) = rows[0].time.seconds, self.mechanisms(rows[0])
+        near = []
+        for row in rows:
+            number, gpus, *parts = self.mechanisms(row)
+            if row.time.seconds <= least * (1 + TIE) and gpus <= replica:
+                near.append((row.time.seconds * (1 + SIMPLER * number), row, (number, gpus, *parts)))
+        _, lead, (most, *_) = min(near, key=lambda one: one[0])
+        as_fast = lead.time.seconds * (1 + SIMPLER)
+        simple = [one for one in near if one[1].time.seconds <= as_fast and one[2][0] <= most]
+        return min(simple, key=lambda one: one[2])[1]
+
+    def on(self, gpu: Gpu) -> Found:
+        """With the whole job of what stands first judged on ``gpu``."""
+        return self._replace(certain=partial(_fits, gpu=gpu))
 
     def best(self, number: int | None = None) -> tuple[Row[Any], ...]:
         """The fastest row of each choice: all of them, or the first ``number``."""
@@ -263,6 +305,10 @@ class Found(NamedTuple):
                 if len(out) == most:
                     break
         return tuple([self.rows[i] for i in out])
+
+
+def _fits(row: Row[Any], gpu: Gpu) -> bool:
+    return fits_whole(row.run, gpu)
 
 
 def pareto(rows: Iterable[Row[Any]]) -> list[Row[Any]]:

@@ -81,6 +81,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
         raise SpecError(f"vary has none of {', '.join(axes)}; name some of these")
     of = torch_search.search if of_torch else _layouts
     found, sequences, given = of(args, gpu, vary, progress)
+    found = found.on(gpu)
     best = found.best(asked["top"]) if found.stopped else found.ranked(asked["top"]).rows
     as_row = partial(torch_search.row, given=asked["question"].get("options") or {}) if of_torch else _row
     return {

@@ -106,16 +106,35 @@ def test_what_refuses_all_refuses_nothing() -> None:
     assert ranked.rows == (only,) and not ranked.refused
 
 
-def test_of_rows_as_fast_the_simplest_is_first() -> None:
+def test_a_mechanism_has_to_save_its_share_of_the_step() -> None:
     """The first has a pipeline and virtual stages, the second tensor parallelism alone, the third nothing."""
     staged = parallel(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
     rows = [row(DENSE, 1, 0, staged), row(DENSE, 1.01, 0, parallel(tensor_model_parallel_size=2))]
-    rows.append(row(DENSE, 1.03, 0, parallel()))
-    assert [mechanisms(one) for one in rows] == [(1, 4, 8), (1, 2, 1), (0, 1, 1)]
+    rows.append(row(DENSE, 1.045, 0, parallel()))
+    assert [mechanisms(one) for one in rows] == [(2, 4, 1, 8), (1, 2, 1, 1), (0, 1, 1, 1)]
     found = found_of(*rows)._replace(mechanisms=mechanisms)
     assert found.ranked(3).rows == (rows[1], rows[0], rows[2])
-    few = row(DENSE, 1.005, 0, parallel(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=1))
+    few = row(DENSE, 1.015, 0, parallel(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=1))
     assert found_of(rows[0], few)._replace(mechanisms=mechanisms).ranked(2).rows == (few, rows[0])
+    two = row(DENSE, 1.03, 0, parallel())  # saves two mechanisms, and is as fast as 4 % allow
+    assert found_of(rows[0], two)._replace(mechanisms=mechanisms).ranked(2).rows == (two, rows[0])
+
+
+def test_no_more_gpus_a_replica_for_fewer_mechanisms() -> None:
+    staged = parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    rows = row(DENSE, 1, 0, staged), row(DENSE, 1.01, 0, parallel(tensor_model_parallel_size=4))
+    assert found_of(*rows)._replace(mechanisms=mechanisms).ranked(2).rows == rows
+
+
+@pytest.mark.parametrize("number", (1, 3))
+def test_what_may_not_fit_as_a_whole_job_is_behind_what_does(number: int) -> None:
+    """However many rows are asked for, the same one is first; where no job fits for sure, the order stays."""
+    rows = tuple(row(DENSE, seconds, 0, parallel(tensor_model_parallel_size=2)) for seconds in (1, 1.2, 1.4))
+    found = found_of(*rows)
+    sure = found._replace(certain=lambda one: one.time.seconds > 1.1).ranked(number)
+    assert sure.rows == (rows[1], rows[2], rows[0])[:number] and sure.keeping == min(number, 2)
+    none = found._replace(certain=lambda one: False).ranked(number)
+    assert none.rows == rows[:number] and none.keeping == number
 
 
 def test_published_layouts_are_as_many_as_the_table_has() -> None:

@@ -428,6 +428,21 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Nothing fits" in capsys.readouterr().out
 
 
+def test_what_to_try_where_nothing_fits_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line is a search that finds something; half as many GPUs are too few."""
+    model, flags = "meta-llama/Llama-3.1-8B", ["--gpu", "H100", "--global-batch-size", "64"]
+    assert main(["search", model, *flags, "--num-gpus", "1"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    states, gpus = (line.split(";")[0].split() for line in shown.split("- try: ")[1:])
+    assert gpus[0] == "--num-gpus" and "--optimizer-cpu-offload" in states
+    few = ["--vary", "tp,pp,cp,recompute", "--micro-batch-size", "1"]
+    assert main(["search", model, *flags, "--num-gpus", "1", *few, *states]) == 0
+    assert main(["search", model, *flags, *few, *gpus]) == 0
+    capsys.readouterr()
+    main(["search", model, *flags, *few, "--num-gpus", str(int(gpus[1]) // 2), "--json"])
+    assert all(row["tight"] for row in json.loads(capsys.readouterr().out)["best"])
+
+
 def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import bridge_memory.plan.megatron.many as many
     import bridge_memory.plan.megatron.search as module

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,12 @@ from bridge_memory.cli.phased import job_notes
 from bridge_memory.cli.progress import Progress
 from bridge_memory.cli.ranked import Shown, Style, how_words, print_found
 from bridge_memory.components import GIB
+from bridge_memory.emit.commands import field_words
 from bridge_memory.emit.formats import emitted, formats_of
 from bridge_memory.emit.megatron import recompute_words, split_words
-from bridge_memory.plan.found import OneByOne, Row
+from bridge_memory.plan.found import Found, OneByOne, Row
 from bridge_memory.plan.megatron.asked import Asked, asked_space, read
+from bridge_memory.plan.megatron.nearest import TIMES, nearest
 from bridge_memory.plan.megatron.settings import FIELDS, SETTINGS, setting_words, shown_word, varied_settings
 from bridge_memory.plan.megatron.space import AXES, Space
 from bridge_memory.plan.reserve import reserve_words
@@ -60,12 +63,13 @@ def run(args: argparse.Namespace) -> int:
         print(WITHOUT_NUMPY, file=sys.stderr)
     with few_collections():
         with Progress("layout") as progress:
-            found = search(
-                space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
-                outside=partial(outside_bytes_of, gpu=gpu), progress=progress, share=progress.done,
-                constants=steps.constants if steps else DEFAULT, backend=args.backend, cache=args.cache,
-                jobs=args.jobs or (1 if args.backend is None else -1),
+            searched = partial(
+                search, hardware=hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
+                outside=partial(outside_bytes_of, gpu=gpu), constants=steps.constants if steps else DEFAULT,
+                backend=args.backend, cache=args.cache, jobs=args.jobs or (1 if args.backend is None else -1),
             )  # fmt: skip
+            found = searched(space, progress=progress, share=progress.done).on(gpu)
+        nothing = found.looked_at and not found.rows and not found.stopped and args.format in ("text", "html")
         if not found.looked_at and refusal is not None and not found.stopped:
             raise refusal
         calibration = {"calibration": steps.words} if steps else {}
@@ -93,13 +97,27 @@ def run(args: argparse.Namespace) -> int:
                     f"searched: {space.rule()}" + _MORE * (not space.exhaustive), *how_words(found),
                     *(f"left out: {words}" for words in left_out),
                 ],
-                otherwise=(), times=times, not_timed=lambda rows: not_timed(rows[0].run), document=document,
+                otherwise=_otherwise(space, lambda other: searched(other).on(gpu)) if nothing else (), times=times,
+                not_timed=lambda rows: not_timed(rows[0].run), document=document,
                 emit=lambda row: emitted(args.emit, "megatron", row.run, args, gpu.name, {}),
                 last=(*(words for words, _ in of_jobs), *(last if experts else ())),
                 reserve=reserve_words(experts), brief=args.brief,
             ),
             args,
         )  # fmt: skip
+
+
+def _otherwise(space: Space, searched: Callable[[Space], Found]) -> list[str]:
+    """What to change where nothing fits, with the layout that then does."""
+    lines = []
+    for near in nearest(space, searched):
+        flags = shlex.join(field_words(near.fields)) or f"--num-gpus {near.num_gpus}"
+        words = f"{_layout_words(near.row)} then fits, with a peak of {near.row.peak / GIB:.1f} GiB"
+        lines.append(f"try: {flags}; {words}")
+    return lines or [
+        f"try: other sizes, or a GPU with more memory: on {TIMES[-1]} times as many, and with bf16 moments or the "
+        "optimizer in host memory, nothing fits either"
+    ]
 
 
 def _space(

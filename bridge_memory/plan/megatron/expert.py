@@ -154,13 +154,14 @@ class PassedOver:
                 return
 
 
-def mechanisms(row: Row[StepTime]) -> tuple[int, int, int]:
-    """(how many of these a layout needs: tensor, pipeline and context parallelism, recomputation, and recomputation of
-    whole layers; GPUs of one replica of the model; its chunks of layers on all stages)."""
+def mechanisms(row: Row[StepTime]) -> tuple[int, int, int, int]:
+    """(how many of these a layout needs: tensor, pipeline and context parallelism, virtual stages, recomputation, and
+    recomputation of whole layers; GPUs of one replica of the model; parts of a sequence; chunks of layers on all
+    stages)."""
     run, p = row.run, row.run.parallel
     recompute = run.recompute.granularity
-    used = p.tp > 1, p.pp > 1, p.cp > 1, recompute is not None, recompute == "full"
-    return sum(used), p.tp * p.pp * p.cp, p.pp * p.vpp
+    used = p.tp > 1, p.pp > 1, p.cp > 1, p.vpp > 1, recompute is not None, recompute == "full"
+    return sum(used), p.tp * p.pp * p.cp, p.cp, p.pp * p.vpp
 
 
 def _cut_sequences(judged: Judged) -> str | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_memory.estimation import model_state, peaks
 from bridge_memory.outside.amount import Range
-from bridge_memory.plan.found import Found, Limit, Listed, OneByOne, Refused, Row, Rows
+from bridge_memory.plan.found import SIMPLER, Found, Limit, Listed, OneByOne, Refused, Row, Rows
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.expert import PassedOver, mechanisms
 from bridge_memory.plan.megatron.settings import words_of
@@ -116,17 +116,21 @@ def _as_an_expert(found: Found, space: Space, hardware: Hardware, limit: Limit, 
     """With what stands first as an expert has it: rows that keep the reserve, that no rule refuses, and whose layers
     are split as well as they can be."""
     keeps = Once(Reserve(limit).kept)
-    improves = Once(partial(_balanced, hardware=hardware, limit=limit, constants=constants, keeps=keeps))
+    free = "vpp" not in {*space.fixed, *space.ranges, *space.only, *space.without}
+    improves = Once(
+        partial(_balanced, hardware=hardware, limit=limit, constants=constants, keeps=keeps, interleaves=free)
+    )
     return found._replace(
         keeps=keeps, refuses=PassedOver(), improves=None if "split" in space.fixed else improves, mechanisms=mechanisms
     )
 
 
 def _balanced(
-    row: Row[StepTime], hardware: Hardware, limit: Limit, constants: Constants, keeps: Callable[[Row[StepTime]], bool]
-) -> Row[StepTime]:
+    row: Row[StepTime], hardware: Hardware, limit: Limit, constants: Constants,
+    keeps: Callable[[Row[StepTime]], bool], interleaves: bool,
+) -> Row[StepTime]:  # fmt: skip
     """The row with its layers balanced over its stages, where that is faster and the reserve stays; or as NVIDIA splits
-    them. With no more virtual stages than its time needs."""
+    them. With no more virtual stages than its time needs, where their number is free (``interleaves``)."""
     from bridge_memory.plan.megatron.balance import any_split, balance, default_split, described, with_sizes
     from bridge_memory.plan.megatron.published import PUBLISHED
 
@@ -147,14 +151,25 @@ def _balanced(
             best = found
         return better
 
-    def balanced(run: RunSpec, seconds: float) -> bool:
+    def balanced(run: RunSpec, seconds: float, within: float = within) -> bool:
         for capacity in (row.peak + free, row.peak):
             with suppress(SpecError):
                 if tried(balance(run, hardware, capacity=capacity, within=within).run, seconds):
                     return True
         return False
 
-    few = _few_virtual_stages(row)
+    def plain() -> Row[StepTime]:
+        """The best, or what is without virtual stages and takes ``SIMPLER`` of its time more at most."""
+        if p.vpp > 1 and interleaves:
+            enough = best.time.seconds * (1 + SIMPLER)
+            with suppress(SpecError):
+                run = any_split(row.run, replace(p, virtual_pipeline_model_parallel_size=None))
+                even = default_split(run)
+                if even is None or not tried(even, enough):
+                    balanced(run, enough, float("inf"))
+        return best
+
+    few = _few_virtual_stages(row) if interleaves else p.vpp
     if few < p.vpp:
         with suppress(SpecError):
             run = any_split(row.run, replace(p, virtual_pipeline_model_parallel_size=few))
@@ -162,13 +177,13 @@ def _balanced(
             enough = row.time.seconds * (1 + FEWER_STAGES)
             even = usual is not None and tried(usual, enough)
             if balanced(run, best.time.seconds if even else enough) or even:
-                return best
+                return plain()
     balanced(row.run, row.time.seconds)
     theirs = PUBLISHED.get(row.run.model.name, {}).get(p.pp * p.vpp)
     if theirs is not None:
         with suppress(SpecError):
             tried(with_sizes(row.run, theirs), best.time.seconds)
-    return best
+    return plain()
 
 
 def _few_virtual_stages(row: Row[StepTime]) -> int:
