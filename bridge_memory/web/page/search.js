@@ -124,6 +124,7 @@ export class Search {
     // Among the layouts tied for fastest, the one with the most free memory.
     const tied = found.rows.slice(0, Math.max(1, found.ties));
     const best = tied.reduce((a, b) => (b.headroom_bytes > a.headroom_bytes ? b : a));
+    const kept = Object.entries(torch ? TORCH : MEGATRON).filter(([axis]) => !this.vary.includes(axis)).map(([, name]) => name);
     const chart = h("div", { class: "chart" });
     const words = (r) => torch ? `${r.engine}, micro batch ${r.mbs}, checkpointing ${r.recompute}, sharded ${r.sharded}` : `TP ${r.tp}, PP ${r.pp}, EP ${r.ep}, micro batch ${r.mbs}, recompute ${r.recompute}`;
     const points = (rows) => rows.map((r) => [r.step_seconds, r.peak_bytes / 2 ** 30, words(r)]);
@@ -132,7 +133,8 @@ export class Search {
       h("p", { class: "hint" }, `${on}, ${count(found.global_batch_size)} sequences per step${found.global_batch_size_given ? "" : " (assumed; set a global batch to change it)"}: `
         + `${count(found.looked_at)} ${what} evaluated, ${count(found.fit)} fit${found.stopped ? "; stopped early" : ""}.`
         + (torch ? " Step times of these engines are for ranking only: their rates were fitted on Megatron's runs." : "")
-        + (found.ties > 1 ? ` The first ${found.ties} are tied: their predicted times differ by less than the error of the time model.` : "")),
+        + (found.ties > 1 ? ` The first ${found.ties} are tied: their predicted times differ by less than the error of the time model.` : "")
+        + (kept.length ? ` Not varied: ${kept.join(", ")} (see "Search over").` : "")),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${What} that fit` }, h("table", {},
         h("thead", {}, h("tr", {}, h("td", {}), ...columns.map(([t, , text]) => h("th", { scope: "col", class: text ? "" : "number" }, t)))),
         h("tbody", {}, ...found.rows.map((row, i) => h("tr", { class: same(row) ? "same" : "" },
@@ -145,7 +147,7 @@ export class Search {
     if (front.length < 2) return;
     plot(chart, {
       x: { title: "predicted step time", unit: "s" }, y: { title: `peak on ${this.asked.gpu}`, unit: "GiB" },
-      series: [{ name: "the fastest", tone: "some", points: points(found.rows) },
+      series: [{ name: "rows of the table", tone: "some", points: points(found.rows) },
         { name: "least memory at its step time", tone: "predicted", line: "steps", dots: true, points: points(front) }],
     }, { onSelect: (series, p) => page.apply([...front, ...found.rows].find((r) => r.step_seconds === p.x && r.peak_bytes / 2 ** 30 === p.y).options) });
   }
