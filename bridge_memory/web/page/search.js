@@ -97,11 +97,13 @@ export class Search {
     }
     const found = job.result;
     if (!found) return fill($("search"), head, h("p", { class: "hint" }, `Stopped before the first of the ${what}.`), boxes, again);
+    const kept = Object.entries(torch ? TORCH : MEGATRON).filter(([axis]) => !this.vary.includes(axis)).map(([, name]) => name);
+    const others = kept.length ? ` Not varied: ${kept.join(", ")} (see "Search over").` : "";
     if (!found.rows.length) {
       return fill($("search"), head,
         h("p", { class: "answer" }, found.stopped
           ? `Stopped: none of the ${count(found.looked_at)} ${what} of ${on} evaluated so far fits.`
-          : `None of the ${what} of ${on} fits (${count(found.looked_at)} evaluated). Try more or larger GPUs, a shorter sequence, or another engine or optimizer.`),
+          : `None of the ${what} of ${on} fits (${count(found.looked_at)} evaluated). Try more or larger GPUs, a shorter sequence, or another engine or optimizer.${others}`),
         boxes, again);
     }
     const experts = found.rows.some((row) => row.ep > 1 || row.etp > 1);
@@ -124,7 +126,6 @@ export class Search {
     // Among the layouts tied for fastest, the one with the most free memory.
     const tied = found.rows.slice(0, Math.max(1, found.ties));
     const best = tied.reduce((a, b) => (b.headroom_bytes > a.headroom_bytes ? b : a));
-    const kept = Object.entries(torch ? TORCH : MEGATRON).filter(([axis]) => !this.vary.includes(axis)).map(([, name]) => name);
     const chart = h("div", { class: "chart" });
     const words = (r) => torch ? `${r.engine}, micro batch ${r.mbs}, checkpointing ${r.recompute}, sharded ${r.sharded}` : `TP ${r.tp}, PP ${r.pp}, EP ${r.ep}, micro batch ${r.mbs}, recompute ${r.recompute}`;
     const points = (rows) => rows.map((r) => [r.step_seconds, r.peak_bytes / 2 ** 30, words(r)]);
@@ -134,7 +135,7 @@ export class Search {
         + `${count(found.looked_at)} ${what} evaluated, ${count(found.fit)} fit${found.stopped ? "; stopped early" : ""}.`
         + (torch ? " Step times of these engines are for ranking only: their rates were fitted on Megatron's runs." : "")
         + (found.ties > 1 ? ` The first ${found.ties} are tied: their predicted times differ by less than the error of the time model.` : "")
-        + (kept.length ? ` Not varied: ${kept.join(", ")} (see "Search over").` : "")),
+        + others),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${What} that fit` }, h("table", {},
         h("thead", {}, h("tr", {}, h("td", {}), ...columns.map(([t, , text]) => h("th", { scope: "col", class: text ? "" : "number" }, t)))),
         h("tbody", {}, ...found.rows.map((row, i) => h("tr", { class: same(row) ? "same" : "" },
