@@ -110,7 +110,7 @@ def _answer(whatif: WhatIf, run: RunSpec, gpu: Gpu, pairs: Sequence[Effect]) -> 
         lines.append(f"try first: {fix_words(first, run)}" if first is not None else "no single option makes it fit")
         if first is None and pairs:
             two = next((effect for effect in in_order_to_try(pairs) if makes_it_fit(effect, gpu)), None)
-            lines.append(f"try first, two: {fix_words(two, run)}" if two else "no two of them make it fit either")
+            lines.append(f"try first, both: {fix_words(two, run)}" if two else "no two of them make it fit either")
         lines += filter(None, (state_alone(run, gpu),))
     return tuple(lines)
 
