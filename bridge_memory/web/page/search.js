@@ -135,6 +135,8 @@ export class Search {
         + `${count(found.looked_at)} ${what} evaluated, ${count(found.fit)} fit${found.stopped ? "; stopped early" : ""}.`
         + (torch ? " Step times of these engines are for ranking only: their rates were fitted on Megatron's runs." : "")
         + (found.ties > 1 ? ` The first ${found.ties} are tied: their predicted times differ by less than the error of the time model.` : "")
+        + (found.rows.some((row, i) => i && row.step_seconds < found.rows[i - 1].step_seconds)
+          ? ` First come ${what} with room for the upper end of the peak's band, and of those about as fast as the fastest the simplest.` : "")
         + others),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${What} that fit` }, h("table", {},
         h("thead", {}, h("tr", {}, h("td", {}), ...columns.map(([t, , text]) => h("th", { scope: "col", class: text ? "" : "number" }, t)))),
