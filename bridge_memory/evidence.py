@@ -54,7 +54,7 @@ def kind_of(run: RunSpec, gpu: Gpu | NamedGpu | None = None) -> Kind:
     diffusion = "diffusion", run.model.diffusion is not None
     kinds = diffusion, ("Mamba", any(isinstance(x.mixer, MambaSpec) for x in layers)), (
         "MoE", any(isinstance(x.ffn, MoESpec) for x in layers)
-    )
+    ), ("modality encoder", bool(run.model.encoders))
     model = " and ".join(word for word, there in kinds if there) or "dense"
     return Kind(
         i.gpu_arch.capitalize() if gpu is None else _generation(gpu),

@@ -89,3 +89,11 @@ def test_wrong_input_is_one_line(sides: list[str], capsys: pytest.CaptureFixture
 def test_one_run_is_refused() -> None:
     with pytest.raises(SpecError, match="two or more"):
         diff([RUN])
+
+
+def test_margins_of_two_kinds_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    one = "Llama-3.2-1B --engine single --num-gpus 1"
+    assert main(["diff", f"{one} --peft lora", one, "--gpu", "H100"]) == 0  # adapters are not replayed
+    assert "(fragmentation as measured elsewhere, not replayed); B" in " ".join(capsys.readouterr().out.split())
+    assert main(["diff", one, f"{one} --seq-length 2048", "--gpu", "H100"]) == 0
+    assert "margin:" not in capsys.readouterr().out

@@ -16,7 +16,7 @@ from bridge_memory.estimation import estimate
 from bridge_memory.evidence import Band, Errors, Evidence, Kind, Row, band_of, evidence_of, kind_of
 from bridge_memory.report.answer import answer_of
 from bridge_memory.residual import relative
-from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec
+from bridge_memory.spec import BatchSpec, EncoderSpec, ParallelSpec, RunSpec
 from bridge_memory.verdict import Verdict, fits, largest_peak
 
 KIND = Kind("Hopper", "TE", "dense", "1F1B")
@@ -30,6 +30,8 @@ def test_the_kind_of_a_run() -> None:
     named = run.with_fields(pipeline_model_parallel_layout="Et*12|t*12|t*12|t*12L")
     assert kind_of(named).schedule == "interleaved 1F1B"
     assert kind_of(run.with_fields(engine="fsdp2", pipeline_model_parallel_size=1)).engine == "PyTorch FSDP2"
+    seeing = replace(run, model=replace(run.model, encoders=(EncoderSpec("vision_config", parameters=600_000_000),)))
+    assert kind_of(seeing).model == "MoE and modality encoder"
 
 
 @pytest.mark.parametrize(

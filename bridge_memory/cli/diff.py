@@ -192,12 +192,21 @@ def diff_blocks(found: Difference, most: int, *, cut: bool) -> Iterator[Block]:
             chr(65 + i), c.name, _gib(c.peak), str(stage.stage), _gib(stage.static_bytes),
             *((_gib(found.more(i), "+") if i else "",) if several else ()), *(fit if judged else ()),
         ))  # fmt: skip
-    yield Grid("Configurations, GiB", columns, tuple(rows))
+    yield Grid("Configurations, GiB", columns, tuple(rows), None, _margins(found))
     if not most:
         yield Words("", ("-v shows what differs from A, one by one, and which bytes follow",))
         return
     for i in range(1, len(found.configurations)):
         yield from _pair(found, i, several, most, cut)
+
+
+def _margins(found: Difference) -> tuple[str, ...]:
+    """Each margin, where they are not of the same kind: then free GiB do not follow the peaks."""
+    fits = [(chr(65 + i), c.fit) for i, c in enumerate(found.configurations) if c.fit is not None]
+    if len({fit.replayed for _, fit in fits}) < 2:
+        return ()
+    how = {True: "allocations replayed", False: "fragmentation as measured elsewhere, not replayed"}
+    return ("margin: " + "; ".join(f"{name} {_gib(fit.margin_bytes)} ({how[fit.replayed]})" for name, fit in fits),)
 
 
 def _room(free: int) -> str:

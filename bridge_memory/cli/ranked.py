@@ -203,7 +203,9 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
         drawn = [answer, *_table(title, best, style, args, kept, keeping)]
         if len(rows) > 1 and front != list(best):
             heading = f"Memory against step time (Pareto front): no other {style.noun} is both faster and smaller"
-            drawn += _table(heading, rows, style, args)
+            faster = rows[0].time.seconds < best[0].time.seconds
+            without = f"{style.noun}s faster than row 1 of the table above lack the room it keeps, or were passed over"
+            drawn += _table(heading, rows, style, args, (without,) * faster)
         return drawn
 
     if args.format == "html":

@@ -64,12 +64,13 @@ def run(args: argparse.Namespace) -> int:
         if hardware is None:
             hardware_of(gpu.name)  # the cheapest takes a time: this refuses
         target = whatif.cheapest(int(args.target_gib * GIB))
-    answer = _answer(whatif, spec, gpu)
+    pairs = whatif.pairs() if args.pairs else []
+    answer = _answer(whatif, spec, gpu, pairs)
     args.answer = "; ".join(answer)
     whole_screen = args.top is None and args.format == "text" and not args.json
     if args.top is None:
         args.top = TOP_OF_TEXT if whole_screen else TOP
-    every = {"changes": whatif.singles, "pairs": whatif.pairs() if args.pairs else []}
+    every = {"changes": whatif.singles, "pairs": pairs}
     shown = {name: some[: args.top] for name, some in every.items()}
     of_jobs = {name: jobs((e.run for e in some), gpu) for name, some in shown.items()} if args.phases else {}
     if args.json:
@@ -94,10 +95,12 @@ def run(args: argparse.Namespace) -> int:
     return int(args.target_gib is not None and target is None)
 
 
-def _answer(whatif: WhatIf, run: RunSpec, gpu: Gpu) -> tuple[str, ...]:
-    """How it fits as it is; where it does not, the change to try first, or that none of activations helps."""
+def _answer(whatif: WhatIf, run: RunSpec, gpu: Gpu, pairs: Sequence[Effect]) -> tuple[str, ...]:
+    """How it fits as it is; where it does not, the change to try first, else the pair, or that none of activations
+    helps."""
     from bridge_memory.cli.ranked import of_estimate
     from bridge_memory.estimation import estimate
+    from bridge_memory.plan.changes import in_order_to_try, makes_it_fit
     from bridge_memory.verdict import headroom
 
     result, free = estimate(run), headroom(gpu, whatif.before, run)
@@ -105,6 +108,9 @@ def _answer(whatif: WhatIf, run: RunSpec, gpu: Gpu) -> tuple[str, ...]:
     if free < 0:
         first = next(whatif.to_try(gpu), None)
         lines.append(f"try first: {fix_words(first, run)}" if first is not None else "no single option makes it fit")
+        if first is None and pairs:
+            two = next((effect for effect in in_order_to_try(pairs) if makes_it_fit(effect, gpu)), None)
+            lines.append(f"try first, both: {fix_words(two, run)}" if two else "no two of them make it fit either")
         lines += filter(None, (state_alone(run, gpu),))
     return tuple(lines)
 

@@ -250,10 +250,13 @@ _BY_CAUSE: Mapping[Cause, Callable[[Known, Trainer, str], Iterator[Remedy]]] = {
 
 
 def _of_run(known: Known, run: RunSpec, trainer: Trainer) -> list[Remedy]:
-    """Changes with which the step fits, the cheapest first; after them those that free most."""
+    """Changes with which the step fits, the cheapest first; after them those that free most. Each of the first also
+    frees what was missing, which matters where the run takes more than is predicted."""
     assert known.gpu is not None
+    missing = known.event.figures.missing or 0
     whatif = WhatIf(run, HARDWARE.get(known.gpu.name))
-    found = {effect.changes: (effect, True) for effect in islice(whatif.to_try(known.gpu), MOST)}
+    enough = (effect for effect in whatif.to_try(known.gpu) if effect.freed >= missing)
+    found = {effect.changes: (effect, True) for effect in islice(enough, MOST)}
     kinds = {effect.changes[0].kind for effect, _ in found.values()}
     if len(found) < MOST:
         for effect in whatif.singles:

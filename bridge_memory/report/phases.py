@@ -26,7 +26,9 @@ def job_words(job: Job, unit: str = "GiB") -> str:
     missing = [str(phase) for phase in Phase if phase not in there]
     without = f" without {', '.join(missing)} (not modelled)" if missing else ""
     start = f"Whole job{without}: {VERDICT_WORDS[job.verdict]} {job.gpu.name}"
-    words = f"{start}: {worst.phase} has the highest driver peak, {peak}, {_room(worst, capacity, unit)}"
+    # What decides has the upper end of the peak's band added; without it another phase may be higher.
+    band = " with its 90% band" if worst.driver.most < max(phase.driver.most for phase in job.phases) else ""
+    words = f"{start}: {worst.phase} has the highest driver peak{band}, {peak}, {_room(worst, capacity, unit)}"
     if job.verdict is not Verdict.UNKNOWN:
         return words
     return f"{words}; not modelled: {', '.join(names_of(job.unmodelled))}"

@@ -56,6 +56,7 @@ def _model(result: Estimate) -> str:
         f"hidden {model.hidden_size}",
         f"{format_count(result.parameters)} parameters",
         f"plus {mtp} MTP {'depth' if mtp == 1 else 'depths'} of {format_count(result.mtp_parameters)}" if mtp else "",
+        *(f"plus {format_count(encoder.parameters)} of {encoder.name}" for encoder in model.encoders),
     )
 
 

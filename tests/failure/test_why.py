@@ -227,6 +227,14 @@ def test_what_a_change_frees_is_what_the_estimate_says() -> None:
     assert change.frees_bytes == before - after and change.fits
 
 
+def test_a_change_that_frees_less_than_was_missing_does_not_make_it_fit() -> None:
+    parallel = ParallelSpec(world_size=8, tensor_model_parallel_size=2)
+    found = why_text(texts.WRAPPED, RunSpec(model="meta-llama/Llama-3.1-8B", parallel=parallel))  # it fits as it is
+    missing = found.event.figures.missing
+    assert missing and any(r.fits for r in found.remedies)
+    assert all(r.frees_bytes >= missing for r in found.remedies if r.fits)
+
+
 def test_more_outside_than_is_predicted_is_said() -> None:
     found = why_text(texts.OUTSIDE, RUN)
     assert found.cause == "outside of PyTorch" and found.findings[0].sure

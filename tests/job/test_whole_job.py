@@ -97,6 +97,14 @@ def test_a_save_after_training_is_not_blamed_for_what_training_reserved() -> Non
     assert by[Phase.SAVE].driver.most == by[Phase.TRAINING].driver.most and job.tightest is by[Phase.TRAINING]
 
 
+def test_a_phase_that_decides_by_its_band_is_not_called_the_highest_without_it() -> None:
+    job = whole_job(RunSpec(model="meta-llama/Llama-3.1-70B").with_fields(
+        world_size=64, tensor_model_parallel_size=8, pipeline_model_parallel_size=4), "H100")  # fmt: skip
+    by = {p.phase: p for p in job.phases}
+    assert job.tightest is by[Phase.TRAINING] and by[Phase.RESUME].driver.most > by[Phase.TRAINING].driver.most
+    assert "training has the highest driver peak with its 90% band" in job_words(job)
+
+
 @pytest.mark.parametrize("capacity", [1 << 50, 1], ids=["large", "small"])
 @pytest.mark.parametrize("effect", ["up", "down", "either"])
 def test_what_is_not_modelled_leaves_open_what_it_can_change(effect: str, capacity: int) -> None:

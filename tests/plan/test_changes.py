@@ -297,3 +297,12 @@ def test_flash_attention_is_not_offered_where_it_leaves_sinks_out(release: tuple
     )
     found = {value for change in changes(run) for name, value in change.fields if name == "attn_implementation"}
     assert ("flash_attention_2" in found) is offered and "sdpa" not in found
+
+
+def test_the_pair_to_try_first_fits_where_no_single_change_does(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["meta-llama/Llama-3.1-8B", "--engine", "single", "--peft", "lora", "--num-gpus", "1", "--gpu", "RTX-4090"]
+    assert main(["whatif", *run, "--pairs"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    flags = said.split("no single option makes it fit try first, both: ")[1].split(" (")[0]
+    assert main(["estimate", *run, *flags.split(), "--brief"]) == 0
+    assert "FITS RTX-4090" in capsys.readouterr().out

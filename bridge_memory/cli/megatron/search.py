@@ -137,7 +137,10 @@ def _space(
     if total["parallel.world_size"] < 1:
         raise SpecError(f"--num-gpus ({total['parallel.world_size']}) is no number of GPUs; give 1 or more")
     if "batch.global_batch_size" not in total:
-        raise SpecError("--global-batch-size is missing; layouts are compared at the same sequences per step")
+        raise SpecError(
+            "--global-batch-size is missing; layouts are compared at the same sequences per step: give your run's, "
+            "for example --global-batch-size 128"
+        )
     fixed = given - ranges.keys()
     if args.num_layers_per_virtual_pipeline_stage is not None:
         fixed |= {"vpp"}

@@ -113,7 +113,10 @@ def _space(
     if not hasattr(args, _GPUS):
         raise SpecError("--num-gpus is missing; say on how many GPUs the model has to train")
     if not hasattr(args, _BATCH):
-        raise SpecError("--global-batch-size is missing; configurations are compared at the same sequences per step")
+        raise SpecError(
+            "--global-batch-size is missing; configurations are compared at the same sequences per step: give your "
+            "run's, for example --global-batch-size 128"
+        )
     ranges = [name for name, value in vars(args).items() if isinstance(value, tuple) and name.startswith("parallel.")]
     if ranges:
         raise SpecError(

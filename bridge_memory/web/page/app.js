@@ -404,7 +404,8 @@ class Page {
     this.written();
     try {
       await navigator.clipboard.writeText(location.href);
-      toast("Link copied");
+      toast(["127.0.0.1", "localhost", "[::1]"].includes(location.hostname)
+        ? "Link copied; it opens on this machine. For others: Export, HTML report" : "Link copied");
     } catch {
       this.showText(location.href, "The link");
     }

@@ -77,6 +77,7 @@ export class Measured {
     return h("div", { class: "why", role: "region", "aria-label": "Why it failed" },
       h("h3", {}, `Why it failed: ${found.cause}${found.sure ? "" : " (likely)"}`),
       where && h("p", { class: "hint" }, where),
+      h("p", { class: "hint" }, this.own ? "Predicted: the run described in the file." : "Predicted: the configuration of this page. Set it to that of the run that failed."),
       h("ul", {}, ...found.findings.map((one) => h("li", {}, h("b", {}, `${one.cause}${one.sure ? "" : " (likely)"}: `), one.words))),
       found.remedies.length > 0 && h("h4", {}, `Do first, in the words of ${found.run.trainer}`),
       h("ol", {}, ...found.remedies.map((one) => h("li", {}, h("code", {}, one.do), ` frees ${one.frees}, costs ${one.costs}${fits[one.fits]}`))),
@@ -86,7 +87,7 @@ export class Measured {
   table(found) {
     const cell = (value, sign = false) => h("td", { class: "number" }, value === null ? "\u2013" : `${sign && value > 0 ? "+" : ""}${gib(value, 2)}`);
     return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Predicted and measured" }, h("table", {},
-      h("caption", {}, `${found.measured}: predicted and measured, GiB`),
+      h("caption", {}, `${found.measured}: predicted and measured, GiB; difference: measured \u2212 predicted, error: in % of measured`),
       h("thead", {}, h("tr", {}, ...["Stage", "Predicted static", "Allocated", "Difference", "Predicted peak", "Max allocated", "Difference", "Error"].map((t) => h("th", { scope: "col", class: "number" }, t)))),
       h("tbody", {}, ...found.stages.map((s) => h("tr", {}, h("th", { scope: "row", class: "number" }, s.stage),
         cell(s.predicted_static_bytes), cell(s.allocated_bytes), cell(s.static_residual_bytes, true),

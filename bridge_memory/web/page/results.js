@@ -20,7 +20,8 @@ export function verdict(answer, page) {
     h("h2", {}),
     h("p", { class: "answer" }),
     changed(answer, page),
-    !fit.fits && !fit.lacks && h("p", { class: "hint" }, `This is one layout of many (${layoutWords(answer.effective)}): another may fit the same GPUs.`),
+    !fit.fits && !fit.lacks && page.facts.megatron_engines.includes(page.shown.question.options.engine ?? "megatron_ddp")
+      && estimate.parallelism.world_size > 1 && h("p", { class: "hint" }, `This is one layout of many (${layoutWords(answer.effective)}): another may fit the same GPUs.`),
     ...[answer.evidence, answer.band].map((words) => h("p", { class: "hint evidence" }, sentence(words))),
     answer.rollout && h("p", { class: "hint evidence" }, "Bar and figures here, and stages and steps below, are those of the update alone."),
     decides(estimate),
@@ -259,7 +260,7 @@ export function whatif(found, page) {
       h("small", {}, ` makes it fit${factor(one.step_time_factor, ", ")}`));
     } else cheapest.replaceChildren();
   }
-  const others = found.other_gpus.map((fit) => `${fit.gpu} ${{ fits: "\u2713", "does not fit": "\u2715" }[fit.verdict] ?? "?"}`);
+  const others = found.other_gpus.map((fit) => `${fit.gpu} ${{ fits: "\u2713", "does not fit": "\u2715" }[fit.verdict] ?? `(${fit.verdict})`}`);
   if ($("others")) $("others").textContent = `On other GPUs: ${others.join(" \u00b7 ")}`;
   const section = $("whatif");
   const head = h("h2", {}, "What one change frees", h("small", {}, "of the highest peak; predicted step time"));
@@ -312,7 +313,7 @@ export function versus(others, now, page) {
   const of = (get) => (one) => (one.answer ? get(one) : "\u2013");
   const more = (one) => (one === all[0] ? "" : `${one.answer.fit.peak_bytes >= all[0].answer.fit.peak_bytes ? "+" : "\u2212"}${gib(Math.abs(one.answer.fit.peak_bytes - all[0].answer.fit.peak_bytes), 2)}`);
   const rows = [
-    ["Answer", (one) => (one.answer ? h("span", { class: `tag ${WORDS[one.answer.fit.verdict]?.[0]}` }, one.answer.fit.verdict) : one.refusal?.message ?? "\u2013")],
+    ["The step alone", (one) => (one.answer ? h("span", { class: `tag ${WORDS[one.answer.fit.verdict]?.[0]}` }, one.answer.fit.verdict) : one.refusal?.message ?? "\u2013")],
     ["Peak, GiB", of((one) => gib(one.answer.fit.peak_bytes, 2))],
     all[0].answer && ["More than A, GiB", of(more)],
     ["Stage with the highest peak", of((one) => bar(worst(one), scale, one.answer.fit))],

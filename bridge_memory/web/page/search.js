@@ -97,11 +97,13 @@ export class Search {
     }
     const found = job.result;
     if (!found) return fill($("search"), head, h("p", { class: "hint" }, `Stopped before the first of the ${what}.`), boxes, again);
+    const kept = Object.entries(torch ? TORCH : MEGATRON).filter(([axis]) => !this.vary.includes(axis)).map(([, name]) => name);
+    const others = kept.length ? ` Not varied: ${kept.join(", ")} (see "Search over").` : "";
     if (!found.rows.length) {
       return fill($("search"), head,
         h("p", { class: "answer" }, found.stopped
           ? `Stopped: none of the ${count(found.looked_at)} ${what} of ${on} evaluated so far fits.`
-          : `None of the ${what} of ${on} fits (${count(found.looked_at)} evaluated). Try more or larger GPUs, a shorter sequence, or another engine or optimizer.`),
+          : `None of the ${what} of ${on} fits (${count(found.looked_at)} evaluated). Try more or larger GPUs, a shorter sequence, or another engine or optimizer.${others}`),
         boxes, again);
     }
     const experts = found.rows.some((row) => row.ep > 1 || row.etp > 1);
@@ -132,7 +134,10 @@ export class Search {
       h("p", { class: "hint" }, `${on}, ${count(found.global_batch_size)} sequences per step${found.global_batch_size_given ? "" : " (assumed; set a global batch to change it)"}: `
         + `${count(found.looked_at)} ${what} evaluated, ${count(found.fit)} fit${found.stopped ? "; stopped early" : ""}.`
         + (torch ? " Step times of these engines are for ranking only: their rates were fitted on Megatron's runs." : "")
-        + (found.ties > 1 ? ` The first ${found.ties} are tied: their predicted times differ by less than the error of the time model.` : "")),
+        + (found.ties > 1 ? ` The first ${found.ties} are tied: their predicted times differ by less than the error of the time model.` : "")
+        + (found.rows.some((row, i) => i && row.step_seconds < found.rows[i - 1].step_seconds)
+          ? ` First come ${what} with room for the upper end of the peak's band, and of those about as fast as the fastest the simplest.` : "")
+        + others),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${What} that fit` }, h("table", {},
         h("thead", {}, h("tr", {}, h("td", {}), ...columns.map(([t, , text]) => h("th", { scope: "col", class: text ? "" : "number" }, t)))),
         h("tbody", {}, ...found.rows.map((row, i) => h("tr", { class: same(row) ? "same" : "" },
@@ -145,7 +150,7 @@ export class Search {
     if (front.length < 2) return;
     plot(chart, {
       x: { title: "predicted step time", unit: "s" }, y: { title: `peak on ${this.asked.gpu}`, unit: "GiB" },
-      series: [{ name: "the fastest", tone: "some", points: points(found.rows) },
+      series: [{ name: "rows of the table", tone: "some", points: points(found.rows) },
         { name: "least memory at its step time", tone: "predicted", line: "steps", dots: true, points: points(front) }],
     }, { onSelect: (series, p) => page.apply([...front, ...found.rows].find((r) => r.step_seconds === p.x && r.peak_bytes / 2 ** 30 === p.y).options) });
   }
