@@ -194,6 +194,7 @@ CASES: dict[str, Case] = {
     ),
     "gpt-oss-20b": Case(
         PLAIN.replace("rope ", "yarn ") + "--quick-geglu --num-layers 24 --hidden-size 2880 --ffn-hidden-size 2880 "
+        "--activation-func-clamp-value 7.0 "
         "--num-attention-heads 64 --group-query-attention --num-query-groups 8 --kv-channels 64 "
         "--seq-length 4096 --max-position-embeddings 131072 --vocab-size 201088 --num-experts 32 "
         "--moe-router-topk 4 --moe-router-load-balancing-type none --moe-grouped-gemm --moe-permute-fusion "
@@ -203,7 +204,7 @@ CASES: dict[str, Case] = {
         "--no-bias-dropout-fusion --no-apply-rope-fusion",
         {"num_layers": 24, "hidden_size": 2880, "ffn_hidden_size": 2880, "num_attention_heads": 64,
          "num_query_groups": 8, "kv_channels": 64, "add_bias_linear": True, "gated_linear_unit": True,
-         "activation_func": "quick_gelu", "position_embedding_type": "yarn", "apply_rope_fusion": False,
+         "activation_func": "quick_gelu", "activation_func_clamp_value": 7.0, "position_embedding_type": "yarn", "apply_rope_fusion": False,
          "bias_dropout_fusion": False, "seq_length": 4096, "vocab_size": 201088, "num_moe_experts": 32,
          "moe_router_topk": 4, "moe_ffn_hidden_size": 2880, "moe_router_load_balancing_type": "none",
          "moe_grouped_gemm": True, "moe_permute_fusion": True, "moe_token_dispatcher_type": "alltoall",

@@ -49,7 +49,7 @@ MOE: dict[str, Family] = {
         fixed_activation="quick_gelu",
         window="alternate",
         head_dim=64,
-        ignored=("swiglu_limit", "swiglu_alpha"),
+        ignored=("swiglu_alpha",),
     ),
     "granitemoe": Family(),
     "granitemoeshared": Family(),
@@ -162,7 +162,10 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
     elif kind == "olmoe":
         block = replace(block, router_load_balancing_type="seq_aux_loss")
     elif kind == "gpt_oss":
-        block = replace(block, add_bias=True, add_router_bias=True, router_load_balancing_type="none")
+        block = replace(
+            block, add_bias=True, add_router_bias=True, router_load_balancing_type="none",
+            clamp_value=f.number("swiglu_limit", default=7.0),
+        )  # fmt: skip
     elif kind == "minimax_m2":
         block = replace(
             block,
