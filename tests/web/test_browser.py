@@ -150,10 +150,8 @@ def test_phases_of_another_question_are_not_shown(tab: Callable[..., Tab]) -> No
     one.until(lambda: any(asked.endswith("/api/phases") for asked in one.asked))
     assert one.page.get_attribute("#phases", "aria-busy") == "true"
     one.type("seq-length", "65536")
-    one.until(lambda: line.inner_text() != before)
-    assert "H100" in line.inner_text() and one.page.get_attribute("#phases", "aria-busy") is None
-    assert sum(asked.endswith("/api/phases") for asked in one.asked) == 2
-    assert "DOES NOT FIT" in line.inner_text()
+    one.until(lambda: "DOES NOT FIT" in line.inner_text())
+    assert line.inner_text() != before and one.page.get_attribute("#phases", "aria-busy") is None
     one.type("tp", "3")
     assert one.page.evaluate("document.getElementById('phases').inert")
     one.page.click("#verdict >> text=Undo")
