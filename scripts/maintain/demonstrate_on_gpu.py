@@ -79,7 +79,7 @@ def live(given: list[str]) -> str:
     """The output of MemoryReport after building the model and after each step."""
     said: list[str] = []
     run = run_of(given)
-    trained(run, MemoryReport(None, run=run, every=1, emit=said.append))
+    trained(run, MemoryReport(None, run=run, every=1, tables=True, emit=said.append))
     return "\n\n".join(said)
 
 
