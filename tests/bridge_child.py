@@ -1,4 +1,4 @@
-"""Cases of Megatron Bridge's own modules, computed in a process of their own.
+"""Cases of Megatron Bridge's own modules, computed in a separate process.
 
 Stubs of CUDA-only packages must come before megatron.core is imported. A script of cases ends in ``print_answers``, and
 its test asks ``answers_of``.
@@ -38,6 +38,15 @@ def answers_of(script: str, *packages: str) -> dict[str, dict[str, Any]]:
     answers = [json.loads(line[2:]) for line in done.stdout.splitlines() if line.startswith("= ")]
     assert answers, done.stderr[-2000:]
     return {answer.pop("case"): answer for answer in answers}
+
+
+def pairs(ours: Any, record: Any) -> dict[str, list[int]]:
+    """[predicted, rehearsed] bytes: saved, and the peaks of both passes."""
+    return {
+        "saved": [ours.retained, record.saved_bytes + record.held_bytes],
+        "forward": [ours.forward_peak, record.forward_peak.bytes],
+        "backward": [ours.backward_peak, record.backward_peak.bytes],
+    }
 
 
 def print_answers(cases: Iterable[str], answer: Callable[[str], dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ import sys
 from math import prod
 from typing import Any
 
-from bridge_child import print_answers
+from bridge_child import pairs, print_answers
 from bridge_rehearsal import start
 
 WAN = {"num_layers": 3, "hidden_size": 1536, "ffn_hidden_size": 8960, "num_attention_heads": 12}
@@ -94,9 +94,7 @@ def answer(name: str) -> dict[str, Any]:
     return {
         "wrong": {n: wrong[n] for n in sorted(wrong)[:20]},
         "order": list(ours) == list(shapes),
-        "saved": [found.retained, record.saved_bytes + record.held_bytes],
-        "forward": [found.forward_peak, record.forward_peak.bytes],
-        "backward": [found.backward_peak, record.backward_peak.bytes],
+        **pairs(found, record),
     }
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from bridge_child import print_answers
+from bridge_child import pairs, print_answers
 from bridge_rehearsal import start
 
 #: Case -> (sizes of the encoder, TP, recompute_granularity, frames, height and width in patches).
@@ -183,16 +183,13 @@ def answer(name: str) -> dict[str, Any]:
     ctx = context_of(run)
     rows = encoder_parameters(ctx, ctx.encoders[0], 0)
     counted = sum(sum(p.numel for p in row.parameters) * row.times for row in rows)
-    saved = record.saved_bytes + record.held_bytes
     if os.environ.get("VERBOSE"):
         for t in record.saved:
             print(t)
         print(record.forward_peak, record.backward_peak, sep="\n")
     return {
         "parameters": [counted, sum(torch.Size(shape).numel() for shape in shapes.values())],
-        "saved": [ours.retained, saved],
-        "forward": [ours.forward_peak, record.forward_peak.bytes],
-        "backward": [ours.backward_peak, record.backward_peak.bytes],
+        **pairs(ours, record),
     }
 
 

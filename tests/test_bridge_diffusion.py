@@ -1,7 +1,7 @@
 """Megatron Bridge's Wan, rehearsed, against the recorded one: parameters exact and in order, saved bytes and both peaks
 within 0.3 %.
 
-It runs in a process of its own, with Transformer Engine's Python in front of Megatron Bridge 0.6 on the path.
+It runs in a separate process, with Transformer Engine's Python in front of Megatron Bridge 0.6 on the path.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bytes of Megatron Bridge's own import of small checkpoints, beside those that are predicted.
 
-It runs in a process of its own, with Transformer Engine's Python in front of Megatron Bridge 0.6 on the path.
+It runs in a separate process, with Transformer Engine's Python in front of Megatron Bridge 0.6 on the path.
 """
 
 from __future__ import annotations

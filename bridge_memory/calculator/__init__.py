@@ -172,13 +172,10 @@ class GPUMemoryCalculator:
     def _largest_batch(self) -> int | None:
         """The largest micro batch whose whole job fits: near the largest whose step does with its margin."""
         low, high = _last(self._step_fits, 0, 1)
-        if self._job_fits(low):
-            low, _ = _last(self._job_fits, low, high)
-        else:
-            below = 1
-            while low - below > 0 and not self._job_fits(low - below):
-                below *= 2
-            low, _ = _last(self._job_fits, max(0, low - below), max(0, low - below) + 1)
+        below = 1
+        while not self._job_fits(low):  # another phase needs more
+            low, high, below = max(0, low - below), low, 2 * below
+        low, _ = _last(self._job_fits, low, high)
         return low or None
 
     def _with(self, batch: int) -> RunSpec:

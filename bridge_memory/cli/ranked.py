@@ -7,7 +7,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.components import GIB
@@ -286,7 +285,6 @@ def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace, keeps: bool) 
     ), "good" if keeps and judged.verdict == "fits" else "open")  # fmt: skip
 
 
-@lru_cache(maxsize=8)
 def of_estimate(run: RunSpec, gpu: Gpu) -> Answer:
     """The answer of ``estimate`` on a row, by the whole job."""
     from bridge_memory.job.job import whole_on

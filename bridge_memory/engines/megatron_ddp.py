@@ -663,6 +663,7 @@ def _dealt_rows(
             most, best = nbytes, tuple(share)
     return best
 
+
 def fp8_copies(
     precision: PrecisionSpec, gemm: int, gpu_arch: str, tensors: int = 0, scales: int | None = None
 ) -> int:

@@ -252,9 +252,8 @@ def whole_on(run: RunSpec, gpu: Gpu) -> tuple[Estimate, list[Fit], list[Job]]:
 
 def fits_whole(run: RunSpec, gpu: Gpu) -> bool:
     """Whether every phase of a run's job fits for sure. Raises SpecError."""
-    _, steps, jobs = whole_on(run, gpu)
-    verdicts = [*(step.verdict for step in steps), *(job.verdict for job in worse_jobs(jobs, steps))]
-    return all(verdict is Verdict.FITS for verdict in verdicts)
+    _, (step,), jobs = whole_on(run, gpu)
+    return _with_job(step, jobs)[0].verdict is Verdict.FITS
 
 
 def judged(fits: Sequence[Fit], jobs: Iterable[Job]) -> list[Fit]:
@@ -275,6 +274,11 @@ def fit_of_job(result: Estimate, gpu: Gpu | str) -> tuple[Fit, str]:
     fitting = fits(result, [gpu])
     jobs = jobs_of(result, fitting, unnamed=gpu if isinstance(gpu, Gpu) else None)
     (step,) = judged(fitting, jobs)
+    return _with_job(step, jobs)
+
+
+def _with_job(step: Fit, jobs: Iterable[Job]) -> tuple[Fit, str]:
+    """As ``fit_of_job``, of a step that its job has judged."""
     worse = worse_jobs(jobs, [step])
     return (replace(step, verdict=worse[0].verdict), str(worse[0].tightest.phase)) if worse else (step, "")
 

@@ -228,11 +228,12 @@ class Found(NamedTuple):
     left_out: tuple[str, ...] = ()
 
     def ranked(self, number: int) -> Ranked:
-        """The first ``number`` choices, of which those that keep the reserve come first, each by time. At most
-        ``LOOKED_FOR`` more are looked at; where none of them keeps it, up to ``LOOKED_FOR_ONE``. The fastest
-        ``IMPROVED`` are improved; what ``refuses`` refuses is passed over, unless it refuses all. The first is the
-        fastest or simpler (``SIMPLER``); what would be first and whose whole job is not ``certain`` to fit stands
-        behind the rows that keep the reserve, if one of the first ``CANDIDATES`` is.
+        """The first ``number`` choices: those that keep the reserve, then the others, both sorted by time.
+
+        Evaluates at most ``LOOKED_FOR`` choices more, or ``LOOKED_FOR_ONE`` until one keeps the reserve. The fastest
+        ``IMPROVED`` are improved. Choices that ``refuses`` refuses are skipped, unless it refuses all. Row 1 is the
+        fastest, or a simpler one (``SIMPLER``). A candidate for row 1 whose whole job is not ``certain`` to fit is
+        listed after the rows that keep the reserve, if one of the first ``CANDIDATES`` is certain.
         """
         if self.keeps is None:
             rows, uncertain = self._with_the_first(list(self.best(max(number, CANDIDATES))))

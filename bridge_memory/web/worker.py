@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -66,21 +66,13 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     args, gpu = arguments(asked["question"], hub=asked.get("hub", False))
     if args.model is None and args.custom_config is None and args.megatron_args is None:
         raise SpecError("config says its own layout; choose the model in the list to search others")
-    reported = 0.0
-
-    def progress(looked_at: int, fitting: int) -> None:
-        nonlocal reported
-        if time.monotonic() - reported > _EVERY:
-            reported = time.monotonic()
-            say({"progress": {"looked_at": looked_at, "fit": fitting}})
-
     of_torch = getattr(args, "data_parallel.engine", None) in TIMED
-    axes = _AXES["torch" if of_torch else "megatron"]()
+    axes = _axes(of_torch)
     vary = {axis for axis in asked["vary"] if axis in axes}
     if not vary:
         raise SpecError(f"vary has none of {', '.join(axes)}; name some of these")
     of = torch_search.search if of_torch else _layouts
-    found, sequences, given = of(args, gpu, vary, progress)
+    found, sequences, given = of(args, gpu, vary, _progress(say))
     found = found.on(gpu)
     best = found.best(asked["top"]) if found.stopped else found.ranked(asked["top"]).rows
     as_row = partial(torch_search.row, given=asked["question"].get("options") or {}) if of_torch else _row
@@ -93,6 +85,19 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
         "not_modelled": names_of(_decisive(best[0], gpu)) if best else [], "rows": [as_row(row) for row in best],
         "front": [as_row(row) for row in pareto([*found.front(), *best])[:_FRONT]],
     }  # fmt: skip
+
+
+def _progress(say: Any) -> Callable[[int, int], None]:
+    """Says how far a search is, now and then."""
+    reported = 0.0
+
+    def progress(looked_at: int, fitting: int) -> None:
+        nonlocal reported
+        if time.monotonic() - reported > _EVERY:
+            reported = time.monotonic()
+            say({"progress": {"looked_at": looked_at, "fit": fitting}})
+
+    return progress
 
 
 def _not_timed(run: Any, of_torch: bool) -> tuple[str, ...]:
@@ -138,20 +143,15 @@ def _layouts(args: Any, gpu: Any, vary: set[str], progress: Any) -> tuple[Any, i
     return found, sequences, "batch.global_batch_size" in given
 
 
-def _megatron_axes() -> Mapping[str, Any]:
-    from bridge_memory.plan.megatron.space import AXES
+def _axes(of_torch: bool) -> Mapping[str, Any]:
+    """Axes that a search varies, by whose layers they are."""
+    if of_torch:
+        from bridge_memory.plan.torch.space import AXES
 
-    return AXES
+        return AXES
+    from bridge_memory.plan.megatron.space import AXES as OF_MEGATRON
 
-
-def _torch_axes() -> Mapping[str, Any]:
-    from bridge_memory.plan.torch.space import AXES
-
-    return AXES
-
-
-#: Axes that a search varies, by whose layers they are.
-_AXES = {"megatron": _megatron_axes, "torch": _torch_axes}
+    return OF_MEGATRON
 
 
 def _decisive(row: Any, gpu: Any) -> tuple[str, ...]:
@@ -200,16 +200,8 @@ def _fit(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     engine = run.data_parallel.engine
     if engine not in MEGATRON_ENGINES or run.implementation.torch_layers:
         raise SpecError(f"engine ({engine}) is not fitted on the page; use `bridge-memory fit`, or a suggested change")
-    reported = 0.0
-
-    def progress(looked_at: int, fitting: int) -> None:
-        nonlocal reported
-        if time.monotonic() - reported > _EVERY:
-            reported = time.monotonic()
-            say({"progress": {"looked_at": looked_at, "fit": fitting}})
-
     found = fit(run, hardware_of(gpu.name), capacity=gpu.capacity_bytes, outside=partial(outside_bytes_of, gpu=gpu),
-                progress=progress)  # fmt: skip
+                progress=_progress(say))  # fmt: skip
     rows = found.ranked(1).rows
     if not rows:
         least = state_alone(found.lowest.run, gpu) or f"the lowest peak is {found.lowest.peak / GIB:.1f} GiB"

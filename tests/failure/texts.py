@@ -164,7 +164,7 @@ BITSANDBYTES = """Error out of memory at line 380 in file /src/csrc/pythonInterf
 """
 TRITON_LOADS = """RuntimeError: Triton Error [CUDA]: out of memory
 """
-DEEP_EP = """RuntimeError: Failed: CUDA error /workspace/DeepEP/csrc/deep_ep.cpp:26 'out of memory'
+DEEP_EP = """RuntimeError: Failed: CUDA error csrc/deep_ep.cpp:26 'out of memory'
 """
 SHM_FILE = """RuntimeError: unable to write to file </torch_193_2891>: No space left on device (28)
 """

@@ -90,7 +90,7 @@ def _slime(r: Recorder, wide: Tensor, elements: int) -> Tensor:
         softmax = tape.tensor("softmax of the logits (fp32)", 4 * elements, grad=False)
         target = tape.tensor("target mask and ids", 9 * ctx.tokens, grad=False)
         kept = (softmax, target, scaled) if impl.policy_entropy else (softmax, target)
-        # The entropy's gradient is a tensor of its own, of a chunk; those of chunks alone are joined in one.
+        # The entropy's gradient is a separate tensor, of one chunk; gradients of chunks alone are joined in one.
         more = some if impl.policy_entropy else elements if chunk else 0
         found = tape.make(
             "log-probabilities", scaled, 4 * ctx.tokens, saves=kept, also=(softmax, target), in_place=1,

@@ -40,9 +40,9 @@ def nearest(space: Space, searched: Callable[[Space], Found]) -> Iterator[Neares
     jobs (``Found.on``). What is looked at runs whole layers again, of one sequence a microbatch, where these are free.
     """
     small = space
-    if not {"mbs"} & {*space.fixed, *space.ranges, *space.only, *space.without}:
+    if "mbs" not in {*space.fixed, *space.ranges, *space.only, *space.without}:
         small = small._replace(ranges={**space.ranges, "mbs": (1, 1)})
-    if not {"recompute"} & {*space.fixed, *space.only, *space.without}:
+    if "recompute" not in {*space.fixed, *space.only, *space.without}:
         small = small._replace(only={**space.only, "recompute": frozenset({"full"})})
 
     def first(tried: Space) -> Row[Any] | None:

@@ -156,11 +156,6 @@ class InferenceMemory:
         own |= {one.amount.name for one in self.held if one.tag == COMMUNICATION}
         return total(one for one in self.asleep(level).components if one.name not in own)
 
-    @property
-    def graphs_inside(self) -> bool:
-        """Whether vLLM takes its graphs out of the budget."""
-        return rules.GRAPHS_INSIDE_BUDGET(self.spec.release_numbers)
-
     def concurrent_sequences(self, length: int) -> Range:
         """Whole sequences of ``length`` tokens that fit into the cache at once, least and most. The engine runs no more
         than ``max_sequences`` of them.

@@ -21,7 +21,7 @@ export class Search {
     this.turn = 0;
   }
 
-  // Whether the engine of a question has layers of its own, and no layouts.
+  // Whether the engine of a question is one of PyTorch or DeepSpeed, which has configurations instead of layouts.
   ofTorch(question) {
     return !this.page.facts.megatron_engines.includes(question.options.engine ?? "megatron_ddp");
   }
