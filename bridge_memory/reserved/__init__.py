@@ -60,3 +60,8 @@ def sizes_vary(run: RunSpec) -> bool:
     from bridge_memory.reserved import megatron
 
     return megatron.sizes_vary(run)
+
+
+def held(run: RunSpec, stage: int, uneven: float = 1.0) -> int:
+    """The most that ``trace_of`` reserves with the allocator as the run has it, bytes."""
+    return trace_of(run, stage, uneven).held(expandable=run.implementation.expandable_segments)
