@@ -304,8 +304,9 @@ LATENTS_HELD = since(
 #: Values of packed sequences are padded to the width of keys (``multi_latent_attention.py:
 #: _prepare_mla_core_attention_value``).
 PACKED_VALUES_PADDED = since(core=(0, 18))
-#: The unfused gated unit adds glu_linear_offset to a copy of its linear half (``mlp.py: MLP.forward``).
-GLU_OFFSET = since(core=(0, 15))
+#: Gated units clamp both halves if ``activation_func_clamp_value`` is set, and the unfused one adds glu_linear_offset
+#: to a copy of its linear half (``mlp.py: MLP.forward``, ``fused_bias_geglu.py: weighted_bias_quick_geglu_impl``).
+GATES_CLAMPED = since(core=(0, 15))
 #: The exchange back and the unpermutation are separate methods, so that no variable holds the sent tokens during the
 #: unpermutation (``moe_layer.py: MoELayer.combine, postprocess``).
 COMBINED_IN_TWO_STEPS = since(

@@ -6,7 +6,7 @@ width. A gated unit saves fc1's output, 2 f wide, and the activation, f wide, wh
 
 from __future__ import annotations
 
-from bridge_memory.releases import GLU_OFFSET
+from bridge_memory.releases import GATES_CLAMPED
 from bridge_memory.spec import MLPSpec, divide
 from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.tapes.tape import Tensor
@@ -50,6 +50,19 @@ def dense_mlp(
     return r.row_linear(f"{prefix}.linear_fc2", act, f, ctx.hidden_size, bias=spec.add_bias)
 
 
+def halves(r: Recorder, name: str, x: Tensor, rows: int, f: int, *, clamped: bool) -> tuple[Tensor, Tensor]:
+    """Gate and linear half of ``x``, [rows, 2 f]: views, or clamped copies. Clamping saves its input; backward makes a
+    mask of one byte per element for each bound."""
+    out = rows * f * r.ctx.act
+    gate, linear = r.tape.views(f"{name} halves", x, (f"{name} gate half", out), (f"{name} linear half", out))
+    if not clamped:
+        return gate, linear
+    return (
+        r.tape.make(f"{name} gate half, clamped", gate, out, saves=(gate,), backward_workspace=rows * f),
+        r.tape.make(f"{name} linear half, clamped", linear, out, saves=(linear,), backward_workspace=2 * rows * f),
+    )
+
+
 def activation(
     r: Recorder, name: str, x: Tensor, rows: int, f: int, *, gated: bool, bias: bool, kind: str, clamped: bool = False
 ) -> Tensor:
@@ -68,15 +81,11 @@ def activation(
         x = tape.make(f"{name} input + bias", x, x.bytes, alias=True)
     if not gated:
         return tape.make(name, x, out, saves=(x,))
-    gate, linear = tape.views(f"{name} halves", x, (f"{name} gate half", out), (f"{name} linear half", out))
-    if clamped:  # saves its input; backward makes a mask of one byte per element for each bound
-        gate, linear = (
-            tape.make(f"{name} {half}, clamped", y, out, saves=(y,), backward_workspace=bounds * rows * f)
-            for half, y, bounds in (("gate half", gate, 1), ("linear half", linear, 2))
-        )
+    clamped = clamped and GATES_CLAMPED(ctx.impl)
+    gate, linear = halves(r, name, x, rows, f, clamped=clamped)
     variables = (x, linear) if clamped else (x,)
     gate = tape.make(f"{name} of the gate", gate, out, saves=(gate,))
-    if GLU_OFFSET(ctx.impl):
+    if GATES_CLAMPED(ctx.impl):
         linear = tape.make(f"{name} linear half + offset", linear, out, alias=True)
     product = tape.make(name, (gate, linear), out, saves=(gate, linear))
     tape.keep_alive(*variables)  # of ``glu``, and ``intermediate_parallel``, of which its inputs are views

@@ -13,7 +13,7 @@ from math import ceil, comb
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Part
-from bridge_memory.inventory.megatron.mlp import activation
+from bridge_memory.inventory.megatron.mlp import activation, halves
 from bridge_memory.inventory.megatron.shared_experts import Overlapped, record_shared_experts
 from bridge_memory.releases import (
     AUXILIARY_SCORES_IN_FP32,
@@ -22,6 +22,7 @@ from bridge_memory.releases import (
     FC1_OUTPUT_HELD,
     FP4_PADDED_TO_128,
     FUSED_ROUTER_SCORES_IN_FP32,
+    GATES_CLAMPED,
     PERMUTED_BY_ARGSORT,
     ROUTER_SCORES_IN_FP32,
     ROWS_ADDED_DETERMINISTICALLY,
@@ -735,6 +736,11 @@ def _weighted_activation(r: Recorder, spec: MoESpec, mid: Tensor, probs: Tensor,
         # Gates and values are deinterleaved; quantized kernels of the fuser read them interleaved (``experts.py:
         # TEGroupedMLP._remove_glu_interleaving``; TE ``ops/basic/swiglu.py``).
         mid = tape.make("experts fc1 output, gates first", mid, mid.bytes)
+    if fused and not by_ops and spec.activation == "quick_gelu" and spec.clamp_value and GATES_CLAMPED(ctx.impl):
+        # Copies are clamped before the kernel, which saves them concatenated (``fused_bias_geglu.py:
+        # weighted_bias_quick_geglu_impl``); that of SwiGLU clamps nothing.
+        clamped = halves(r, "experts activation", mid, rows, f, clamped=True)
+        mid = tape.make("experts fc1 output, clamped", clamped, 2 * out, alias=True)
     if fused or by_ops:
         kept = [mid, probs]
         if ctx.impl.moe_paged_stash:
