@@ -223,12 +223,12 @@ def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None, traces: Tr
 
 
 def jobs_of(
-    result: Estimate, fits: Sequence[Fit], host_bytes: int | None = None, unnamed: Gpu | None = None
+    result: Estimate, fits: Sequence[Fit], host_bytes: int | None = None, cards: Iterable[Gpu] = ()
 ) -> list[Job]:
-    """As ``job_of``, on each GPU of ``fits`` that can compute the run, as its generation does; all of them on a card
-    that is ``unnamed``."""
+    """As ``job_of``, on each GPU of ``fits`` that can compute the run, as its generation does. ``cards``: GPUs that
+    ``find_gpu`` may not know by their name."""
     by_arch = {result.run.implementation.gpu_arch: (result, Traces(result.run))}
-    found = []
+    given, found = {card.name: card for card in cards}, []
     for fit in fits:
         if fit.lacks:
             continue
@@ -237,7 +237,7 @@ def jobs_of(
             changed = estimate(result.run.with_(implementation=implementation))
             by_arch[fit.gpu_arch] = changed, Traces(changed.run)
         of_arch, traces = by_arch[fit.gpu_arch]
-        found.append(job_of(of_arch, unnamed or find_gpu(fit.gpu), host_bytes, traces))
+        found.append(job_of(of_arch, given.get(fit.gpu) or find_gpu(fit.gpu), host_bytes, traces))
     return found
 
 
@@ -246,14 +246,14 @@ def whole_on(run: RunSpec, gpu: Gpu) -> tuple[Estimate, list[Fit], list[Job]]:
     """(a run's estimate, its step on a GPU as its job judges it, its job). Raises SpecError."""
     result = estimate(run)
     fitting = fits(result, [gpu])
-    jobs = jobs_of(result, fitting)
+    jobs = jobs_of(result, fitting, cards=[gpu])
     return result, judged(fitting, jobs), jobs
 
 
-def fits_whole(run: RunSpec, gpu: Gpu) -> bool:
-    """Whether every phase of a run's job fits for sure. Raises SpecError."""
+def whole_fit(run: RunSpec, gpu: Gpu) -> Fit:
+    """As ``fits_of_jobs``, of a run on one GPU. Raises SpecError."""
     _, (step,), jobs = whole_on(run, gpu)
-    return _with_job(step, jobs)[0].verdict is Verdict.FITS
+    return _with_job(step, jobs)
 
 
 def judged(fits: Sequence[Fit], jobs: Iterable[Job]) -> list[Fit]:
@@ -268,19 +268,22 @@ def worse_jobs(jobs: Iterable[Job], fits: Iterable[Fit]) -> list[Job]:
     return [job for job in jobs if BEST_FIRST.index(job.verdict) > step[job.gpu.name]]
 
 
-def fit_of_job(result: Estimate, gpu: Gpu | str) -> tuple[Fit, str]:
-    """The step on ``gpu`` as its job has it, with the verdict of the whole job; and the phase that decides where the
-    job is worse than its step, else "". Raises SpecError."""
-    fitting = fits(result, [gpu])
-    jobs = jobs_of(result, fitting, unnamed=gpu if isinstance(gpu, Gpu) else None)
-    (step,) = judged(fitting, jobs)
-    return _with_job(step, jobs)
+def fits_of_jobs(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
+    """The step on each GPU as its job has it, with the verdict of the whole job. None given: the common GPUs. Raises
+    SpecError."""
+    fitting = fits(result, gpus)
+    jobs = jobs_of(result, fitting, cards=[gpu for gpu in gpus if isinstance(gpu, Gpu)])
+    return [_with_job(step, [job for job in jobs if job.gpu.name == step.gpu]) for step in judged(fitting, jobs)]
 
 
-def _with_job(step: Fit, jobs: Iterable[Job]) -> tuple[Fit, str]:
-    """As ``fit_of_job``, of a step that its job has judged."""
+def _with_job(step: Fit, jobs: Iterable[Job]) -> Fit:
+    """``step``, which its job has judged, by all phases."""
     worse = worse_jobs(jobs, [step])
-    return (replace(step, verdict=worse[0].verdict), str(worse[0].tightest.phase)) if worse else (step, "")
+    if not worse:
+        return step
+    (job,) = worse
+    decides = str(job.tightest.phase)
+    return replace(step, verdict=job.verdict, fits=job.verdict in (Verdict.FITS, Verdict.TIGHT), decided_by=decides)
 
 
 def job_steps(
