@@ -8,14 +8,14 @@ context, communicators that a collective has opened, and buffers of libraries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from bridge_memory import reserved
 from bridge_memory.cards.gpu import Gpu
-from bridge_memory.components import Part
+from bridge_memory.components import Part, Provenance
 from bridge_memory.engines.engine import Phase as StepPhase
 from bridge_memory.estimation import estimate
 from bridge_memory.evidence import evidence_of
@@ -37,6 +37,7 @@ from bridge_memory.verdict import BEST_FIRST, Fit, MemoryLimit, Verdict, fits, r
 from bridge_memory.workspaces.caching_allocator import TooManyCalls, Trace
 
 SCHEMA = "bridge-memory/job/1"
+_FROM_TRAINING = (Phase.TRAINING, Phase.EVALUATION, Phase.SAVE, Phase.RESUME)
 _FIRST = (StepPhase.FIRST_FORWARD, StepPhase.FIRST_BACKWARD, StepPhase.STEP)
 
 
@@ -111,6 +112,8 @@ class Job:
     not_modelled: tuple[str, ...]
     #: Why the reserved memory of training was not replayed, storage by storage; "" where it was.
     not_replayed: str
+    #: What ``overload`` is solved for.
+    limit: MemoryLimit
     #: Host memory of a node, bytes; None: not known.
     host_bytes: int | None = None
     #: What the estimate does not model of the step, and the whole job neither.
@@ -141,17 +144,47 @@ class Job:
             certain = most is not None and most <= max(capacity, driver.most)
         return found if certain else Verdict.UNKNOWN
 
+    @property
+    def training(self) -> PhaseMemory:
+        """Of the stage that decides it."""
+        return _training(self.phases)
+
+    @property
+    def verdict_of_training(self) -> Verdict:
+        """As ``verdict``, of training alone."""
+        return self._judged(self.training.driver, self.training.verdict(self.gpu.capacity_bytes))
+
     def of_step(self, fit: Fit) -> Fit:
         """``fit`` of the same run and GPU, whose margin and verdict are those of training."""
-        training, capacity = _training(self.phases), self.gpu.capacity_bytes
+        training, verdict, capacity = self.training, self.verdict_of_training, self.gpu.capacity_bytes
         driver = training.driver
-        verdict = self._judged(driver, training.verdict(capacity))
         margin, beyond = driver.most - fit.peak_bytes, total(training.outside)
         outside = min(beyond.most, margin)
         return replace(
             fit, margin_bytes=margin, headroom_bytes=capacity - driver.most, reserved_bytes=margin - outside,
             outside_bytes=outside, outside_least_bytes=min(beyond.least, outside), least_bytes=driver.least,
             replayed=not self.not_replayed, fits=verdict in (Verdict.FITS, Verdict.TIGHT), verdict=verdict,
+        )  # fmt: skip
+
+    def running(self, outside: Mapping[int, Range], capacity_bytes: int) -> Job:
+        """From training on, on a card of ``capacity_bytes`` where ``outside`` lies beside torch in training, of each
+        stage with a reading, bytes. A resume is another start."""
+        stages = []
+        for stage, phases in enumerate(self.stages):
+            known, found = _training(phases).outside, outside.get(stage)
+            here = known if found is None else (Amount("outside of torch", *found, Provenance.MEASURED, "the driver"),)
+            stages.append(tuple(
+                phase if phase.phase is Phase.RESUME
+                else phase._replace(outside=(*here, *(a for a in phase.outside if a not in known)))
+                for phase in phases if phase.phase in _FROM_TRAINING
+            ))  # fmt: skip
+        gpu = replace(self.gpu, capacity_bytes=capacity_bytes)
+        limit, before = self.limit, total(self.training.outside).most
+        worst = _worst(stages, capacity_bytes)
+        beyond = limit.outside - before + total(_training(worst).outside).most
+        return replace(
+            self, gpu=gpu, phases=worst, stages=tuple(stages),
+            limit=limit._replace(capacity=capacity_bytes, outside=beyond),
         )  # fmt: skip
 
     @property
@@ -324,7 +357,7 @@ def job_steps(
     return Job(
         gpu, worst, tuple(every), overload(run, card),
         host_memory(run, node_of(gpu), moments=_host_moments(run, training.stage)),
-        tuple(filter(None, reasons)), not_replayed, host_bytes,
+        tuple(filter(None, reasons)), not_replayed, card, host_bytes,
         tuple(feature for feature in result.unmodelled if not feature.of_job),
         option, option is not None and may_fit(estimate(option.run), gpu),
         None if how is None else how.uneven, how is not None and how.retries,
