@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from bridge_memory import reserved
 from bridge_memory.cards.gpu import Gpu
@@ -37,6 +37,7 @@ from bridge_memory.verdict import BEST_FIRST, Fit, MemoryLimit, Verdict, fits, r
 from bridge_memory.workspaces.caching_allocator import TooManyCalls, Trace
 
 SCHEMA = "bridge-memory/job/1"
+T = TypeVar("T")
 _FROM_TRAINING = (Phase.TRAINING, Phase.EVALUATION, Phase.SAVE, Phase.RESUME)
 _FIRST = (StepPhase.FIRST_FORWARD, StepPhase.FIRST_BACKWARD, StepPhase.STEP)
 
@@ -246,13 +247,17 @@ class Traces:
 def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None, traces: Traces | None = None) -> Job:
     """The job of an estimate, which is of the generation of ``gpu``. ``host_bytes``: of a node; ``traces``: of the same
     run. Raises SpecError."""
-    steps = job_steps(result, gpu, host_bytes, traces)
+    return _through(job_steps(result, gpu, host_bytes, traces))
+
+
+def _through(steps: Generator[None, None, T]) -> T:
+    """What ``steps`` return at their end."""
     while True:
         try:
             next(steps)
         except StopIteration as done:
-            job: Job = done.value
-            return job
+            found: T = done.value
+            return found
 
 
 def jobs_of(
@@ -394,6 +399,21 @@ def _replayed(traces: Traces, stage: int, room: int) -> Generator[None, None, _R
         most = max(most, traces.of(stage, factor)[1])
     retries = least > room > 0 and trace.fits(room, expandable=run.implementation.expandable_segments)
     return _Replayed(Range(room if retries else least, most), None if most == least else factor, retries)
+
+
+@lru_cache(maxsize=256)
+def reserved_in_training(run: RunSpec, stage: int) -> Range | None:
+    """What training of a stage reserves, with its CUDA graphs, where nothing makes the allocator try again; None where
+    it cannot be replayed. Raises SpecError."""
+    traces = Traces(run)
+    if traces.why_not:
+        return None
+    more = total(graphs(run, stage) or ())
+    try:
+        found = _through(_replayed(traces, stage, room=0)).reserved
+    except TooManyCalls:
+        return None
+    return Range(found.least + more.least, found.most + more.most)
 
 
 def may_fit(result: Estimate, gpu: Gpu, first: int = 0) -> bool:
