@@ -58,7 +58,7 @@ from bridge_memory.spec.transformers import TransformersSpec
 if TYPE_CHECKING:
     from bridge_memory.api.comparing import Comparison, compare
     from bridge_memory.api.explaining import diff, why
-    from bridge_memory.api.jobs import whole_job
+    from bridge_memory.api.jobs import fits, whole_job
     from bridge_memory.api.planning import balance, fit, search, whatif
     from bridge_memory.api.post_training import post_training
     from bridge_memory.api.rehearsing import RehearsalResult, RehearsalRow, rehearse
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from bridge_memory.rehearsal.world import RehearsalUnavailable
     from bridge_memory.rollout.answer import Limits, Rollout
     from bridge_memory.spec.gpus import find_gpu
-    from bridge_memory.verdict import Fit, Verdict, fits
+    from bridge_memory.verdict import Fit, Verdict
 
 #: The one place of the release: pyproject.toml reads it here.
 __version__ = "0.2.0"
@@ -190,7 +190,7 @@ _ELSEWHERE = {
     for module, names in {
         "bridge_memory.api.comparing": ("Comparison", "compare"),
         "bridge_memory.api.explaining": ("diff", "why"),
-        "bridge_memory.api.jobs": ("whole_job",),
+        "bridge_memory.api.jobs": ("fits", "whole_job"),
         "bridge_memory.api.planning": ("balance", "fit", "search", "whatif"),
         "bridge_memory.api.post_training": ("post_training",),
         "bridge_memory.api.rehearsing": ("RehearsalResult", "RehearsalRow", "rehearse"),
@@ -217,7 +217,7 @@ _ELSEWHERE = {
         "bridge_memory.rollout.answer": ("Limits", "Rollout"),
         "bridge_memory.cards.gpu": ("Gpu",),
         "bridge_memory.spec.gpus": ("find_gpu",),
-        "bridge_memory.verdict": ("Fit", "Verdict", "fits"),
+        "bridge_memory.verdict": ("Fit", "Verdict"),
     }.items()
     for name in names
 }  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from bridge_memory.components import Role
 from bridge_memory.emit.left import left_out
 from bridge_memory.estimation import Estimate, estimate, peaks
-from bridge_memory.job.job import fit_of_job
+from bridge_memory.job.job import fits_of_jobs
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.fields import called
 from bridge_memory.spec.run import GROUPS
@@ -19,7 +19,7 @@ SCHEMA = "bridge-memory/diff/1"
 
 class Configuration(NamedTuple):
     """One of the runs that are compared. ``fit``: on the card that was named, with the verdict of the whole job; None
-    without one. ``decides``: the phase that does not fit, or not surely, where training does.
+    without one.
 
     Example:
         >>> from bridge_memory import RunSpec, diff
@@ -31,7 +31,6 @@ class Configuration(NamedTuple):
     name: str
     result: Estimate
     fit: Fit | None
-    decides: str = ""
 
     @property
     def run(self) -> RunSpec:
@@ -161,7 +160,7 @@ def difference(runs: Sequence[tuple[str, RunSpec]], gpu: str | None = None) -> D
     found = []
     for name, run in runs:
         result = estimate(run)
-        found.append(Configuration(name, result, *((None, "") if gpu is None else fit_of_job(result, gpu))))
+        found.append(Configuration(name, result, None if gpu is None else fits_of_jobs(result, [gpu])[0]))
     return Difference(tuple(found))
 
 

@@ -16,10 +16,13 @@ from typing import Any, NamedTuple
 
 from bridge_memory.api.planning import search
 from bridge_memory.files import Unparsed, parse_yaml, read_text
+from bridge_memory.job.job import whole_fit
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.settings import PRECISIONS
+from bridge_memory.plan.reserve import reserve_words
 from bridge_memory.readers.resolve import resolve_model
 from bridge_memory.spec import BatchSpec, RunSpec, SpecError, show
+from bridge_memory.spec.gpus import find_gpu
 
 #: Column of a question -> its name in YAML, where it has several values.
 AXES = {
@@ -46,8 +49,8 @@ class Cell(NamedTuple):
     tokens: int = 0
 
 
-#: Of a cell that was answered: "fits", "tight" (it does not keep a search's reserve), "does not fit" or "refused"; then
-#: the layout and its figures, empty where none.
+#: Of a cell that was answered: the verdict of ``estimate`` on the layout, by the whole job, or "refused"; why it is
+#: not "fits", and whether the layout keeps a search's reserve; the layout and its figures, empty where none.
 ANSWER = (
     "verdict", "reason", "layout", "peak_gib", "free_gib", "step_seconds", "tokens_per_second_per_gpu", "gpu_hours",
     "days", "looked_at", "fitting",
@@ -157,14 +160,16 @@ def _answer(cell: Cell) -> dict[str, Any]:
             why = "no layout: " + ", ".join(f"{name} refuses {number:,}" for name, number in found.refused.items())
         return {"verdict": "does not fit", "reason": why, **counted}
     (best,), keeping, _ = found.ranked(1)
-    speed = best.tokens_per_second_per_gpu
+    fit = whole_fit(best.run, find_gpu(cell.gpu))
+    speed, experts = best.tokens_per_second_per_gpu, best.run.model.has_experts
     cost = {}
     if cell.tokens:
         hours = cell.tokens / speed / 3600
         cost = {"gpu_hours": f"{hours:.1f}", "days": f"{hours / cell.num_gpus / 24:.3f}"}
     return {
-        "verdict": "fits" if keeping else "tight", "layout": layout_words(best.run),
-        "peak_gib": f"{best.peak / 2**30:.3f}", "free_gib": f"{best.headroom / 2**30:.3f}",
+        "verdict": str(fit.verdict), "layout": layout_words(best.run),
+        "reason": "; ".join(filter(None, (fit.decided_by, "" if keeping else f"without {reserve_words(experts)}"))),
+        "peak_gib": f"{fit.peak_bytes / 2**30:.3f}", "free_gib": f"{fit.headroom_bytes / 2**30:.3f}",
         "step_seconds": f"{best.time.seconds:.4f}",
         "tokens_per_second_per_gpu": f"{speed:.1f}", **cost, **counted,
     }  # fmt: skip

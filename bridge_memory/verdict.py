@@ -7,9 +7,9 @@ context and NCCL's buffers lie outside the allocator, and the allocator itself r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.cards.rows import common_gpus
@@ -17,7 +17,7 @@ from bridge_memory.evidence import Band, evidence_of
 from bridge_memory.outside.amount import Range
 from bridge_memory.outside.context import outside_bytes_of
 from bridge_memory.result import Estimate, StagePeak
-from bridge_memory.spec import RunSpec, SpecError, show
+from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.gpus import find_gpu, lacks
 from bridge_memory.spec.unmodelled import Bounds, bounds
 from bridge_memory.workspaces.driver import driver_buffers
@@ -116,6 +116,12 @@ class Fit:
     least_bytes: int = 0
     #: Whether ``reserved_bytes`` are those of a replay of torch's allocator (``job.job``), not a measured share.
     replayed: bool = False
+    #: Where another phase of the whole job is worse than training: that phase, whose verdict this is (``fits``).
+    decided_by: str = ""
+
+    def step_json(self) -> dict[str, Any]:
+        """The step alone, as ``estimate.schema.json`` has it."""
+        return {**{k: v for k, v in asdict(self).items() if k != "decided_by"}, "verdict": str(self.verdict)}
 
 
 def within(needed: Range, capacity: int) -> Verdict:
@@ -187,33 +193,12 @@ def margin_words(run: RunSpec, fits: Iterable[Fit], shown: Callable[[int], str])
 
 
 def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
-    """Say whether the worst stage of a run fits, with the margin, on each of some GPUs.
+    """Whether the peak of a run fits some GPUs, with a margin that is a measured share of it; ``job.job`` judges by the
+    replayed allocator and the whole job.
 
     A GPU of another generation than that of ``result`` is judged by the peaks of the same run on its own. One that
-    cannot compute the run fits nothing, whatever its memory.
-
-    Args:
-        result: The estimate of the run.
-        gpus: GPUs, or names that ``find_gpu`` knows. None given: the common ones.
-
-    Returns:
-        One ``Fit`` a GPU, in bytes.
-
-    Raises:
-        SpecError: A GPU is not known.
-
-    Example:
-        >>> from bridge_memory import RunSpec, estimate, fits
-        >>> result = estimate(RunSpec(model="meta-llama/Llama-3.1-8B"))
-        >>> [(fit.gpu, fit.fits) for fit in fits(result, ["A100-40GB", "B300"])]
-        [('A100-40GB', False), ('B300', True)]
+    cannot compute the run fits nothing, whatever its memory. Raises SpecError.
     """
-    if not isinstance(result, Estimate):
-        raise SpecError(f"result ({show(result)}) is not an Estimate; give estimate(run)")
-    if isinstance(gpus, (str, Gpu)):
-        raise SpecError(f"gpus ({show(gpus)}) is one GPU; give a list of them")
-    if not isinstance(gpus, Iterable):
-        raise SpecError(f"gpus ({show(gpus)}) is no list of GPUs; give one")
     by_arch: dict[str, StagePeak | None] = {result.run.implementation.gpu_arch: _worst(result)}
     out = []
     for gpu in [gpu if isinstance(gpu, Gpu) else find_gpu(gpu) for gpu in gpus] or common_gpus():

@@ -33,6 +33,7 @@ from bridge_memory import (
     run_from_files,
     run_of_torchtitan,
     search,
+    verdict,
     whatif,
 )
 from bridge_memory.cli import main
@@ -93,7 +94,8 @@ def test_a_row_is_a_run_that_fits() -> None:
     assert row.peak == max(stage.peak_bytes for stage in peaks(row.run))
     assert row.run.parallel.world_size == 8 and row.run.batch.seq_length == 2048
     (fit,) = fits(estimate(row.run), ["A100-40GB"])
-    assert fit.peak_bytes == row.peak and fit.headroom_bytes == row.headroom
+    (by_share,) = verdict.fits(estimate(row.run), ["A100-40GB"])
+    assert fit.peak_bytes == row.peak and by_share.headroom_bytes == row.headroom
 
 
 def test_a_search_takes_a_run_a_model_and_a_path(tmp_path: Path) -> None:

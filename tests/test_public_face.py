@@ -156,6 +156,9 @@ def test_what_is_no_estimate_and_no_card_is_refused_in_one_line() -> None:
     run = RunSpec(model="meta-llama/Llama-3.2-1B")
     with pytest.raises(SpecError, match=r"^result \(RunSpec.*\) is not an Estimate; give estimate\(run\)$"):
         fits(run)  # type: ignore[arg-type]
+    for gpus, why in (("H100", "is one GPU"), (find_gpu("H100"), "is one GPU"), (None, "is no list of GPUs")):
+        with pytest.raises(SpecError, match=rf"^gpus \(.*\) {why}; give "):
+            fits(estimate(run), gpus)  # type: ignore[arg-type]
     for given in (3, None, ["H100"]):
         with pytest.raises(SpecError, match=r"^gpu \(.*\) is no name; "):
             find_gpu(given)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory import BatchSpec, RunSpec, search
+from bridge_memory import BatchSpec, RunSpec, estimate, fits, search
 from bridge_memory.cli import main
 from bridge_memory.sweep import COLUMNS, Cell, cells_of, left_to_do
 
@@ -48,6 +48,7 @@ def test_every_cell_has_the_first_row_of_its_search(question: Path, capsys: pyte
         if own.rows:
             best = own.ranked(1).rows[0]
             assert float(row["peak_gib"]) == pytest.approx(best.peak / 2**30, abs=1e-3)
+            assert row["verdict"] == str(fits(estimate(best.run), [row["gpu"]])[0].verdict)
             speed = 16 * 4096 / best.time.seconds / int(row["num_gpus"])
             assert float(row["gpu_hours"]) == pytest.approx(2e9 / speed / 3600, rel=0.01, abs=0.06)
     assert {"fits", "does not fit"} <= {row["verdict"] for row in found["rows"]}

@@ -1,15 +1,17 @@
-"""``whole_job``: a job from its start to its checkpoints, as torch and the driver count it."""
+"""``whole_job``: a job from its start to its checkpoints, as torch and the driver count it; ``fits``: the verdict."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from bridge_memory.cards.gpu import Gpu
-from bridge_memory.estimation import estimate
-from bridge_memory.job.job import Job, job_of
+from bridge_memory.estimation import Estimate, estimate
+from bridge_memory.job.job import Job, fits_of_jobs, job_of
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.errors import show
 from bridge_memory.spec.gpus import check_computes, find_gpu
+from bridge_memory.verdict import Fit
 
 
 def whole_job(run: RunSpec, gpu: str | Gpu, *, host_bytes: int | None = None) -> Job:
@@ -44,3 +46,37 @@ def whole_job(run: RunSpec, gpu: str | Gpu, *, host_bytes: int | None = None) ->
     check_computes(card, run.precision)
     arch = card.arch or run.implementation.gpu_arch
     return job_of(estimate(run.with_(implementation=replace(run.implementation, gpu_arch=arch))), card, host_bytes)
+
+
+def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
+    """Say whether the whole job of a run fits, on each of some GPUs, as ``bridge-memory estimate`` does.
+
+    A GPU of another generation than that of ``result`` is judged by the same run on its own. One that cannot compute
+    the run fits nothing, whatever its memory.
+
+    Args:
+        result: The estimate of the run.
+        gpus: GPUs, or names that ``find_gpu`` knows. None given: the common ones.
+
+    Returns:
+        One ``Fit`` a GPU: margin and headroom of training in bytes, and the verdict of all phases.
+
+    Raises:
+        SpecError: A GPU is not known.
+
+    Example:
+        >>> from bridge_memory import RunSpec, estimate, fits
+        >>> result = estimate(RunSpec(model="meta-llama/Llama-3.1-8B"))
+        >>> [(fit.gpu, fit.fits) for fit in fits(result, ["A100-40GB", "B300"])]
+        [('A100-40GB', False), ('B300', True)]
+        >>> (fit,) = fits(result, ["B200"])
+        >>> fit.headroom_bytes > 0, str(fit.verdict), fit.decided_by
+        (True, 'does not fit', 'resume')
+    """
+    if not isinstance(result, Estimate):
+        raise SpecError(f"result ({show(result)}) is not an Estimate; give estimate(run)")
+    if isinstance(gpus, (str, Gpu)):
+        raise SpecError(f"gpus ({show(gpus)}) is one GPU; give a list of them")
+    if not isinstance(gpus, Iterable):
+        raise SpecError(f"gpus ({show(gpus)}) is no list of GPUs; give one")
+    return fits_of_jobs(result, list(gpus))

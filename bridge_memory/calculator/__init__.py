@@ -33,12 +33,12 @@ from bridge_memory.calculator.runs import card_of, run_of
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import GIB, Role
 from bridge_memory.estimation import estimate, peaks
-from bridge_memory.job.job import fit_of_job
+from bridge_memory.job.job import fits_of_jobs
 from bridge_memory.readers.engines.files import read_table
 from bridge_memory.readers.engines.sections import Diagnostics
 from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec, SpecError, show
-from bridge_memory.verdict import Fit, Verdict, headroom
+from bridge_memory.verdict import Fit, headroom
 
 __all__ = [
     "EngineConfig",
@@ -53,7 +53,6 @@ __all__ = [
 ]
 
 _PARTS = (ModelConfig, TrainingConfig, ParallelismConfig, EngineConfig, GPUConfig)
-_FITS = (Verdict.FITS, Verdict.TIGHT)
 #: Largest batch that is tried.
 MOST_BATCH = 1 << 14
 
@@ -151,7 +150,7 @@ class GPUMemoryCalculator:
     def calculate(self) -> MemoryResult:
         """Estimate the run. Raises SpecError for what cannot be estimated."""
         result = estimate(self.run)
-        fit, _ = fit_of_job(result, self.gpu)
+        (fit,) = fits_of_jobs(result, [self.gpu])
         worst, parallel = result.peak_stage, self.run.parallel
         ranks = parallel.world_size // len(result.stages)
         gib = {role: worst.bytes_of(role) / GIB for role in Role}
@@ -164,7 +163,7 @@ class GPUMemoryCalculator:
                 optimizer_states_gb=gib[Role.OPTIMIZER], activations_gb=gib[Role.ACTIVATION],
                 overhead_gb=gib[Role.BUFFERS] + gib[Role.TRANSIENT],
             ),
-            fits_on_gpu=fit.verdict in _FITS,
+            fits_on_gpu=fit.fits,
             memory_utilization_percent=100 * (fit.peak_bytes + fit.margin_bytes) / fit.capacity_bytes,
             recommended_batch_size=self._largest_batch(), estimate=result, fit=fit,
         )  # fmt: skip
@@ -193,7 +192,7 @@ class GPUMemoryCalculator:
 
     def _job_fits(self, batch: int) -> bool:
         try:
-            return batch == 0 or fit_of_job(estimate(self._with(batch)), self.gpu)[0].verdict in _FITS
+            return batch == 0 or fits_of_jobs(estimate(self._with(batch)), [self.gpu])[0].fits
         except SpecError:
             return False
 

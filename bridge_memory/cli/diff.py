@@ -186,7 +186,7 @@ def diff_blocks(found: Difference, most: int, *, cut: bool) -> Iterator[Block]:
     rows = []
     for i, c in enumerate(found.configurations):
         stage = c.result.peak_stage
-        where = f" ({c.decides}), the step" if c.decides else ","
+        where = f" ({c.fit.decided_by}), the step" if c.fit and c.fit.decided_by else ","
         fit = () if c.fit is None else (f"{c.fit.verdict}{where} {_room(c.fit.headroom_bytes)}",)
         rows.append((
             chr(65 + i), c.name, _gib(c.peak), str(stage.stage), _gib(stage.static_bytes),

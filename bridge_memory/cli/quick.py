@@ -107,9 +107,9 @@ class _Offer(NamedTuple):
 
 def _fit_of(calculator: GPUMemoryCalculator, gpu: Gpu) -> Fit:
     from bridge_memory.estimation import estimate
-    from bridge_memory.job.job import fit_of_job
+    from bridge_memory.job.job import fits_of_jobs
 
-    return fit_of_job(estimate(calculator.run), gpu)[0]
+    return fits_of_jobs(estimate(calculator.run), [gpu])[0]
 
 
 def _does_not_fit(calculator: GPUMemoryCalculator) -> bool:

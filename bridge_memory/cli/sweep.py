@@ -78,8 +78,8 @@ def _shown(row: dict[str, str], name: str) -> str:
     if name == "model":
         return row[name].rpartition("/")[2]
     if name == "layout" and row["verdict"] != "fits":
-        more = {"does not fit": f": {row['reason']}", "tight": f": {row['layout']}"}.get(row["verdict"], "")
-        return f"{row['verdict']}{more}"
+        why = f" ({row['reason']})" if row["reason"] and row["verdict"] != "refused" else ""
+        return f"{row['verdict']}{why}{': ' if row['layout'] else ''}{row['layout']}"
     if name in ("free_gib", "tokens_per_second_per_gpu", "gpu_hours") and row[name]:
         return f"{float(row[name]):,.{1 if name == 'free_gib' else 0}f}"
     return row[name]

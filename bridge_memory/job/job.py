@@ -8,14 +8,14 @@ context, communicators that a collective has opened, and buffers of libraries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from bridge_memory import reserved
 from bridge_memory.cards.gpu import Gpu
-from bridge_memory.components import Part
+from bridge_memory.components import Part, Provenance
 from bridge_memory.engines.engine import Phase as StepPhase
 from bridge_memory.estimation import estimate
 from bridge_memory.evidence import evidence_of
@@ -37,6 +37,8 @@ from bridge_memory.verdict import BEST_FIRST, Fit, MemoryLimit, Verdict, fits, r
 from bridge_memory.workspaces.caching_allocator import TooManyCalls, Trace
 
 SCHEMA = "bridge-memory/job/1"
+T = TypeVar("T")
+_FROM_TRAINING = (Phase.TRAINING, Phase.EVALUATION, Phase.SAVE, Phase.RESUME)
 _FIRST = (StepPhase.FIRST_FORWARD, StepPhase.FIRST_BACKWARD, StepPhase.STEP)
 
 
@@ -111,6 +113,8 @@ class Job:
     not_modelled: tuple[str, ...]
     #: Why the reserved memory of training was not replayed, storage by storage; "" where it was.
     not_replayed: str
+    #: What ``overload`` is solved for.
+    limit: MemoryLimit
     #: Host memory of a node, bytes; None: not known.
     host_bytes: int | None = None
     #: What the estimate does not model of the step, and the whole job neither.
@@ -141,17 +145,47 @@ class Job:
             certain = most is not None and most <= max(capacity, driver.most)
         return found if certain else Verdict.UNKNOWN
 
+    @property
+    def training(self) -> PhaseMemory:
+        """Of the stage that decides it."""
+        return _training(self.phases)
+
+    @property
+    def verdict_of_training(self) -> Verdict:
+        """As ``verdict``, of training alone."""
+        return self._judged(self.training.driver, self.training.verdict(self.gpu.capacity_bytes))
+
     def of_step(self, fit: Fit) -> Fit:
         """``fit`` of the same run and GPU, whose margin and verdict are those of training."""
-        training, capacity = _training(self.phases), self.gpu.capacity_bytes
+        training, verdict, capacity = self.training, self.verdict_of_training, self.gpu.capacity_bytes
         driver = training.driver
-        verdict = self._judged(driver, training.verdict(capacity))
         margin, beyond = driver.most - fit.peak_bytes, total(training.outside)
         outside = min(beyond.most, margin)
         return replace(
             fit, margin_bytes=margin, headroom_bytes=capacity - driver.most, reserved_bytes=margin - outside,
             outside_bytes=outside, outside_least_bytes=min(beyond.least, outside), least_bytes=driver.least,
             replayed=not self.not_replayed, fits=verdict in (Verdict.FITS, Verdict.TIGHT), verdict=verdict,
+        )  # fmt: skip
+
+    def running(self, outside: Mapping[int, Range], capacity_bytes: int) -> Job:
+        """From training on, on a card of ``capacity_bytes`` where ``outside`` lies beside torch in training, of each
+        stage with a reading, bytes. A resume is another start."""
+        stages = []
+        for stage, phases in enumerate(self.stages):
+            known, found = _training(phases).outside, outside.get(stage)
+            here = known if found is None else (Amount("outside of torch", *found, Provenance.MEASURED, "the driver"),)
+            stages.append(tuple(
+                phase if phase.phase is Phase.RESUME
+                else phase._replace(outside=(*here, *(a for a in phase.outside if a not in known)))
+                for phase in phases if phase.phase in _FROM_TRAINING
+            ))  # fmt: skip
+        gpu = replace(self.gpu, capacity_bytes=capacity_bytes)
+        limit, before = self.limit, total(self.training.outside).most
+        worst = _worst(stages, capacity_bytes)
+        beyond = limit.outside - before + total(_training(worst).outside).most
+        return replace(
+            self, gpu=gpu, phases=worst, stages=tuple(stages),
+            limit=limit._replace(capacity=capacity_bytes, outside=beyond),
         )  # fmt: skip
 
     @property
@@ -213,22 +247,26 @@ class Traces:
 def job_of(result: Estimate, gpu: Gpu, host_bytes: int | None = None, traces: Traces | None = None) -> Job:
     """The job of an estimate, which is of the generation of ``gpu``. ``host_bytes``: of a node; ``traces``: of the same
     run. Raises SpecError."""
-    steps = job_steps(result, gpu, host_bytes, traces)
+    return _through(job_steps(result, gpu, host_bytes, traces))
+
+
+def _through(steps: Generator[None, None, T]) -> T:
+    """What ``steps`` return at their end."""
     while True:
         try:
             next(steps)
         except StopIteration as done:
-            job: Job = done.value
-            return job
+            found: T = done.value
+            return found
 
 
 def jobs_of(
-    result: Estimate, fits: Sequence[Fit], host_bytes: int | None = None, unnamed: Gpu | None = None
+    result: Estimate, fits: Sequence[Fit], host_bytes: int | None = None, cards: Iterable[Gpu] = ()
 ) -> list[Job]:
-    """As ``job_of``, on each GPU of ``fits`` that can compute the run, as its generation does; all of them on a card
-    that is ``unnamed``."""
+    """As ``job_of``, on each GPU of ``fits`` that can compute the run, as its generation does. ``cards``: GPUs that
+    ``find_gpu`` may not know by their name."""
     by_arch = {result.run.implementation.gpu_arch: (result, Traces(result.run))}
-    found = []
+    given, found = {card.name: card for card in cards}, []
     for fit in fits:
         if fit.lacks:
             continue
@@ -237,7 +275,7 @@ def jobs_of(
             changed = estimate(result.run.with_(implementation=implementation))
             by_arch[fit.gpu_arch] = changed, Traces(changed.run)
         of_arch, traces = by_arch[fit.gpu_arch]
-        found.append(job_of(of_arch, unnamed or find_gpu(fit.gpu), host_bytes, traces))
+        found.append(job_of(of_arch, given.get(fit.gpu) or find_gpu(fit.gpu), host_bytes, traces))
     return found
 
 
@@ -246,14 +284,14 @@ def whole_on(run: RunSpec, gpu: Gpu) -> tuple[Estimate, list[Fit], list[Job]]:
     """(a run's estimate, its step on a GPU as its job judges it, its job). Raises SpecError."""
     result = estimate(run)
     fitting = fits(result, [gpu])
-    jobs = jobs_of(result, fitting)
+    jobs = jobs_of(result, fitting, cards=[gpu])
     return result, judged(fitting, jobs), jobs
 
 
-def fits_whole(run: RunSpec, gpu: Gpu) -> bool:
-    """Whether every phase of a run's job fits for sure. Raises SpecError."""
+def whole_fit(run: RunSpec, gpu: Gpu) -> Fit:
+    """As ``fits_of_jobs``, of a run on one GPU. Raises SpecError."""
     _, (step,), jobs = whole_on(run, gpu)
-    return _with_job(step, jobs)[0].verdict is Verdict.FITS
+    return _with_job(step, jobs)
 
 
 def judged(fits: Sequence[Fit], jobs: Iterable[Job]) -> list[Fit]:
@@ -268,19 +306,22 @@ def worse_jobs(jobs: Iterable[Job], fits: Iterable[Fit]) -> list[Job]:
     return [job for job in jobs if BEST_FIRST.index(job.verdict) > step[job.gpu.name]]
 
 
-def fit_of_job(result: Estimate, gpu: Gpu | str) -> tuple[Fit, str]:
-    """The step on ``gpu`` as its job has it, with the verdict of the whole job; and the phase that decides where the
-    job is worse than its step, else "". Raises SpecError."""
-    fitting = fits(result, [gpu])
-    jobs = jobs_of(result, fitting, unnamed=gpu if isinstance(gpu, Gpu) else None)
-    (step,) = judged(fitting, jobs)
-    return _with_job(step, jobs)
+def fits_of_jobs(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
+    """The step on each GPU as its job has it, with the verdict of the whole job. None given: the common GPUs. Raises
+    SpecError."""
+    fitting = fits(result, gpus)
+    jobs = jobs_of(result, fitting, cards=[gpu for gpu in gpus if isinstance(gpu, Gpu)])
+    return [_with_job(step, [job for job in jobs if job.gpu.name == step.gpu]) for step in judged(fitting, jobs)]
 
 
-def _with_job(step: Fit, jobs: Iterable[Job]) -> tuple[Fit, str]:
-    """As ``fit_of_job``, of a step that its job has judged."""
+def _with_job(step: Fit, jobs: Iterable[Job]) -> Fit:
+    """``step``, which its job has judged, by all phases."""
     worse = worse_jobs(jobs, [step])
-    return (replace(step, verdict=worse[0].verdict), str(worse[0].tightest.phase)) if worse else (step, "")
+    if not worse:
+        return step
+    (job,) = worse
+    decides = str(job.tightest.phase)
+    return replace(step, verdict=job.verdict, fits=job.verdict in (Verdict.FITS, Verdict.TIGHT), decided_by=decides)
 
 
 def job_steps(
@@ -321,7 +362,7 @@ def job_steps(
     return Job(
         gpu, worst, tuple(every), overload(run, card),
         host_memory(run, node_of(gpu), moments=_host_moments(run, training.stage)),
-        tuple(filter(None, reasons)), not_replayed, host_bytes,
+        tuple(filter(None, reasons)), not_replayed, card, host_bytes,
         tuple(feature for feature in result.unmodelled if not feature.of_job),
         option, option is not None and may_fit(estimate(option.run), gpu),
         None if how is None else how.uneven, how is not None and how.retries,
@@ -358,6 +399,21 @@ def _replayed(traces: Traces, stage: int, room: int) -> Generator[None, None, _R
         most = max(most, traces.of(stage, factor)[1])
     retries = least > room > 0 and trace.fits(room, expandable=run.implementation.expandable_segments)
     return _Replayed(Range(room if retries else least, most), None if most == least else factor, retries)
+
+
+@lru_cache(maxsize=256)
+def reserved_in_training(run: RunSpec, stage: int) -> Range | None:
+    """What training of a stage reserves, with its CUDA graphs, where nothing makes the allocator try again; None where
+    it cannot be replayed. Raises SpecError."""
+    traces = Traces(run)
+    if traces.why_not:
+        return None
+    more = total(graphs(run, stage) or ())
+    try:
+        found = _through(_replayed(traces, stage, room=0)).reserved
+    except TooManyCalls:
+        return None
+    return Range(found.least + more.least, found.most + more.most)
 
 
 def may_fit(result: Estimate, gpu: Gpu, first: int = 0) -> bool:

@@ -9,6 +9,7 @@ from bridge_memory.calibration import config_digest
 from bridge_memory.calibration.records import BUILT, FIRST_STEP, STEADY
 from bridge_memory.components import STATIC_ROLES, Component, Lifetime, Role
 from bridge_memory.estimation import Estimate, StageEstimate, estimate
+from bridge_memory.job.job import Job
 from bridge_memory.spec import RunSpec
 
 
@@ -42,6 +43,8 @@ class Prediction:
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
     run: RunSpec | None = None
+    #: The whole job on this GPU, with its allocator replayed; None where the GPU is not known.
+    job: Job | None = None
 
 
 def predict(run: RunSpec) -> Prediction:

@@ -21,7 +21,9 @@ from bridge_memory.calibration.records import (
     RunRecord,
 )
 from bridge_memory.calibration.residuals import versions
+from bridge_memory.cards.names import gpu_called
 from bridge_memory.files import write_whole
+from bridge_memory.job.job import Job, whole_on
 from bridge_memory.live import gather, loggers
 from bridge_memory.live.cuda import Reading, read_cuda
 from bridge_memory.live.guard import Alone, Attempts, error_words, never_raises, pass_on, warn_once
@@ -151,7 +153,8 @@ class Reporter:
                     _on_machine(config, machine) if isinstance(config, RunSpec)
                     else run_from_config_container(config, implementation=machine.overrides())
                 )
-                self._prediction = replace(made, assumptions=(*made.assumptions, *machine.notes))
+                assumptions = (*made.assumptions, *machine.notes)
+                self._prediction = replace(made, assumptions=assumptions, job=_whole_job(made, machine))
             except Exception as error:
                 pass_on(error)
                 warn_once("the prediction", error)
@@ -253,11 +256,11 @@ class Reporter:
         stages = stage_records(prediction, readings, moment)
         if moment == STEADY and self._overload is None:
             # Once: it is evaluated, which takes some tenths of a second on rank 0.
-            self._overload = self._routing(overload_line, prediction, stages) or ""
+            self._overload = self._routing(overload_line, prediction, stages, moment) or ""
         return ReportRecord(
             time=time.time(), iteration=iteration, moment=moment, world_size=world_size, missing_ranks=missing,
             stages=stages, notes=[
-                *verdict(prediction, stages), *filter(None, (self._overload,)), *runs_with(prediction),
+                *verdict(prediction, stages, moment), *filter(None, (self._overload,)), *runs_with(prediction),
                 *notes(prediction, stages, self.threshold),
             ],
         )  # fmt: skip
@@ -457,6 +460,20 @@ def _run(prediction: Prediction) -> dict[str, Any]:
         pass_on(error)
         warn_once("the run in the journal", error)
         return {}
+
+
+def _whole_job(prediction: Prediction, machine: Machine) -> Job | None:
+    """On the GPU in use; None where it is not known."""
+    try:
+        gpu = gpu_called(machine.gpu)
+        if gpu is None or prediction.run is None:
+            return None
+        _, _, jobs = whole_on(prediction.run, gpu)
+        return jobs[0] if jobs else None
+    except Exception as error:
+        pass_on(error)
+        warn_once("the prediction of the whole job", error)
+        return None
 
 
 def _predicted(prediction: Prediction) -> list[PredictedStage]:

@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bridge_memory.calibration.records import PhaseRecord, ReportRecord, StageRecord
+from bridge_memory.calibration.records import STEADY, PhaseRecord, ReportRecord, StageRecord
 from bridge_memory.components import GIB
+from bridge_memory.job.job import Job
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
-from bridge_memory.outside.amount import Range
+from bridge_memory.outside.amount import Range, total
+from bridge_memory.outside.phase import Phase
 from bridge_memory.report import summary
 from bridge_memory.report.answer import room_words
+from bridge_memory.report.phases import tightest_words
 from bridge_memory.residual import SIGN, SIGN_PERCENT, percent, residual
 from bridge_memory.spec.unmodelled import bounds
-from bridge_memory.verdict import MemoryLimit, Verdict, verdict_of
+from bridge_memory.verdict import BEST_FIRST, MemoryLimit, Verdict, verdict_of
 
 #: Residual, as a share of what was measured, beyond which a stage gets a line of explanation.
 THRESHOLD = 0.10
+#: After a verdict that is unknown.
+UNDECIDED = "; features that are not modelled decide"
 
 
 def stage_records(
@@ -81,9 +86,43 @@ def runs_with(prediction: Prediction | None) -> list[str]:
     return [f"predicted for {summary.runs_with(run)}"] if run is not None else []
 
 
-def verdict(prediction: Prediction | None, records: Sequence[StageRecord]) -> list[str]:
-    """One line: whether every predicted peak fits its GPU beside what lies outside of torch there, for the stage
-    with the least free memory. Empty without a prediction or a GPU."""
+def verdict(prediction: Prediction | None, records: Sequence[StageRecord], moment: str) -> list[str]:
+    """One line: whether the rest of the job fits the GPUs it runs on, as ``estimate`` judges it; where the GPU is not
+    known, whether every predicted peak does. Empty without a prediction or a reading of a GPU."""
+    job = _running(prediction, records, moment)
+    if prediction is None or job is None:
+        return _by_share(prediction, records)
+    training, word, card = job.training, job.verdict_of_training, job.gpu.capacity_bytes
+    peak = next(s.peak for s in prediction.stages if s.stage == training.stage)
+    counted, room = room_words(card, peak, card - training.driver.most, f"stage {training.stage}")
+    if word is Verdict.TIGHT and training.driver.most > card:
+        room += f", at best {_gib(card - training.driver.least)} free"
+    why = UNDECIDED if word is Verdict.UNKNOWN else ""
+    words = f"{word}: predicted {counted}, {room}{why}"
+    if BEST_FIRST.index(job.verdict) > BEST_FIRST.index(word):
+        words = f"{job.verdict}: {tightest_words(job)}; training {words}"
+    return [f"verdict: {words}"]
+
+
+def _running(prediction: Prediction | None, records: Sequence[StageRecord], moment: str) -> Job | None:
+    """The rest of the job on these GPUs. Beside torch lies what was read; before steps are steady at least what is
+    predicted, as communicators open when they are first used. None where nothing is known."""
+    card = min((r.device_total for r in records if r.device_total), default=None)
+    job = prediction.job if prediction is not None else None
+    if job is None or card is None or any(r.stage >= len(job.stages) for r in records):
+        return None
+    outside = {r.stage: Range(r.outside, r.outside) for r in records if r.outside is not None}
+    if moment != STEADY:
+        of_training = [total(phase.outside) for of in job.stages for phase in of if phase.phase is Phase.TRAINING]
+        outside = {
+            stage: Range(max(found.least, of_training[stage].least), max(found.most, of_training[stage].most))
+            for stage, found in outside.items()
+        }
+    return job.running(outside, card)
+
+
+def _by_share(prediction: Prediction | None, records: Sequence[StageRecord]) -> list[str]:
+    """Of the stage with the least free memory, with a share of its peak for what the allocator reserves beyond it."""
     judged = []
     for record in records:
         peak, card = record.predicted_peak, record.device_total
@@ -99,11 +138,10 @@ def verdict(prediction: Prediction | None, records: Sequence[StageRecord]) -> li
     answer = next(word for word in order if word in words)
     left, stage, peak, card, _ = min(one for one in judged if one[-1] is answer)
     counted, room = room_words(card, peak, left, f"stage {stage}")
-    why = "; features that are not modelled decide" if answer is Verdict.UNKNOWN else ""
-    return [f"verdict: {answer}: predicted {counted}, {room}{why}"]
+    return [f"verdict: {answer}: predicted {counted}, {room}{UNDECIDED if answer is Verdict.UNKNOWN else ''}"]
 
 
-def overload_line(prediction: Prediction | None, records: Sequence[StageRecord]) -> str:
+def overload_line(prediction: Prediction | None, records: Sequence[StageRecord], moment: str) -> str:
     """Up to which overload factor of routing every stage fits its GPU, beside what lies outside of torch there; ""
     where routing does not matter, or nothing is known. Raises SpecError."""
     from bridge_memory.job.overload import overload
@@ -112,7 +150,8 @@ def overload_line(prediction: Prediction | None, records: Sequence[StageRecord])
     card = min((r.device_total for r in records if r.device_total), default=None)
     if run is None or card is None:
         return ""
-    found = overload(run, MemoryLimit(card, max(r.outside or 0 for r in records)))
+    job = _running(prediction, records, moment)
+    found = overload(run, MemoryLimit(card, max(r.outside or 0 for r in records)) if job is None else job.limit)
     if found is None:
         return ""
     if found.any:

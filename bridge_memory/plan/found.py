@@ -10,11 +10,11 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
-from bridge_memory.job.job import fits_whole
+from bridge_memory.job.job import whole_fit
 from bridge_memory.outside.amount import Range
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.step_time import tokens_per_second_per_gpu
-from bridge_memory.verdict import MemoryLimit
+from bridge_memory.verdict import MemoryLimit, Verdict
 
 if TYPE_CHECKING:
     from bridge_memory.cards.gpu import Gpu
@@ -309,7 +309,7 @@ class Found(NamedTuple):
 
 
 def _fits(row: Row[Any], gpu: Gpu) -> bool:
-    return fits_whole(row.run, gpu)
+    return whole_fit(row.run, gpu).verdict is Verdict.FITS
 
 
 def pareto(rows: Iterable[Row[Any]]) -> list[Row[Any]]:

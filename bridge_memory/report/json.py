@@ -51,7 +51,7 @@ def estimate_to_json(
         "run": dict(configuration(result)),
         "decisive": as_json(decisive(result)),
         **{k: v for k, v in out.items() if k not in _LAST},
-        "fits": [asdict(f) for f in fits],
+        "fits": [fit.step_json() for fit in fits],
         **{k: out[k] for k in _LAST},
         **({"job": jobs[0].as_json()} if len(fits) == 1 and jobs else {}),
     }

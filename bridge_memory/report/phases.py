@@ -36,16 +36,20 @@ def job_words(job: Job, unit: str = "GiB") -> str:
 
 def worse_than_step(job: Job, unit: str = "GiB", fix: str = "") -> str:
     """"DOES NOT FIT H100: resume, driver peak 80.0-83.1 (stage 1) of 79.1 GiB, over by 0.9 to 4.0; try first: ..."."""
-    worst, capacity = job.tightest, job.gpu.capacity_bytes
-    of = f" (stage {worst.stage})" if len(job.stages) > 1 else ""
-    peak = f"{_short(worst.driver, unit)}{of} of {_number(capacity, unit)} {unit}"
-    words = f"{VERDICT_WORDS[job.verdict]} {job.gpu.name}: {worst.phase}, driver peak {peak}"
-    words += f", {_room(worst, capacity, unit)}"
+    words = f"{VERDICT_WORDS[job.verdict]} {job.gpu.name}: {tightest_words(job, unit)}"
     if job.verdict is Verdict.UNKNOWN:
         return f"{words}; not modelled: {', '.join(names_of(job.unmodelled))}"
     if not fix and job.to_try is not None and job.enough:
         fix = f"try first: {job.to_try.flag}"
     return f"{words}; {fix}" if fix else words
+
+
+def tightest_words(job: Job, unit: str = "GiB") -> str:
+    """"resume, driver peak 80.0-83.1 (stage 1) of 79.1 GiB, over by 0.9 to 4.0"."""
+    worst, capacity = job.tightest, job.gpu.capacity_bytes
+    of = f" (stage {worst.stage})" if len(job.stages) > 1 else ""
+    peak = f"{_short(worst.driver, unit)}{of} of {_number(capacity, unit)} {unit}"
+    return f"{worst.phase}, driver peak {peak}, {_room(worst, capacity, unit)}"
 
 
 def short_table(job: Job, unit: str = "GiB", stage: int | None = None) -> Grid:

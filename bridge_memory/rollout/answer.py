@@ -24,11 +24,12 @@ from bridge_memory.rollout.phases import (
     both,
     engine_of,
     refuse,
+    reserved_in_update,
     trainer_phases,
 )
 from bridge_memory.rollout.setup import FRAMEWORKS, PostTraining
 from bridge_memory.spec import RecomputeSpec, SpecError
-from bridge_memory.verdict import Verdict, reserved_bytes
+from bridge_memory.verdict import FRAGMENTATION, Verdict, reserved_bytes
 
 SCHEMA = "bridge-memory/rollout/1"
 #: Shares are found to this digit, as people write them.
@@ -259,26 +260,57 @@ def _largest_tokens(
                 now = setup.update_tokens if phase is Phase.UPDATE else setup.log_prob_tokens
                 beside[p.stage] = total(p.allocated).most - passes(setup.worst(now), p.stage)
 
-    def fits(tokens: int) -> bool:
-        worst = setup.worst(tokens)
+    def needs(tokens: int) -> dict[int, int] | None:
         try:
-            needs = {stage: passes(worst, stage) + beside[stage] for stage in beside}
+            return {stage: passes(setup.worst(tokens), stage) + beside[stage] for stage in beside}
         except SpecError:
+            return None
+
+    # What an update reserves beyond its peak is about the same share of a larger one.
+    updates = [p for of in found.stages for p in of if p.phase is phase is Phase.UPDATE]
+    shares = {p.stage: p.reserved.most / total(p.allocated).most - 1 for p in updates}
+
+    def by_share(number: int) -> bool:
+        all_of = needs(number * unit)
+        return all_of is not None and all(
+            n + reserved_bytes(n, shares.get(stage, FRAGMENTATION)) <= room[phase][stage] for stage, n in all_of.items()
+        )  # fmt: skip
+
+    def fits(number: int) -> bool:
+        all_of = needs(number * unit)
+        if all_of is None:
             return False
-        return all(n + reserved_bytes(n) <= room[phase][stage] for stage, n in needs.items())
+        held = reserved_in_update(
+            setup.update_run(number * unit), {stage: Range(n, n) for stage, n in all_of.items()},
+            {stage: -nbytes for stage, nbytes in room[phase].items()},
+        )  # fmt: skip
+        return all(each.most <= room[phase][stage] for stage, each in held.items())
 
     unit = _TOKENS * cp if setup.dynamic else setup.longest
-    least = -(-setup.longest // unit) * unit if setup.dynamic else unit
-    if not fits(least):
+    least = -(-setup.longest // unit) if setup.dynamic else 1
+    most = _MOST_TOKENS // unit
+    low = _last(by_share, least - 1, most)
+    if phase is Phase.UPDATE:
+        low = _near(fits, low, least - 1, most)
+    if low < least:
         return None
-    low = least // unit
-    high = 2 * low
-    while high * unit < _MOST_TOKENS and fits(high * unit):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * unit) else (low, middle)
     return low * unit // cp if setup.dynamic else low
+
+
+def _last(holds: Callable[[int], bool], low: int, most: int, step: int = 1) -> int:
+    """The last number from ``low`` to ``most`` for which ``holds``, as for ``low``: by steps that double, then by
+    halving."""
+    while low + step < most and holds(low + step):
+        low, step = low + step, 2 * step
+    return _bisected(low, min(low + step, most), holds)
+
+
+def _near(holds: Callable[[int], bool], guess: int, least: int, most: int) -> int:
+    """As ``_last`` from ``least``, near ``guess``."""
+    step, low = 1, guess
+    while low > least and not holds(low):
+        low, step = max(least, low - step), 2 * step
+    return _last(holds, low, most) if low == guess else _bisected(low, low + step // 2, holds)
 
 
 def _offloads(found: Rollout) -> list[Offload]:

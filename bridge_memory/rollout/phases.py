@@ -11,13 +11,14 @@ offload_after_refit``; slime ``backends/megatron_utils/actor.py: sleep, wake_up`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import GIB, Provenance
+from bridge_memory.job.job import reserved_in_training
 from bridge_memory.outside.amount import Amount, Range, total
 from bridge_memory.outside.context import outside
 from bridge_memory.outside.phase import Phase as JobPhase
@@ -25,7 +26,7 @@ from bridge_memory.rollout import trainer as of_trainer
 from bridge_memory.rollout.inference import InferenceMemory, inference_memory
 from bridge_memory.rollout.setup import PostTraining, Reference
 from bridge_memory.rollout.trainer import States
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.verdict import Verdict, reserved_bytes, within
 
 #: NeMo-RL's share of free memory for weights on their way (``megatron_policy_worker.py: prepare_refit_info``).
@@ -226,16 +227,45 @@ class TrainerPhase(NamedTuple):
 def trainer_phases(setup: PostTraining, gpu: Gpu) -> list[list[TrainerPhase]]:
     """Stage -> the trainer's side of every phase. Raises SpecError where the trainer's layout is refused."""
     side = Trainer(setup, gpu)
-    return [list(_of_stage(side, stage)) for stage in side.stages]
+    updates = {stage: tuple(a for a in _update(side, stage) if a.most) for stage in side.stages}
+    held = reserved_in_update(
+        setup.update_run(), {stage: total(parts) for stage, parts in updates.items()},
+        {stage: total(side.outside(stage, Phase.UPDATE)).most for stage in side.stages},
+    )  # fmt: skip
+    return [list(_of_stage(side, stage, updates[stage], held[stage])) for stage in side.stages]
 
 
-def _of_stage(side: Trainer, stage: int) -> Iterator[TrainerPhase]:
+def reserved_in_update(run: RunSpec, allocated: Mapping[int, Range], outside: Mapping[int, int]) -> dict[int, Range]:
+    """Stage -> what the trainer reserves in the update ``run``, where the stage has ``allocated`` at its peak, with
+    what is there beside the step, and ``outside`` bytes beside torch. As in the whole job (``job.job``), the stages
+    with the highest driver peak are replayed. Raises SpecError."""
+    found = {stage: Range(least, most + reserved_bytes(most)) for stage, (least, most) in allocated.items()}
+    known: set[int] = set()
+    while (stage := max(found, key=lambda stage: found[stage].most + outside[stage])) not in known:
+        known.add(stage)
+        held, peak = reserved_in_training(run, stage), of_trainer.update_bytes(run, stage)
+        if held is None:
+            break
+        least, most = allocated[stage]
+        more = max(0, most - peak)
+        found[stage] = Range(
+            max(least, held.least + least - peak) if least >= peak else least,
+            max(most, held.most + more + reserved_bytes(more)),
+        )  # fmt: skip
+    return found
+
+
+def _of_stage(side: Trainer, stage: int, update: tuple[Amount, ...], held: Range) -> Iterator[TrainerPhase]:
+    """``update``: the parts of that phase; ``held``: what they reserve."""
     setup = side.setup
     kept = Range(0, 0)
     for phase in phases_of(setup):
-        parts = tuple(a for a in _parts(side, stage, phase) if a.most)
-        least, most = total(parts)
-        found = Range(least, most + reserved_bytes(most))
+        if phase is Phase.UPDATE:
+            parts, found = update, held
+        else:
+            parts = tuple(a for a in _parts(side, stage, phase) if a.most)
+            least, most = total(parts)
+            found = Range(least, most + reserved_bytes(most))
         if _empties(setup, phase):
             kept = Range(0, 0)
         # Reserved memory does not fall by itself; but what one pass leaves another uses.
@@ -273,8 +303,6 @@ def _parts(side: Trainer, stage: int, phase: Phase) -> list[Amount]:
         return [*side.resident(stage, at), *_pass(setup, Phase.LOG_PROBS, stage)]
     if phase is Phase.REFERENCE:
         return [*side.resident(stage, at), *_reference(setup, stage)]
-    if phase is Phase.UPDATE:
-        return _update(side, stage)
     if phase is Phase.SYNC:
         resident = [] if paused else side.resident(stage, at)
         return [*resident, *_sync(side, stage)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cache
 from typing import Any, TypeVar
 
@@ -33,7 +32,7 @@ from bridge_memory.spec.parts import ENGINE_OPTIONS, ENGINES, WITH_MEGATRON_LAYO
 from bridge_memory.speed.hardware import HARDWARE, Hardware
 from bridge_memory.speed.megatron.step_time import not_timed, step_time
 from bridge_memory.speed.step_time import tokens_per_second_per_gpu
-from bridge_memory.verdict import Fit, fits, margin_words
+from bridge_memory.verdict import fits, margin_words
 from bridge_memory.web.fixes import Refuses, label, refusal, untried
 from bridge_memory.web.options import DEFAULT_GPU, KEYS, PASTED, Asked, asked, option_values, options, post_training_of
 from bridge_memory.web.words import title
@@ -277,10 +276,9 @@ def _estimate(one: Asked, stage: object, known: Job | None) -> tuple[dict[str, A
     fitting = judged(fitting, jobs)
     document = estimate_to_json(result, fitting, jobs=jobs)
     document.pop("job", None)  # that is ``Api.phases``
-    document["fits"] = [_fit(f) for f in fitting]
     answer = answer_of(result, fitting)
     found = {
-        "estimate": document, "fit": _fit(fitting[0]), "experts": run.model.has_experts,
+        "estimate": document, "fit": fitting[0].step_json(), "experts": run.model.has_experts,
         "encoders": _encoders(run), "media": ". ".join(media_of(run)),
         "answer": answer.words, "evidence": answer.evidence, "band": answer.band_words,
         "margin": list(margin_words(run, fitting, format_bytes)),
@@ -322,10 +320,6 @@ def _drawn(result: Estimate, stage: int | None) -> dict[str, Any]:
     if stage is None or stage >= len(result.stages):
         stage = result.peak_stage.stage
     return {"stage": stage, "timeline": timeline_data(result, stage), "treemap": treemap_data(result, stage)}
-
-
-def _fit(fit: Fit) -> dict[str, Any]:
-    return {**asdict(fit), "verdict": str(fit.verdict)}
 
 
 def _effective(run: RunSpec) -> dict[str, Any]:

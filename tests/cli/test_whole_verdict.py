@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory import ParallelSpec, RunSpec, estimate, fits, whole_job
+from bridge_memory import ParallelSpec, RunSpec, estimate, whole_job
 from bridge_memory.cli import main
+from bridge_memory.verdict import fits
 
 _ORDER = ("fits", "tight", "unknown", "does not fit")
 _WORDS = {"fits": "FITS", "tight": "TIGHT on", "unknown": "UNKNOWN for", "does not fit": "DOES NOT FIT"}

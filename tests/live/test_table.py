@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+from bridge_memory import RunSpec, estimate, find_gpu, fits, whole_job
 from bridge_memory.live.cuda import Reading, read_cuda
 from bridge_memory.live.prediction import BUILT, FIRST_STEP, STEADY, Prediction, predict
 from bridge_memory.live.table import notes, stage_records, text_table, verdict
 from bridge_memory.readers.config_container import run_from_config_container
+from bridge_memory.report.answer import room_words
 
 GIB = 1 << 30
 
@@ -85,7 +87,7 @@ def test_a_machine_without_a_gpu_gives_a_reading_with_an_error() -> None:
 
 def on_cards(prediction: Prediction, card: int) -> list[str]:
     readings = [replace(reading(s.stage, s.stage, s.static, s.peak), device_total=card) for s in prediction.stages]
-    return verdict(prediction, stage_records(prediction, readings, STEADY))
+    return verdict(prediction, stage_records(prediction, readings, STEADY), STEADY)
 
 
 def test_the_verdict_is_that_of_the_fullest_stage_on_the_card_it_runs_on(container: SimpleNamespace) -> None:
@@ -101,4 +103,19 @@ def test_the_verdict_is_that_of_the_fullest_stage_on_the_card_it_runs_on(contain
     assert over.startswith("verdict: does not fit: ") and ", over by " in over
     (unknown,) = on_cards(replace(prediction, not_modelled=("some_option: more memory",)), needed)
     assert unknown.startswith("verdict: unknown") and unknown.endswith("features that are not modelled decide")
-    assert verdict(None, []) == [] == verdict(prediction, stage_records(prediction, [], STEADY))
+    assert verdict(None, [], STEADY) == [] == verdict(prediction, stage_records(prediction, [], STEADY), STEADY)
+
+
+def test_before_steps_are_steady_the_verdict_is_that_of_the_estimate_by_the_whole_job() -> None:
+    """Llama-3.1-8B on one B200: training fits, and a resume, which holds Adam's state twice, does not."""
+    for gpu, world_size, phase in (("B200", 1, "resume"), ("H200", 8, ""), ("H100", 8, "")):
+        run = RunSpec(model="meta-llama/Llama-3.1-8B").with_fields(world_size=world_size, gpu_arch=find_gpu(gpu).arch)
+        (fit,), job = fits(estimate(run), [gpu]), whole_job(run, gpu)
+        prediction = replace(predict(run), job=job)
+        read = replace(reading(0, 0, GIB, GIB), device_total=fit.capacity_bytes)
+        (line,) = verdict(prediction, stage_records(prediction, [read], BUILT), BUILT)
+        assert line.startswith(f"verdict: {fit.verdict}: ") and (f": {phase}, driver peak" in line) == bool(phase)
+        assert line.endswith(", ".join(room_words(fit.capacity_bytes, fit.peak_bytes, fit.headroom_bytes, "stage 0")))
+        more = replace(read, device_used=read.device_used + 200 * GIB)  # beside torch, once all communicators exist
+        (line,) = verdict(prediction, stage_records(prediction, [more], STEADY), STEADY)
+        assert line.startswith("verdict: does not fit: predicted")

@@ -71,7 +71,7 @@ def page_data(
         "flags": flags,
         "configuration": [list(pair) for pair in configuration(result)],
         "decisive": list(sentences(decisive(result), unit)),
-        "gpus": [asdict(fit) for fit in fits],
+        "gpus": [fit.step_json() for fit in fits],
         "stages": [_stage(group) for group in groups],
         "timelines": {str(n): timeline_data(result, n) for n in sorted(chosen)},
         "treemaps": {str(n): treemap_data(result, n) for n in sorted(chosen)},
