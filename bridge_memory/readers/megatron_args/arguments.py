@@ -130,8 +130,8 @@ LISTS: dict[str, tuple[str, ...] | None] = {
     "recompute_modules": None,
 }  # fmt: skip
 PATTERNS: dict[str, Any] = {
-    "linear_attention_freq": None, "moe_aux_loss_coeff": 0.0, "moe_layer_freq": 1, "window_attn_skip_freq": None,
-    "window_size": None,
+    "linear_attention_freq": None, "moe_aux_loss_coeff": 0.0, "moe_layer_freq": 1, "no_rope_freq": None,
+    "window_attn_skip_freq": None, "window_size": None,
 }  # fmt: skip
 
 #: Arguments that become fields of the RunSpec.

@@ -152,7 +152,7 @@ ORDERS: dict[str, str] = {
         use_flash_attn
     """,
     "as large as queries and keys, in every layer": """
-        no_rope_freq qk_l2_norm
+        qk_l2_norm
     """,
     "8 b n s / t bytes, of one layer at a time": """
         log_max_attention_logit qk_clip

@@ -245,7 +245,6 @@ _UNMODELLED: dict[str, Feature] = {
     # return_max_logit of Transformer Engine's attention, 2.9 and later
     "qk_clip": Feature(False, UP, "the largest logit of every head and row"),
     "log_max_attention_logit": Feature(False, UP, "the largest logit of every head and row"),
-    "no_rope_freq": Feature(None, DOWN, "layers without rotary embeddings"),
     "mla_down_proj_fusion": Feature(False, EITHER, "one down-projection of queries, keys and values"),
     "mlp_chunks_for_training": Feature(1, EITHER, "the MLP a piece of the sequence at a time"),
     "use_grouped_gemm_for_dense_mlp": Feature(False, EITHER, "a dense MLP through the grouped GEMM"),
