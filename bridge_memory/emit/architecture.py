@@ -68,7 +68,7 @@ def architecture(run: RunSpec) -> dict[str, Any]:
     if mamba:
         found |= {
             "mamba_num_heads": mamba.num_heads, "mamba_head_dim": mamba.head_dim, "mamba_state_dim": mamba.state_dim,
-            "mamba_num_groups": mamba.num_groups,
+            "mamba_num_groups": mamba.num_groups, "use_mamba_mem_eff_path": mamba.memory_efficient,
         }  # fmt: skip
     if experts:
         found |= _experts(model, experts)

@@ -35,7 +35,8 @@ _ALIKE = tuple(f.name for f in fields(ImplementationSpec) if f.name not in _OTHE
 #: What of the architecture a command line changes, or a list with an entry a layer.
 _OF_THE_MODEL = (
     "num_layers", "moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq", "no_rope_freq",
-    "hybrid_layer_pattern", "mtp_num_layers", "hidden_dropout", "attention_dropout", "vocab_size", "make_vocab_size_divisible_by",
+    "hybrid_layer_pattern", "mtp_num_layers", "hidden_dropout", "attention_dropout", "vocab_size",
+    "make_vocab_size_divisible_by",
 )  # fmt: skip
 #: Fields of MixedPrecisionConfig that are written.
 _PRECISION = (

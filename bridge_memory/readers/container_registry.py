@@ -69,7 +69,7 @@ READ: dict[str, frozenset[str]] = {
         qk_pos_emb_head_dim recompute_granularity recompute_method recompute_modules recompute_num_layers
         rotary_percent seq_length sequence_parallel share_embeddings_and_output_weights should_pad_vocab softmax_type
         tensor_model_parallel_size tp_comm_overlap transformer_impl transformer_layer_spec
-        use_fused_weighted_squared_relu use_kitchen use_transformer_engine_op_fuser v_head_dim
+        use_fused_weighted_squared_relu use_kitchen use_mamba_mem_eff_path use_transformer_engine_op_fuser v_head_dim
         virtual_pipeline_model_parallel_size vocab_size
         wgrad_deferral_limit window_attn_skip_freq window_size
         apply_dsa_kernel_fusion csa_compress_ratios csa_dense_mode csa_window_size dsa_indexer_loss_coeff

@@ -627,6 +627,7 @@ def _mamba(c: ConfigAttributes, hidden_size: int) -> MambaSpec:
         state_dim=c.size("mamba_state_dim", 128),
         num_groups=c.size("mamba_num_groups", 8),
         chunk_size=c.size("mamba_chunk_size", 128),  # Bridge's HybridModelProvider
+        memory_efficient=c.flag("use_mamba_mem_eff_path", True),
     )
 
 
@@ -635,7 +636,7 @@ def _side_by_side(c: ConfigAttributes, hidden_size: int, act: str, rotary: bool)
     falconh1_model}.py``."""
     if c.get("hybrid_override_pattern") or c.get("falconh1_ratio", 1.0) != 1.0:
         raise c.error("falconh1_ratio is not 1: layers of another kind beside Falcon-H1's are not estimated")
-    for name in ("use_mamba", "use_attention", "use_mlp"):
+    for name in ("use_mamba", "use_attention", "use_mlp", "use_mamba_mem_eff_path"):
         if not c.flag(name, True):
             raise c.error(f"{name} is False; Falcon-H1 without one of its parts is not estimated")
     if c.flag("add_bias_linear"):

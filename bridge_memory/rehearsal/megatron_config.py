@@ -197,6 +197,7 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         config.update(
             mamba_state_dim=mamba.state_dim, mamba_head_dim=mamba.head_dim,
             mamba_num_groups=mamba.num_groups, mamba_num_heads=mamba.num_heads,
+            use_mamba_mem_eff_path=mamba.memory_efficient,
         )  # fmt: skip
     if delta:
         config.update(

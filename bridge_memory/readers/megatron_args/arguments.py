@@ -62,7 +62,7 @@ ON = _names(
     ckpt_fully_parallel_save stream_ckpt_dequant
     create_attention_mask_in_dataloader dsa_indexer_rotate_activation dsa_indexer_scoring_relu
     gradient_accumulation_fusion masked_softmax_fusion pad_vocab_size
-    store_param_remainders
+    store_param_remainders use_mamba_mem_eff_path
     """
 )
 _UNSET_INTEGERS = """

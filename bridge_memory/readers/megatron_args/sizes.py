@@ -170,7 +170,7 @@ ORDERS: dict[str, str] = {
         use_mup
     """,
     "as large as the scan's inputs and states, in every Mamba layer": """
-        mamba_expand mamba_training_ssm_states_dtype use_mamba_mem_eff_path
+        mamba_expand mamba_training_ssm_states_dtype
     """,
     "as large as one MTP depth: its weights with their states, and its activations": """
         mtp_detach_heads mtp_hybrid_override_pattern mtp_standalone

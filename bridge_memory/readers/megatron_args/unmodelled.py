@@ -257,7 +257,6 @@ _UNMODELLED: dict[str, Feature] = {
     "clone_scatter_output_in_embedding": Feature(
         True, UP, "the whole output of the embedding, which stays alive", lambda a, _: bool(a["sequence_parallel"])
     ),
-    "use_mamba_mem_eff_path": Feature(True, UP, "Mamba's convolution and scan apart, with what each keeps"),
     "mamba_training_ssm_states_dtype": Feature(None, EITHER, "Mamba's states between chunks of another dtype"),
     "mamba_expand": Feature(2, EITHER, "another Mamba expansion factor"),
     "mtp_detach_heads": Feature(False, EITHER, "MTP without gradients to the main model"),
