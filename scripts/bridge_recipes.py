@@ -529,6 +529,7 @@ _MENDS: dict[str, tuple[str, ...]] = {
     ),
     "global_batch_size (": ("train.global_batch_size",),
     "use a2a or all_gather": ("model.cp_comm_type",),
+    "set use_mamba_mem_eff_path to True": ("model.use_mamba_mem_eff_path",),
 }  # fmt: skip
 
 
@@ -551,6 +552,8 @@ def mend(config: Any, world: int, refusal: str) -> str | None:
         train.global_batch_size = -(-train.global_batch_size // step) * step
     elif found == "use a2a or all_gather":
         model.cp_comm_type = "a2a"
+    elif found == "set use_mamba_mem_eff_path to True":
+        model.use_mamba_mem_eff_path = True
     else:
         return None
     return " and ".join(f"{field} {_at(config, field)}" for field in _MENDS[found])
@@ -617,6 +620,12 @@ def refusal_of_bridge(config: Any, world: int) -> str | None:
     if m.num_moe_experts and m.tensor_model_parallel_size > 1 and not m.sequence_parallel:
         # moe/moe_layer.py: MoELayer.forward
         return "ValueError: MoE and tensor parallelism are enabled without also enabling sequence parallelism"
+    packed = getattr(config.dataset, "packed_sequence_specs", None) or getattr(
+        config.dataset, "offline_packing_specs", None
+    )
+    if getattr(m, "hybrid_layer_pattern", None) and packed and not getattr(m, "use_mamba_mem_eff_path", True):
+        # ssm/mamba_mixer.py: MambaMixer.forward
+        return "AssertionError: Training with packed sequences is not supported in the non-memory-efficient code path"
     return None
 
 

@@ -61,7 +61,7 @@ READ: dict[str, frozenset[str]] = {
         moe_router_padding_for_fp8 moe_router_padding_for_quantization
         moe_router_score_function moe_router_topk moe_shared_expert_gate moe_shared_expert_intermediate_size
         moe_shared_expert_overlap moe_token_dispatcher_type moe_z_loss_coeff mtp_hybrid_override_pattern mtp_num_layers
-        mtp_use_repeated_layer multi_latent_attention normalization num_attention_heads num_layers
+        mtp_use_repeated_layer multi_latent_attention no_rope_freq normalization num_attention_heads num_layers
         num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage
         num_layers_in_last_pipeline_stage num_moe_experts num_query_groups min_offloaded_tensor_size offload_modules
         overlap_moe_expert_parallel_comm params_dtype per_block_parameters pipeline_model_parallel_layout
@@ -69,7 +69,7 @@ READ: dict[str, frozenset[str]] = {
         qk_pos_emb_head_dim recompute_granularity recompute_method recompute_modules recompute_num_layers
         rotary_percent seq_length sequence_parallel share_embeddings_and_output_weights should_pad_vocab softmax_type
         tensor_model_parallel_size tp_comm_overlap transformer_impl transformer_layer_spec
-        use_fused_weighted_squared_relu use_kitchen use_transformer_engine_op_fuser v_head_dim
+        use_fused_weighted_squared_relu use_kitchen use_mamba_mem_eff_path use_transformer_engine_op_fuser v_head_dim
         virtual_pipeline_model_parallel_size vocab_size
         wgrad_deferral_limit window_attn_skip_freq window_size
         apply_dsa_kernel_fusion csa_compress_ratios csa_dense_mode csa_window_size dsa_indexer_loss_coeff
@@ -211,7 +211,7 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
         "attention_chunk_size": Feature(None, DOWN, "attention within chunks",
                                            order="what attention saves of the tokens beyond a chunk, in every layer"),
         "nope_layer_interval": Feature(None, DOWN, "layers without rotary embeddings",
-                                           order=ORDER_OF["no_rope_freq"]),
+                                           order=ORDER_OF["qk_l2_norm"]),
         "use_arbitrary_attention_mask": Feature(None, UP, "attention masks of any form",
                                                    order="b s s bytes, and the scores, b n s s / t elements a layer"),
     },

@@ -408,6 +408,18 @@ def _windowed(c: ConfigAttributes, n: int, spec: AttentionSpec) -> list[Attentio
     return [sliding if one else spec for one in c.pattern("window_attn_skip_freq", n, sparse=True)]
 
 
+def _rotated(c: ConfigAttributes, n: int, layers: list[AttentionSpec]) -> list[AttentionSpec]:
+    """``layers``, some without rotary embeddings. Source: transformer/attention.py SelfAttention.forward."""
+    freq = c.get("no_rope_freq")
+    if not freq:
+        return layers
+    # An integer leaves it out of every N-th layer, the sense of the other patterns inverted.
+    without = [not one for one in c.pattern("no_rope_freq", n, sparse=True)] if isinstance(freq, int) else (
+        c.pattern("no_rope_freq", n)
+    )
+    return [replace(one, rotary=False) if skips else one for one, skips in zip(layers, without, strict=True)]
+
+
 def _mixers(c: ConfigAttributes, n: int, hidden_size: int, rotary: bool, full_qk_layernorm: bool) -> Sequence[Mixer]:
     variant = _variant(c)
     if variant not in (None, "gated_delta_net", "dsa", "dsv4_hybrid"):
@@ -421,7 +433,7 @@ def _mixers(c: ConfigAttributes, n: int, hidden_size: int, rotary: bool, full_qk
         return _sparse(c, n) if variant == "dsa" else [_mla(c)] * n
     if variant == "dsa":
         raise c.error("experimental_attention_variant dsa needs multi_latent_attention; set that to True")
-    attention = _windowed(c, n, _attention(c, hidden_size, rotary, full_qk_layernorm))
+    attention = _rotated(c, n, _windowed(c, n, _attention(c, hidden_size, rotary, full_qk_layernorm)))
     if variant is None:
         return attention
     linear = _gated_delta_net(c)
@@ -615,6 +627,7 @@ def _mamba(c: ConfigAttributes, hidden_size: int) -> MambaSpec:
         state_dim=c.size("mamba_state_dim", 128),
         num_groups=c.size("mamba_num_groups", 8),
         chunk_size=c.size("mamba_chunk_size", 128),  # Bridge's HybridModelProvider
+        memory_efficient=c.flag("use_mamba_mem_eff_path", True),
     )
 
 
@@ -623,7 +636,7 @@ def _side_by_side(c: ConfigAttributes, hidden_size: int, act: str, rotary: bool)
     falconh1_model}.py``."""
     if c.get("hybrid_override_pattern") or c.get("falconh1_ratio", 1.0) != 1.0:
         raise c.error("falconh1_ratio is not 1: layers of another kind beside Falcon-H1's are not estimated")
-    for name in ("use_mamba", "use_attention", "use_mlp"):
+    for name in ("use_mamba", "use_attention", "use_mlp", "use_mamba_mem_eff_path"):
         if not c.flag(name, True):
             raise c.error(f"{name} is False; Falcon-H1 without one of its parts is not estimated")
     if c.flag("add_bias_linear"):

@@ -182,6 +182,9 @@ class MambaSpec:
     rmsnorm: bool = True
     conv_bias: bool = True
     proj_bias: bool = False
+    #: One kernel for convolution, scan and gate, which saves its input and the scan's output alone
+    #: (``use_mamba_mem_eff_path``). False: each is a kernel of its own.
+    memory_efficient: bool = True
     #: The scan runs again in backward and saves its input alone. No option of megatron-core: code of a run's own.
     recompute_scan: bool = False
 

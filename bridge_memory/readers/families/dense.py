@@ -62,7 +62,9 @@ DENSE: dict[str, Family] = {
     ),
     "olmo2": Family(qk_layernorm="full", assumptions=(NORM_AFTER,)),
     "olmo3": Family(qk_layernorm="full", window="all", assumptions=(NORM_AFTER,)),
-    "exaone4": Family(**_NO_BIAS, qk_layernorm="head", window="all", assumptions=(NORM_AFTER,)),
+    "exaone4": Family(
+        **_NO_BIAS, qk_layernorm="head", window="all", rotary_in_windows=True, assumptions=(NORM_AFTER,)
+    ),
     "glm": Family(output_bias="never", rotary_factor=0.5, head_dim=128),
     "glm4": Family(output_bias="never", rotary_factor=0.5, head_dim=128, post_layernorms=True),
     "glm4v_text": Family(

@@ -19,7 +19,7 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.limits import Limits, divisors
-from bridge_memory.spec.model import AttentionSpec, CompressedAttentionSpec, GatedDeltaNetSpec, MLASpec
+from bridge_memory.spec.model import AttentionSpec, CompressedAttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec
 from bridge_memory.spec.parts import ImplementationSpec, ParallelSpec
 
 if TYPE_CHECKING:
@@ -61,6 +61,12 @@ def check_attention_release(run: RunSpec, limits: Limits) -> None:
             raise SpecError(
                 f"packed_sequences (True) with gated delta nets needs {DELTA_NETS_TAKE_PACKED_SEQUENCES} or later, not "
                 f"{release_words(core_of(i))}; drop it"
+            )
+        if isinstance(m, MambaSpec) and run.batch.packed_sequences and not m.memory_efficient:
+            # ssm/mamba_mixer.py: MambaMixer.forward
+            raise SpecError(
+                "packed_sequences (True) with use_mamba_mem_eff_path (False), without which megatron-core's Mamba "
+                "layers take no packed sequences; set use_mamba_mem_eff_path to True"
             )
         if isinstance(m, AttentionSpec) and m.window_size is not None and not i.te and not LOCAL_WINDOWS(i):
             raise SpecError(
