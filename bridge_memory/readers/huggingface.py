@@ -53,7 +53,6 @@ UNKNOWN_BLOCKS = {
     "jamba": "mixers of the first Mamba, whose scan has states for every channel",
     "zamba2": "attention blocks that layers share, each with adapters of its own",
     "longcat_flash": "layers of two attentions and two MLPs around experts, some of which compute nothing",
-    "afmoe": "gated attention between two norms, and a router whose bias is a parameter",
     "ernie4_5_vl_moe_text": "two pools of experts of different widths, for text and for images",
     "ernie4_5_moe_vl": "two pools of experts of different widths, for text and for images",
     "nemotron_labs_diffusion": "diffusion over blocks of tokens, with attention of its own",

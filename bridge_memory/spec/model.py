@@ -486,6 +486,8 @@ class ModelSpec:
     fused_hyper_connections: bool = False
     #: Gemma 4: rows of the per-layer embedding table (its width is ``all_layers_width``); 0: none.
     per_layer_vocab_size: int = 0
+    #: AFMoE's mup_enabled: the input embeddings are multiplied by a number, outside of their module.
+    scaled_embeddings: bool = False
     #: Gemma 2 and 4: a tanh over the logits (``final_logit_softcapping``).
     softcapped_logits: bool = False
     #: Whether it was read by the usual names, ``model_type`` having no reader of its own: what is there beside them is

@@ -114,6 +114,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "phimoe", **TINY, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96,
         "input_jitter_noise": 0.01, "sliding_window": None,
     },
+    "afmoe": {
+        "model_type": "afmoe", **TINY, "num_hidden_layers": 4, "num_dense_layers": 1, "head_dim": 32, "num_experts": 8,
+        "num_experts_per_tok": 2, "num_shared_experts": 2, "moe_intermediate_size": 96, "sliding_window": 4096,
+        "attention_bias": True, "mup_enabled": True,
+    },
     "apertus": {"model_type": "apertus", **TINY, "hidden_act": "xielu"},
     "lfm2": {"model_type": "lfm2", **TINY, "layer_types": ["conv", "full_attention", "conv"],
              "block_auto_adjust_ff_dim": False, "conv_bias": True},

@@ -40,6 +40,7 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
 
     heads = {kind.mixer.num_attention_heads for kind in model.layers if isinstance(kind.mixer, AttentionSpec)}
     alibi = max(heads) if model.position_embedding_type == "alibi" else 0
+    scaled = bool(scaled_embeddings(model, ctx))
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.EMBEDDING
@@ -56,7 +57,7 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
             x = _with_positions(t, x, positions)
         if model.embedding_layernorm:
             x = layer_norm(t, f"{family.prefix}{family.embedding}_layernorm", x, tokens, h)
-        if family.scaled_embeddings:
+        if scaled:
             x = t.scale("input embeddings, scaled", x)
         # torchtitan's and torchtune's table is a buffer (workspaces/persistent.py: rotary_tables).
         made = int(rotary * family.rotary_share) if family.rotary not in ("complex", "torchtune") else 0
@@ -71,7 +72,13 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
             t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,), trains=True)
         t.tape.output(x.tensor)
 
-    return block(ctx, ("transformers embedding", rotary, positions, alibi, model.embedding_layernorm), record)
+    return block(ctx, ("transformers embedding", rotary, positions, alibi, model.embedding_layernorm, scaled), record)
+
+
+def scaled_embeddings(model: ModelSpec, ctx: BlockContext) -> str:
+    """Where the input embeddings are scaled, as in ``Family.scaled_embeddings``."""
+    assert ctx.torch_layers is not None
+    return "model" if model.scaled_embeddings else ctx.torch_layers.family.scaled_embeddings
 
 
 def _with_positions(t: Torch, x: Array, positions: int) -> Array:

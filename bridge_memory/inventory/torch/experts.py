@@ -22,7 +22,7 @@ INT64 = 8
 
 def last_saver(t: Torch, spec: MoESpec) -> str:
     """The last operation of the block that saves anything; "mlp": the last sum over experts."""
-    if spec.shared_expert_intermediate_size and t.hf.family.moe != "hunyuan":
+    if spec.shared_expert_intermediate_size and t.hf.family.moe not in ("hunyuan", "afmoe"):
         if t.hf.family.moe == "granite":
             return "shared_mlp.output_linear output"
         return "shared expert, gated" if spec.shared_expert_gate else f"{_module(t)}.shared_experts.down_proj output"
@@ -53,6 +53,10 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
             chosen = Array(which, t.r.ctx.tokens * spec.topk, INT64)
         else:
             weights, chosen, logits = _softmax_router(t, spec, x)
+    if t.hf.family.moe == "afmoe":
+        t.r.parameter("mlp.expert_bias", (spec.num_experts,), trains=False)
+        early = _mlp_of_shared(t, spec, x)
+    with t.tape.assumed():
         given = _latent(t, spec, x, "fc1_latent_proj") if spec.latent_size else x
         if t.hf.grouped_experts:
             out = _grouped(t, spec, given, weights, chosen)
@@ -95,15 +99,19 @@ def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Ar
     if t.hf.family.moe == "hunyuan":
         logits = _logits_in_fp32(t, spec, x)
     else:
-        logits = t.linear(f"{_module(t)}.gate", x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
+        gate = "mlp.router.gate" if t.hf.family.moe == "afmoe" else f"{_module(t)}.gate"
+        logits = t.linear(gate, x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
     # LFM2's scores are a sigmoid in the model's dtype.
     wide = logits if t.hf.family.moe == "lfm2" else t.cast("router logits in fp32", logits, FP32)
+    logits = wide if t.hf.family.moe == "afmoe" else logits  # which its router returns
     scores = t.saves_output("router probabilities", wide)  # softmax or sigmoid
     weights, chosen = _of_the_chosen(t, spec, scores)
-    if not (t.hf.fused_experts and t.hf.family.moe in ("mixtral", "minimax", "hunyuan")):
+    if not (t.hf.fused_experts and t.hf.family.moe in ("mixtral", "minimax", "hunyuan", "afmoe")):
         narrow = t.cast("router weights in the model's dtype", weights, x.width)
         t.keep_alive(logits, weights)
         weights = narrow
+    if t.hf.family.moe == "afmoe":
+        weights = t.scale("router weights, scaled", weights)
     t.keep_alive(logits)
     return weights, chosen, logits
 
