@@ -274,6 +274,10 @@ class MoESpec:
     latent_size: int | None = None
     #: The block's input is multiplied by noise in training (Phi-3.5-MoE's input_jitter_noise).
     noisy_input: bool = False
+    #: LongCat-Flash: experts that return their input, which tokens choose as they do the others.
+    zero_experts: int = 0
+    #: LongCat-Flash: the layer has two attentions and two MLPs of this width, and adds the experts' output at its end.
+    shortcut_ffn_hidden_size: int = 0
     #: As ``MLPSpec.clamp_value``.
     clamp_value: float | None = None
 

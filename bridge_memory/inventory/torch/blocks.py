@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from bridge_memory.components import Part
-from bridge_memory.inventory.torch import bloom, gpt2, nemotron_h
+from bridge_memory.inventory.torch import bloom, gpt2, longcat, nemotron_h
 from bridge_memory.inventory.torch.attention import Shared, record_attention
 from bridge_memory.inventory.torch.delta_net import record_delta_net
 from bridge_memory.inventory.torch.experts import last_saver, record_moe
@@ -148,6 +148,8 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
         return bloom.LAST_SAVER_WITH_DROPOUT if t.r.ctx.hidden_dropout else bloom.LAST_SAVER
     if t.hf.family.layer == "nemotron_h":
         return nemotron_h.last_saver(t, layer)
+    if t.hf.family.layer == "longcat_flash":
+        return longcat.LAST_SAVER
     last = t.hf.family.norms[-1]
     if not last:
         assert layer.ffn is not None
@@ -184,6 +186,8 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
         return bloom.record_bloom_layer(t, layer, x)
     if t.hf.family.layer == "nemotron_h":
         return nemotron_h.record_nemotron_layer(t, layer, x)
+    if t.hf.family.layer == "longcat_flash":
+        return longcat.record_longcat_layer(t, layer, x, shared)
     r = t.r
     mixer, ffn = layer.mixer, layer.ffn
     assert ffn is not None
