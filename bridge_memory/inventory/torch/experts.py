@@ -425,7 +425,8 @@ def _fused_parameters(t: Torch, spec: MoESpec) -> tuple[Array, Array] | None:
         return None
     h, f, e = _width(t, spec), spec.moe_ffn_hidden_size, spec.num_experts
     wide = 2 * f if spec.gated else f
-    return _parameter(t, "experts.gate_up_proj", _choices(spec) * wide * h), _parameter(t, "experts.down_proj", e * h * f)
+    first = _parameter(t, "experts.gate_up_proj", _choices(spec) * wide * h)
+    return first, _parameter(t, "experts.down_proj", e * h * f)
 
 
 def _parameter(t: Torch, name: str, elements: Any) -> Array:
