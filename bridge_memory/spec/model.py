@@ -277,6 +277,10 @@ class MoESpec:
     latent_size: int | None = None
     #: The block's input is multiplied by noise in training (Phi-3.5-MoE's input_jitter_noise).
     noisy_input: bool = False
+    #: LongCat-Flash: experts that return their input, which tokens choose as they do the others.
+    zero_experts: int = 0
+    #: LongCat-Flash: the layer has two attentions and two MLPs of this width, and adds the experts' output at its end.
+    shortcut_ffn_hidden_size: int = 0
     #: As ``MLPSpec.clamp_value``.
     clamp_value: float | None = None
 
@@ -489,6 +493,8 @@ class ModelSpec:
     fused_hyper_connections: bool = False
     #: Gemma 4: rows of the per-layer embedding table (its width is ``all_layers_width``); 0: none.
     per_layer_vocab_size: int = 0
+    #: AFMoE's mup_enabled: the input embeddings are multiplied by a number, outside of their module.
+    scaled_embeddings: bool = False
     #: Gemma 2 and 4: a tanh over the logits (``final_logit_softcapping``).
     softcapped_logits: bool = False
     #: Whether it was read by the usual names, ``model_type`` having no reader of its own: what is there beside them is

@@ -114,6 +114,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "phimoe", **TINY, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96,
         "input_jitter_noise": 0.01, "sliding_window": None,
     },
+    "afmoe": {
+        "model_type": "afmoe", **TINY, "num_hidden_layers": 4, "num_dense_layers": 1, "head_dim": 32, "num_experts": 8,
+        "num_experts_per_tok": 2, "num_shared_experts": 2, "moe_intermediate_size": 96, "sliding_window": 4096,
+        "attention_bias": True, "mup_enabled": True,
+    },
+    "longcat_flash": {
+        "model_type": "longcat_flash", "hidden_size": 256, "num_layers": 2, "num_attention_heads": 8,
+        "vocab_size": 640, "max_position_embeddings": 2048, "ffn_hidden_size": 688, "expert_ffn_hidden_size": 96,
+        "n_routed_experts": 6, "zero_expert_num": 2, "moe_topk": 2, "q_lora_rank": 96, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 32, "tie_word_embeddings": False,
+    },
     "apertus": {"model_type": "apertus", **TINY, "hidden_act": "xielu"},
     "lfm2": {"model_type": "lfm2", **TINY, "layer_types": ["conv", "full_attention", "conv"],
              "block_auto_adjust_ff_dim": False, "conv_bias": True},

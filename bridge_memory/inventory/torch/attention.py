@@ -90,7 +90,7 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
         )
         return query, key, value, None
     gate: Array | None = None
-    if spec.attention_output_gate:
+    if spec.attention_output_gate and not t.hf.family.separate_gate:
         both = t.linear("self_attn.q_proj", x, tokens, h, 2 * a * d, bias=bias)
         query, gate = t.split("queries and gates", both, tokens * a * d, tokens * a * d)
         gate = t.copy("gates by head", gate)
@@ -102,6 +102,8 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
     key = t.linear("self_attn.k_proj", x, tokens, h, g * d, bias=bias)
     key = _normed(t, spec, 1, key) if order == "each" else key
     value = t.linear("self_attn.v_proj", x, tokens, h, g * spec.value_channels, bias=bias)
+    if spec.attention_output_gate and t.hf.family.separate_gate:
+        gate = t.linear("self_attn.gate_proj", x, tokens, h, a * d)
     if order == "all":
         query, key = _normed(t, spec, 0, query), _normed(t, spec, 1, key)
     return query, key, value, gate

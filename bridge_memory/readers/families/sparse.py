@@ -98,6 +98,13 @@ def _numbered(f: Fields, key: str, numbers: Sequence[object], n: int) -> list[bo
     return [i in chosen for i in range(n)]
 
 
+def _after_dense(f: Fields, n: int) -> list[bool]:
+    first = f.count("num_dense_layers", default=1)
+    if first > n:
+        raise f.error(f"num_dense_layers ({first}) is larger than num_hidden_layers ({n})")
+    return [i >= first for i in range(n)]
+
+
 def _every_layer(f: Fields, n: int) -> list[bool]:
     return [True] * n
 
@@ -173,6 +180,16 @@ SPARSE: dict[str, Sparse] = {
         balancing="aux_loss",
         ignored=("attn_scale", "attn_temperature_tuning", "floor_scale", "attention_chunk_size"),
     ),
+    "afmoe": Sparse(
+        Family(qk_layernorm="head", head_dim=128),
+        number=("num_experts",),
+        shared=lambda f, width: width * f.count("num_shared_experts", default=2),
+        is_moe=_after_dense,
+        attention=layerwise_attention.afmoe,
+        score_key="score_func",
+        # transformers' class reads none of the published config's other keys.
+        ignored=("mup_enabled", "route_norm", "num_expert_groups", "num_limited_groups", "load_balance_coeff"),
+    ),
     "bailing_moe_v2": Sparse(
         Family(bias_keys=("use_qkv_bias",), output_bias="never", qk_layernorm="head"),
         shared=lambda f, width: width,
@@ -224,6 +241,7 @@ def read_sparse(f: Fields) -> ModelSpec:
         dense = MLPSpec(f.integer(kind.dense_width), gated=True, activation=activation(f, family))
     mixers = kind.attention(f, family, hidden_size, n)
     layers = [LayerSpec(mixer, block if moe else dense) for mixer, moe in zip(mixers, is_moe, strict=True)]
+    scaled = f.model_type == "afmoe" and f.flag("mup_enabled")
     depths, repeated = _mtp_depths(f, kind), f.flag("mtp_share_layers")
     mtp = LayerSpec(mixers[-1], dense) if kind.dense_mtp else layers[-1]
     head_dim = mixers[0].kv_channels
@@ -239,7 +257,7 @@ def read_sparse(f: Fields) -> ModelSpec:
         mtp_num_layers=depths,
         mtp_layer=mtp if depths else None,
     )
-    return replace(made, mtp_use_repeated_layer=repeated and depths > 0)
+    return replace(made, mtp_use_repeated_layer=repeated and depths > 0, scaled_embeddings=scaled)
 
 
 def _experts(f: Fields, kind: Sparse) -> MoESpec:
