@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 #: Subjects of the run that are shown: all, and those that remain where lines are short.
 _ALL = ("model", "parallelism", "batch", "precision", "optimizer", "recompute", "releases", "host memory")
 _MOST = ("parallelism", "batch", "precision", "optimizer", "releases", "host memory")
-_SOME = ("parallelism", "batch", "precision", "optimizer", "host memory")
-_FEW = ("parallelism", "batch", "host memory")
+_FEW = ("precision", "optimizer", "releases", "host memory")  # the others were typed
 
 
 class Shown(NamedTuple):
@@ -46,9 +45,9 @@ class Shown(NamedTuple):
 #: is printed below on the same screen.
 SHOWN = (
     Shown(10, 8, MOST, _ALL), Shown(8, 8, MOST, _ALL), Shown(6, 8, MOST, _ALL), Shown(5, 8, MOST, _ALL),
-    Shown(5, 8, 2, _ALL), Shown(5, 8, 1, _ALL), Shown(5, 8, 1, _MOST), Shown(5, 8, 1, _SOME), Shown(5, 8, 0, _SOME),
-    Shown(5, 8, 0, _FEW), Shown(5, 8, 0, ()), Shown(3, 8, 0, ()), Shown(3, 3, 0, ()), Shown(1, 3, 0, ()),
-    Shown(0, 3, 0, ()), Shown(0, 1, 0, ()), Shown(0, 0, 0, ()),
+    Shown(5, 8, 2, _ALL), Shown(5, 8, 1, _ALL), Shown(5, 8, 1, _MOST), Shown(5, 8, 0, _MOST), Shown(5, 8, 0, _FEW),
+    Shown(5, 8, 0, ()), Shown(3, 8, 0, ()), Shown(3, 3, 0, ()), Shown(1, 3, 0, ()), Shown(0, 3, 0, ()),
+    Shown(0, 1, 0, ()), Shown(0, 0, 0, ()),
 )  # fmt: skip
 #: Of more stages than there are rows: the first, the one with the highest peak and the last.
 _ENDS = 3
@@ -95,7 +94,7 @@ def short_blocks(
             yield [
                 *first, *([_stages(result, shown, fits, unit, has.rows)] if has.rows else []), *job,
                 *_largest(result, explained, unit, has.components), *_run(result, has.subjects),
-                *_decides(sentences(some, unit)), _last(result, len(decides) - len(some), more),
+                *_last(result, sentences(some, unit), len(decides) - len(some), more),
             ]  # fmt: skip
 
     return first_that_fits(versions(), after)
@@ -110,12 +109,6 @@ def _run(result: Estimate, subjects: Sequence[str]) -> list[Block]:
     return [Pairs("The run", tuple(pairs))] if pairs else []
 
 
-def _decides(some: Sequence[str]) -> list[Block]:
-    if len(some) == 1:
-        return [Words("", (f"{TITLE}: {some[0]}",))]
-    return [Bullets(TITLE, tuple(some))] if some else []
-
-
 def _largest(result: Estimate, stage: StageEstimate, unit: str, number: int) -> list[Block]:
     of = f" of stage {stage.stage}" if len(result.stages) > 1 else ""
     moment = f"{phase_words(stage)}: {stage.peak_operation}".removesuffix(": ")
@@ -124,15 +117,18 @@ def _largest(result: Estimate, stage: StageEstimate, unit: str, number: int) -> 
     return [grid._replace(rows=grid.rows[:-1], emphasis=None)] if number else []  # the title has their sum
 
 
-def _last(result: Estimate, undecided: int, more: str) -> Words:
-    """How much is not on this screen, and how to see it."""
+def _last(result: Estimate, decides: Sequence[str], undecided: int, more: str) -> list[Block]:
+    """What decides the peak; how much is not on this screen, and how to see it."""
     assumed = len(dict.fromkeys(result.assumptions))
     number = len(result.unmodelled)
     left_out = f"{number} feature{'s' * (number != 1)} not modelled" if number else ALL_MODELLED
     words = f"{left_out}; {assumed} assumption{'s' * (assumed != 1)}"
     if undecided:
         words += f"; {undecided} more that decide{'s' * (undecided == 1)} the peak"
-    return Words("", (f"{words}{f'; {more}' if more else ''}",))
+    words += f"; {more}" * bool(more)
+    if len(decides) > 1:
+        return [Bullets(TITLE, tuple(decides)), Words("", (words,))]
+    return [Words("", (*(f"{TITLE}: {sentence}" for sentence in decides), words))]
 
 
 def _stages(result: Estimate, stages: Sequence[StageEstimate], fits: Sequence[Fit], unit: str, most_rows: int) -> Grid:
