@@ -34,7 +34,17 @@ from bridge_memory.speed.megatron.step_time import not_timed, step_time
 from bridge_memory.speed.step_time import tokens_per_second_per_gpu
 from bridge_memory.verdict import fits, margin_words
 from bridge_memory.web.fixes import Refuses, label, refusal, untried
-from bridge_memory.web.options import DEFAULT_GPU, KEYS, PASTED, Asked, asked, option_values, options, post_training_of
+from bridge_memory.web.options import (
+    DEFAULT_GPU,
+    KEYS,
+    PASTED,
+    Asked,
+    asked,
+    option_values,
+    options,
+    post_training_of,
+    search_axes,
+)
 from bridge_memory.web.words import title
 
 _Answer = TypeVar("_Answer")
@@ -106,6 +116,7 @@ class Api:
                 for g in GPUS.values()
             ],
             "options": [option.as_json() for option in options().values()],
+            "varied": {whose: list(usual) for whose, (_, usual) in search_axes().items()},
         }  # fmt: skip
 
     def models(self) -> list[dict[str, Any]]:

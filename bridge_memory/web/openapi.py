@@ -67,6 +67,7 @@ _SCHEMAS: dict[str, Any] = {
             "version": _TEXT, "hub": _YES, "default_gpu": _TEXT, "options": _many(_OPTION),
             "engines": {"type": "object", "additionalProperties": _TEXT}, "megatron_engines": _many(_TEXT),
             "engine_options": {"type": "object", "additionalProperties": _TEXT},
+            "varied": _object({"megatron": _many(_TEXT), "torch": _many(_TEXT)}),
             "gpus": _many(_object({"name": _TEXT, "description": _TEXT, "capacity_bytes": _WHOLE, "common": _YES})),
         }
     ),
@@ -152,7 +153,7 @@ _SCHEMAS: dict[str, Any] = {
         },
         {
             **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp", "microbatches"), _WHOLE),
-            **dict.fromkeys(("engine", "sharded", "overlap", "offload"), _TEXT),
+            **dict.fromkeys(("engine", "sharded", "overlap", "offload", "dispatcher"), _TEXT),
         }
     ),
     "Found": _object(

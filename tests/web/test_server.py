@@ -326,6 +326,29 @@ def test_a_search_under_an_engine_finds_what_the_estimate_says(client: Client) -
         assert status == 200 and answer["fit"]["fits"] and answer["fit"]["peak_bytes"] == row["peak_bytes"]
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "flags"),
+    [
+        ("openai/gpt-oss-20b", {"num-gpus": 8, "global-batch-size": 64}, "--num-gpus 8 --global-batch-size 64"),
+        ("meta-llama/Llama-3.2-1B", {"num-gpus": 8, "global-batch-size": 64, "engine": "fsdp2"},
+         "--num-gpus 8 --global-batch-size 64 --engine fsdp2"),
+    ],
+)  # fmt: skip
+def test_a_search_is_that_of_the_command(
+    client: Client, capsys: pytest.CaptureFixture[str], model: str, options: dict[str, Any], flags: str
+) -> None:
+    """The same question, with the axes that each varies by itself: the same rows."""
+    question = {"model": model, "gpu": "H100", "options": options}
+    found = _ended(client, client.post("/api/search", {"question": question, "top": 3})[1])["result"]
+    assert main(["search", model, "--gpu", "H100", *flags.split(), "--top", "3", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (found["looked_at"], found["fit"]) == (said["looked_at"], said["fit"])
+    for here, there in zip(found["rows"], said["best"], strict=True):
+        same = here.keys() & there.keys() - {"options"}
+        assert {"peak_bytes", "step_seconds", "mbs"} <= same
+        assert {name: here[name] for name in same} == {name: there[name] for name in same}
+
+
 @pytest.mark.slow
 def test_a_search_can_be_cancelled(client: Client) -> None:
     large = {"model": "deepseek-ai/DeepSeek-V3", "options": {"num-gpus": 2048, "global-batch-size": 16384}}
