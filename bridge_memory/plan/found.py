@@ -45,6 +45,7 @@ class Time(Protocol):
 
 
 TimeT = TypeVar("TimeT", bound=Time)
+FoundT = TypeVar("FoundT", bound="Found")
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ class Found(NamedTuple):
         simple = [one for one in near if one[1].time.seconds <= as_fast and one[2][0] <= most]
         return min(simple, key=lambda one: one[2])[1]
 
-    def on(self, gpu: Gpu) -> Found:
+    def on(self: FoundT, gpu: Gpu) -> FoundT:
         """With the whole job of what stands first judged on ``gpu``."""
         return self._replace(certain=partial(_fits, gpu=gpu))
 
