@@ -14,7 +14,7 @@ from bridge_memory.cli import main
 from bridge_memory.estimation import estimate, stage_parts
 from bridge_memory.readers import resolve_model
 from bridge_memory.reserved import replayed, why_not
-from bridge_memory.reserved.megatron import COMPUTE, EXCHANGE, _Streams
+from bridge_memory.reserved.megatron import COMPUTE, EXCHANGE, _Job, _Streams
 from bridge_memory.spec import BatchSpec, ImplementationSpec, MambaSpec, MoESpec, ParallelSpec, RecomputeSpec, SpecError
 from bridge_memory.tapes.allocation_trace import Passes, Storages
 from bridge_memory.tapes.tape import Tape
@@ -325,3 +325,17 @@ def test_drawn_runs_are_replayed_without_a_leak() -> None:
             found = replayed(run, stage.stage)
             assert found.allocated == pytest.approx(stage.peak_bytes, rel=0.03), run
     assert any(isinstance(layer.mixer, MambaSpec) for run in drawn(12) for layer in run.model.layers)
+
+
+@pytest.mark.parametrize("fields", [{}, {"recompute_granularity": "full", "recompute_method": "uniform",
+                                         "recompute_num_layers": 2}], ids=["plain", "recomputed"])  # fmt: skip
+def test_passes_that_are_repeated_are_those_made_anew(fields: dict[str, Any]) -> None:
+    run = RunSpec(model="meta-llama/Llama-3.2-1B").with_fields(
+        world_size=4, pipeline_model_parallel_size=2, global_batch_size=16, **fields
+    )
+    for stage in (0, 1):
+        again, anew = _Job(run, stage, repeats=True), _Job(run, stage)
+        for step in range(3):
+            calls = [(job.step(step) if step else job.start()) for job in (again, anew)]
+            assert calls[0] == calls[1]
+        assert again._recorded is not None

@@ -23,7 +23,18 @@ from drawn_runs import ENGINES, GPU, a_command, a_run, run_of
 from tiers import few_fast
 from ways import WAYS, Stages, band_in_json, band_in_text, bands, differences, expected_band, of_csv, of_json
 
-from bridge_memory import Estimate, RunSpec, SpecError, estimate, list_presets, search, whole_job
+from bridge_memory import (
+    Estimate,
+    RunSpec,
+    SpecError,
+    estimate,
+    fit,
+    list_presets,
+    post_training,
+    search,
+    whole_job,
+)
+from bridge_memory import fits as public_fits
 from bridge_memory import theoretical_memory_utils as drop_in
 from bridge_memory.calculator import GPUMemoryCalculator
 from bridge_memory.calibration import calibrated
@@ -45,6 +56,7 @@ from bridge_memory.web.api import Api, Refused
 
 #: Drawn of every engine or source.
 DRAWN = 2
+LLAMA = "meta-llama/Llama-3.2-1B"
 
 
 def check(answer: Estimate) -> None:
@@ -173,6 +185,33 @@ def check_whole_job(words: Sequence[str], question: dict[str, Any], run: RunSpec
     assert of_estimate(run, find_gpu(GPU)).verdict == short["verdict"]["answer"]
     whole = whole_job(run, GPU)
     assert whole.as_json() == job and str(whole.verdict) == short["verdict"]["answer"]
+
+
+def test_what_plans_judges_by_the_whole_job_too(tmp_path: Path) -> None:
+    """``sweep``, the first row of ``fit``, ``fits`` and the update of a post-training job: the number and verdict of
+    ``estimate``. The reserved memory of an expert model that recomputes is far from a share of its peak."""
+    def said(run: RunSpec) -> tuple[str, int]:
+        job = whole_job(run, GPU)
+        (training,) = (phase for phase in job.phases if phase.phase == "training")
+        return str(job.verdict), job.gpu.capacity_bytes - training.driver.most
+
+    question = tmp_path / "fleet.yaml"
+    question.write_text(f"models: [{LLAMA}]\ngpus: [{GPU}]\nnum_gpus: [2]\nseq_lengths: 4096\nglobal_batch_size: 16\n")
+    (cell,) = json.loads(printed("sweep", str(question), "--json"))["rows"]
+    swept = search(RunSpec(model=LLAMA).with_fields(seq_length=4096), gpu=GPU, num_gpus=2, global_batch_size=16)
+    verdict, free = said(swept.ranked(1).rows[0].run)
+    assert (cell["verdict"], float(cell["free_gib"])) == (verdict, pytest.approx(free / GIB, abs=1e-3))
+    given = RunSpec(model="Qwen/Qwen3-8B").with_fields(world_size=8, seq_length=8192)
+    first = fit(given, gpu=GPU).ranked(1).rows[0].run
+    for run in (swept.rows[-1].run, first):
+        (found,) = public_fits(estimate(run), [GPU])
+        assert (str(found.verdict), found.headroom_bytes) == said(run)
+        assert found.fits == (said(run)[0] in ("fits", "tight"))
+    assert said(first)[0] == "fits"
+    rollout = post_training("verl", str(Path(__file__).parents[1] / "examples/verl_qwen3_30b_a3b.yaml"), GPU)
+    update = next(phase for phase in rollout.phases if str(phase.phase) == "update")
+    (found,) = public_fits(estimate(rollout.setup.update_run()), [GPU])
+    assert found.replayed and update.reserved.most == found.peak_bytes + found.reserved_bytes
 
 
 def check_mcp(words: Sequence[str], answer: Estimate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,7 @@ def fit(
     return fitted(
         placed, hardware_of(card.name), capacity=card.capacity_bytes - headroom_bytes,
         outside=partial(outside_bytes_of, gpu=card), vary=_names("vary", vary),
-    )  # fmt: skip
+    ).on(card)  # fmt: skip
 
 
 def whatif(run: RunSpec, *, gpu: str | Gpu) -> WhatIf:

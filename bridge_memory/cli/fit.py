@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         found = fit(
             own, hardware, capacity=capacity, outside=partial(outside_bytes_of, gpu=gpu), vary=vary,
             progress=progress, share=progress.done,
-        )  # fmt: skip
+        ).on(gpu)  # fmt: skip
     given = step_time(own, hardware, DEFAULT)
     peak, state = max(stage.peak_bytes for stage in peaks(own)), max(model_state(own))
     yours = (

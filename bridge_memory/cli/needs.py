@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from bridge_memory.estimation import estimate
-from bridge_memory.job.job import job_of, may_fit
+from bridge_memory.job.job import may_fit, verdict_on
 from bridge_memory.job.megatron.loading import How, loading
 from bridge_memory.outside.amount import total
 from bridge_memory.outside.context import outside
@@ -42,7 +42,7 @@ class Needs:
     def _fits(self, run: RunSpec) -> bool:
         """Whether its job may fit; what a replay would cost is saved where it is certain not to."""
         result, gpu = estimate(run), self._job.gpu
-        return may_fit(result, gpu, self._stage) and job_of(result, gpu).verdict is not Verdict.DOES_NOT_FIT
+        return may_fit(result, gpu, self._stage) and verdict_on(result, gpu) is not Verdict.DOES_NOT_FIT
 
     def hopeless(self, run: RunSpec) -> bool:
         """Whether ``run`` cannot be resumed for certain, with that option either: then nothing makes its job fit."""

@@ -136,14 +136,7 @@ class Job:
         return self._judged(worst.driver, worst.verdict(capacity))
 
     def _judged(self, driver: Range, found: Verdict) -> Verdict:
-        """``found`` of a phase, but unknown where ``unmodelled`` can change it."""
-        capacity = self.gpu.capacity_bytes
-        least, most = bounds(driver.least, self.unmodelled).least, bounds(driver.most, self.unmodelled).most
-        if found is Verdict.DOES_NOT_FIT:
-            certain = least is not None and least > capacity
-        else:
-            certain = most is not None and most <= max(capacity, driver.most)
-        return found if certain else Verdict.UNKNOWN
+        return _modelled(found, driver, self.gpu.capacity_bytes, self.unmodelled)
 
     @property
     def training(self) -> PhaseMemory:
@@ -224,6 +217,16 @@ class Job:
                 "phase": str(Phase.RESUME), "flag": self.to_try.flag, "less_bytes": self.to_try.less,
             },
         }  # fmt: skip
+
+
+def _modelled(found: Verdict, driver: Range, capacity: int, unmodelled: Sequence[Unmodelled]) -> Verdict:
+    """``found`` of a phase, but unknown where ``unmodelled`` can change it."""
+    least, most = bounds(driver.least, unmodelled).least, bounds(driver.most, unmodelled).most
+    if found is Verdict.DOES_NOT_FIT:
+        certain = least is not None and least > capacity
+    else:
+        certain = most is not None and most <= max(capacity, driver.most)
+    return found if certain else Verdict.UNKNOWN
 
 
 class Traces:
@@ -328,27 +331,9 @@ def job_steps(
     result: Estimate, gpu: Gpu, host_bytes: int | None = None, traces: Traces | None = None
 ) -> Generator[None, None, Job]:
     """As ``job_of``, in steps: a stage each, and the replay. Other work may be done between two of them."""
-    run, every, stages, capacity = result.run, [], [], gpu.capacity_bytes
-    share = evidence_of(run, gpu).above
-    for each in result.stages:
-        stages.append(_stage(result, each.stage, share))
-        every.append(tuple(_phases(run, gpu, stages[-1])))
-        yield
-    traces = Traces(run) if traces is None else traces
-    not_replayed, replayed = traces.why_not, dict[int, _Replayed]()
-    # A replay lowers the upper end of a stage, below which another may be that is not replayed yet.
-    while (training := _training(worst := _worst(every, capacity))).stage not in replayed and not not_replayed:
-        calibrated = sum(c.bytes for c in result.stages[training.stage].components if c.part is Part.CALIBRATION)
-        room = capacity - total(training.outside).most - stages[training.stage].graphs.most - calibrated
-        try:
-            found = yield from _replayed(traces, training.stage, room)
-        except TooManyCalls as error:
-            not_replayed = f"{error}{f' of stage {training.stage}' if len(stages) > 1 else ''}"
-            break
-        held = total(training.allocated).least
-        exact = Range(*(max(held, nbytes + calibrated) for nbytes in found.reserved))
-        every[training.stage] = tuple(_phases(run, gpu, stages[training.stage], exact))
-        replayed[training.stage] = found
+    run, capacity = result.run, gpu.capacity_bytes
+    stages, every, replayed, not_replayed = yield from _judged_stages(result, gpu, traces)
+    training = _training(worst := _worst(every, capacity))
     reasons = () if _of_torch(run) else (
         building.why_not(run) or loading.why_not_resumed(run) or loading.refusal(run), evaluation.why_not(run)
     )  # fmt: skip
@@ -367,6 +352,49 @@ def job_steps(
         option, option is not None and may_fit(estimate(option.run), gpu),
         None if how is None else how.uneven, how is not None and how.retries,
     )
+
+
+def verdict_on(result: Estimate, gpu: Gpu) -> Verdict:
+    """``job_of(result, gpu).verdict``, without the rest of the job."""
+    _, every, _, _ = _through(_judged_stages(result, gpu, None))
+    capacity = gpu.capacity_bytes
+    decides = _first_worst(_worst(every, capacity), capacity)
+    unmodelled = [feature for feature in result.unmodelled if not feature.of_job]
+    return _modelled(decides.verdict(capacity), decides.driver, capacity, unmodelled)
+
+
+class _Judged(NamedTuple):
+    """The stages of a job and their phases; of those replayed, what was found, and why others were not."""
+
+    stages: list[_Stage]
+    phases: list[tuple[PhaseMemory, ...]]
+    replayed: dict[int, _Replayed]
+    not_replayed: str
+
+
+def _judged_stages(result: Estimate, gpu: Gpu, traces: Traces | None) -> Generator[None, None, _Judged]:
+    run, every, stages, capacity = result.run, list[tuple[PhaseMemory, ...]](), list[_Stage](), gpu.capacity_bytes
+    share = evidence_of(run, gpu).above
+    for each in result.stages:
+        stages.append(_stage(result, each.stage, share))
+        every.append(tuple(_phases(run, gpu, stages[-1])))
+        yield
+    traces = Traces(run) if traces is None else traces
+    not_replayed, replayed = traces.why_not, dict[int, _Replayed]()
+    # A replay lowers the upper end of a stage, below which another may be that is not replayed yet.
+    while (training := _training(_worst(every, capacity))).stage not in replayed and not not_replayed:
+        calibrated = sum(c.bytes for c in result.stages[training.stage].components if c.part is Part.CALIBRATION)
+        room = capacity - total(training.outside).most - stages[training.stage].graphs.most - calibrated
+        try:
+            found = yield from _replayed(traces, training.stage, room)
+        except TooManyCalls as error:
+            not_replayed = f"{error}{f' of stage {training.stage}' if len(stages) > 1 else ''}"
+            break
+        held = total(training.allocated).least
+        exact = Range(*(max(held, nbytes + calibrated) for nbytes in found.reserved))
+        every[training.stage] = tuple(_phases(run, gpu, stages[training.stage], exact))
+        replayed[training.stage] = found
+    return _Judged(stages, every, replayed, not_replayed)
 
 
 def _host_moments(run: RunSpec, stage: int) -> tuple[Moment, ...]:
@@ -503,18 +531,27 @@ def _stage(result: Estimate, stage: int, above: float = 0.0) -> _Stage:
     run, of = result.run, result.stages[stage]
     peaks = dict(of.phases)
     first = max(peaks[str(phase)] for phase in _FIRST)
+    beside, of_graphs = _beside_steps(run, stage)
+    found = {
+        **beside, Phase.FIRST_STEP: (exactly("model, activations and temporaries of the first step", first),),
+        Phase.TRAINING: tuple(exactly(c.name, c.bytes, c.provenance) for c in of.components),
+    }  # fmt: skip
+    parts = {phase: amounts for phase in Phase if (amounts := found.get(phase)) is not None}
+    return _Stage(stage, parts, of_graphs, int(of.peak_bytes * above))
+
+
+@lru_cache(maxsize=64)
+def _beside_steps(run: RunSpec, stage: int) -> tuple[dict[Phase, _Amounts], Range]:
+    """Phases without a step, and what CUDA graphs reserve."""
     phases = _phases_of(run)
     found = {
         Phase.BUILD: phases.build(run, stage),
         Phase.LOAD: phases.load(run, stage, How.HUGGING_FACE),
-        Phase.FIRST_STEP: (exactly("model, activations and temporaries of the first step", first),),
-        Phase.TRAINING: tuple(exactly(c.name, c.bytes, c.provenance) for c in of.components),
         Phase.EVALUATION: phases.evaluate(run, stage),
         Phase.SAVE: phases.save(run, stage),
         Phase.RESUME: phases.load(run, stage, How.RESUME),
     }
-    parts = {phase: amounts for phase, amounts in found.items() if amounts is not None}
-    return _Stage(stage, parts, total(graphs(run, stage) or ()), int(of.peak_bytes * above))
+    return found, total(graphs(run, stage) or ())
 
 
 def _phases(run: RunSpec, gpu: Gpu, stage: _Stage, replayed: Range | None = None) -> Iterator[PhaseMemory]:

@@ -45,6 +45,7 @@ class Time(Protocol):
 
 
 TimeT = TypeVar("TimeT", bound=Time)
+FoundT = TypeVar("FoundT", bound="Found")
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,7 @@ class Found(NamedTuple):
                 return row
         return None
 
-    def on(self, gpu: Gpu) -> Found:
+    def on(self: FoundT, gpu: Gpu) -> FoundT:
         """With the whole job of what stands first judged on ``gpu``."""
         return self._replace(certain=partial(_fits, gpu=gpu))
 

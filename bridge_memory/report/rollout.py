@@ -207,7 +207,7 @@ def limit_words(found: Rollout, solved: Limits) -> list[str]:
 
 def _notes(found: Rollout, unit: str, verbose: int) -> list[str]:
     setup = found.setup
-    notes = [f"reserved: allocated and up to {FRAGMENTATION:.1%} more (measured elsewhere)"]
+    notes = [f"reserved: of the update, its allocations replayed; else allocated and up to {FRAGMENTATION:.1%} more"]
     if setup.reference is not Reference.NONE:
         notes.append(f"reference policy: {setup.reference}")
     if setup.sleep_level:

@@ -84,7 +84,7 @@ def trace_of(run: RunSpec, stage: int, uneven: float = 1.0, steps: int = STEPS) 
     """What training on a rank of ``stage`` asks its allocator for. ``uneven``: overlapped layers of experts get at each
     pass between the run's number of tokens and this times it, some more, some less."""
     assert why_not(run) is None, why_not(run)
-    job = _Job(run, stage, uneven)
+    job = _Job(run, stage, uneven, repeats=True)
     first = job.start()
     if uneven > 1:
         return Trace([*first, *(call for step in range(1, steps) for call in job.step(step))], [], 0, 0)
@@ -213,12 +213,15 @@ class _Depths:
 
 
 class _Job:
-    """A rank of one stage, storage by storage."""
+    """A rank of one stage, storage by storage. ``repeats``: passes of later steps are those of the first."""
 
-    def __init__(self, run: RunSpec, stage: int, uneven: float = 1.0) -> None:
+    def __init__(self, run: RunSpec, stage: int, uneven: float = 1.0, *, repeats: bool = False) -> None:
+        self._repeats = repeats
         self.run, self.stage = run, stage
         self._calls = Calls()
         self.streams = _Streams((self._calls,))
+        #: The passes of a step that is not overlapped: calls, the number of the first storage, and of how many.
+        self._recorded: tuple[list[Call], int, int] | None = None
         #: Of the last step: what is kept until the next.
         self._between: list[int] = []
         self.storages = Storages(self._report)
@@ -352,7 +355,7 @@ class _Job:
         if self.run.implementation.overlap_moe_expert_parallel_comm:
             self._overlapped(parts.hidden_state)
         else:
-            self._microbatches(parts.hidden_state)
+            self._passes_of_step(parts.hidden_state)
         self.storages.drop(batch)
         if not number:
             for component in parts.persistent:
@@ -361,6 +364,20 @@ class _Job:
         self.storages.drop(self.storages.make(parts.in_step))
         self._between = [self.storages.make(c.bytes) for c in parts.between_steps]
         return self._calls.taken()
+
+    def _passes_of_step(self, hidden: int) -> None:
+        """All microbatches, which ask for the same in every step, of storages with higher numbers."""
+        if self._recorded is not None:
+            calls, first, number = self._recorded
+            self._calls.again(calls, self.storages.made - first)
+            self.storages.skip(number)
+            return
+        before, first = self._calls.taken(), self.storages.made
+        self._microbatches(hidden)
+        calls = self._calls.taken()
+        if self._repeats and all(storage >= first for storage, _, _ in calls):
+            self._recorded = calls, first, self.storages.made - first
+        self._calls.again([*before, *calls])
 
     def _built(self, made: Sequence[Component], *, experts: bool) -> list[int]:
         """The parameters as modules build them, before DDP's buffers."""

@@ -44,6 +44,10 @@ class Storages:
             self._report(number, nbytes)
         return number
 
+    def skip(self, number: int) -> None:
+        """Leave out so many numbers."""
+        self._next += number
+
     def hold(self, number: int) -> int:
         self._refs[number] += 1
         return number

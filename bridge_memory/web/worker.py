@@ -198,7 +198,7 @@ def _fit(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     if engine not in MEGATRON_ENGINES or run.implementation.torch_layers:
         raise SpecError(f"engine ({engine}) is not fitted on the page; use `bridge-memory fit`, or a suggested change")
     found = fit(run, hardware_of(gpu.name), capacity=gpu.capacity_bytes, outside=partial(outside_bytes_of, gpu=gpu),
-                progress=_progress(say))  # fmt: skip
+                progress=_progress(say)).on(gpu)  # fmt: skip
     rows = found.ranked(1).rows
     if not rows:
         least = state_alone(found.lowest.run, gpu) or f"the lowest peak is {found.lowest.peak / GIB:.1f} GiB"

@@ -67,10 +67,19 @@ class Calls:
         calls, self._calls = self._calls, []
         return calls
 
+    def again(self, calls: Iterable[Call], shift: int = 0) -> None:
+        """``calls`` that were taken, of tensors with numbers higher by ``shift``."""
+        self._calls += [(tensor + shift, nbytes, stream) for tensor, nbytes, stream in calls]
+        self._check(len(self._calls))
+
+    def _check(self, number: int) -> None:
+        if number > self._most:
+            raise TooManyCalls(f"training asks the allocator for more than {self._most:,} blocks")
+
     def allocate(self, tensor: int, nbytes: int, stream: Hashable = 0) -> None:
         """``nbytes``: more than 0."""
         if len(self._calls) >= self._most:
-            raise TooManyCalls(f"training asks the allocator for more than {self._most:,} blocks")
+            self._check(len(self._calls) + 1)
         self._calls.append((tensor, nbytes, stream))
 
     def free(self, tensor: int) -> None:
@@ -192,11 +201,12 @@ class CachingAllocator:
 
     def follow(self, calls: Iterable[Call], shift: int = 0) -> None:
         """Make ``calls``, of tensors with numbers higher by ``shift``. Raises DeviceFull."""
+        allocate, free = self.allocate, self.free
         for tensor, nbytes, stream in calls:
             if nbytes > 0:
-                self.allocate(tensor + shift, nbytes, stream)
+                allocate(tensor + shift, nbytes, stream)
             elif nbytes == _FREE:
-                self.free(tensor + shift)
+                free(tensor + shift)
             elif nbytes == _FREE_LATER:
                 self.free_later(tensor + shift)
             else:
@@ -235,7 +245,7 @@ class CachingAllocator:
         if block is None:
             raise DeviceFull(f"{size} bytes more than {self.reserved} do not fit {self.capacity}")
         remainder = block.size - size
-        if remainder >= BLOCK if small or self.expandable else remainder > SMALL:
+        if remainder and (remainder >= BLOCK if small or self.expandable else remainder > SMALL):
             block = self._split(block, size)
         block.allocated = True
         self._blocks[tensor] = block
@@ -245,8 +255,9 @@ class CachingAllocator:
 
     def free(self, tensor: int) -> None:
         """Free a tensor. Raises KeyError if it is not allocated; a tensor of 0 bytes never is."""
-        self.allocated -= self._blocks[tensor].size
-        self._return(tensor)
+        block = self._blocks.pop(tensor)
+        self.allocated -= block.size
+        self._give(block)
 
     def free_later(self, tensor: int) -> None:
         """Free a tensor that another stream still uses (``record_stream``): its block waits for ``reuse``, when that
@@ -263,10 +274,13 @@ class CachingAllocator:
         self._return(tensor)
 
     def _return(self, tensor: int) -> None:
-        block = self._blocks.pop(tensor)
+        self._give(self._blocks.pop(tensor))
+
+    def _give(self, block: _Block) -> None:
+        """To its pool, one with free neighbours."""
         block.allocated = False
         self._merge(block)
-        block.pool.add(block)
+        insort(block.pool.free, (block.size, block.address, block))
 
     def holds(self, tensor: int) -> bool:
         return tensor in self._blocks
@@ -280,8 +294,8 @@ class CachingAllocator:
         if at == len(free):
             return None
         if self.expandable:
-            room = free[at][2].room
-            while at + 1 < len(free) and (more := free[at + 1][2].room) < room:
+            room, last = free[at][2].room, len(free) - 1
+            while at < last and (more := free[at + 1][2].room) < room:
                 at, room = at + 1, more
         return free.pop(at)[2]
 
@@ -298,13 +312,13 @@ class CachingAllocator:
     def _merge(self, block: _Block) -> None:
         """Merge with free neighbours that are mapped, or unmapped, like the block."""
         before, after = block.prev, block.next
-        if before is not None and not before.allocated and before.mapped == block.mapped:
+        if before is not None and not before.allocated and before.mapped is block.mapped:
             block.pool.drop(before)
             block.address, block.prev = before.address, before.prev
             if block.prev is not None:
                 block.prev.next = block
             block.size += before.size
-        if after is not None and not after.allocated and after.mapped == block.mapped:
+        if after is not None and not after.allocated and after.mapped is block.mapped:
             block.pool.drop(after)
             block.next = after.next
             if block.next is not None:

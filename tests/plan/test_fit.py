@@ -250,3 +250,21 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: list[s
     assert main([*TIGHT, *words]) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
+
+
+def test_a_choice_whose_whole_job_may_not_fit_stands_after_the_first_that_does() -> None:
+    """The first two of the front are not certain; with none that is, the order is that of time."""
+    run = RunSpec(model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=8))
+    found = fit(run, hardware_of(GPU.name), capacity=GPU.capacity_bytes, outside=partial(outside_bytes_of, gpu=GPU),
+                vary=["recompute"])  # fmt: skip
+    plain = found.ranked(10**6)
+    asked: list[Row] = []  # type: ignore[type-arg]
+
+    def third(row: Row) -> bool:  # type: ignore[type-arg]
+        asked.append(row)
+        return row not in plain.rows[:2]
+
+    some = found._replace(certain=third).ranked(10**6)
+    assert asked == list(plain.rows[:3]) and some.keeping == plain.keeping - 2 > 1
+    assert some.rows == (*plain.rows[2 : plain.keeping], *plain.rows[:2], *plain.rows[plain.keeping :])
+    assert found._replace(certain=lambda row: False).ranked(10**6) == plain

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from bridge_memory.estimation import StagePeak, peaks
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.outside.amount import Range
-from bridge_memory.plan.found import Found, Limit, Ranked, Refused, Row, Rows
+from bridge_memory.plan.found import CANDIDATES, Found, Limit, Ranked, Refused, Row, Rows
 from bridge_memory.plan.megatron.space import AXES, Space, recomputations
 from bridge_memory.plan.reserve import Reserve
 from bridge_memory.releases import OFFLOADS_BY_MODULE
@@ -80,20 +80,31 @@ class Fitted(Found):
         return self.rows.lowest()
 
     def ranked(self, number: int) -> Ranked:
-        """The fastest row that keeps the reserve, and those that take more time for a lower peak. After them tight
-        ones that are faster; all of these where none keeps it."""
+        """The fastest row that keeps the reserve and whose whole job is ``certain`` to fit, if it is so of one of the
+        first ``CANDIDATES``; and those that take more time for a lower peak. After them those that are faster and are
+        not certain, then tight ones; all of these where none keeps the reserve."""
         keeping: list[Row[Any]] = []
+        uncertain: list[Row[Any]] = []
         tight: list[Row[Any]] = []
+        certain = self.certain
         for row in self.rows:
             if len(keeping) == number:
                 break
-            if keeping and row.peak >= keeping[-1].peak:
+            lowest = keeping or uncertain
+            if lowest and row.peak >= lowest[-1].peak:
                 continue
-            if self.keeps is None or self.keeps(row):
+            if self.keeps is not None and not self.keeps(row):
+                if not lowest and (not tight or row.peak < tight[-1].peak):
+                    tight.append(row)
+            elif keeping or certain is None or certain(row):
                 keeping.append(row)
-            elif not keeping and (not tight or row.peak < tight[-1].peak):
-                tight.append(row)
-        return Ranked((*keeping, *tight)[:number], len(keeping))
+            else:
+                uncertain.append(row)
+                if len(uncertain) == CANDIDATES:
+                    keeping, uncertain, certain = uncertain, [], None
+        if not keeping:
+            keeping, uncertain = uncertain, []
+        return Ranked((*keeping, *uncertain, *tight)[:number], min(len(keeping), number))
 
     def best(self, number: int | None = None) -> tuple[Row[Any], ...]:
         """As ``ranked``."""
