@@ -52,9 +52,12 @@ class Fit:
                 total += 0.3 * min(abs(middle), WORST) ** 2
         return total + 0.02 * sum(log(x / y) ** 2 for x, y in zip(constants, STARTING_POINT, strict=True))
 
-    def best(self, rounds: int = ROUNDS, log: Callable[[str], None] = lambda text: None) -> Constants:
-        """The constants with the least loss that the search finds. ``log``: called with a line per round."""
-        found, least = STARTING_POINT, self.loss(STARTING_POINT)
+    def best(
+        self, rounds: int = ROUNDS, log: Callable[[str], None] = lambda text: None, start: Constants = STARTING_POINT
+    ) -> Constants:
+        """The constants with the least loss that the search finds from ``start``. ``log``: called with a line per
+        round."""
+        found, least = start, self.loss(start)
         steps = dict.fromkeys(Constants._fields, 1.25)
         for number in range(rounds):
             for name in Constants._fields:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from bridge_memory.engines.megatron_ddp import BUCKET_MINIMUM, BUCKET_PER_RANK
@@ -12,6 +12,7 @@ from bridge_memory.engines.optimizer_states import gradient_width, optimizer_sta
 from bridge_memory.engines.peft import adapter_units
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.inventory.layer_links import ignores_full_recompute, offloaded_layers, recomputed_layers
+from bridge_memory.inventory.megatron.moe import ranks_per_token
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec import (
     AttentionSpec,
@@ -38,7 +39,7 @@ from bridge_memory.speed.megatron.work import (
 )
 from bridge_memory.tapes.context import BlockContext, context_of
 from bridge_memory.tapes.parameters import elements
-from bridge_memory.tapes.symbolic import any_nonzero, chosen, largest, smallest
+from bridge_memory.tapes.symbolic import any_nonzero, chosen, computed, largest, smallest
 
 T = TypeVar("T")
 
@@ -197,12 +198,12 @@ class _Rates:
         near = smallest(ranks, largest(1, domain // stride))
         nodes = ranks / near
         far = w.expert_parallel * (ranks - near) / largest(1, ranks - 1)
-        if w.expert_copies:
-            missed: Any = 1.0  # the chance that a node has none of a token's experts
-            for _ in range(w.expert_copies):
-                missed = missed * (1 - 1 / nodes)
-            far = far * nodes * (1 - missed) / w.expert_copies
-            inside = w.expert_parallel * nodes * (near - 1) / largest(1, ranks - 1)
+        routed = w.expert_copies
+        if routed is not None:  # a copy for each other node with experts of a token, and for each rank of a node
+            copy = w.expert_parallel / routed.topk * ranks / largest(1, ranks - 1)
+            taken = partial(ranks_per_token, routed)
+            far = copy * (nodes - 1) / nodes * computed(taken, nodes)
+            inside = copy * (near - 1) / near * computed(taken, ranks)
         else:
             inside = w.expert_parallel * (near - 1) / largest(1, ranks - 1)
         latency = chosen(near < ranks, self.exchange_latency, c.nvlink_latency)
