@@ -143,12 +143,13 @@ class _Rates:
         # Every rank of a node copies at once, and each copy is read or written in host memory.
         self.host_link = min(hardware.host_link * c.host_link, self.host_memory)
         self.nvlink = hardware.nvlink * (c.nvlink_sharp if later or hardware.generation == "hopper" else c.nvlink)
+        self.nvlink_exchange = hardware.nvlink * c.nvlink_exchange
         self.network = hardware.network * c.network
         self.network_exchange = hardware.network * (c.efa_exchange if kernels.efa else c.network_exchange)
-        self.exchange_latency = c.network_latency
+        self.network_latency = c.network_latency
         if kernels.efa:
             deepep = run.implementation.moe_token_dispatcher_type == "flex"
-            self.exchange_latency = c.efa_latency_deepep if deepep else c.efa_latency
+            self.network_latency = c.efa_latency_deepep if deepep else c.efa_latency
 
     def product(self, p: Product) -> Any:
         """Seconds of [rows, inner] by [inner, columns]."""
@@ -206,8 +207,9 @@ class _Rates:
             inside = copy * (near - 1) / near * computed(taken, ranks)
         else:
             inside = w.expert_parallel * (near - 1) / largest(1, ranks - 1)
-        latency = chosen(near < ranks, self.exchange_latency, c.nvlink_latency)
-        seconds = largest(far / self.network_exchange, inside / self.nvlink) + w.expert_exchanges * latency
+        latency = c.exchange_latency + chosen(near < ranks, self.network_latency, c.nvlink_latency)
+        near_by = inside / self.nvlink_exchange
+        seconds = largest(far / self.network_exchange, near_by) + w.expert_exchanges * latency
         return chosen(w.expert_parallel > 0, seconds, 0.0)
 
 

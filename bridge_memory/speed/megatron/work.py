@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from bridge_memory.inventory.layer import layer_block
-from bridge_memory.inventory.megatron.moe import fused_by_ops
+from bridge_memory.inventory.megatron.moe import fused_by_ops, ranks_per_token
 from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
@@ -29,7 +30,7 @@ from bridge_memory.spec.model import FeedForward, Mixer
 from bridge_memory.speed.megatron.kernels import Kernels
 from bridge_memory.tapes.context import BlockContext, context_of
 from bridge_memory.tapes.parameters import Use
-from bridge_memory.tapes.symbolic import chosen, largest
+from bridge_memory.tapes.symbolic import chosen, computed, largest
 
 #: Bytes an element that a norm in plain torch reads and writes beyond those of one kernel: a copy in fp32, its square,
 #: the mean, the product, the cast back and the weight.
@@ -340,10 +341,15 @@ def _feed_forward_traffic(ffn: FeedForward, ctx: BlockContext) -> float:
         return traffic + passes * ctx.tokens * ffn.ffn_hidden_size / ctx.tp * ctx.act
     routed = ctx.tokens_sp * ffn.topk
     traffic += experts_activation_traffic(ffn, ctx)
-    # Permute and put back, by rank before an all-to-all and by local expert after it; DeepEP and HybridEP take tokens
-    # as they are.
-    moves: int = 2 if _copies(ffn, ctx) else chosen(ctx.ep > 1, 4, 2)
-    traffic += moves * 2 * routed * ctx.etp * (ffn.latent_size or ctx.hidden_size) * ctx.act
+    width = ctx.etp * (ffn.latent_size or ctx.hidden_size) * ctx.act
+    if _copies(ffn, ctx) is not None:
+        # Received tokens are copied out of the dispatcher's buffers, and results read from them to be added up (DeepEP
+        # ``csrc/kernels/intranode.cu: dispatch, combine``); permute to experts and put back.
+        once = ctx.tokens_sp * computed(partial(ranks_per_token, ffn), ctx.ep)
+        traffic += 2 * 2 * (chosen(ctx.ep > 1, once, 0.0) + routed) * width
+    else:
+        moves: int = chosen(ctx.ep > 1, 4, 2)  # permute and put back, once more by local expert after an exchange
+        traffic += moves * 2 * routed * width
     traffic += 4 * ctx.tokens_sp * ffn.num_experts * 4  # the router's scores in fp32
     if ffn.add_bias and not fused_by_ops(ctx):
         # Bias times probability in fp32, the sum, its concatenation and cast (``experts.py: _apply_bias``), 28 bytes an
