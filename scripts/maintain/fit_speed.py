@@ -6,7 +6,8 @@ Needs RUNS.jsonl: measured throughput, one JSON object per line (``bridge_memory
 Prints a table of all groups and the constants in the form of ``speed/constants.py``; copy them there by hand.
 
 The fit uses the groups of ``speed/constants.py: FITTED_ON``, or those of ``--fit``;
-``bridge_memory.accuracy.speed_fit`` defines the objective. ``--only``: where one mechanism has changed, its constants, from today's; all others stay.
+``bridge_memory.accuracy.speed_fit`` defines the objective. ``--only``: where one mechanism has changed, its constants,
+from today's; all others stay.
 ``bridge-memory accuracy RUNS.jsonl --folds K`` cross-validates by group.
 """
 

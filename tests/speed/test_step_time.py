@@ -125,9 +125,9 @@ def test_an_allgather_dispatcher_sends_every_token_to_every_rank() -> None:
 
 
 def test_deepep_takes_tokens_as_they_are() -> None:
-    """Qwen3-30B-A3B on 64 ranks: before an all-to-all 8 copies of 2,048 elements of 4,096 tokens are sorted by rank, and
-    after it put back: each read and written. DeepEP copies those of a rank, two of 128 experts, once out of a buffer and
-    once into one."""
+    """Qwen3-30B-A3B on 64 ranks: before an all-to-all 8 copies of 2,048 elements of 4,096 tokens are sorted by rank,
+    and after it put back: each read and written. DeepEP copies those of a rank, two of 128 experts, once out of a
+    buffer and once into one."""
     def traffic(dispatcher: str) -> float:
         r = experts(moe_token_dispatcher_type=dispatcher)
         return layer_work(r.model.layers[0], r, context_of(r), kernels_of(r)).feed_forward.traffic
