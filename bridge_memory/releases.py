@@ -483,6 +483,8 @@ BRIDGE_EXPERTS_OUTSIDE_TP = (0, 6)
 #: From this release of Megatron Bridge on Gemma 3's SigLIP is built without its pooling head, whatever its config says
 #: (``models/gemma_vl/modeling_gemma3_vl.py``); 0.3 builds it unless the config disables it.
 BRIDGE_DROPS_POOLING_HEAD = (0, 6)
+#: Gemma 2's attention is torch's FlexAttention where there is neither a mask nor dropout (read in 0.3 and 0.6).
+BRIDGE_FLEX_ATTENTION = (0, 6)
 #: overlap_param_gather of DDP and of the optimizer are kept equal (``training/config.py:
 #: _validate_and_sync_distributed_optimizer_settings``).
 BRIDGE_SYNCS_PARAM_GATHER = (0, 5)
@@ -576,6 +578,14 @@ CUBLAS_WORKSPACES_FREED = since(
     torch=(2, 15),
     before="keeps cuBLAS workspaces",
     after="frees cuBLAS workspaces after every product",
+)
+
+#: cuDNN's attention takes packed sequences with a softmax sink (TE ``dot_product_attention/utils.py:
+#: get_attention_backend``: from cuDNN 9.18 on; the wheel of torch 2.10 needs 9.10, that of 2.11 needs 9.19).
+SINKS_IN_PACKED_SEQUENCES = since(
+    te=(2, 12), torch=(2, 11),
+    before="computes the attention of packed sequences with softmax sinks unfused, with the scores of every head",
+    after="computes the attention of packed sequences with softmax sinks in one kernel",
 )
 
 # ---- transformers ----

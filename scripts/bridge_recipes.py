@@ -530,6 +530,7 @@ _MENDS: dict[str, tuple[str, ...]] = {
     "global_batch_size (": ("train.global_batch_size",),
     "use a2a or all_gather": ("model.cp_comm_type",),
     "set use_mamba_mem_eff_path to True": ("model.use_mamba_mem_eff_path",),
+    "set it, or dataset.enable_offline_packing, to False": ("dataset.enable_offline_packing",),
 }  # fmt: skip
 
 
@@ -554,6 +555,8 @@ def mend(config: Any, world: int, refusal: str) -> str | None:
         model.cp_comm_type = "a2a"
     elif found == "set use_mamba_mem_eff_path to True":
         model.use_mamba_mem_eff_path = True
+    elif found == "set it, or dataset.enable_offline_packing, to False":
+        config.dataset.enable_offline_packing, config.dataset.offline_packing_specs = False, None
     else:
         return None
     return " and ".join(f"{field} {_at(config, field)}" for field in _MENDS[found])
@@ -588,6 +591,8 @@ def refusal_of_bridge(config: Any, world: int) -> str | None:
     from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
+    from bridge_memory.readers.container_registry import CORE_ATTENTION_OF_SPECS
+
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
         patches.enter_context(mock.patch.dict(os.environ))
         supply_what_is_elsewhere(config, folder)
@@ -620,9 +625,9 @@ def refusal_of_bridge(config: Any, world: int) -> str | None:
     if m.num_moe_experts and m.tensor_model_parallel_size > 1 and not m.sequence_parallel:
         # moe/moe_layer.py: MoELayer.forward
         return "ValueError: MoE and tensor parallelism are enabled without also enabling sequence parallelism"
-    packed = getattr(config.dataset, "packed_sequence_specs", None) or getattr(
-        config.dataset, "offline_packing_specs", None
-    )
+    packed = any(getattr(config.dataset, f"{name}_specs", None) for name in ("packed_sequence", "offline_packing"))
+    if packed and getattr(getattr(m, "transformer_layer_spec", None), "__name__", "") in CORE_ATTENTION_OF_SPECS:
+        return "ValueError: Packed sequence is not supported by DotProductAttention"
     if getattr(m, "hybrid_layer_pattern", None) and packed and not getattr(m, "use_mamba_mem_eff_path", True):
         # ssm/mamba_mixer.py: MambaMixer.forward
         return "AssertionError: Training with packed sequences is not supported in the non-memory-efficient code path"

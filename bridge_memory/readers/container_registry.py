@@ -548,22 +548,19 @@ PLAIN_LAYER_SPECS = _names(
     """
 )
 LOCAL_LAYER_SPECS = _names("local_layer_spec get_gpt_layer_local_spec")
-POST_LAYERNORM_SPECS = _names("gemma2_layer_spec gemma3_layer_spec")
+#: With norms after the linears, beside those before them or instead of them.
+POST_LAYERNORM_SPECS = _names(
+    "gemma2_layer_spec gemma3_layer_spec exaone4_layer_spec exaone_45_transformer_layer_spec"
+)
+NO_PRE_LAYERNORM_SPECS = _names("exaone4_layer_spec exaone_45_transformer_layer_spec")
+#: Layer spec -> ``AttentionSpec.core_attention`` (models/gemma/gemma2_provider.py: Gemma2FlexDotProductAttention;
+#: models/exaone/exaone4/exaone4_provider.py).
+CORE_ATTENTION_OF_SPECS = {
+    "gemma2_layer_spec": "flex", "exaone4_layer_spec": "local", "exaone_45_transformer_layer_spec": "local",
+}
 FULL_QK_SPECS = _names("olmoe_layer_spec")
 #: Layer specs with megatron-core's weights but other modules -> (effect, what differs, its order).
-_SCORES = "b n s s / t elements of each step that attention makes of the scores, in every layer"
 OTHER_LAYER_SPECS: dict[str, tuple[Effect, str, str]] = {
-    # models/gemma/gemma2_provider.py: Gemma2DotProductAttention keeps the scores of every head where FlexAttention
-    # does not run.
-    "gemma2_layer_spec": (EITHER, "Gemma 2's own attention, which may keep the scores of every head",
-                          _SCORES),
-    # models/exaone/exaone4/exaone4_provider.py: DotProductAttention of megatron-core.
-    "exaone4_layer_spec": (
-        UP, "megatron-core's own attention, which keeps the scores of every head", _SCORES
-    ),
-    "exaone_45_transformer_layer_spec": (
-        UP, "megatron-core's own attention, which keeps the scores of every head", _SCORES
-    ),
     # models/ministral3/ministral3_provider.py: MinistralTEDotProductAttention scales the queries, and attention saves
     # the scaled ones instead.
     "ministral_layer_spec": (UP, "a copy of the queries before they are scaled", "as large as one layer's queries"),
@@ -579,7 +576,5 @@ OTHER_LAYER_SPECS: dict[str, tuple[Effect, str, str]] = {
 }
 #: Layer specs of OTHER_LAYER_SPECS whose copies are those of one layer at a time.
 SCALED_QUERIES_SPECS = _names("ministral_layer_spec")
-#: Layer specs of OTHER_LAYER_SPECS with norms after the linears instead of before them.
-NORM_AFTER_SPECS = _names("exaone4_layer_spec exaone_45_transformer_layer_spec")
 #: Layer specs whose MTP depths have a dense feed-forward block although the last layer has experts.
 DENSE_MTP_SPECS = _names("_build_exaone_moe_layer_spec")

@@ -86,6 +86,8 @@ def model_from_transformer_config(
     share_embeddings_and_output_weights: bool | None = None,
     make_vocab_size_divisible_by: int = 128,
     post_layernorms: bool = False,
+    pre_layernorms: bool = True,
+    core_attention: str = "",
     full_qk_layernorm: bool = False,
     dense_mtp: bool = False,
     activation: str | None = None,
@@ -110,6 +112,8 @@ def model_from_transformer_config(
         make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times TP. 0: ``vocab_size`` is
             final.
         post_layernorms: A custom layer spec has norms after attention and after the feed-forward block.
+        pre_layernorms: A custom layer spec has norms before attention and the feed-forward block.
+        core_attention: That of a custom layer spec (``AttentionSpec.core_attention``).
         full_qk_layernorm: A custom layer spec normalises queries and keys over all heads.
         dense_mtp: MTP depths have a dense feed-forward block.
         activation: The activation of a custom layer spec.
@@ -158,8 +162,13 @@ def model_from_transformer_config(
         unmodelled += _unmodelled_of_compressed(c)
         assumptions = (*assumptions, *_assumptions_of_compressed(c))
     layers, depths = stack.layers, stack.depths
-    if post_layernorms:
-        layers = [replace(layer, post_layernorms=True) for layer in layers]
+    if post_layernorms or not pre_layernorms:
+        layers = [replace(x, post_layernorms=post_layernorms, pre_layernorms=pre_layernorms) for x in layers]
+    if core_attention:
+        layers = [
+            replace(x, mixer=replace(x.mixer, core_attention=core_attention)) if isinstance(x.mixer, AttentionSpec)
+            else x for x in layers
+        ]
     gemma4 = provider in GEMMA4_DENSE + GEMMA4_WITH_EXPERTS
     percent = rotary_percent if rotary_percent is not None else c.get("rotary_percent", 1.0)
     tied = share_embeddings_and_output_weights

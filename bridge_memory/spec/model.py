@@ -50,6 +50,9 @@ class AttentionSpec:
     borrows_keys: bool = False
     #: Gemma 4: later layers attend to this layer's keys and values.
     lends_keys: bool = False
+    #: A module of its own between linear_qkv and linear_proj, whatever ``transformer_impl`` is. "": none; "local":
+    #: megatron-core's DotProductAttention (EXAONE 4); "flex": torch's FlexAttention (Gemma 2).
+    core_attention: str = ""
 
     @property
     def value_channels(self) -> int:
@@ -356,6 +359,8 @@ class LayerSpec:
     ffn: FeedForward | None
     #: Gemma 2 and 3: a second norm after attention and one after the feed-forward block.
     post_layernorms: bool = False
+    #: EXAONE 4 has none before attention and the feed-forward block.
+    pre_layernorms: bool = True
     #: One of ARRANGEMENTS.
     arrangement: str = "megatron"
     #: Gemma 4: width of this layer's per-layer embedding (0: none), and of all layers' embeddings together.
@@ -380,7 +385,8 @@ class LayerSpec:
             raise SpecError(f"arrangement ({show(self.arrangement)}) is none of {', '.join(ARRANGEMENTS)}; give one")
         object.__setattr__(
             self, "_hash", hash(
-                (self.mixer, self.ffn, self.post_layernorms, self.arrangement, self.per_layer_width, self.unquantized)
+                (self.mixer, self.ffn, self.post_layernorms, self.pre_layernorms, self.arrangement,
+                 self.per_layer_width, self.unquantized)
             )
         )
 

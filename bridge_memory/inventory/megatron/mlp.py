@@ -12,25 +12,25 @@ from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.tapes.tape import Tensor
 
 
-def record_mlp(r: Recorder, spec: MLPSpec, x: Tensor) -> Tensor:
-    """From the residual stream [T_sp, h] to the output of linear_fc2 [T_sp, h] (norm included)."""
+def record_mlp(r: Recorder, spec: MLPSpec, x: Tensor, *, normed: bool = False) -> Tensor:
+    """From the residual stream [T_sp, h] to the output of linear_fc2 [T_sp, h], with the norm unless ``x`` is
+    ``normed``."""
     ctx, tape = r.ctx, r.tape
     f = divide(spec.ffn_hidden_size, ctx.tp, "ffn_hidden_size", "tensor_model_parallel_size")
     recompute_norm = ctx.recomputes("layernorm") and not ctx.te
     later = tape.delaying
     if later:
         tape.delay("the MLP's weight gradients")
-    if ctx.te:
-        normed, region = x, None
-    else:
+    entering, region = x, None
+    if not ctx.te and not normed:
         with r.offload("mlp_norm"), tape.discardable("pre_mlp_layernorm", (x,), enabled=recompute_norm) as region:
-            normed = r.hold(r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
-    with tape.checkpoint("mlp", (normed,), enabled=ctx.recomputes("mlp")):
-        y = dense_mlp(r, "mlp", normed, ctx.hidden_size, f, spec, fused_norm=ctx.te)
+            entering = r.hold(r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
+    with tape.checkpoint("mlp", (entering,), enabled=ctx.recomputes("mlp")):
+        y = dense_mlp(r, "mlp", entering, ctx.hidden_size, f, spec, fused_norm=ctx.te and not normed)
     if later:
         tape.delay_ends()
     if region is not None:
-        tape.discard(region, normed)
+        tape.discard(region, entering)
     return y
 
 

@@ -48,6 +48,9 @@ class Family(NamedTuple):
     fixed_activation: str | None = None
     normalization: str = "RMSNorm"
     post_layernorms: bool = False
+    #: Megatron Bridge's layers (``LayerSpec.pre_layernorms``, ``AttentionSpec.core_attention``).
+    pre_layernorms: bool = True
+    core_attention: str = ""
     #: Layers with a sliding window: "none", "all", "qwen" (by Qwen's keys), "alternate" (even layers), "pattern" (all
     #: except every n-th).
     window: str = "none"
@@ -115,6 +118,7 @@ def attention(f: Fields, family: Family, hidden_size: int) -> AttentionSpec:
         add_qkv_bias=bias,
         add_output_bias=output_bias,
         qk_layernorm=qk_layernorm,
+        core_attention=family.core_attention,
     )
 
 

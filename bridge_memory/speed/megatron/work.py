@@ -177,7 +177,7 @@ def _mixer_work(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kern
         return Work()
     attention, kv, queries = _attention(layer, run, ctx, kernels)
     tensor = _gathered_and_reduced(ctx)
-    half = LayerSpec(layer.mixer, None, layer.post_layernorms)
+    half = LayerSpec(layer.mixer, None, layer.post_layernorms, layer.pre_layernorms)
     return Work(
         tuple(_products(half, None, ctx)), attention, _mixer_traffic(layer, ctx, kernels), tensor, _two(tensor),
         context_parallel=kv, context_queries=queries, scan=_scan(layer.mixer, ctx),
@@ -212,7 +212,7 @@ def _feed_forward_work(layer: LayerSpec, ctx: BlockContext) -> Work:
             tensor = chosen(ctx.etp > 1, 2.0 * routed * ctx.etp, 0.0)
     else:
         tensor = _gathered_and_reduced(ctx)
-    half = LayerSpec(None, ffn, layer.post_layernorms)
+    half = LayerSpec(None, ffn, layer.post_layernorms, layer.pre_layernorms)
     return Work(
         tuple(_products(half, ffn, ctx)), 0.0, _feed_forward_traffic(ffn, ctx), tensor, _two(tensor), exchanged,
         _two(exchanged), _copies(ffn, ctx), gathers,
