@@ -22,7 +22,7 @@ from bridge_memory.spec.model import ModelSpec
 #: The default release of transformers.
 DEFAULT_TRANSFORMERS = (4, 57)
 #: First and last supported release: those whose sources were read.
-KNOWN_TRANSFORMERS = ((4, 51), (5, 12))
+KNOWN_TRANSFORMERS = ((4, 51), (5, 24))
 #: ``liger_kernel/transformers/monkey_patch.py: apply_liger_kernel_to_*``; Gemma's gated kernel is geglu.
 LIGER_KERNELS = ("rope", "rms_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
 _LIGER = ("rope", "rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
