@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridge_memory.inventory.torch.delta_net import CHUNK, Walk, convolved, inverted
+from bridge_memory.inventory.torch.delta_net import CHUNK, Walk, convolved, convolved_by_kernel, inverted
 from bridge_memory.inventory.torch.norms import norm_before_weight
 from bridge_memory.inventory.torch.ops import FP32, Array, Torch
 from bridge_memory.spec.model import KimiDeltaSpec
@@ -26,13 +26,14 @@ def record_kimi_delta(t: Torch, spec: KimiDeltaSpec, x: Array) -> Array:
         x = t.scale("hidden states without padding", x)
     parts = [t.linear(f"self_attn.{name}_proj", x, tokens, h, wide) for name in "qkv"]
     mixed = t.cat("queries, keys and values", *parts)
-    mixed = convolved(t, "self_attn.conv1d", mixed, 3 * wide, spec.conv_kernel)
+    kernels = t.hf.spec.mixer_kernels
+    mixed = (convolved_by_kernel if kernels else convolved)(t, "self_attn.conv1d", mixed, 3 * wide, spec.conv_kernel)
     tail = t.slice("convolved tokens", mixed, 3 * tokens * wide)
     query, key, value = t.split("convolved", tail, *[tokens * wide] * 3)
     decay = _forget_gate(t, x, heads, d)
     rates = t.linear("self_attn.b_proj", x, tokens, h, heads)
     beta = t.saves_output("beta", rates)
-    core = _chunks(t, spec, query, key, value, decay, beta)
+    core = (_rule if kernels else _chunks)(t, spec, query, key, value, decay, beta)
     low = t.linear("self_attn.g_a_proj", x, tokens, h, d)
     gate = t.linear("self_attn.g_b_proj", low, tokens, d, wide)
     y = _gated_norm(t, core, gate, tokens * heads, d)
@@ -78,6 +79,35 @@ def _gated_norm(t: Torch, x: Array, gate: Array, rows: Any, width: Any) -> Array
     out = t.cast("self_attn.o_norm output", wide, x.width)
     t.keep_alive(x, gate, wide)
     return out
+
+
+def _rule(
+    t: Torch, spec: KimiDeltaSpec, query: Array, key: Array, value: Array, decay: Array, beta: Array
+) -> Array:
+    """fla ``ops/kda/chunk.py: ChunkKDAFunction`` (0.6.0), of contiguous copies, with queries and keys scaled to unit
+    length: saves these and 4 bytes per row, values, the decay as it is and summed up in fp32, beta, and two matrices of
+    each chunk. Backward makes everything else again, and gradients of queries, keys and decays twice in fp32
+    (``chunk_bwd.py: chunk_kda_bwd``, ``chunk_intra.py: chunk_kda_bwd_intra``)."""
+    ctx = t.r.ctx
+    heads, d = spec.num_heads, spec.head_dim
+    rows = ctx.tokens * heads
+    value = t.copy("values, contiguous", value)
+    given = []
+    for name, x in (("query", query), ("key", key)):
+        rstd = t.tape.tensor(f"{name} rstd", FP32 * rows, grad=False)
+        whole = t.copy(f"{name}, contiguous", x)
+        given.append(t.make(f"{name} of unit length", (whole,), whole.elements, whole.width, saves=(rstd,),
+                            save_output=True, also=(rstd,)))
+    query, key = given
+    summed = t.tape.tensor("decay, summed up", decay.bytes, grad=False)
+    matrices = t.tape.tensor("matrices of chunks", 2 * rows * CHUNK * key.width, grad=False)
+    states = ctx.batch * -(-ctx.seq // CHUNK) * heads * d * d * key.width
+    return t.make(
+        "output of all chunks", (query, key, value, decay, beta), rows * d, query.width,
+        saves=(query.tensor, key.tensor, value.tensor, decay.tensor, summed, beta.tensor, matrices),
+        also=(summed, matrices), workspace=states + 4 * key.bytes,
+        backward_workspace=2 * states + 3 * key.bytes + 5 * decay.bytes + 2 * FP32 * CHUNK * rows,
+    )
 
 
 def _unit(t: Torch, name: str, x: Array, rows: Any) -> Array:

@@ -113,10 +113,10 @@ def check_transformers(run: RunSpec) -> None:
             "transformers use gradient_checkpointing"
         )
     mixers = {type(layer.mixer) for layer in run.model.layers}
-    if spec.mixer_kernels and not mixers & {GatedDeltaNetSpec, MambaSpec, ShortConvSpec}:
+    if spec.mixer_kernels and not mixers & {GatedDeltaNetSpec, MambaSpec, ShortConvSpec, KimiDeltaSpec}:
         raise SpecError(
-            f"mixer_kernels (True) does nothing: {kind} has no gated delta net, no Mamba layer and no short "
-            "convolution; drop it"
+            f"mixer_kernels (True) does nothing: {kind} has no gated delta net, no Mamba layer, no Kimi "
+            "delta attention and no short convolution; drop it"
         )
     check_quantized(run)
     if {"cross_entropy", "fused_linear_cross_entropy"} <= set(spec.liger_kernel):
