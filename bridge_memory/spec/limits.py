@@ -18,6 +18,7 @@ from bridge_memory.spec.model import (
     AttentionSpec,
     CompressedAttentionSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
     MLASpec,
@@ -132,6 +133,7 @@ _INTS: dict[type, tuple[str, ...]] = {
     MambaSpec: ("num_heads", "head_dim", "state_dim", "num_groups", "conv_kernel", "chunk_size"),
     GatedDeltaNetSpec: ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel"),
     ShortConvSpec: ("kernel",),
+    KimiDeltaSpec: ("num_heads", "head_dim", "conv_kernel"),
     MLPSpec: ("ffn_hidden_size",),
     MoESpec: ("num_experts", "topk", "moe_ffn_hidden_size"),
 }

@@ -227,6 +227,23 @@ class ShortConvSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KimiDeltaSpec:
+    """Kimi delta attention (transformers ``models/kimi_linear/modeling_kimi_linear.py: KimiLinearDeltaAttention``): a
+    gated delta net whose decay has a value for every channel of a key. megatron-core has no such block.
+
+    Example:
+        >>> from bridge_memory import KimiDeltaSpec
+        >>> KimiDeltaSpec(num_heads=32, head_dim=128).conv_kernel
+        4
+    """
+
+    num_heads: int
+    #: Width of a key and of a value.
+    head_dim: int
+    conv_kernel: int = 4
+
+
+@dataclass(frozen=True, slots=True)
 class MLPSpec:
     """A dense feed-forward block of inner width f (``megatron.core.transformer.mlp: MLP``).
 
@@ -307,13 +324,15 @@ class SideBySideSpec:
 
 
 Mixer = (
-    AttentionSpec | CompressedAttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec | ShortConvSpec | SideBySideSpec
+    AttentionSpec | CompressedAttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec | ShortConvSpec | KimiDeltaSpec
+    | SideBySideSpec
 )
 FeedForward = MLPSpec | MoESpec
 #: Field of LayerSpec -> the classes that it may hold.
 KINDS: dict[str, tuple[type, ...]] = {
     "mixer": (
-        AttentionSpec, CompressedAttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, ShortConvSpec, SideBySideSpec
+        AttentionSpec, CompressedAttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, ShortConvSpec, KimiDeltaSpec,
+        SideBySideSpec,
     ),
     "ffn": (MLPSpec, MoESpec),
 }  # fmt: skip

@@ -150,6 +150,9 @@ class Family(NamedTuple):
     separate_gate: bool = False
     #: Queries of multi-latent attention are multiplied by a factor of their position (Mistral 4).
     scaled_queries: bool = False
+    #: Multi-latent attention. "": rotated parts are concatenated with the others; "unrotated": none is rotated, and
+    #: keys are written into a new tensor (Kimi-Linear).
+    latent: str = ""
     #: Queries and the latent of keys and values are multiplied before they are used (LongCat-Flash).
     scaled_latents: bool = False
     #: Rotated queries and keys are cast back, whatever the dtype of cos and sin.
@@ -212,6 +215,8 @@ class Family(NamedTuple):
     attention: tuple[str, ...] = ("eager", "sdpa", "flash_attention_2")
     #: The first release that has the class.
     since: tuple[int, int] = (4, 51)
+    #: The last release whose class was read, if it is later than that of ``KNOWN_TRANSFORMERS``.
+    until: tuple[int, int] = (4, 51)
     #: Kernels that Liger 0.8.5 has for the class (``MODEL_TYPE_TO_APPLY_LIGER_FN``), and whether its norm writes the
     #: gradient of the input over that of the output.
     liger: tuple[str, ...] = ()
@@ -307,6 +312,9 @@ FAMILIES["apertus"] = Family(
     qk_norm="all", norms=("attention_layernorm", "", "feedforward_layernorm", ""), since=(4, 56),
 )
 FAMILIES["minimax_m2"] = Family(moe="minimax", since=(5, 0))
+#: From 5.23 on the router's weight and dt_bias are in fp32 in models of any dtype: 2 bytes more for each of their
+#: elements, which are not counted.
+FAMILIES["kimi_linear"] = Family(moe="deepseek", latent="unrotated", since=(5, 17), until=(5, 24))
 FAMILIES["longcat_flash"] = Family(
     moe="longcat", rotary="deepseek", scaled_latents=True, normalized_router=False, looped_experts=True,
     layer="longcat_flash", since=(4, 57),
@@ -327,6 +335,7 @@ NOT_IN_MEGATRON = {
     "lfm2": "the gated short convolution",
     "lfm2_moe": "the gated short convolution",
     "apertus": "the xIELU activation, with two trained parameters for each MLP",
+    "kimi_linear": "Kimi delta attention, with a gate for every channel of a key",
     "longcat_flash": "layers of two attentions and two MLPs around experts, some of which return their input",
     "afmoe": "gated attention and experts with a norm before and after each",
     "mistral4": "multi-latent attention with queries that are scaled by their position",

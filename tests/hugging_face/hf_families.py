@@ -119,6 +119,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "num_shared_experts": 2, "moe_intermediate_size": 96, "sliding_window": 4096,
         "attention_bias": True, "mup_enabled": True,
     },
+    "kimi_linear": {
+        "model_type": "kimi_linear", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 640, "max_position_embeddings": 2048,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_local_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 96, "n_shared_experts": 1, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "linear_head_dim": 32, "linear_num_heads": 4,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+    },
     "longcat_flash": {
         "model_type": "longcat_flash", "hidden_size": 256, "num_layers": 2, "num_attention_heads": 8,
         "vocab_size": 640, "max_position_embeddings": 2048, "ffn_hidden_size": 688, "expert_ffn_hidden_size": 96,

@@ -9,6 +9,7 @@ from bridge_memory.inventory.torch import bloom, gpt2, longcat, nemotron_h
 from bridge_memory.inventory.torch.attention import Shared, record_attention
 from bridge_memory.inventory.torch.delta_net import record_delta_net
 from bridge_memory.inventory.torch.experts import last_saver, record_moe
+from bridge_memory.inventory.torch.kimi_delta import record_kimi_delta
 from bridge_memory.inventory.torch.loss import record_output
 from bridge_memory.inventory.torch.mamba import record_mamba
 from bridge_memory.inventory.torch.mla import record_mla
@@ -19,6 +20,7 @@ from bridge_memory.inventory.torch.short_conv import record_short_conv
 from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
     Mixer,
@@ -216,6 +218,8 @@ def part_of(mixer: Mixer | None) -> Part:
         return Part.MLA
     if isinstance(mixer, GatedDeltaNetSpec):
         return Part.GATED_DELTA_NET
+    if isinstance(mixer, KimiDeltaSpec):
+        return Part.KIMI_DELTA
     if isinstance(mixer, ShortConvSpec):
         return Part.SHORT_CONVOLUTION
     return Part.MAMBA if isinstance(mixer, MambaSpec) else Part.ATTENTION
@@ -227,6 +231,8 @@ def _mixed(t: Torch, mixer: Mixer | None, x: Array, shared: Shared) -> Array:
         return record_attention(t, mixer, x, shared)
     if isinstance(mixer, GatedDeltaNetSpec):
         return record_delta_net(t, mixer, x)
+    if isinstance(mixer, KimiDeltaSpec):
+        return record_kimi_delta(t, mixer, x)
     if isinstance(mixer, ShortConvSpec):
         return record_short_conv(t, mixer, x)
     if isinstance(mixer, MambaSpec):
