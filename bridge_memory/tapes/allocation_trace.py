@@ -450,6 +450,13 @@ class Passes:
         base = self._storages.play(script, lambda _: -1 if x is None else x)
         return base + out, partial(self._back, x, base)
 
+    def calls(self, has_input: bool, has_gradient: bool) -> int:
+        """How often a forward and a backward pass allocate and free, but for what they are given."""
+        if (has_input, has_gradient) not in self._backwards:
+            self._note(has_input, has_gradient)
+        scripts = self._forwards[has_input][0], self._backwards[has_input, has_gradient][0]
+        return sum(what > _HOLD for script in scripts for _, what in script.events)
+
     def _back(self, x: int | None, base: int, gradient: int | None) -> dict[int, int]:
         which = x is not None, gradient is not None
         if which not in self._backwards:

@@ -69,9 +69,13 @@ class Calls:
 
     def allocate(self, tensor: int, nbytes: int, stream: Hashable = 0) -> None:
         """``nbytes``: more than 0."""
-        if len(self._calls) >= self._most:
-            raise TooManyCalls(f"training asks the allocator for more than {self._most:,} blocks")
+        self.check(1)
         self._calls.append((tensor, nbytes, stream))
+
+    def check(self, more: int) -> None:
+        """Raise TooManyCalls where ``more`` calls are too many."""
+        if len(self._calls) + more > self._most:
+            raise TooManyCalls(f"training asks the allocator for more than {self._most:,} blocks")
 
     def free(self, tensor: int) -> None:
         self._calls.append((tensor, _FREE, ""))
