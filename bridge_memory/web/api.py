@@ -142,7 +142,11 @@ class Api:
             return _answered(question, answer, self._refuses)
 
     def report(self, question: object) -> dict[str, Any]:
-        """The one-file HTML report of a run, with its phases. Raises Refused."""
+        """The one-file HTML report of a run and its Markdown, with its phases. Raises Refused."""
+        from bridge_memory.report.markdown import markdown
+        from bridge_memory.report.phases import job_blocks
+        from bridge_memory.report.table import estimate_blocks
+
         one, job = self._job(question)
 
         def page(_: Question) -> dict[str, Any]:
@@ -150,7 +154,10 @@ class Api:
             command = _command(one)
             flags = f"{command} --phases" if command else ""
             judge = judged(fits(result, [one.gpu]), [job])
-            return {"html": estimate_page(result, judge, flags=flags, jobs=[job])}
+            blocks = [*estimate_blocks(result, judge, jobs=[job]), *job_blocks(job, step=judge[0].verdict)]
+            return {
+                "html": estimate_page(result, judge, flags=flags, jobs=[job]), "markdown": markdown(blocks),
+            }  # fmt: skip
 
         with self._desk.turn():
             return _answered(question, page, self._refuses)

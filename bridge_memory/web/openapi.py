@@ -119,7 +119,7 @@ _SCHEMAS: dict[str, Any] = {
             "changes": _many(_ref("Effect")), "cheapest": _or_null(_ref("Effect")),
         }
     ),
-    "Report": _object({"html": _TEXT}),
+    "Report": _object({"html": _TEXT, "markdown": _TEXT}),
     "Rollout": _object(
         {
             "rollout": _ref("PostTraining"), "words": _many(_TEXT), "brief": _TEXT, "limits": _many(_TEXT),
@@ -234,8 +234,8 @@ def document() -> dict[str, Any]:
             "/api/rollout": {"post": {"summary": "a pasted job of verl, NeMo-RL, slime, TRL or ms-swift, phase by "
                                                  "phase, and what would fit", "requestBody": _asks("Question"),
                                       "responses": _answers("Rollout", "the phases, and the largest share")}},
-            "/api/report": {"post": {"summary": "one run as one HTML file", "requestBody": _asks("Question"),
-                                     "responses": _answers("Report", "the file")}},
+            "/api/report": {"post": {"summary": "one run as one HTML file and as Markdown",
+                                     "requestBody": _asks("Question"), "responses": _answers("Report", "both")}},
             "/api/search": {"post": {"summary": "start a search", "requestBody": _asks("Search"),
                                      "responses": _answers("Job", "the search", "202")}},
             "/api/fit": {"post": {"summary": "what to recompute and offload so that a run fits as it is laid out",

@@ -22,7 +22,7 @@ COMMANDS = (
     "whatif Qwen3-32B --num-gpus 8 --tp 8 --gpu H100 --pairs --target-gib 60",
     "rollout Qwen3-8B --num-gpus 8 --tp 2 --rollout-tp 2 --gpu H100 --search",
     "diff 'Qwen3-8B --tp 2' 'Qwen3-8B --tp 4' 'Qwen3-8B --pp 2' --num-gpus 8 --gpu H100",
-    "quick 8",
+    "quick 8", "models",
 )
 
 

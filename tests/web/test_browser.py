@@ -787,7 +787,8 @@ def test_exports_say_what_the_page_says(tab: Callable[..., Tab]) -> None:
     text = Path(download.value.path()).read_text()
     assert text.lower().startswith("<!doctype html>") and "Qwen3-235B-A22B" in text
     for label, word in (
-        ("Copy the command", "bridge-memory estimate"), ("Copy Megatron-LM", "--tensor-model-parallel-size 4"),
+        ("Copy Markdown", "[This configuration](http://"), ("Copy the command", "bridge-memory estimate"),
+        ("Copy Megatron-LM", "--tensor-model-parallel-size 4"),
         ("Copy Megatron Bridge", "cfg.model.tensor_model_parallel_size = 4"),
     ):  # fmt: skip
         one.page.click("#export summary")

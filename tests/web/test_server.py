@@ -300,6 +300,13 @@ def _ended(client: Client, job: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
+def test_a_report_as_markdown_is_that_of_the_command(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    status, answer = client.post("/api/report", LLAMA)
+    assert status == 200
+    assert main(["estimate", LLAMA["model"], "--gpu", "H100", "--num-gpus", "2", "--tp", "2", "--format", "md"]) == 0
+    assert answer["markdown"] == capsys.readouterr().out
+
+
 def test_a_search_finds_layouts_that_fit(client: Client) -> None:
     status, job = client.post("/api/search", {"question": LLAMA, "vary": ["tp", "mbs"], "top": 3})
     assert status == 202

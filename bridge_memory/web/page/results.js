@@ -386,6 +386,15 @@ export function exportsOf(answer, page) {
   fill($("export-items"),
     command && button("Copy the command", () => copy(command, "The command")),
     ...texts.map(({ title, text, note }) => button(`Copy ${title}`, () => copy(text, title, note))),
+    button("Copy Markdown for a pull request", async () => {
+      try {
+        const { markdown } = await post("/api/report", page.state.question());
+        const link = location.href.replace(/#.*|$/, page.state.address());
+        copy([markdown, command && `    ${command}\n`, `[This configuration](${link})\n`].filter(Boolean).join("\n"), "Markdown");
+      } catch (error) {
+        toast(error.message);
+      }
+    }),
     button("Download JSON", () => save("estimate.json", JSON.stringify(answer.estimate, null, 2), "application/json")),
     button("Download HTML report", async () => {
       try {
