@@ -146,11 +146,28 @@ def test_other_engines_are_not_modelled() -> None:
     assert [loading(run, 0, how) for how in How] == [None] * 4
 
 
-@pytest.mark.parametrize("optimizer", [OptimizerSpec(optimizer="sgd"), OptimizerSpec(optimizer_cpu_offload=True)],
-                         ids=["sgd", "offloaded"])  # fmt: skip
-def test_resume_of_other_optimizers_is_not_modelled(optimizer: OptimizerSpec) -> None:
-    assert loading(run_of(optimizer=optimizer), 0, How.RESUME) is None
-    assert loading(run_of(optimizer=optimizer), 0, How.TORCH_DIST) is not None
+def test_resume_of_other_optimizers_is_not_modelled() -> None:
+    run = run_of(optimizer=OptimizerSpec(optimizer="sgd"))
+    assert loading(run, 0, How.RESUME) is None
+    assert loading(run, 0, How.TORCH_DIST) is not None
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_resume_of_an_optimizer_in_host_memory_makes_its_device_part_anew_twice(share: float) -> None:
+    """Of what stays on the device 4 bytes of main parameters, made at once, 8 of moments, 4 of gradients, and the main
+    parameters twice more; all in host memory, random bf16 gradients of all parameters, or halves put together."""
+    run = run_of(optimizer=OptimizerSpec(
+        optimizer_cpu_offload=True, optimizer_offload_fraction=share, use_precision_aware_optimizer=True,
+    ))  # fmt: skip
+    stays = (1 - share) * NUMEL
+    assert bytes_of(built(run, 0)) == pytest.approx(6 * NUMEL + 4 * stays, rel=1e-3)
+    least, most = total(loading(run, 0, How.RESUME) or ())
+    moments = (12 * stays + 2 * NUMEL, 2 * 2 * FC1 + 20 * stays + 2 * TABLE)
+    assert most - bytes_of(built(run, 0)) == pytest.approx(max(moments), rel=1e-2)
+    assert least >= most - 2 * TABLE
+    assert bytes_of(saving(run, 0)) >= 6 * NUMEL + 12 * stays
+    staged = (2 + 12 * (1 - share)) * NUMEL  # what is in host memory is not staged again
+    assert total(host_of_saving(run, 0) or ()).least == pytest.approx(staged, rel=1e-2)
 
 
 def test_the_load_of_a_warm_start_is_explained() -> None:

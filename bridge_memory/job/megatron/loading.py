@@ -23,7 +23,8 @@ from bridge_memory.components import Component, Provenance, Role, State
 from bridge_memory.engines.megatron_ddp import experts_apart
 from bridge_memory.engines.optimizer_states import optimizer_states
 from bridge_memory.estimation import stage_parts
-from bridge_memory.job.megatron.building import built, stage_parameters
+from bridge_memory.job.host import sharded_elements
+from bridge_memory.job.megatron.building import built, copied_one_by_one, stage_parameters
 from bridge_memory.outside.amount import Amount, exactly, total
 from bridge_memory.spec import DTYPE_BYTES, LayerSpec, MambaSpec, RunSpec
 from bridge_memory.spec.model import GatedDeltaNetSpec, MLPSpec, MoESpec
@@ -46,6 +47,8 @@ class How(str, Enum):
 _SHARDED = "distrib_optimizer.py: sharded_state_dict(is_loading=True)"
 _ADAM = "TE fused_adam.py: FusedAdam.load_state_dict"
 _UNSCALED = "TE fused_adam.py: FusedAdam.get_unscaled_state"
+_DUMMY = "hybrid_optimizer.py: HybridDeviceOptimizer.dummy_step"
+_ANEW = "hybrid_optimizer.py: post_load_state_dict_hook"
 _MERGED = "dist_checkpointing/mapping.py: apply_factory_merges"
 _DEQUANTIZED = "dist_checkpointing/serialization.py: load, stream_ckpt_dequant"
 _EXCHANGED = "dist_checkpointing/exchange_utils.py: exchange_loaded_tensors_broadcast"
@@ -106,13 +109,13 @@ class HeldBy(NamedTuple):
 
 def optimizers(run: RunSpec, stage: int) -> list[HeldBy]:
     """The chained optimizers of a rank, with the states that FusedAdam holds: dense parameters, then experts."""
-    o = run.optimizer
-    chosen = o.use_precision_aware_optimizer
+    o, fused = run.optimizer, is_fused(run)
+    chosen = o.use_precision_aware_optimizer and not o.optimizer_cpu_offload
     dtypes = {
         State.EXP_AVG: o.exp_avg_dtype if chosen else "fp32", State.EXP_AVG_SQ: o.exp_avg_sq_dtype if chosen else "fp32"
     }
     widths = {s.state: s.width for s in optimizer_states(run)}
-    if o.fused_main_parameters:
+    if fused:
         dtypes[State.MAIN_PARAMETERS] = "int16" if _remainders(run) else o.main_params_dtype
     lines = [c for c in stage_parts(run, stage).persistent if c.role is Role.OPTIMIZER and c.state in dtypes]
     found = []
@@ -120,9 +123,14 @@ def optimizers(run: RunSpec, stage: int) -> list[HeldBy]:
         own = [c for c in lines if experts is None or c.experts is experts]
         states = tuple(Tensors(s, _elements(own, s, widths), dtype) for s, dtype in dtypes.items())
         if any(s.elements for s in states):
-            updated = run.precision.params_dtype if o.fused_main_parameters else "fp32"
-            found.append(HeldBy(bool(experts), states, updated, o.fused_main_parameters))
+            updated = run.precision.params_dtype if fused else "fp32"
+            found.append(HeldBy(bool(experts), states, updated, fused))
     return found
+
+
+def is_fused(run: RunSpec) -> bool:
+    """Whether FusedAdam holds the main parameters; beside an optimizer in host memory it does not."""
+    return run.optimizer.fused_main_parameters and not run.optimizer.optimizer_cpu_offload
 
 
 def _elements(lines: Sequence[Component], state: State, widths: dict[State, int]) -> int:
@@ -138,8 +146,8 @@ def why_not_resumed(run: RunSpec) -> str | None:
         return None
     if o.optimizer != "adam":
         return f"optimizer {o.optimizer}: save and resume are modelled for Adam only"
-    if o.optimizer_cpu_offload:
-        return "optimizer_cpu_offload: save and resume are not modelled"
+    if o.optimizer_cpu_offload and not _in_place(run):
+        return "optimizer_cpu_offload with dist_ckpt_optim_fully_reshardable: save and resume are not modelled"
     return None
 
 
@@ -154,9 +162,17 @@ def refusal(run: RunSpec) -> str | None:
 
     ``distrib_optimizer.py: _set_main_param_and_optimizer_states`` hands every state to TE's ``FusedAdam.
     set_scaled_state``: from 0.14 to 0.16 of dp_reshardable also ``padding``, which is no tensor; and of
-    fully_reshardable main parameters in fp32, where TE asserts 16-bit remainders.
+    fully_reshardable main parameters in fp32, where TE asserts 16-bit remainders. In host memory: ``hybrid_optimizer.
+    py: _update_fp32_params_by_new_state``.
     """
     held, c = run.optimizer, run.checkpoint
+    if held.optimizer_cpu_offload and c.resumes_optimizer and held.optimizer == "adam":
+        if held.fused_main_parameters and DTYPE_BYTES[run.precision.params_dtype] == 2:
+            return None
+        return (
+            "resume of an optimizer in host memory fails in megatron-core: it looks for fp32 copies of parameters that "
+            "are fp32 themselves (KeyError); set use_precision_aware_optimizer"
+        )
     if not (held.fused_main_parameters and _whole_or_buckets(run) and c.resumes_optimizer):
         return None
     if c.dist_ckpt_optim_fully_reshardable:
@@ -205,6 +221,8 @@ def loading(run: RunSpec, stage: int, how: How) -> tuple[Amount, ...] | None:
         return (*ready, *_highest([weights, received]))
     if why_not_resumed(run) is not None or refusal(run) is not None:
         return None
+    if run.optimizer.optimizer_cpu_offload:
+        return (*ready, *_highest([*_resuming_on_host(run, stage, weights), (*_new_states(run, stage), *received)]))
     last = [(*weights, *moment) for moment in _resuming(run, stage)]
     return (*ready, *_highest([*last, (*_in_dict(run, stage), *received)]))
 
@@ -265,6 +283,30 @@ def _resuming(run: RunSpec, stage: int) -> Iterator[tuple[Amount, ...]]:
         ):
             more = (exactly(name, n, Provenance.FORMULA, _ADAM) for name, n in parts)
             yield tuple(a for a in (*common, *more) if a.most)
+
+
+def _resuming_on_host(run: RunSpec, stage: int, weights: tuple[Amount, ...]) -> Iterator[tuple[Amount, ...]]:
+    """The moments of a resume of an optimizer that is partly in host memory: a step with random gradients, which makes
+    its states; and its second making anew, each of which has new fp32 parameters and keeps those before in its states.
+    Gradients of the first ones stay too."""
+    width, own = DTYPE_BYTES[run.precision.params_dtype], sharded_elements(run, stage)
+    states = _new_states(run, stage)
+    yield (*states, exactly("random gradients", width * own, Provenance.FORMULA, _DUMMY))
+    on_gpu = sum(c.bytes for c in stage_parts(run, stage).persistent if c.state is State.MAIN_PARAMETERS)
+    again = exactly("main parameters of optimizers made anew", 2 * on_gpu, Provenance.FORMULA, _ANEW)
+    yield tuple(a for a in (*weights, *states, again, copied_one_by_one(run, stage)) if a.most)
+
+
+def _new_states(run: RunSpec, stage: int) -> tuple[Amount, ...]:
+    """What such a step leaves on the device."""
+    moments = sum(
+        c.bytes for c in stage_parts(run, stage).persistent if c.state in (State.EXP_AVG, State.EXP_AVG_SQ)
+    )
+    found = (
+        exactly("states of optimizers", moments, Provenance.FORMULA, _ADAM),
+        exactly("fp32 gradients", moments // 2, Provenance.FORMULA, _DUMMY),
+    )
+    return tuple(a for a in found if a.most)
 
 
 #: Parameters that are saved in parts (``mlp.py: apply_swiglu_sharded_factory``, ``experts.py: TEGroupedMLP``,
