@@ -127,6 +127,19 @@ def test_a_save_stages_what_the_rank_writes() -> None:
     assert parts(whole, "weights") >= 2 * NUMEL
 
 
+def test_an_export_to_hugging_face_puts_one_parameter_together_at_a_time() -> None:
+    """A save's states of bf16 moments are higher; without the optimizer a table is gathered, and joined. The first rank
+    keeps all 3.7 MB of weights until their file is written."""
+    run = run_of(2, checkpoint=CheckpointSpec(also_save_hf_checkpoint=True, save_optim=False))
+    plain = run.with_fields(also_save_hf_checkpoint=False)
+    more = [a - b for a, b in zip(total(saving(run, 0) or ()), total(saving(plain, 0) or ()), strict=True)]
+    assert more == [2 * TABLE, 2 * 2 * TABLE]
+    low = run.with_fields(optimizer=LOW, save_optim=True)
+    assert saving(low, 0) == saving(low.with_fields(also_save_hf_checkpoint=False), 0)
+    at_host, without = (job_of(estimate(each), find_gpu("H100")).host for each in (run, plain))
+    assert at_host.node.most - without.node.most == 2 * 2 * 2 * TABLE + 2 * NUMEL
+
+
 def test_an_evaluation_keeps_the_training_state_and_less_than_a_training_pass() -> None:
     run = run_of(2)
     found = bytes_of(evaluation(run, 0))

@@ -17,8 +17,9 @@ from bridge_memory.engines.megatron_ddp import bucket_elements, experts_apart
 from bridge_memory.engines.optimizer_states import gradient_width
 from bridge_memory.estimation import stage_parts
 from bridge_memory.job.megatron.building import built, stage_parameters
+from bridge_memory.job.megatron.exporting import exported
 from bridge_memory.job.megatron.loading import HeldBy, is_fused, optimizers, why_not_resumed
-from bridge_memory.outside.amount import Amount, exactly
+from bridge_memory.outside.amount import Amount, exactly, total
 from bridge_memory.outside.context import context
 from bridge_memory.outside.phase import Phase
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
@@ -40,7 +41,13 @@ def saving(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     kept = [exactly(c.name, c.bytes, c.provenance) for c in (*parts.persistent, *parts.between_steps)]
     states = _states(run, stage) if run.checkpoint.save_optim else []
     made = (*states, *_dequantized(run, stage))
-    return tuple(a for a in (*kept, *made) if a.most)
+    after = exported(run) if exports(run) else ()
+    return tuple(a for a in (*kept, *max(made, after, key=lambda amounts: total(amounts).most)) if a.most)
+
+
+def exports(run: RunSpec) -> bool:
+    """Whether weights are written as Hugging Face has them too; of adapters only they are, which are small."""
+    return run.checkpoint.also_save_hf_checkpoint and not run.peft.trains_adapters
 
 
 def _why_not(run: RunSpec) -> str | None:
