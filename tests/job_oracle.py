@@ -130,11 +130,31 @@ class Job:
 
 
 @contextmanager
+def _beside_the_host() -> Iterator[None]:
+    """Tensors in host memory beside those on the device, for an offloaded optimizer: what is sent there is zeros."""
+    copy, of_host = torch.Tensor.copy_, property(lambda t: t.is_meta)
+
+    def sent(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(t.shape, dtype=t.dtype, device="cpu")
+
+    def copied(t: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return t if source.is_meta and not t.is_meta else copy(t, source, *args, **kwargs)
+
+    with (
+        replaced(torch.Tensor, "is_cuda", of_host), replaced(torch.Tensor, "cpu", sent),
+        replaced(torch.Tensor, "pin_memory", lambda t, *args: t), replaced(torch.Tensor, "copy_", copied),
+    ):  # fmt: skip
+        yield
+
+
+@contextmanager
 def job(run: RunSpec, stage: int = 0) -> Iterator[Job]:
     """A rank of ``stage`` that has built its model and optimizer."""
     with on_rank(run, rank_in_stage(run, stage)):
         tracker = Tracker()
-        with tracker, tensors_call_themselves_cuda():
+        with tracker, tensors_call_themselves_cuda(), ExitStack() as stack:
+            if run.optimizer.optimizer_cpu_offload:
+                stack.enter_context(_beside_the_host())
             yield Job(run, tracker)
 
 

@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
     spec = run_on_gpus(args, gpus)
     if args.host_memory is not None and not args.phases:
         raise SpecError("--host-memory does nothing without --phases; add it or drop the flag")
-    if args.host_memory is not None and not 0 < args.host_memory * GIB < float("inf"):
+    if args.host_memory is not None and not 1 <= args.host_memory * GIB < float("inf"):  # bytes
         raise SpecError(f"--host-memory ({args.host_memory:g}) is no amount of memory; give the GiB of a node")
     if args.phases and len(gpus) != 1:
         raise SpecError(f"--phases is about one GPU, not {len(gpus) or 'none'}; give --gpu NAME once")

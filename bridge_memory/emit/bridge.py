@@ -252,6 +252,7 @@ def _others(run: RunSpec) -> dict[str, Any]:
             "distrib_optim_fully_reshardable_mem_efficient": False,
             "fully_parallel_save": c.ckpt_fully_parallel_save, "fully_parallel_load": c.ckpt_fully_parallel_load,
             "async_save": c.async_save, "load_optim": c.load_optim, "save_optim": c.save_optim,
+            "also_save_hf_checkpoint": c.also_save_hf_checkpoint,
         }.items()
     }  # fmt: skip
     if c.async_save:

@@ -158,7 +158,7 @@ def _optimizer(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     spec = run.optimizer
     if not spec.optimizer_cpu_offload:
         return ()
-    elements = int(spec.optimizer_offload_fraction * _sharded_elements(run, stage))
+    elements = int(spec.optimizer_offload_fraction * sharded_elements(run, stage))
     states = 2 if spec.optimizer == "adam" else int(spec.sgd_momentum > 0 or spec.optimizer == "muon")
     return (
         _pinned("offloaded parameters", 4 * elements, _HYBRID), _pinned("offloaded gradients", 4 * elements, _HYBRID),
@@ -166,7 +166,7 @@ def _optimizer(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     )  # fmt: skip
 
 
-def _sharded_elements(run: RunSpec, stage: int) -> int:
+def sharded_elements(run: RunSpec, stage: int) -> int:
     """Parameters that a rank's optimizer updates: the first moments that Adam would keep of them on the GPU."""
     on_gpu = run.with_(optimizer=OptimizerSpec())
     moments = [part.bytes for part in explain(on_gpu, stage).components if part.state is State.EXP_AVG]

@@ -20,7 +20,7 @@ from bridge_memory.engines.engine import Phase as StepPhase
 from bridge_memory.estimation import estimate
 from bridge_memory.evidence import evidence_of
 from bridge_memory.job.host import HostMemory, Moment, host_memory
-from bridge_memory.job.megatron import building, evaluation, loading, saving
+from bridge_memory.job.megatron import building, evaluation, exporting, loading, saving
 from bridge_memory.job.megatron.graphs import graphs
 from bridge_memory.job.megatron.loading import How
 from bridge_memory.job.megatron.to_try import ToTry, to_try
@@ -346,7 +346,7 @@ def job_steps(
     card = MemoryLimit(capacity, beyond, max(0, more) / peak)
     return Job(
         gpu, worst, tuple(every), overload(run, card),
-        host_memory(run, node_of(gpu), moments=_host_moments(run, training.stage)),
+        host_memory(run, node_of(gpu), moments=_host_moments(run, training.stage, result.parameters)),
         tuple(filter(None, reasons)), not_replayed, card, host_bytes,
         tuple(feature for feature in result.unmodelled if not feature.of_job),
         option, option is not None and may_fit(estimate(option.run), gpu),
@@ -397,14 +397,17 @@ def _judged_stages(result: Estimate, gpu: Gpu, traces: Traces | None) -> Generat
     return _Judged(stages, every, replayed, not_replayed)
 
 
-def _host_moments(run: RunSpec, stage: int) -> tuple[Moment, ...]:
+def _host_moments(run: RunSpec, stage: int, parameters: int) -> tuple[Moment, ...]:
     """Megatron's loads need no more host memory than its saves, but for one tensor at a time."""
     if _of_torch(run):
         from bridge_memory.job.torch.host import host_moments
 
         return host_moments(run)
     saved = saving.host_of_saving(run, stage)
-    return () if saved is None else (Moment(Phase.SAVE, every=saved),)
+    if saved is None:
+        return ()
+    every, first = exporting.host_of_exporting(run, parameters) if saving.exports(run) else ((), ())
+    return (Moment(Phase.SAVE, (*saved, *every), first),)
 
 
 class _Replayed(NamedTuple):

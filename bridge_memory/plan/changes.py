@@ -138,7 +138,10 @@ def changes(run: RunSpec) -> Iterator[Change]:
     if d.grad_reduce_in_fp32 and run.precision.params_dtype == "bf16":
         yield _change("gradient dtype", grad_reduce_in_fp32=False)
     if not o.optimizer_cpu_offload:
-        yield _change(OPTIMIZER_STATES, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
+        # Megatron-LM refuses it without the other option, and megatron-core cannot resume it.
+        aware = run.precision.params_dtype == "bf16" and o.optimizer == "adam" and d.use_distributed_optimizer
+        more = {"use_precision_aware_optimizer": True} if aware and not o.use_precision_aware_optimizer else {}
+        yield _change(OPTIMIZER_STATES, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, **more)
     if not i.cross_entropy_loss_fusion:
         fused = "te" if i.te else "native"
         yield _change("loss fusion", cross_entropy_loss_fusion=True, cross_entropy_fusion_impl=fused)

@@ -703,7 +703,9 @@ def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
 
 def _checkpoint(c: Any, *, fsdp: bool, bridge: bool) -> CheckpointSpec:
     """``ConfigContainer.checkpoint``. Megatron-FSDP has one format, fsdp_dtensor; Bridge always streams."""
-    alike = ("dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient")
+    alike = (
+        "dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient", "also_save_hf_checkpoint"
+    )
     return CheckpointSpec(
         ckpt_format="torch_dist" if fsdp else str(_get(c, "ckpt_format", "torch_dist")),
         ckpt_fully_parallel_save=bool(_get(c, "fully_parallel_save", True)),

@@ -400,7 +400,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "checkpoint": {
         "checkpoints: what is read and written between training steps": """
-            also_save_hf_checkpoint async_write_results_mp_mode custom_manager_class hf_distributed_save
+            async_write_results_mp_mode custom_manager_class hf_distributed_save
             hf_save_every_n_ranks hf_source_path hf_trust_remote_code load_rng most_recent_k save_rng
             save_tokenizer_assets storage_writers_per_rank
         """,

@@ -14,18 +14,17 @@ from typing import NamedTuple
 from bridge_memory.components import Component, Lifetime, Provenance, Role
 from bridge_memory.estimation import explain, stage_parts
 from bridge_memory.job.megatron import evaluation as megatron_evaluation
+from bridge_memory.job.megatron.exporting import exported
 from bridge_memory.job.torch import ENGINES as OF_TORCH
 from bridge_memory.outside.amount import Amount, exactly
 from bridge_memory.rollout.setup import PostTraining
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.layout import layout
-from bridge_memory.spec.model import MLPSpec, MoESpec
 
 #: What an estimate of the update of a post-training job says of the rest.
 UPDATE_ALONE = (
     "the update of the policy alone; rollout, log-probabilities and a critic take their turns on the same GPUs"
 )
-_EXPORT = "full tensors of one parameter: gathered shards, and joined"
 
 
 class States(NamedTuple):
@@ -107,24 +106,7 @@ def export(run: RunSpec, stage: int) -> tuple[Amount, ...]:
         return (Amount("one parameter, whole", whole, 2 * whole, Provenance.FORMULA, "DTensor.full_tensor"),) * bool(
             whole
         )
-    whole = _largest(run, stage)
-    return (Amount(_EXPORT, whole, 2 * whole, Provenance.FORMULA, "Megatron Bridge, mbridge: export_weights"),)
-
-
-def _largest(run: RunSpec, stage: int) -> int:
-    """Bytes of the largest parameter of a stage, whole over tensor and expert parallel ranks. Any rank of the pipeline
-    receives it (``export_weights`` sends it to all)."""
-    model, p, width = run.model, run.parallel, 2 if run.precision.params_dtype != "fp32" else 4
-    h = model.hidden_size
-    found = [model.vocab_size * h]
-    for layer in dict.fromkeys(model.layers):
-        ffn = layer.ffn
-        if isinstance(ffn, MoESpec):
-            # One expert of each rank at a time.
-            found.append(2 * ffn.moe_ffn_hidden_size * h * p.ep)
-        elif isinstance(ffn, MLPSpec):
-            found.append(2 * ffn.ffn_hidden_size * h)
-    return max(found) * width
+    return exported(run)
 
 
 def parameters_of(run: RunSpec, stage: int) -> int:

@@ -42,6 +42,8 @@ class CheckpointSpec(Checked):
     #: Off: a resume loads weights only (``no_load_optim``, ``finetune``).
     load_optim: bool = flag(True)
     save_optim: bool = flag(True)
+    #: A save also writes the weights as Hugging Face has them, each put together on the GPU (Megatron Bridge).
+    also_save_hf_checkpoint: bool = flag(False)
 
     @property
     def resumes_optimizer(self) -> bool:

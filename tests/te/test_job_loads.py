@@ -68,6 +68,16 @@ RUNS = {
     "bf16 moments beside fp32 main parameters": RunSpec(
         model=LLAMA, parallel=ParallelSpec(world_size=2), optimizer=OptimizerSpec(**LOW, fp8_recipe="tensorwise")
     ),
+    "optimizer in host memory": RunSpec(
+        model=LLAMA, parallel=ParallelSpec(world_size=2),
+        optimizer=OptimizerSpec(use_precision_aware_optimizer=True, optimizer_cpu_offload=True),
+    ),
+    "offload fraction 0": RunSpec(
+        model=UNTIED, parallel=ParallelSpec(world_size=4),
+        optimizer=OptimizerSpec(
+            use_precision_aware_optimizer=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.0
+        ),
+    ),
     "experts, bf16 moments": RunSpec(
         model=QWEN, parallel=ParallelSpec(world_size=4, expert_model_parallel_size=4), optimizer=OptimizerSpec(**LOW)
     ),
@@ -112,6 +122,9 @@ def test_resume_and_save(run: RunSpec, stage: int) -> None:
         real.load(with_optimizer=True)
         real.save()
     within(loading(run, stage, How.RESUME), real.phases["resume"].peak)
+    if run.optimizer.optimizer_cpu_offload:  # until its first step it also keeps the parameters that were loaded
+        assert real.phases["save"].peak == real.phases["resume"].after
+        return
     within(_states(saving(run, stage)), real.phases["save"].peak)
 
 
@@ -137,6 +150,15 @@ def test_main_parameters_of_16_bits_do_not_come_back_from_whole_states() -> None
     assert loading(run, 0, How.RESUME) is None
     with job(run) as real, pytest.raises(AssertionError):
         real.load(with_optimizer=True)
+
+
+def test_an_optimizer_in_host_memory_without_fp32_copies_of_its_own_does_not_come_back() -> None:
+    run = RunSpec(model=TINY, parallel=ParallelSpec(world_size=2), optimizer=OptimizerSpec(optimizer_cpu_offload=True))
+    assert "use_precision_aware_optimizer" in (refusal(run) or "")
+    assert loading(run, 0, How.RESUME) is None
+    with job(run) as real, pytest.raises(KeyError):
+        real.load(with_optimizer=True)
+    within(building(run, 0), real.phases["build"].peak)
 
 
 def test_states_gathered_over_gloo_are_not_on_the_gpu() -> None:

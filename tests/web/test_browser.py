@@ -163,7 +163,7 @@ def test_the_head_is_the_whole_jobs_where_it_is_worse_than_its_step(tab: Callabl
     """Also after another stage is chosen, which asks for no phases; the step's again where the step decides."""
     one = tab(
         "#model=meta-llama/Llama-3.1-70B&gpu=H100&num-gpus=64&tp=4&pp=2&global-batch-size=128"
-        "&recompute-granularity=full&recompute-method=uniform&recompute-num-layers=1"
+        "&recompute-granularity=full&recompute-method=uniform&recompute-num-layers=1&megatron-core=0.18"
     )
     one.until(lambda: "Does not fit" in one.heading)
     words = one.page.inner_text("#verdict .answer")

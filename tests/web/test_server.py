@@ -143,7 +143,8 @@ def test_the_whole_job_answers_where_it_is_worse_than_its_step(
 ) -> None:
     """As `estimate --phases` does, but for the fix, which the page asks for apart."""
     options = {"num-gpus": 64, "tp": 4, "pp": 2, "global-batch-size": 128, "recompute-granularity": "full",
-               "recompute-method": "uniform", "recompute-num-layers": 1, "seq-length": 3072}  # fmt: skip
+               "recompute-method": "uniform", "recompute-num-layers": 1, "seq-length": 3072,
+               "megatron-core": "0.18"}  # fmt: skip
     question = {"model": "meta-llama/Llama-3.1-70B", "gpu": "H100", "options": options}
     answer, found = client.post("/api/estimate", question)[1], client.post("/api/phases", question)[1]
     assert answer["fit"]["verdict"] == "fits" and found["verdict"] == "does not fit"

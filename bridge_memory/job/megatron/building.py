@@ -24,6 +24,8 @@ from bridge_memory.tapes.context import context_of
 from bridge_memory.tapes.parameters import Parameter
 
 _MODULES = "training.py: get_model"
+_HYBRID = "optimizer/cpu_offloading/hybrid_optimizer.py: _get_sub_optimizer_param_groups"
+_HYBRID_AGAIN = "distrib_optimizer.py: DistributedOptimizer.__init__ (HybridDeviceOptimizer)"
 _BUFFERS = "param_and_grad_buffer.py: _ParamAndGradBuffer.__init__"
 
 
@@ -46,7 +48,7 @@ def building(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     done = built(run, stage)
     if done is None:
         return None
-    moments = [*_beside_modules(run, stage), (*done, *_copy_of_last(run, stage))]
+    moments = [*_beside_modules(run, stage), (*done, *_copy_of_last(run, stage)), (*done, *_made_again(run, stage))]
     return max(moments, key=lambda amounts: total(amounts).most)
 
 
@@ -68,7 +70,8 @@ def _made_early(run: RunSpec, component: Component) -> bool:
         return False
     if component.state is State.FP8_COPIES:
         return run.precision.quantized_param
-    return not (component.state is State.MAIN_PARAMETERS and run.optimizer.fused_main_parameters)
+    late = run.optimizer.fused_main_parameters and not run.optimizer.optimizer_cpu_offload
+    return not (component.state is State.MAIN_PARAMETERS and late)
 
 
 @lru_cache(maxsize=1)  # asked for by every phase of a stage in turn
@@ -138,13 +141,40 @@ def _beside_modules(run: RunSpec, stage: int) -> Iterator[tuple[Amount, ...]]:
         yield tuple(part for part in parts if part.most)
 
 
+def copied_one_by_one(run: RunSpec, stage: int) -> Amount:
+    """Of a parameter on its way to the host, or to fp32, the copy on the device; with which one an optimizer that is
+    partly in host memory ends depends on the rank."""
+    o = run.optimizer
+    width = DTYPE_BYTES[run.precision.params_dtype] if o.fused_main_parameters else 4
+    world = min(run.parallel.shard_worlds) if run.data_parallel.use_distributed_optimizer else 1
+    parameters = [p.numel for chunk in stage_parameters(run, stage) for p in chunk]
+    most = width * min(max(parameters, default=0), -(-sum(parameters) // world))
+    return Amount("copy of one parameter", 0, most, Provenance.FORMULA, _HYBRID)
+
+
+def _made_again(run: RunSpec, stage: int) -> tuple[Amount, ...]:
+    """An optimizer that is partly in host memory is made of whole parameters first, whose fp32 copies are alive until
+    it is made of a rank's shards."""
+    o = run.optimizer
+    if not o.optimizer_cpu_offload:
+        return ()
+    copy = copied_one_by_one(run, stage)
+    if not run.data_parallel.use_distributed_optimizer or DTYPE_BYTES[run.precision.params_dtype] != 2:
+        return (copy,)
+    numel = sum(p.numel for chunk in stage_parameters(run, stage) for p in chunk)
+    stays = round(4 * numel * (1 - o.optimizer_offload_fraction))
+    whole = exactly("fp32 copies of whole parameters", stays, Provenance.FORMULA, _HYBRID_AGAIN)
+    return tuple(a for a in (whole, copy) if a.most)
+
+
 def _copy_of_last(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     """The 16-bit copy of which the last main parameter is made, less the main parameters that are made after it.
 
     Matrices come first, then what has no weight decay; dense parameters before those of experts.
     """
     width = DTYPE_BYTES[run.precision.params_dtype]
-    if width != 2 or run.optimizer.fused_main_parameters or run.peft.freezes:
+    o = run.optimizer
+    if width != 2 or o.fused_main_parameters or o.optimizer_cpu_offload or run.peft.freezes:
         return ()
     distributed, apart = run.data_parallel.use_distributed_optimizer, experts_apart(run)
     # A distributed optimizer goes through its buffers, which are filled from the last parameter to the first.

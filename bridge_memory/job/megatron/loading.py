@@ -9,6 +9,9 @@ Resuming has three moments (megatron-core ``optimizer/distrib_optimizer.py``; TE
    together in a new tensor, and all of these stay too (``mapping.py: apply_factory_merges``).
 3. ``load_state_dict`` gives the states to ``FusedAdam.load_state_dict`` again: unscaled anew, cast to the dtype of the
    parameter, and copied into states that are new again, while the state dict refers to what it has filled.
+
+Megatron Bridge 0.6.2 has FusedAdam take fp32 states as they are, so that there is no second copy (``training/optim.py:
+memory_efficient_fp32_optimizer_state_loading``, pull request 4936); who loads is not known here, so that it is a range.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from bridge_memory.components import Component, Provenance, Role, State
 from bridge_memory.engines.megatron_ddp import experts_apart
 from bridge_memory.engines.optimizer_states import optimizer_states
 from bridge_memory.estimation import stage_parts
-from bridge_memory.job.megatron.building import built, stage_parameters
+from bridge_memory.job.host import sharded_elements
+from bridge_memory.job.megatron.building import built, copied_one_by_one, stage_parameters
 from bridge_memory.outside.amount import Amount, exactly, total
 from bridge_memory.spec import DTYPE_BYTES, LayerSpec, MambaSpec, RunSpec
 from bridge_memory.spec.model import GatedDeltaNetSpec, MLPSpec, MoESpec
@@ -46,9 +50,15 @@ class How(str, Enum):
 _SHARDED = "distrib_optimizer.py: sharded_state_dict(is_loading=True)"
 _ADAM = "TE fused_adam.py: FusedAdam.load_state_dict"
 _UNSCALED = "TE fused_adam.py: FusedAdam.get_unscaled_state"
+_DUMMY = "hybrid_optimizer.py: HybridDeviceOptimizer.dummy_step"
+_ANEW = "hybrid_optimizer.py: post_load_state_dict_hook"
 _MERGED = "dist_checkpointing/mapping.py: apply_factory_merges"
 _DEQUANTIZED = "dist_checkpointing/serialization.py: load, stream_ckpt_dequant"
 _EXCHANGED = "dist_checkpointing/exchange_utils.py: exchange_loaded_tensors_broadcast"
+_REFERRED = "states that the state dict refers to"
+_ADOPTED = "none in Bridge 0.6.2: training/optim.py: memory_efficient_fp32_optimizer_state_loading"
+#: The megatron-core of the release of Bridge that has the loader named above.
+_ADOPTS = (0, 19)
 #: Releases without and with ``stream_ckpt_dequant``; between them it is not known.
 _UPFRONT, _STREAMS = (0, 16), (0, 19)
 
@@ -106,13 +116,13 @@ class HeldBy(NamedTuple):
 
 def optimizers(run: RunSpec, stage: int) -> list[HeldBy]:
     """The chained optimizers of a rank, with the states that FusedAdam holds: dense parameters, then experts."""
-    o = run.optimizer
-    chosen = o.use_precision_aware_optimizer
+    o, fused = run.optimizer, is_fused(run)
+    chosen = o.use_precision_aware_optimizer and not o.optimizer_cpu_offload
     dtypes = {
         State.EXP_AVG: o.exp_avg_dtype if chosen else "fp32", State.EXP_AVG_SQ: o.exp_avg_sq_dtype if chosen else "fp32"
     }
     widths = {s.state: s.width for s in optimizer_states(run)}
-    if o.fused_main_parameters:
+    if fused:
         dtypes[State.MAIN_PARAMETERS] = "int16" if _remainders(run) else o.main_params_dtype
     lines = [c for c in stage_parts(run, stage).persistent if c.role is Role.OPTIMIZER and c.state in dtypes]
     found = []
@@ -120,9 +130,14 @@ def optimizers(run: RunSpec, stage: int) -> list[HeldBy]:
         own = [c for c in lines if experts is None or c.experts is experts]
         states = tuple(Tensors(s, _elements(own, s, widths), dtype) for s, dtype in dtypes.items())
         if any(s.elements for s in states):
-            updated = run.precision.params_dtype if o.fused_main_parameters else "fp32"
-            found.append(HeldBy(bool(experts), states, updated, o.fused_main_parameters))
+            updated = run.precision.params_dtype if fused else "fp32"
+            found.append(HeldBy(bool(experts), states, updated, fused))
     return found
+
+
+def is_fused(run: RunSpec) -> bool:
+    """Whether FusedAdam holds the main parameters; beside an optimizer in host memory it does not."""
+    return run.optimizer.fused_main_parameters and not run.optimizer.optimizer_cpu_offload
 
 
 def _elements(lines: Sequence[Component], state: State, widths: dict[State, int]) -> int:
@@ -138,8 +153,8 @@ def why_not_resumed(run: RunSpec) -> str | None:
         return None
     if o.optimizer != "adam":
         return f"optimizer {o.optimizer}: save and resume are modelled for Adam only"
-    if o.optimizer_cpu_offload:
-        return "optimizer_cpu_offload: save and resume are not modelled"
+    if o.optimizer_cpu_offload and not _in_place(run):
+        return "optimizer_cpu_offload with dist_ckpt_optim_fully_reshardable: save and resume are not modelled"
     return None
 
 
@@ -154,9 +169,17 @@ def refusal(run: RunSpec) -> str | None:
 
     ``distrib_optimizer.py: _set_main_param_and_optimizer_states`` hands every state to TE's ``FusedAdam.
     set_scaled_state``: from 0.14 to 0.16 of dp_reshardable also ``padding``, which is no tensor; and of
-    fully_reshardable main parameters in fp32, where TE asserts 16-bit remainders.
+    fully_reshardable main parameters in fp32, where TE asserts 16-bit remainders. In host memory: ``hybrid_optimizer.
+    py: _update_fp32_params_by_new_state``.
     """
     held, c = run.optimizer, run.checkpoint
+    if held.optimizer_cpu_offload and c.resumes_optimizer and held.optimizer == "adam":
+        if held.fused_main_parameters and DTYPE_BYTES[run.precision.params_dtype] == 2:
+            return None
+        return (
+            "resume of an optimizer in host memory fails in megatron-core: it looks for fp32 copies of parameters that "
+            "are fp32 themselves (KeyError); set use_precision_aware_optimizer"
+        )
     if not (held.fused_main_parameters and _whole_or_buckets(run) and c.resumes_optimizer):
         return None
     if c.dist_ckpt_optim_fully_reshardable:
@@ -205,6 +228,8 @@ def loading(run: RunSpec, stage: int, how: How) -> tuple[Amount, ...] | None:
         return (*ready, *_highest([weights, received]))
     if why_not_resumed(run) is not None or refusal(run) is not None:
         return None
+    if run.optimizer.optimizer_cpu_offload:
+        return (*ready, *_highest([*_resuming_on_host(run, stage, weights), (*_new_states(run, stage), *received)]))
     last = [(*weights, *moment) for moment in _resuming(run, stage)]
     return (*ready, *_highest([*last, (*_in_dict(run, stage), *received)]))
 
@@ -236,35 +261,67 @@ def _in_dict(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     return tuple(a for a in found if a.most)
 
 
+def _may_adopt(run: RunSpec) -> bool:
+    """Whether FusedAdam may take the states of the state dict for its own, as it does in Megatron Bridge 0.6.2, whose
+    megatron-core is 0.19, and not in Megatron-LM."""
+    core = run.implementation.megatron_core
+    distributed = run.data_parallel.use_distributed_optimizer and DTYPE_BYTES[run.precision.params_dtype] == 2
+    return distributed and not run.optimizer.use_precision_aware_optimizer and (core is None or core >= _ADOPTS)
+
+
 def _resuming(run: RunSpec, stage: int) -> Iterator[tuple[Amount, ...]]:
     """The moments of a resume after all is read: what is alive beside the built model.
 
     Merged weights count in the first moment too, which is before they are made: the third is always higher.
     """
-    held = optimizers(run, stage)
+    held, adopts = optimizers(run, stage), _may_adopt(run)
     distributed, in_place = run.data_parallel.use_distributed_optimizer, _in_place(run)
     merged = 0 if distributed else sum(4 * 3 * p.numel for p in _in_parts(run, stage))
     for at, one in enumerate(held):
         others = [h for h in held if h is not one]
         unscaled = sum(h.unscaled_in_dict for h in held) if in_place else 0
         # Of optimizers before this one what is in the state dict is alive beside the new states.
-        kept = sum(h.own_in_dict for h in held[:at] if in_place) + sum(h.nbytes for h in others)
+        before = sum(h.own_in_dict for h in held[:at] if in_place)
+        kept = sum(h.nbytes for h in others)
         again = sum(s.unscaled for s in one.states)
         cast = sum(s.cast(one.parameters) for s in one.states)
         # In the one of the checkpoint, or in FusedAdam's own, which has fp32 copies of the rest.
         in_dict = one.own_in_dict if in_place else sum(s.nbytes for s in one.states if not s.unscaled)
         common = (
-            exactly("states of optimizers", kept, Provenance.FORMULA, _ADAM),
+            Amount("states of optimizers", kept + (0 if adopts else before), kept + before, Provenance.FORMULA, _ADAM),
             exactly("fp32 states in the state dict", unscaled, Provenance.FORMULA, _UNSCALED),
             exactly("states in the state dict, put together", merged, Provenance.FORMULA, _MERGED),
             exactly("fp32 copies of states", again, Provenance.FORMULA, _UNSCALED),
         )
-        for parts in (
-            (("states", one.nbytes), ("states in the dtype of parameters", cast)),
-            (("states", one.nbytes), ("states that the state dict refers to", in_dict)),
-        ):
-            more = (exactly(name, n, Provenance.FORMULA, _ADAM) for name, n in parts)
-            yield tuple(a for a in (*common, *more) if a.most)
+        own = exactly("states", one.nbytes, Provenance.FORMULA, _ADAM)
+        source = _ADOPTED if adopts else _ADAM
+        referred = Amount(_REFERRED, 0 if adopts else in_dict, in_dict, Provenance.FORMULA, source)
+        for more in (exactly("states in the dtype of parameters", cast, Provenance.FORMULA, _ADAM), referred):
+            yield tuple(a for a in (*common, own, more) if a.most)
+
+
+def _resuming_on_host(run: RunSpec, stage: int, weights: tuple[Amount, ...]) -> Iterator[tuple[Amount, ...]]:
+    """The moments of a resume of an optimizer that is partly in host memory: a step with random gradients, which makes
+    its states; and its second making anew, each of which has new fp32 parameters and keeps those before in its states.
+    Gradients of the first ones stay too."""
+    width, own = DTYPE_BYTES[run.precision.params_dtype], sharded_elements(run, stage)
+    states = _new_states(run, stage)
+    yield (*states, exactly("random gradients", width * own, Provenance.FORMULA, _DUMMY))
+    on_gpu = sum(c.bytes for c in stage_parts(run, stage).persistent if c.state is State.MAIN_PARAMETERS)
+    again = exactly("main parameters of optimizers made anew", 2 * on_gpu, Provenance.FORMULA, _ANEW)
+    yield tuple(a for a in (*weights, *states, again, copied_one_by_one(run, stage)) if a.most)
+
+
+def _new_states(run: RunSpec, stage: int) -> tuple[Amount, ...]:
+    """What such a step leaves on the device."""
+    moments = sum(
+        c.bytes for c in stage_parts(run, stage).persistent if c.state in (State.EXP_AVG, State.EXP_AVG_SQ)
+    )
+    found = (
+        exactly("states of optimizers", moments, Provenance.FORMULA, _ADAM),
+        exactly("fp32 gradients", moments // 2, Provenance.FORMULA, _DUMMY),
+    )
+    return tuple(a for a in found if a.most)
 
 
 #: Parameters that are saved in parts (``mlp.py: apply_swiglu_sharded_factory``, ``experts.py: TEGroupedMLP``,

@@ -17,8 +17,9 @@ from bridge_memory.engines.megatron_ddp import bucket_elements, experts_apart
 from bridge_memory.engines.optimizer_states import gradient_width
 from bridge_memory.estimation import stage_parts
 from bridge_memory.job.megatron.building import built, stage_parameters
-from bridge_memory.job.megatron.loading import HeldBy, optimizers, why_not_resumed
-from bridge_memory.outside.amount import Amount, exactly
+from bridge_memory.job.megatron.exporting import exported
+from bridge_memory.job.megatron.loading import HeldBy, is_fused, optimizers, why_not_resumed
+from bridge_memory.outside.amount import Amount, exactly, total
 from bridge_memory.outside.context import context
 from bridge_memory.outside.phase import Phase
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
@@ -40,7 +41,13 @@ def saving(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     kept = [exactly(c.name, c.bytes, c.provenance) for c in (*parts.persistent, *parts.between_steps)]
     states = _states(run, stage) if run.checkpoint.save_optim else []
     made = (*states, *_dequantized(run, stage))
-    return tuple(a for a in (*kept, *made) if a.most)
+    after = exported(run) if exports(run) else ()
+    return tuple(a for a in (*kept, *max(made, after, key=lambda amounts: total(amounts).most)) if a.most)
+
+
+def exports(run: RunSpec) -> bool:
+    """Whether weights are written as Hugging Face has them too; of adapters only they are, which are small."""
+    return run.checkpoint.also_save_hf_checkpoint and not run.peft.trains_adapters
 
 
 def _why_not(run: RunSpec) -> str | None:
@@ -56,6 +63,8 @@ def _gathers(run: RunSpec) -> bool:
 def _states(run: RunSpec, stage: int) -> list[Amount]:
     """What is made of optimizer states: first fp32 copies of all that one optimizer holds in fewer bits, for a state
     dict without them, then what is saved."""
+    if run.optimizer.optimizer_cpu_offload:  # states are saved as they are
+        return []
     held = optimizers(run, stage)
     copies = max((sum(s.unscaled for s in one.states) for one in held), default=0)
     first = exactly("fp32 copies of states", copies, Provenance.FORMULA, "TE fused_adam.py: FusedAdam.state_dict")
@@ -132,7 +141,7 @@ def host_of_saving(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     for held in optimizers(run, stage) if run.checkpoint.save_optim else []:
         own = [p for p in parameters if not apart or p.expert is held.experts]
         states = held.unscaled_in_dict + held.own_in_dict
-        if not run.optimizer.fused_main_parameters and width == 2:
+        if not is_fused(run) and width == 2:
             states += 4 * max(s.elements for s in held.states)
         least, most = _pinned(4 * p.numel for p in own)
         name = "optimizer states (routed experts)" if held.experts else "optimizer states"
