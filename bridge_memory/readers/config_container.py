@@ -22,6 +22,7 @@ from bridge_memory.readers.container_registry import (
     CORE_ATTENTION_OF_SPECS,
     CP_LOSS_BY_TOKEN,
     DENSE_MTP_SPECS,
+    FP32_ROUTER_SPECS,
     FULL_QK_SPECS,
     LOCAL_LAYER_SPECS,
     NO_PRE_LAYERNORM_SPECS,
@@ -323,9 +324,7 @@ class _Views:
             if bridge < BRIDGE_FUSES_FSDP_GRADIENTS:
                 model.lay_over({"gradient_accumulation_fusion": False})
         self._finalized_by_its_class()
-        in_batch, packed = _packing(dataset)
-        if in_batch and _get(model, "pipeline_model_parallel_size", 1) > 1:
-            model.lay_over({"variable_seq_lengths": True})
+        _, packed = _packing(dataset)
         hybridep = _get(model, "moe_token_dispatcher_type") == "flex" and (
             _get(model, "moe_flex_dispatcher_backend") == "hybridep"
         )
@@ -487,6 +486,7 @@ def _model(config: Any, view: _Views, name: str | None, core: Release | None) ->
         core_attention=CORE_ATTENTION_OF_SPECS.get(spec_name, ""),
         full_qk_layernorm=spec_name in FULL_QK_SPECS,
         dense_mtp=spec_name in DENSE_MTP_SPECS,
+        router_in_fp32=spec_name in FP32_ROUTER_SPECS,
         provider=provider_of(container_part(config, "model")),
         megatron_core=core,
         assumptions=tuple(assumptions),
@@ -522,7 +522,11 @@ def _unmodelled_layer_spec(model: Any, dataset: Any, micro_batch: int) -> Iterat
     name, _ = _layer_spec(model)
     if name in OTHER_LAYER_SPECS:
         effect, what, order = OTHER_LAYER_SPECS[name]
-        most = _two_copies_of_queries(model, micro_batch) if name in SCALED_QUERIES_SPECS else None
+        most = None
+        if name in SCALED_QUERIES_SPECS:
+            most = _two_copies_of_queries(model, micro_batch)
+        elif name in FP32_ROUTER_SPECS:
+            most = 2 * _get(model, "num_layers", 1) * _get(model, "num_moe_experts", 0) * _get(model, "hidden_size", 0)
         yield Unmodelled(f"model.transformer_layer_spec ({name}): {what}", effect, order=order, most=most)
     elif CORE_ATTENTION_OF_SPECS.get(name) == "flex":
         bridge = release_in(getattr(sys.modules.get("megatron.bridge"), "__version__", None)) or DEFAULT_MEGATRON_BRIDGE
@@ -928,7 +932,9 @@ def _assumptions(config: Any) -> tuple[str, ...]:
     """Assumptions about what the container leaves open."""
     out = []
     dataset, model = getattr(config, "dataset", None), container_part(config, "model")
-    _, packed = _packing(dataset)
+    in_batch, packed = _packing(dataset)
+    if in_batch:  # which makes packs of varying length (``variable_seq_lengths``)
+        out.append("dataset.enable_in_batch_packing: every sequence of a pack is taken to have seq_length tokens")
     if not packed and getattr(dataset, "pad_to_max_length", None) is False and not (
         _get(model, "pipeline_model_parallel_size", 1) > 1 or _get(model, "expert_model_parallel_size", 1) > 1
     ):

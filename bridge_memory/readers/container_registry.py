@@ -166,6 +166,23 @@ def _whole_embeddings(asked: ArgumentValues) -> int:
     return 2 * _tokens(asked) * int(asked["hidden_size"] or 0) * _width(asked)
 
 
+def _not_of_packs(asked: ArgumentValues, value: object) -> bool:
+    """Bridge sets it for packs of whole sequences, which are counted (``training/config.py: ConfigContainer.validate``).
+    """
+    return not (asked["enable_in_batch_packing"] or asked["pack_sequences_in_batch"])
+
+
+#: Tokens, to a multiple of which HybridEP pads those of a rank (``moe/fused_a2a.py: HYBRIDEP_TOKEN_ALIGNMENT``).
+HYBRIDEP_ALIGNMENT = 64
+
+
+def _unaligned(asked: ArgumentValues, value: object) -> bool:
+    """Whether a whole pack is padded; smaller ones are padded to the largest of the group, which is counted."""
+    tokens = int(asked["seq_length"] or 0) // int(asked["context_parallel_size"] or 1)
+    divided = int(asked["tensor_model_parallel_size"] or 1) if asked["sequence_parallel"] else 1
+    return tokens * int(asked["micro_batch_size"] or 1) // divided % HYBRIDEP_ALIGNMENT > 0
+
+
 def _biases_of_images(asked: ArgumentValues) -> int:
     """Two biases of a sequence by a sequence for each microbatch in flight, which fused attention saves once for all
     layers; their boolean masks, four at a time; and the gradient of one (TE ``csrc/extensions/attention.cpp:
@@ -184,6 +201,10 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
                                                              order="as large as what a layer saves, in every layer"),
         "restore_modelopt_state": Feature(False, EITHER, "ModelOpt's quantizers",
                                              order="a copy of the largest quantized tensor, and what is clipped of it"),
+        "moe_hybridep_pad_uneven_dispatch_inputs": UNMODELLED_ARGUMENTS[
+            "moe_hybridep_pad_uneven_dispatch_inputs"
+        ]._replace(when=_unaligned),
+        "variable_seq_lengths": UNMODELLED_ARGUMENTS["variable_seq_lengths"]._replace(when=_not_of_packs),
         "teacher": Feature(None, UP, "the teacher of a distillation", order=ORDER_OF["export_kd_teacher_load"]),
         "kd_config": Feature(None, UP, "the losses of a distillation",
                                 order="fp32 logits of teacher and student, 4 s b V / t bytes each, some three times"),
@@ -569,12 +590,13 @@ OTHER_LAYER_SPECS: dict[str, tuple[Effect, str, str]] = {
         EITHER, "scaled copies of the values, kept in place of the projected ones",
         "as large as the values, in every layer",
     ),
-    # models/minimax_m3/minimax_m3_bridge.py: MiniMaxM3TopKRouter, whose weights and input are fp32.
+    # models/minimax_m3/minimax_m3_bridge.py: _promote_router_weights_to_float32
     "minimax_m3_block_spec": (
-        UP, "the router's weights in fp32, and its fp32 copy of the tokens", "4 s b h / t bytes in every layer"
+        UP, "the router's weights, counted in bf16, are fp32", "2 bytes for each weight of the routers"
     ),
 }
 #: Layer specs of OTHER_LAYER_SPECS whose copies are those of one layer at a time.
 SCALED_QUERIES_SPECS = _names("ministral_layer_spec")
+FP32_ROUTER_SPECS = _names("minimax_m3_block_spec")
 #: Layer specs whose MTP depths have a dense feed-forward block although the last layer has experts.
 DENSE_MTP_SPECS = _names("_build_exaone_moe_layer_spec")

@@ -90,6 +90,7 @@ def model_from_transformer_config(
     core_attention: str = "",
     full_qk_layernorm: bool = False,
     dense_mtp: bool = False,
+    router_in_fp32: bool = False,
     activation: str | None = None,
     provider: str = "",
     megatron_core: Release | None = None,
@@ -116,6 +117,7 @@ def model_from_transformer_config(
         core_attention: That of a custom layer spec (``AttentionSpec.core_attention``).
         full_qk_layernorm: A custom layer spec normalises queries and keys over all heads.
         dense_mtp: MTP depths have a dense feed-forward block.
+        router_in_fp32: A custom layer spec has a router with fp32 weights.
         activation: The activation of a custom layer spec.
         provider: The Megatron Bridge provider class that builds other layers than megatron-core's (Gemma 4).
         megatron_core: The release that builds the model, as (major, minor). None: unknown.
@@ -164,6 +166,10 @@ def model_from_transformer_config(
     layers, depths = stack.layers, stack.depths
     if post_layernorms or not pre_layernorms:
         layers = [replace(x, post_layernorms=post_layernorms, pre_layernorms=pre_layernorms) for x in layers]
+    if router_in_fp32:
+        layers = [
+            replace(x, ffn=replace(x.ffn, router_in_fp32=True)) if isinstance(x.ffn, MoESpec) else x for x in layers
+        ]
     if core_attention:
         layers = [
             replace(x, mixer=replace(x.mixer, core_attention=core_attention)) if isinstance(x.mixer, AttentionSpec)
@@ -266,11 +272,6 @@ def _unmodelled(c: ConfigAttributes) -> Iterator[Unmodelled]:
         yield Unmodelled(
             "use_kitchen of the TransformerConfig: another quantisation library", Effect.UNKNOWN, order=UNKNOWN_SIZE
         )
-    if c.get("num_moe_experts") and c.get("moe_router_score_function") == "sqrtsoftplus":
-        yield Unmodelled(
-            "moe_router_score_function (sqrtsoftplus): one more fp32 copy of the router's scores", Effect.UP,
-            order="4 bytes for each token and expert, in every layer",
-        )  # fmt: skip
 
 
 def _assumptions_of_compressed(c: ConfigAttributes) -> Iterator[str]:

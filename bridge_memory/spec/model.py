@@ -288,6 +288,8 @@ class MoESpec:
     #: A bias on the router's linear (gpt-oss).
     add_router_bias: bool = False
     router_score_function: str = "softmax"
+    #: The router's weights are fp32, and it multiplies an fp32 copy of the tokens, which it saves (MiniMax-M3).
+    router_in_fp32: bool = False
     #: Aux-loss kind: "none", "aux_loss", "seq_aux_loss", "sinkhorn", ...
     router_load_balancing_type: str = "aux_loss"
     #: Group-limited routing: a token's experts come from ``router_group_topk`` of ``router_num_groups`` groups.

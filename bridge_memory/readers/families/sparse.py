@@ -50,6 +50,7 @@ class Sparse(NamedTuple):
     balancing: str = "none"
     #: Megatron Bridge builds no MTP layer, even if the config has one.
     without_mtp: bool = False
+    router_in_fp32: bool = False
     #: The feed-forward block of an MTP depth is dense.
     dense_mtp: bool = False
     ignored: tuple[str, ...] = ()
@@ -166,6 +167,7 @@ SPARSE: dict[str, Sparse] = {
         attention=layerwise_attention.minimax_m3,
         balancing="aux_loss",
         without_mtp=True,
+        router_in_fp32=True,
         ignored=("swiglu_alpha", "swiglu_limit", "use_gemma_norm", "num_mtp_modules"),
     ),
     "llama4_text": Sparse(
@@ -272,6 +274,7 @@ def _experts(f: Fields, kind: Sparse) -> MoESpec:
         router_enable_expert_bias=f.flag(kind.bias_key) if kind.bias_key else kind.expert_bias,
         expert_bias_in_published_count=kind.bias_published,
         router_score_function=f.choice(kind.score_key, {"sigmoid": "sigmoid", "softmax": "softmax"}, kind.score),
+        router_in_fp32=kind.router_in_fp32,
         router_load_balancing_type=kind.balancing,
         router_num_groups=f.integer("n_group", default=None),
         router_group_topk=f.integer("topk_group", default=None),
