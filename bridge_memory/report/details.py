@@ -87,7 +87,7 @@ def layer_name(layer: LayerSpec) -> str:
     short = {
         "AttentionSpec": "attention", "CompressedAttentionSpec": "compressed attention",
         "SideBySideSpec": "attention and Mamba in parallel", "MLASpec": "MLA", "MambaSpec": "Mamba",
-        "GatedDeltaNetSpec": "gated delta net", "KimiDeltaSpec": "Kimi delta attention",
+        "GatedDeltaNetSpec": "gated delta net", "KimiDeltaSpec": "Kimi delta attention", "Mamba1Spec": "Mamba",
         "ShortConvSpec": "short convolution",
         "MLPSpec": "MLP", "MoESpec": "MoE",
     }

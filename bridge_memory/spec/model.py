@@ -244,6 +244,25 @@ class KimiDeltaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Mamba1Spec:
+    """The mixer of the first Mamba (transformers ``models/jamba/modeling_jamba.py: JambaMambaMixer``): every channel
+    has separate states, and time steps, B and C have norms. megatron-core has no such block.
+
+    Example:
+        >>> from bridge_memory import Mamba1Spec
+        >>> Mamba1Spec(inner_size=8192, state_dim=16, dt_rank=256).conv_kernel
+        4
+    """
+
+    inner_size: int
+    state_dim: int
+    dt_rank: int
+    conv_kernel: int = 4
+    conv_bias: bool = True
+    proj_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class MLPSpec:
     """A dense feed-forward block of inner width f (``megatron.core.transformer.mlp: MLP``).
 
@@ -327,14 +346,14 @@ class SideBySideSpec:
 
 Mixer = (
     AttentionSpec | CompressedAttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec | ShortConvSpec | KimiDeltaSpec
-    | SideBySideSpec
+    | Mamba1Spec | SideBySideSpec
 )
 FeedForward = MLPSpec | MoESpec
 #: Field of LayerSpec -> the classes that it may hold.
 KINDS: dict[str, tuple[type, ...]] = {
     "mixer": (
         AttentionSpec, CompressedAttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, ShortConvSpec, KimiDeltaSpec,
-        SideBySideSpec,
+        Mamba1Spec, SideBySideSpec,
     ),
     "ffn": (MLPSpec, MoESpec),
 }  # fmt: skip

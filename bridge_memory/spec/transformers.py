@@ -187,9 +187,10 @@ class Family(NamedTuple):
     #: The MoE block. "mixtral", "qwen": a loop over experts, with the module names of Mixtral or Qwen; "deepseek": sums
     #: in fp32, sigmoid scores; "gpt_oss": biases and clamped gates (``gpt_oss.py``); "minimax": sigmoid scores;
     #: "phimoe": Mixtral's with sparsemixer as router; "hunyuan": an fp32 router weight, the shared expert first;
-    #: "lfm2": sigmoid scores in the model's dtype; "afmoe": sigmoid scores, the shared experts before the routed ones,
-    #: and the router's bias a frozen parameter; "mistral4": softmax in the model's dtype; "granite": tokens sorted by
-    #: expert, one product for each; "longcat": softmax scores in fp32, and experts that return their input.
+    #: "jamba": Qwen's, in feed_forward; "lfm2": sigmoid scores in the model's dtype; "afmoe": sigmoid scores, the
+    #: shared experts before the routed ones, and the router's bias a frozen parameter; "mistral4": softmax in the
+    #: model's dtype; "granite": tokens sorted by expert, one product for each; "longcat": softmax scores in fp32, and
+    #: experts that return their input.
     moe: str = "qwen"
     #: Experts run one by one in every release.
     looped_experts: bool = False
@@ -305,6 +306,10 @@ FAMILIES["bamba"] = Family(
     norms=("input_layernorm", "", "pre_ff_layernorm", ""), final_norm="final_layernorm", mlp="feed_forward",
     rotary="joined", rotary_share=0.5, typed_masks=True,
 )
+FAMILIES["jamba"] = Family(
+    norms=("input_layernorm", "", "pre_ff_layernorm", ""), final_norm="final_layernorm", mlp="feed_forward",
+    moe="jamba", normalized_router=False, since=(5, 0),
+)
 FAMILIES["phimoe"] = Family(
     norm="layernorm", moe="phimoe", normalized_router=False, own_masks=True, own_attention=True, rotary="gathered",
 )
@@ -335,6 +340,7 @@ NOT_IN_MEGATRON = {
     "lfm2": "the gated short convolution",
     "lfm2_moe": "the gated short convolution",
     "apertus": "the xIELU activation, with two trained parameters for each MLP",
+    "jamba": "mixers of the first Mamba, with separate states for every channel",
     "kimi_linear": "Kimi delta attention, with a gate for every channel of a key",
     "longcat_flash": "layers of two attentions and two MLPs around experts, some of which return their input",
     "afmoe": "gated attention and experts with a norm before and after each",

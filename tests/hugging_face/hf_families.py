@@ -119,6 +119,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "num_shared_experts": 2, "moe_intermediate_size": 96, "sliding_window": 4096,
         "attention_bias": True, "mup_enabled": True,
     },
+    "jamba": {
+        "model_type": "jamba", **TINY, "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2,
+        "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 8, "num_experts_per_tok": 2,
+        "intermediate_size": 96, "mamba_d_state": 12, "mamba_expand": 1, "use_mamba_kernels": False, "pad_token_id": 0,
+    },
     "kimi_linear": {
         "model_type": "kimi_linear", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 3,
         "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 640, "max_position_embeddings": 2048,

@@ -109,6 +109,32 @@ def chunk_kda(query: Any, key: Any, value: Any, g: Any, beta: Any, **_: object) 
     return _KimiRule.apply(query, key, value, g, beta), None
 
 
+class _SelectiveScan(torch.autograd.Function):
+    """mamba_ssm ``ops/selective_scan_interface.py: SelectiveScanFn`` and ``csrc/selective_scan/selective_scan.cpp``: u,
+    delta and z [b, d, s], B and C [b, n, s]."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Any, delta: Any, a: Any, b: Any, c: Any, d: Any, z: Any) -> Any:
+        u, delta, b, c, z = (x.contiguous() for x in (u, delta, b, c, z))
+        out_z, out = torch.empty_like(z), torch.empty_like(delta)
+        states = _fp32(u, *u.shape[:2], -(-u.shape[2] // 2048), 2 * a.shape[1])
+        ctx.save_for_backward(u, delta, a, b, c, d, z, states, out)
+        return out_z, states[:, :, -1, 1::2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, _: Any) -> Any:
+        u, delta, a, b, c, d, z, _, _ = ctx.saved_tensors
+        grad = grad.contiguous()
+        made = [torch.empty_like(x) for x in (u, delta, a)]
+        wide = [_fp32(x, *x.shape) for x in (b, c)]
+        of_d, of_z = torch.empty_like(d), torch.empty_like(z)
+        return *made, *(x.to(b.dtype) for x in wide), of_d, of_z
+
+
+def selective_scan_fn(u: Any, delta: Any, a: Any, b: Any, c: Any, d: Any, z: Any, *_: object, **__: object) -> Any:
+    return _SelectiveScan.apply(u, delta, a, b, c, d, z)
+
+
 class _WholeMamba(torch.autograd.Function):
     """``MambaSplitConv1dScanCombinedFn`` with norm and output projection: keeps zxBCdt and the scan's output; the
     normed one is made again in backward."""
@@ -195,6 +221,16 @@ def mixers_on_meta(kind: str) -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, "current_device", lambda: "meta"))
             # Which 4.57 asks for where the config says no dtype, and torch does not have.
             stack.enter_context(patch.object(torch, "get_current_dtype", torch.get_default_dtype, create=True))
+        elif kind == "jamba":
+
+            def scan(self: Any, hidden_states: Any, cache: Any = None, attention_mask: Any = None, **_: object) -> Any:
+                with (
+                    patch.object(module, "causal_conv1d_fn", scan_kernels.causal_conv1d_fn),
+                    patch.object(module, "selective_scan_fn", selective_scan_fn),
+                ):
+                    return self.cuda_kernels_forward(hidden_states, cache, attention_mask)
+
+            stack.enter_context(patch.object(module.JambaMambaMixer, "forward", scan))
         elif kind == "kimi_linear":
             stack.enter_context(patch.object(module, "causal_conv1d_fn", scan_kernels.causal_conv1d_fn))
             stack.enter_context(patch.object(module, "chunk_kimi_delta_attention", chunk_kda))

@@ -12,6 +12,7 @@ from bridge_memory.inventory.torch.experts import last_saver, record_moe
 from bridge_memory.inventory.torch.kimi_delta import record_kimi_delta
 from bridge_memory.inventory.torch.loss import record_output
 from bridge_memory.inventory.torch.mamba import record_mamba
+from bridge_memory.inventory.torch.mamba_1 import record_mamba_1
 from bridge_memory.inventory.torch.mla import record_mla
 from bridge_memory.inventory.torch.mlp import record_mlp
 from bridge_memory.inventory.torch.norms import layer_norm, norm
@@ -22,6 +23,7 @@ from bridge_memory.spec import (
     GatedDeltaNetSpec,
     KimiDeltaSpec,
     LayerSpec,
+    Mamba1Spec,
     MambaSpec,
     Mixer,
     MLASpec,
@@ -222,7 +224,7 @@ def part_of(mixer: Mixer | None) -> Part:
         return Part.KIMI_DELTA
     if isinstance(mixer, ShortConvSpec):
         return Part.SHORT_CONVOLUTION
-    return Part.MAMBA if isinstance(mixer, MambaSpec) else Part.ATTENTION
+    return Part.MAMBA if isinstance(mixer, MambaSpec | Mamba1Spec) else Part.ATTENTION
 
 
 def _mixed(t: Torch, mixer: Mixer | None, x: Array, shared: Shared) -> Array:
@@ -235,6 +237,8 @@ def _mixed(t: Torch, mixer: Mixer | None, x: Array, shared: Shared) -> Array:
         return record_kimi_delta(t, mixer, x)
     if isinstance(mixer, ShortConvSpec):
         return record_short_conv(t, mixer, x)
+    if isinstance(mixer, Mamba1Spec):
+        return record_mamba_1(t, mixer, x)
     if isinstance(mixer, MambaSpec):
         return record_mamba(t, mixer, x)
     assert isinstance(mixer, MLASpec)

@@ -106,7 +106,8 @@ def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Ar
     if t.hf.family.moe == "hunyuan":
         logits = _logits_in_fp32(t, spec, x)
     else:
-        gate = "mlp.router.gate" if t.hf.family.moe == "afmoe" else f"{_module(t)}.gate"
+        gate = {"afmoe": "router.gate", "jamba": "router"}.get(t.hf.family.moe, "gate")
+        gate = f"{_module(t)}.{gate}"
         logits = t.linear(gate, x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
     # LFM2's scores are a sigmoid in the model's dtype.
     wide = logits if t.hf.family.moe == "lfm2" else t.cast("router logits in fp32", logits, FP32)
@@ -470,7 +471,7 @@ def _names(t: Torch) -> tuple[str, str, str]:
 def _module(t: Torch) -> str:
     if t.hf.family.layer == "nemotron_h":
         return "mixer"
-    if t.hf.family.moe == "lfm2":
+    if t.hf.family.moe in ("lfm2", "jamba"):
         return "feed_forward"
     return "block_sparse_moe" if t.hf.family.moe in ("mixtral", "phimoe") and not t.hf.fused_experts else "mlp"
 

@@ -36,13 +36,21 @@ def record_longcat_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -
         entered = norm(t, f"post_attention_layernorm.{i}", x, tokens, h)
         if shortcut is None:
             t.r.tape.part = Part.MOE
-            shortcut = record_moe(t, ffn, entered)
+            shortcut = record_moe(t, ffn, _view(t, entered))
         t.r.tape.part = Part.MLP
         y = gated_mlp(t, f"mlps.{i}", entered, tokens, h, ffn.shortcut_ffn_hidden_size)
         t.keep_alive(entered, *t.returned)
         x, before = t.add(f"hidden states after MLP {i}", x, y), x
         t.keep_alive(before, y)
     assert shortcut is not None
-    out = t.add("hidden states and the experts' output", x, shortcut)
+    out = t.add("hidden states and the experts' output", shortcut, x)
     t.keep_alive(before, y, x, shortcut)
     return out
+
+
+def _view(t: Torch, x: Array) -> Array:
+    """``hidden_states.view(-1, h)``: gradients of router and experts are summed before the MLP's is added."""
+    view = t.tape.tensor("hidden states of the experts", 0, grad_bytes=x.bytes * x.differentiable)
+    view.whole = x.tensor.whole or x.tensor
+    t.tape.op("hidden states of the experts", (x.tensor,), view, alias=True)
+    return Array(view, x.elements, x.width)

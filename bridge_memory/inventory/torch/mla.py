@@ -39,7 +39,7 @@ def record_mla(t: Torch, spec: MLASpec, x: Array, shared: Shared, module: str = 
     k_pass, value = t.split("keys and values", both, tokens * a * n, tokens * a * v)
     if t.hf.family.latent == "unrotated":
         query, key = queries, _written_keys(t, k_pass, k_turning, tokens * a * (n + r))
-        out = attend(t, AttentionSpec(a, a, n + r, v_channels=v), query, key, value)
+        out = attend(t, AttentionSpec(a, a, n + r, v_channels=v), query, key, value, joined=(False, True))
         y = t.linear(f"{module}.o_proj", out, tokens, a * v, h, bias=spec.add_output_bias)
         t.keep_alive(x, queries, compressed, k_latent, value, key, out)
         return y
@@ -65,7 +65,7 @@ def record_mla(t: Torch, spec: MLASpec, x: Array, shared: Shared, module: str = 
     if t.hf.attention == "sdpa" and not SDPA_TAKES_VIEWS(t.hf.spec):
         value = t.copy("contiguous values", value)
     heads = AttentionSpec(a, a, n + r, v_channels=v)
-    out = attend(t, heads, query, key, value)
+    out = attend(t, heads, query, key, value, joined=(True, True))
     y = t.linear(f"{module}.o_proj", out, tokens, a * v, h, bias=spec.add_output_bias)
     t.keep_alive(x, queries, compressed, q_pass, k_pass, parts, q_turned, k_turned, query, key, out)
     return y

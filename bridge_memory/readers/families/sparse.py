@@ -238,6 +238,8 @@ def read_sparse(f: Fields) -> ModelSpec:
             raise f.error(f"{key} is true; Megatron would build experts with biases, which no such model has")
     is_moe = kind.is_moe(f, n)
     block = _experts(f, kind) if any(is_moe) else None
+    if block is None:  # sizes of experts that no layer has
+        f.ignore(*kind.number, *kind.width, "num_experts_per_tok", "num_shared_experts", "n_shared_experts")
     dense = None
     if kind.dense_mtp or not all(is_moe):
         dense = MLPSpec(f.integer(kind.dense_width), gated=True, activation=activation(f, family))

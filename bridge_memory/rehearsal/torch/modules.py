@@ -36,6 +36,7 @@ NOT_MAPPED = {"mistral4": "Mistral4ForCausalLM"}
 MASK_OF = {
     "Qwen3NextModel": "_update_linear_attn_mask", "NemotronHModel": "_update_mamba_mask",
     "GraniteMoeHybridModel": "_update_mamba_mask", "BambaModel": "_update_mamba_mask",
+    "JambaModel": "_update_mamba_mask",
 }  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -241,7 +242,7 @@ def _tables_of_whole_sequences() -> Iterator[None]:
 
 def _models_with_linear_masks() -> Iterator[Any]:
     """The classes of ``MASK_OF`` that the installed transformers has."""
-    kinds = ("qwen3_next", "nemotron_h", "granitemoehybrid", "bamba")
+    kinds = ("qwen3_next", "nemotron_h", "granitemoehybrid", "bamba", "jamba")
     for kind, name in zip(kinds, MASK_OF, strict=True):
         try:
             model = getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), name)

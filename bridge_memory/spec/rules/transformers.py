@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bridge_memory.spec.adapters import OF_TRANSFORMERS
 from bridge_memory.spec.errors import SpecError, listed, show
-from bridge_memory.spec.model import GatedDeltaNetSpec, KimiDeltaSpec, MambaSpec, ShortConvSpec
+from bridge_memory.spec.model import GatedDeltaNetSpec, KimiDeltaSpec, Mamba1Spec, MambaSpec, ShortConvSpec
 from bridge_memory.spec.parts import ALL_LINEAR
 from bridge_memory.spec.rules.own_layers import check_own_layers
 from bridge_memory.spec.rules.quantized import check_quantized
@@ -31,7 +31,7 @@ _SIZES = (
 
 
 #: Mixers that transformers alone has -> a ``model_type`` that has them.
-_OF_TRANSFORMERS: dict[type, str] = {ShortConvSpec: "lfm2", KimiDeltaSpec: "kimi_linear"}
+_OF_TRANSFORMERS: dict[type, str] = {ShortConvSpec: "lfm2", KimiDeltaSpec: "kimi_linear", Mamba1Spec: "jamba"}
 #: Fields of a TransformersSpec that matter to an encoder beside Megatron's layers.
 OF_ENCODERS = ("transformers_version", "attn_implementation")
 
@@ -113,7 +113,7 @@ def check_transformers(run: RunSpec) -> None:
             "transformers use gradient_checkpointing"
         )
     mixers = {type(layer.mixer) for layer in run.model.layers}
-    if spec.mixer_kernels and not mixers & {GatedDeltaNetSpec, MambaSpec, ShortConvSpec, KimiDeltaSpec}:
+    if spec.mixer_kernels and not mixers & {GatedDeltaNetSpec, MambaSpec, Mamba1Spec, ShortConvSpec, KimiDeltaSpec}:
         raise SpecError(
             f"mixer_kernels (True) does nothing: {kind} has no gated delta net, no Mamba layer, no Kimi "
             "delta attention and no short convolution; drop it"
