@@ -166,7 +166,8 @@ class _AtRelease(NamedTuple):
 def _at(run: RunSpec, releases: Mapping[str, Release], flipped: Rule | None = None) -> _AtRelease:
     """``run`` with ``releases``, by fields of ``ImplementationSpec``; ``flipped``: a rule that answers otherwise."""
     kind = run.model, run.data_parallel, run.transformers
-    impl = _watched(kind, replace(run.implementation, **releases), flipped)
+    there: dict[str, Any] = dict(releases)
+    impl = _watched(kind, replace(run.implementation, **there), flipped)
     return _AtRelease(_peak(lambda: run.with_(implementation=impl)), tuple(impl.watch.rules))
 
 
