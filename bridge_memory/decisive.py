@@ -148,7 +148,6 @@ class _Watched(ImplementationSpec):
     """An ImplementationSpec that is equal to itself alone, so that no cache answers in place of the rules."""
 
     __slots__ = ("watch",)
-    watch: _Watching
 
     __hash__ = object.__hash__
 
@@ -166,19 +165,21 @@ class _AtRelease(NamedTuple):
 def _at(run: RunSpec, releases: Mapping[str, Release], flipped: Rule | None = None) -> _AtRelease:
     """``run`` with ``releases``, by fields of ``ImplementationSpec``; ``flipped``: a rule that answers otherwise."""
     kind = run.model, run.data_parallel, run.transformers
-    impl = _watched(kind, replace(run.implementation, **releases), flipped)
-    return _AtRelease(_peak(lambda: run.with_(implementation=impl)), tuple(impl.watch.rules))
+    there: dict[str, Any] = dict(releases)
+    impl, watch = _watched(kind, replace(run.implementation, **there), flipped)
+    return _AtRelease(_peak(lambda: run.with_(implementation=impl)), tuple(watch.rules))
 
 
 @lru_cache(maxsize=128)
-def _watched(kind: object, release: ImplementationSpec, flipped: Rule | None) -> _Watched:
+def _watched(kind: object, release: ImplementationSpec, flipped: Rule | None) -> tuple[_Watched, _Watching]:
     """One for all runs of a ``kind``, whose traces it shares: its rules are those that any of them asked. One that a
     run does not ask moves nothing, so that nothing else is said of it."""
     impl = object.__new__(_Watched)
     for field in fields(ImplementationSpec):
         object.__setattr__(impl, field.name, getattr(release, field.name))
-    object.__setattr__(impl, "watch", _Watching(flipped))
-    return impl
+    watch = _Watching(flipped)
+    object.__setattr__(impl, "watch", watch)
+    return impl, watch
 
 
 def _releases(run: RunSpec, peak: int) -> Iterator[Decisive]:

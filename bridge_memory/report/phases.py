@@ -55,6 +55,14 @@ def tightest_words(job: Job, unit: str = "GiB") -> str:
     return f"{worst.phase}, driver peak {peak}, {_room(worst, capacity, unit)}"
 
 
+def whole_answer(job: Job, fits: Sequence[Fit], unit: str = "GiB") -> dict[str, str] | None:
+    """{verdict, brief, words} of a job that is worse than its step, which ``fits`` judges; else None."""
+    if not worse_jobs([job], fits):
+        return None
+    brief = f"{job.tightest.phase} {_room(job.tightest, job.gpu.capacity_bytes, unit)}"
+    return {"verdict": str(job.verdict), "brief": brief, "words": worse_than_step(job, unit)}
+
+
 def by_verdict(job: Job, unit: str = "GiB", stage: int | None = None) -> Pairs:
     """The driver peak of every phase at most, a line for each verdict, worst first, with the stage of its highest.
 
@@ -120,13 +128,12 @@ def job_table(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdi
 
 def phases_data(job: Job, fits: Sequence[Fit], unit: str = "GiB") -> dict[str, Any]:
     """What a page draws of a job, by ``$defs/job`` of ``page.schema.json``: bytes, and the texts of ``job_blocks``;
-    ``fits``: of the step, whose verdict the job's replaces where it is worse."""
+    ``fits``: of the step."""
     table, capacity = job_table(job, unit, step=fits[0].verdict), job.gpu.capacity_bytes
     assert table.emphasis is not None
     return {
         "gpu": job.gpu.name, "capacity_bytes": capacity, "capacity": f"{_number(capacity, unit)} {unit}",
         "verdict": str(job.verdict), "words": job_words(job, unit), "decides": table.emphasis,
-        "worse_than_step": worse_than_step(job, unit) if worse_jobs([job], fits) else "",
         "title": table.title, "columns": [column.title for column in table.columns], "notes": list(table.notes),
         "phases": [
             {

@@ -24,7 +24,7 @@ from bridge_memory.report.answer import answer_of
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.page.data import timeline_data, treemap_data
 from bridge_memory.report.page.one_file import estimate_page
-from bridge_memory.report.phases import phases_data
+from bridge_memory.report.phases import phases_data, whole_answer
 from bridge_memory.report.summary import media_of
 from bridge_memory.report.units import format_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
@@ -299,6 +299,7 @@ def _estimate(one: Asked, stage: object, known: Job | None) -> tuple[dict[str, A
         "estimate": document, "fit": fitting[0].step_json(), "experts": run.model.has_experts,
         "encoders": _encoders(run), "media": ". ".join(media_of(run)),
         "answer": answer.words, "evidence": answer.evidence, "band": answer.band_words,
+        "whole": whole_answer(jobs[0], fitting) if jobs else None,
         "margin": list(margin_words(run, fitting, format_bytes)),
         "rollout": hasattr(one.args, "post_training"),
         "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),

@@ -91,7 +91,8 @@ _SCHEMAS: dict[str, Any] = {
             "estimate": _ref("Estimate"), "fit": _ref("Fit"), "experts": _YES,
             "encoders": _many({"enum": ["vision", "audio"]}), "media": _TEXT,
             "rollout": {**_YES, "description": "the update of a pasted post-training job, for POST /api/rollout"},
-            "answer": _TEXT, "evidence": _TEXT, "band": _TEXT, "margin": _many(_TEXT),
+            "answer": _TEXT, "whole": _or_null(_object({"verdict": _TEXT, "brief": _TEXT, "words": _TEXT})),
+            "evidence": _TEXT, "band": _TEXT, "margin": _many(_TEXT),
             "effective": {"type": "object", "description": "option -> its value in this run, given or by default"},
             "step": _or_null(
                 _object({"seconds": _REAL, "tokens_per_second_per_gpu": _REAL, "not_timed": _many(_TEXT)})

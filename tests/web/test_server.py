@@ -152,8 +152,9 @@ def test_the_whole_job_answers_where_it_is_worse_than_its_step(
     assert main(["estimate", question["model"], *flags, "--gpu", "H100", "--phases", "--json"]) == 0
     words = json.loads(capsys.readouterr().out)["verdict"]["words"]
     words = re.sub(r"; try first: [^;]*", "", words)
-    assert words == f"{found['worse_than_step']}; the step alone: {answer['answer']}"
-    assert client.post("/api/phases", LLAMA)[1]["worse_than_step"] == ""
+    assert words == f"{answer['whole']['words']}; the step alone: {answer['answer']}"
+    assert answer["whole"]["verdict"] == found["verdict"]
+    assert client.post("/api/estimate", LLAMA)[1]["whole"] is None
 
 
 @pytest.mark.parametrize("engine", sorted(ENGINES))
