@@ -18,6 +18,7 @@ from bridge_memory.outside.amount import Range
 from bridge_memory.outside.context import outside_bytes_of
 from bridge_memory.result import Estimate, StagePeak
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.errors import show
 from bridge_memory.spec.gpus import find_gpu, lacks
 from bridge_memory.spec.unmodelled import Bounds, bounds
 from bridge_memory.workspaces.driver import driver_buffers
@@ -199,6 +200,10 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
     A GPU of another generation than that of ``result`` is judged by the peaks of the same run on its own. One that
     cannot compute the run fits nothing, whatever its memory. Raises SpecError.
     """
+    if isinstance(gpus, (str, Gpu)):
+        raise SpecError(f"gpus ({show(gpus)}) is one GPU; give a list of them")
+    if not isinstance(gpus, Sequence):
+        raise SpecError(f"gpus ({show(gpus)}) is no list of GPUs; give one")
     by_arch: dict[str, StagePeak | None] = {result.run.implementation.gpu_arch: _worst(result)}
     out = []
     for gpu in [gpu if isinstance(gpu, Gpu) else find_gpu(gpu) for gpu in gpus] or common_gpus():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from bridge_memory.cards.gpu import Gpu
@@ -75,8 +75,4 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
     """
     if not isinstance(result, Estimate):
         raise SpecError(f"result ({show(result)}) is not an Estimate; give estimate(run)")
-    if isinstance(gpus, (str, Gpu)):
-        raise SpecError(f"gpus ({show(gpus)}) is one GPU; give a list of them")
-    if not isinstance(gpus, Iterable):
-        raise SpecError(f"gpus ({show(gpus)}) is no list of GPUs; give one")
-    return fits_of_jobs(result, list(gpus))
+    return fits_of_jobs(result, gpus)

@@ -81,8 +81,8 @@ def by_verdict(job: Job, unit: str = "GiB", stage: int | None = None) -> Pairs:
             peaks[0] += f" (stage {found[0].stage})"
         if peaks:
             pairs.append((str(verdict), "; ".join(peaks)))
-    if job.overload is not None and (job.overload.any or job.overload.factor is not None):
-        pairs.append(("routing", _routing(job).removeprefix("routing: ")))
+    if (words := _routing(job)) is not None:
+        pairs.append(("routing", words))
     if job.not_modelled:
         pairs.append(("not modelled", "; ".join(job.not_modelled)))
     of = f"{_number(capacity, unit)} {unit} ({job.gpu.name})"
@@ -155,7 +155,7 @@ def _largest(phase: PhaseMemory, unit: str) -> Iterator[str]:
 
 
 def _notes(job: Job, unit: str) -> list[str]:
-    how = "replayed, storage by storage"
+    how = "replayed"
     if job.not_replayed:
         how = f"up to {FRAGMENTATION:.1%} above allocated, as measured elsewhere ({job.not_replayed})"
     if job.retries:
@@ -163,8 +163,8 @@ def _notes(job: Job, unit: str) -> list[str]:
     if job.uneven is not None:
         how += f", at most with {job.uneven:.2f} times the balanced tokens in some layers"
     notes = [f"reserved: of training {how}; outside: CUDA context, NCCL's communicators, buffers of libraries"]
-    if job.overload is not None:
-        notes.append(_routing(job))
+    if (words := _routing(job)) is not None:
+        notes.append(f"routing: {words}")
     host, of = job.host, "" if job.host_bytes is None else f" of {_number(job.host_bytes, unit)}"
     judged = "" if job.host_verdict is None else f": {job.host_verdict}"
     while_it = {Phase.SAVE: ", while it saves", Phase.LOAD: ", while it loads"}.get(host.phase, "")
@@ -175,18 +175,20 @@ def _notes(job: Job, unit: str) -> list[str]:
     return notes
 
 
-def _routing(job: Job) -> str:
+def _routing(job: Job) -> str | None:
+    """How uneven the tokens of experts may be; None where nothing routes, or no routing fits."""
     from bridge_memory.job.overload import FROM_SCRATCH
 
     found = job.overload
-    if found is None or found.any:
-        return "routing: fits however tokens are routed"
-    if found.factor is None:
-        return "routing: does not fit even if it is balanced"
+    if found is None or (found.factor is None and not found.any):
+        return None
+    if found.any:
+        return "fits however tokens are routed"
     return (
-        f"routing: fits up to an overload factor of {found.factor:.2f} (stage {found.stage}); "
+        f"fits up to an overload factor of {found.factor:.2f} (stage {found.stage}); "
         f"from scratch, first steps saw {FROM_SCRATCH.least:g} to {FROM_SCRATCH.most:g}"
     )
+
 
 
 def _fits(phase: PhaseMemory, capacity: int, unit: str) -> str:
