@@ -153,6 +153,32 @@ def test_what_a_checkpoint_keeps_is_not_made_again() -> None:
     assert backward[:3] == [("+", 2), ("+", 8), ("-", 8)]
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_passes_of_one_block_are_alike_and_apart(again: bool) -> None:
+    """Two microbatches in flight: each asks for what one alone does, and frees its own."""
+    alive: dict[int, int] = {}
+    events: list[int] = []
+
+    def report(number: int, nbytes: int | None) -> None:
+        events.append((-alive.pop(number) if nbytes is None else alive.setdefault(number, nbytes)) // MIB)
+
+    storages = Storages(report)
+    block = Passes(_chain(), storages, recompute=again)
+    backs, seen = [], []
+    for _ in range(2):
+        x = storages.make(4 * MIB)
+        out, back = block.forward(x)
+        storages.drop_all((x, out))
+        backs.append(back)
+    for back in (backs[1], backs[0]):
+        events.clear()
+        storages.drop_all(back(storages.make(2 * MIB)).values())
+        seen.append(events[:])
+        assert len(alive) == (0 if back is backs[0] else 1 if again else 2)  # the other's x, and z
+    alone = [nbytes if kind == "+" else -nbytes for kind, nbytes in _allocation_trace(again, keeps=False)[1]]
+    assert seen == [alone, alone]
+
+
 # ---- the command ----
 
 ARGV = ("estimate", "meta-llama/Llama-3.1-8B", "--engine", "fsdp2", "--num-gpus", "8", "--global-batch-size", "8")

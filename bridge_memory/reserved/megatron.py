@@ -224,7 +224,7 @@ class _Job:
         self._recorded: tuple[list[Call], int, int] | None = None
         #: Of the last step: what is kept until the next.
         self._between: list[int] = []
-        self.storages = Storages(self._report)
+        self.storages = Storages(self.streams.report)
         self.ctx = context_of(run)
         self.parts = stage_parts(run, stage)
         self.shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
@@ -246,9 +246,6 @@ class _Job:
         for shape in self.shapes:
             for parameter in named_parameters(chunk_units(run.model, shape, self.ctx)):
                 self.numels[parameter.expert].append(parameter.numel)
-
-    def _report(self, number: int, nbytes: int | None) -> None:
-        self.streams.report(number, nbytes)
 
     # ---- the model ----
 
