@@ -102,6 +102,7 @@ class Part(_Word):
     HYPER_CONNECTIONS = "hyper-connections"
     MAMBA = "Mamba mixer"
     GATED_DELTA_NET = "gated delta net"
+    KIMI_DELTA = "Kimi delta attention"
     SHORT_CONVOLUTION = "short convolution"
     MLP = "MLP"
     MOE = "MoE"

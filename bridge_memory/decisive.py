@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from bridge_memory.estimation import Estimate, peaks
@@ -163,12 +164,22 @@ class _AtRelease(NamedTuple):
 
 def _at(run: RunSpec, releases: Mapping[str, Release], flipped: Rule | None = None) -> _AtRelease:
     """``run`` with ``releases``, by fields of ``ImplementationSpec``; ``flipped``: a rule that answers otherwise."""
-    watch = _Watching(flipped)
+    kind = run.model, run.data_parallel, run.transformers
+    there: dict[str, Any] = dict(releases)
+    impl, watch = _watched(kind, replace(run.implementation, **there), flipped)
+    return _AtRelease(_peak(lambda: run.with_(implementation=impl)), tuple(watch.rules))
+
+
+@lru_cache(maxsize=128)
+def _watched(kind: object, release: ImplementationSpec, flipped: Rule | None) -> tuple[_Watched, _Watching]:
+    """One for all runs of a ``kind``, whose traces it shares: its rules are those that any of them asked. One that a
+    run does not ask moves nothing, so that nothing else is said of it."""
     impl = object.__new__(_Watched)
     for field in fields(ImplementationSpec):
-        object.__setattr__(impl, field.name, releases.get(field.name, getattr(run.implementation, field.name)))
+        object.__setattr__(impl, field.name, getattr(release, field.name))
+    watch = _Watching(flipped)
     object.__setattr__(impl, "watch", watch)
-    return _AtRelease(_peak(lambda: run.with_(implementation=impl)), tuple(watch.rules))
+    return impl, watch
 
 
 def _releases(run: RunSpec, peak: int) -> Iterator[Decisive]:

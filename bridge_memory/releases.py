@@ -304,8 +304,9 @@ LATENTS_HELD = since(
 #: Values of packed sequences are padded to the width of keys (``multi_latent_attention.py:
 #: _prepare_mla_core_attention_value``).
 PACKED_VALUES_PADDED = since(core=(0, 18))
-#: The unfused gated unit adds glu_linear_offset to a copy of its linear half (``mlp.py: MLP.forward``).
-GLU_OFFSET = since(core=(0, 15))
+#: Gated units clamp both halves if ``activation_func_clamp_value`` is set, and the unfused one adds glu_linear_offset
+#: to a copy of its linear half (``mlp.py: MLP.forward``, ``fused_bias_geglu.py: weighted_bias_quick_geglu_impl``).
+GATES_CLAMPED = since(core=(0, 15))
 #: The exchange back and the unpermutation are separate methods, so that no variable holds the sent tokens during the
 #: unpermutation (``moe_layer.py: MoELayer.combine, postprocess``).
 COMBINED_IN_TWO_STEPS = since(
@@ -482,6 +483,8 @@ BRIDGE_EXPERTS_OUTSIDE_TP = (0, 6)
 #: From this release of Megatron Bridge on Gemma 3's SigLIP is built without its pooling head, whatever its config says
 #: (``models/gemma_vl/modeling_gemma3_vl.py``); 0.3 builds it unless the config disables it.
 BRIDGE_DROPS_POOLING_HEAD = (0, 6)
+#: Gemma 2's attention is torch's FlexAttention where there is neither a mask nor dropout (read in 0.3 and 0.6).
+BRIDGE_FLEX_ATTENTION = (0, 6)
 #: overlap_param_gather of DDP and of the optimizer are kept equal (``training/config.py:
 #: _validate_and_sync_distributed_optimizer_settings``).
 BRIDGE_SYNCS_PARAM_GATHER = (0, 5)
@@ -575,6 +578,14 @@ CUBLAS_WORKSPACES_FREED = since(
     torch=(2, 15),
     before="keeps cuBLAS workspaces",
     after="frees cuBLAS workspaces after every product",
+)
+
+#: cuDNN's attention takes packed sequences with a softmax sink (TE ``dot_product_attention/utils.py:
+#: get_attention_backend``: from cuDNN 9.18 on; the wheel of torch 2.10 needs 9.10, that of 2.11 needs 9.19).
+SINKS_IN_PACKED_SEQUENCES = since(
+    te=(2, 12), torch=(2, 11),
+    before="computes the attention of packed sequences with softmax sinks unfused, with the scores of every head",
+    after="computes the attention of packed sequences with softmax sinks in one kernel",
 )
 
 # ---- transformers ----

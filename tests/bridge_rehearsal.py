@@ -78,8 +78,66 @@ def falcon_h1(tp: int, scale: float = 0.5, **more: Any) -> Any:
     )  # fmt: skip
 
 
+class _Flex(torch.autograd.Function):
+    """torch ``_inductor/kernel/flex/flex_attention.py: flex_attention, flex_attention_backward``: an output with the
+    strides of the query, a log-sum-exp; gradients with the strides of their tensors, row sums."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, _, lse = ctx.saved_tensors
+        sums = torch.empty_like(lse)
+        made = tuple(torch.empty_strided(x.shape, _dense(x), dtype=x.dtype, device=x.device) for x in (q, k, v))
+        del sums
+        return made
+
+
+def _dense(x: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a dense tensor in the order of those of ``x`` (torch ``_inductor/ir.py: infer_dense_strides``)."""
+    order, size, out = sorted(range(x.dim()), key=x.stride), 1, [0] * x.dim()
+    for axis in order:
+        out[axis], size = size, size * x.shape[axis]
+    return tuple(out)
+
+
+def gemma2(tp: int, **more: Any) -> Any:
+    from megatron.bridge.models.gemma import gemma2_provider
+
+    gemma2_provider._flex_attn_func = lambda q, k, v, **_: _Flex.apply(q, k, v)
+    gemma2_provider.Gemma2FlexDotProductAttention._build_flex_block_mask = lambda *_: None
+    return gemma2_provider.Gemma2ModelProvider(
+        num_layers=2, hidden_size=1024, ffn_hidden_size=2048, num_attention_heads=8, num_query_groups=4,
+        kv_channels=128, window_size=(511, 0), vocab_size=4096, seq_length=1024, tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1, gradient_accumulation_fusion=False, perform_initialization=False,
+        bias_activation_fusion=False, bf16=True, params_dtype=torch.bfloat16, **more,
+    )  # fmt: skip
+
+
+def exaone4(tp: int, **more: Any) -> Any:
+    from megatron.bridge.models.exaone.exaone4.exaone4_provider import exaone4_layer_spec
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    return GPTModelProvider(
+        num_layers=2, hidden_size=1024, ffn_hidden_size=2048, num_attention_heads=8, num_query_groups=4,
+        kv_channels=128, vocab_size=4096, seq_length=1024, tensor_model_parallel_size=tp, sequence_parallel=tp > 1,
+        gradient_accumulation_fusion=False, perform_initialization=False, transformer_layer_spec=exaone4_layer_spec,
+        qk_layernorm=True, normalization="RMSNorm", gated_linear_unit=True, add_bias_linear=False,
+        activation_func=torch.nn.functional.silu, position_embedding_type="rope", hidden_dropout=0.0,
+        attention_dropout=0.0, share_embeddings_and_output_weights=True, bf16=True, params_dtype=torch.bfloat16, **more,
+    )  # fmt: skip
+
+
 #: Case -> (provider, its arguments). With embeddings layer by layer, or keys taken over, a layer alone is another.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Gemma 2": (gemma2, {"tp": 1}),
+    "Gemma 2, TP 2": (gemma2, {"tp": 2}),
+    "EXAONE 4": (exaone4, {"tp": 1}),
+    "EXAONE 4, TP 2": (exaone4, {"tp": 2}),
     "Gemma 4, dense": (gemma4_dense, {"tp": 1}),
     "Gemma 4, dense, TP 2": (gemma4_dense, {"tp": 2}),
     "Gemma 4, dense, without embeddings by layer": (gemma4_dense, {"tp": 1, "width": 0}),

@@ -26,7 +26,7 @@ STUBBED = (
 )  # fmt: skip
 
 #: The release that the stubs say they are.
-TRANSFORMER_ENGINE = "2.11.0"
+TRANSFORMER_ENGINE = "2.20.2"
 
 
 class _StubLoader(importlib.abc.Loader):

@@ -5,9 +5,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from in_browser import browser
 
 __all__ = ["browser"]
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 #: Folders and files of tests of code that looks at what is installed: they run again where torch is.
 LOOKS_AT_PACKAGES = {"live", "rehearsal", "te", "test_cold_start.py", "test_public_face.py"}

@@ -1,4 +1,4 @@
-"""The rooms of the package and what each may import, as references/architecture.md draws them."""
+"""The rooms of the package and what each may import, as references/generated/rooms.md lists them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import rooms
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "bridge_memory"
-PAGE = ROOT / "references" / "architecture.md"
+PAGE = ROOT / "references" / "generated" / "rooms.md"
 
 #: Modules that import modules of this package by their names in strings, and why. What they name counts as imported.
 BY_STRING = {

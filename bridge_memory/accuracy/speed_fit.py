@@ -20,7 +20,7 @@ from bridge_memory.speed.megatron.step_time import Step
 #: Shares of a peak rate, and the most that one can be: products draw more power than a card sustains at its peak rate,
 #: and memory refreshes and turns round.
 SHARES, MOST = (
-    "network", "network_exchange", "efa_exchange", "nvlink", "nvlink_sharp", "memory", "attention",
+    "network", "network_exchange", "efa_exchange", "nvlink", "nvlink_sharp", "nvlink_exchange", "memory", "attention",
     "gemm_ampere", "gemm_hopper", "gemm_blackwell", "gemm_blackwell_ultra",
 ), 0.85  # fmt: skip
 #: Bound of a logarithmic error: a larger one (a faulty node, a misread run) counts as this.
@@ -52,12 +52,16 @@ class Fit:
                 total += 0.3 * min(abs(middle), WORST) ** 2
         return total + 0.02 * sum(log(x / y) ** 2 for x, y in zip(constants, STARTING_POINT, strict=True))
 
-    def best(self, rounds: int = ROUNDS, log: Callable[[str], None] = lambda text: None) -> Constants:
-        """The constants with the least loss that the search finds. ``log``: called with a line per round."""
-        found, least = STARTING_POINT, self.loss(STARTING_POINT)
-        steps = dict.fromkeys(Constants._fields, 1.25)
+    def best(
+        self, rounds: int = ROUNDS, log: Callable[[str], None] = lambda text: None,
+        start: Constants = STARTING_POINT, names: Sequence[str] = Constants._fields,
+    ) -> Constants:  # fmt: skip
+        """The constants with the least loss that the search finds from ``start``, of which ``names`` move. ``log``:
+        called with a line per round."""
+        found, least = start, self.loss(start)
+        steps = dict.fromkeys(names, 1.25)
         for number in range(rounds):
-            for name in Constants._fields:
+            for name in names:
                 value = getattr(found, name)
                 for factor in (steps[name], 1 / steps[name]):
                     if name in SHARES and value * factor > MOST:

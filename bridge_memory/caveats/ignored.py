@@ -22,7 +22,7 @@ from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT
 from bridge_memory.spec.errors import show
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
-from bridge_memory.spec.model import GatedDeltaNetSpec, MambaSpec, ModelSpec, ShortConvSpec
+from bridge_memory.spec.model import GatedDeltaNetSpec, KimiDeltaSpec, Mamba1Spec, MambaSpec, ModelSpec, ShortConvSpec
 from bridge_memory.spec.parts import ImplementationSpec
 from bridge_memory.spec.run import RunSpec
 from bridge_memory.spec.transformers import family_of
@@ -32,8 +32,12 @@ from bridge_memory.workspaces.driver import driver_buffers
 #: Mixers that run in kernels where packages are installed -> (their name, the packages, what the kernels change).
 _MIXERS_WITH_KERNELS: dict[type, tuple[str, str, str]] = {
     MambaSpec: ("Mamba layers", "causal_conv1d and mamba_ssm", "whose kernels save far less"),
+    Mamba1Spec: ("Mamba layers", "causal_conv1d and mamba_ssm", "whose kernels save far less"),
     GatedDeltaNetSpec: (
         "gated delta nets", "causal_conv1d and flash-linear-attention", "whose kernels save far less"
+    ),
+    KimiDeltaSpec: (
+        "Kimi delta attention", "causal_conv1d and flash-linear-attention", "whose kernels save far less"
     ),
     ShortConvSpec: ("short convolutions", "causal_conv1d", "whose kernel saves as much"),
 }

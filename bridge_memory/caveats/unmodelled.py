@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from bridge_memory.releases import (
     EXPERTS_IN_ONE_PARAMETER,
+    SINKS_IN_PACKED_SEQUENCES,
     SPARSE_ATTENTION_KERNELS,
     core_of,
     release_words,
@@ -212,13 +213,9 @@ def _of_sparse_attention(run: RunSpec) -> Iterator[Unmodelled]:
     found = [m.sparse for m in limits_of(run.model).mixers if isinstance(m, MLASpec) and m.sparse is not None]
     if not found or run.implementation.torch_layers:
         return
-    for kernels in sorted({sparse.kernels for sparse in found if sparse.kernels != "none"}):
-        # dsa_cudnn_kernels.py: _TOPK_WRAPPER_MAX_SCRATCH_BYTES, for the choice; FlashMLA's backward sums the key's
-        # gradient in fp32.
-        like = "" if kernels == "cudnn" else ", counted as cuDNN's"
+    if any(sparse.kernels not in ("none", "cudnn") for sparse in found):
         yield Unmodelled(
-            f"dsa_kernel_backend ({kernels}): scratch of its kernels (up to 2 GiB while keys are chosen){like}",
-            Effect.UP,
+            "dsa_kernel_backend (tilelang): scratch of its kernels, counted as cuDNN's", Effect.EITHER,
             order="up to 2 GiB, and the key's gradient in fp32, of one layer",
         )
     if not SPARSE_ATTENTION_KERNELS(run.implementation):
@@ -317,11 +314,13 @@ def _packed(run: RunSpec) -> Iterator[Unmodelled]:
         yield Unmodelled(
             "packed_sequences with unfused attention: scores of the whole pack are counted", Effect.DOWN,
             order="b n s s / t elements less those of each sequence, in every layer")  # fmt: skip
-    elif any(isinstance(m, AttentionSpec) and m.learnable_softmax_sink for m in limits.mixers):
+    elif any(
+        isinstance(m, AttentionSpec) and m.learnable_softmax_sink for m in limits.mixers
+    ) and not SINKS_IN_PACKED_SEQUENCES(impl):
         # TE dot_product_attention/utils.py: get_attention_backend
         yield Unmodelled(
-            "packed_sequences with a learnable softmax sink: cuDNN before 9.18 leaves them to unfused attention, whose "
-            "scores are not counted",
+            "packed_sequences with a learnable softmax sink: Transformer Engine before 2.12 and cuDNN before 9.18 "
+            "(torch 2.11 brings 9.19) leave them to unfused attention, whose scores are not counted",
             Effect.UP,
             order="b n s s / t elements of each step that attention makes of the scores, in every layer",
         )

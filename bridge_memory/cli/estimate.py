@@ -185,8 +185,12 @@ def _print(
     else:
         from bridge_memory.report.short import short_blocks
 
-        whole = jobs if args.phases else ()
-        after = [*_reserved_blocks(reserved, unit), *_job_blocks(whole, unit, args.stage, fitting)]
+        after = [*_reserved_blocks(reserved, unit)]
+        if args.phases:
+            from bridge_memory.report.phases import job_table, job_words
+
+            table = job_table(jobs[0], unit, args.stage, fitting[0].verdict)
+            after.append(table._replace(title=job_words(jobs[0], unit)))
         blocks = short_blocks(
             result, fitting, unit=unit, stage=args.stage, fix=fix, more="-v has all of it", jobs=jobs,
             phases=not args.phases, after=after,

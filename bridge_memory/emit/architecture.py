@@ -68,7 +68,7 @@ def architecture(run: RunSpec) -> dict[str, Any]:
     if mamba:
         found |= {
             "mamba_num_heads": mamba.num_heads, "mamba_head_dim": mamba.head_dim, "mamba_state_dim": mamba.state_dim,
-            "mamba_num_groups": mamba.num_groups,
+            "mamba_num_groups": mamba.num_groups, "use_mamba_mem_eff_path": mamba.memory_efficient,
         }  # fmt: skip
     if experts:
         found |= _experts(model, experts)
@@ -116,6 +116,9 @@ def _attention(model: ModelSpec, spec: AttentionSpec) -> dict[str, Any]:
         found |= {"group_query_attention": True, "num_query_groups": spec.num_query_groups}
     if model.rotary_dim and model.position_embedding_type == "rope":
         found["rotary_percent"] = model.rotary_dim / spec.kv_channels
+    still = [isinstance(mixer, AttentionSpec) and not mixer.rotary for mixer in softmax]
+    if model.position_embedding_type == "rope" and any(still):
+        found["no_rope_freq"] = _frequency(still)
     if any(windows):
         size = next(m.window_size for m in softmax if isinstance(m, AttentionSpec) and m.window_size is not None)
         found["window_size"] = f"{size},0"

@@ -34,8 +34,9 @@ _OTHERWISE = frozenset({
 _ALIKE = tuple(f.name for f in fields(ImplementationSpec) if f.name not in _OTHERWISE)
 #: What of the architecture a command line changes, or a list with an entry a layer.
 _OF_THE_MODEL = (
-    "num_layers", "moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq", "hybrid_layer_pattern",
-    "mtp_num_layers", "hidden_dropout", "attention_dropout", "vocab_size", "make_vocab_size_divisible_by",
+    "num_layers", "moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq", "no_rope_freq",
+    "hybrid_layer_pattern", "mtp_num_layers", "hidden_dropout", "attention_dropout", "vocab_size",
+    "make_vocab_size_divisible_by",
 )  # fmt: skip
 #: Fields of MixedPrecisionConfig that are written.
 _PRECISION = (
@@ -137,7 +138,7 @@ def _model(run: RunSpec, described: dict[str, Any]) -> dict[str, Any]:
     if described:
         found["mtp_num_layers"] = run.model.mtp_num_layers or None
         found["should_pad_vocab"] = run.model.make_vocab_size_divisible_by > 0
-        for name in ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq"):
+        for name in ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq", "no_rope_freq"):
             if isinstance(text := found.get(name), str):
                 found[name] = Expression(text, text)
         if experts:

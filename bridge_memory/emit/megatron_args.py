@@ -40,7 +40,10 @@ _ALIKE = tuple(
 _OPTIONS = {to: option for option, to in DESTINATIONS.items() if option in ("fp4_format", "fp8_format")} | {
     "microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage",
 }  # fmt: skip
-_SWITCHED_OFF = {"add_bias_linear": "disable_bias_linear", "apply_rope_fusion": "no_rope_fusion"}
+_SWITCHED_OFF = {
+    "add_bias_linear": "disable_bias_linear", "apply_rope_fusion": "no_rope_fusion",
+    "use_mamba_mem_eff_path": "disable_mamba_mem_eff_path",
+}
 #: What the arguments say of a model that is named beside them.
 _BESIDE_A_MODEL = (
     "hidden_dropout", "attention_dropout", "mtp_num_layers", "moe_router_load_balancing_type", "moe_aux_loss_coeff",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from bridge_memory.components import Provenance, Role, State
 from bridge_memory.engines.engine import Line
 from bridge_memory.engines.fsdp_buckets import Places, places_of
-from bridge_memory.engines.peft import adapter_units
+from bridge_memory.engines.peft import adapter_units, with_parameters
 from bridge_memory.engines.torch_optimizers import TorchState, step_bytes, torch_states
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.inventory.torch.quantized import is_quantized, weight_bytes
@@ -91,14 +91,25 @@ def model_of(run: RunSpec, units: Sequence[Unit]) -> Model:
         elif found:
             first = next((i for i, unit in enumerate(units) if unit.label is Label.LAYER), 0)
             adapters[first] = found[0].parameters
+    kinds: dict[int, tuple[ParameterList, ParameterList]] = {}
     modules = []
     for unit, place, of_unit in zip(units, places.first, adapters, strict=True):
         for position in range(place, place + unit.times):
             if run.peft.freezes:
                 modules.append(Module(position, unit.label, of_unit or _NONE, unit.parameters, unit.prefix))
             else:
-                modules.append(Module(position, unit.label, unit.parameters, _NONE))
+                trained, kept = kinds.setdefault(id(unit.parameters), _by_training(unit))
+                modules.append(Module(position, unit.label, trained, kept, unit.prefix))
     return Model(places, tuple(modules), sum(unit.times * unit.parameters.numel for unit in units))
+
+
+def _by_training(unit: Unit) -> tuple[ParameterList, ParameterList]:
+    """(the unit's parameters that train, those that are frozen where others train)."""
+    kept = with_parameters([unit], lambda p: p.trains is False)
+    if not kept:
+        return unit.parameters, _NONE
+    trained = with_parameters([unit], lambda p: p.trains is not False)
+    return trained[0].parameters if trained else _NONE, kept[0].parameters
 
 
 def rounded(nbytes: int) -> int:

@@ -179,7 +179,7 @@ def record_parts(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
         biased = False
         r.tape.part = _PARTS[type(mixer)]
         if isinstance(mixer, AttentionSpec):
-            y, name = record_attention(r, mixer, x), "self_attn_bda"
+            y, name = record_attention(r, mixer, x, normed=not layer.pre_layernorms), "self_attn_bda"
             biased = mixer.add_output_bias
         elif isinstance(mixer, MLASpec):
             y, name = record_mla(r, mixer, x), "self_attn_bda"
@@ -197,7 +197,7 @@ def record_parts(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
     if ffn is not None:
         r.tape.part = _PARTS[type(ffn)]
         if isinstance(ffn, MLPSpec):
-            y, biased = record_mlp(r, ffn, x), ffn.add_bias
+            y, biased = record_mlp(r, ffn, x, normed=not layer.pre_layernorms), ffn.add_bias
         else:
             y, biased = record_moe(r, ffn, x), False
         if layer.post_layernorms:

@@ -288,6 +288,14 @@ class Found(NamedTuple):
         simple = [one for one in near if one[1].time.seconds <= as_fast and one[2][0] <= most]
         return min(simple, key=lambda one: one[2])[1]
 
+    def surest(self) -> Row[Any] | None:
+        """The fastest row or the smallest one, if it keeps the reserve and its whole job fits; None if neither does."""
+        fastest = self._replace(certain=None).ranked(1).rows  # a job is judged twice at most
+        for row in (*fastest, *self.front()[-1:]):
+            if (self.keeps is None or self.keeps(row)) and (self.certain is None or self.certain(row)):
+                return row
+        return None
+
     def on(self: FoundT, gpu: Gpu) -> FoundT:
         """With the whole job of what stands first judged on ``gpu``."""
         return self._replace(certain=partial(_fits, gpu=gpu))

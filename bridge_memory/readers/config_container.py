@@ -19,11 +19,13 @@ from typing import Any
 from bridge_memory.cards.generations import DEFAULT_GENERATION
 from bridge_memory.readers.container_fields import container_part, data_parallel_size, vocabulary
 from bridge_memory.readers.container_registry import (
+    CORE_ATTENTION_OF_SPECS,
     CP_LOSS_BY_TOKEN,
     DENSE_MTP_SPECS,
+    FP32_ROUTER_SPECS,
     FULL_QK_SPECS,
     LOCAL_LAYER_SPECS,
-    NORM_AFTER_SPECS,
+    NO_PRE_LAYERNORM_SPECS,
     OTHER_LAYER_SPECS,
     PLAIN_LAYER_SPECS,
     POST_LAYERNORM_SPECS,
@@ -47,6 +49,7 @@ from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.transformer_config import FALCON_H1, GEMMA4_DENSE, model_from_transformer_config, pattern_of
 from bridge_memory.releases import (
     BRIDGE_EXPERTS_OUTSIDE_TP,
+    BRIDGE_FLEX_ATTENTION,
     BRIDGE_FUSES_FSDP_GRADIENTS,
     BRIDGE_SYNCS_PARAM_GATHER,
     DEFAULT_MEGATRON_BRIDGE,
@@ -321,9 +324,7 @@ class _Views:
             if bridge < BRIDGE_FUSES_FSDP_GRADIENTS:
                 model.lay_over({"gradient_accumulation_fusion": False})
         self._finalized_by_its_class()
-        in_batch, packed = _packing(dataset)
-        if in_batch and _get(model, "pipeline_model_parallel_size", 1) > 1:
-            model.lay_over({"variable_seq_lengths": True})
+        _, packed = _packing(dataset)
         hybridep = _get(model, "moe_token_dispatcher_type") == "flex" and (
             _get(model, "moe_flex_dispatcher_backend") == "hybridep"
         )
@@ -466,8 +467,6 @@ def _model(config: Any, view: _Views, name: str | None, core: Release | None) ->
     if _get(model, "vocab_size") is None:
         assumptions.append("the vocabulary is the tokenizer's, padded")
     spec_name, _ = _layer_spec(model)
-    if spec_name in NORM_AFTER_SPECS:
-        assumptions.append("the norms of the blocks' outputs are counted as the same two norms before the blocks")
     provider: Any = model
     kinds = {base.__name__ for base in type(container_part(config, "model")).__mro__}
     heterogeneous = _get(model, "heterogeneous_block_specs") or "HeterogeneousTransformerConfig" in kinds
@@ -483,8 +482,11 @@ def _model(config: Any, view: _Views, name: str | None, core: Release | None) ->
         max_sequence_length=_get(model, "max_sequence_length") or _get(model, "seq_length", 0),
         make_vocab_size_divisible_by=_get(model, "make_vocab_size_divisible_by", 128) if padded else 0,
         post_layernorms=spec_name in POST_LAYERNORM_SPECS,
+        pre_layernorms=spec_name not in NO_PRE_LAYERNORM_SPECS,
+        core_attention=CORE_ATTENTION_OF_SPECS.get(spec_name, ""),
         full_qk_layernorm=spec_name in FULL_QK_SPECS,
         dense_mtp=spec_name in DENSE_MTP_SPECS,
+        router_in_fp32=spec_name in FP32_ROUTER_SPECS,
         provider=provider_of(container_part(config, "model")),
         megatron_core=core,
         assumptions=tuple(assumptions),
@@ -516,12 +518,27 @@ def _two_copies_of_queries(model: Any, micro_batch: int) -> int:
     return int(2 * 4 * micro_batch * _get(model, "seq_length", 0) * heads * width)
 
 
-def _unmodelled_layer_spec(model: Any, micro_batch: int) -> Iterator[Unmodelled]:
+def _unmodelled_layer_spec(model: Any, dataset: Any, micro_batch: int) -> Iterator[Unmodelled]:
     name, _ = _layer_spec(model)
     if name in OTHER_LAYER_SPECS:
         effect, what, order = OTHER_LAYER_SPECS[name]
-        most = _two_copies_of_queries(model, micro_batch) if name in SCALED_QUERIES_SPECS else None
+        most = None
+        if name in SCALED_QUERIES_SPECS:
+            most = _two_copies_of_queries(model, micro_batch)
+        elif name in FP32_ROUTER_SPECS:
+            most = 2 * _get(model, "num_layers", 1) * _get(model, "num_moe_experts", 0) * _get(model, "hidden_size", 0)
         yield Unmodelled(f"model.transformer_layer_spec ({name}): {what}", effect, order=order, most=most)
+    elif CORE_ATTENTION_OF_SPECS.get(name) == "flex":
+        bridge = release_in(getattr(sys.modules.get("megatron.bridge"), "__version__", None)) or DEFAULT_MEGATRON_BRIDGE
+        masks = not _get(dataset, "skip_getting_attention_mask_from_dataset", True)
+        if bridge < BRIDGE_FLEX_ATTENTION or masks or _get(model, "attention_dropout", 0.0):
+            # models/gemma/gemma2_provider.py: Gemma2DotProductAttention
+            yield Unmodelled(
+                f"model.transformer_layer_spec ({name}): Gemma 2's unfused attention, which keeps the scores of every "
+                "head; counted as FlexAttention",
+                Effect.UP,
+                order="b n s s / t elements of each step that attention makes of the scores, in every layer",
+            )
     elif name and name not in PLAIN_LAYER_SPECS | LOCAL_LAYER_SPECS | POST_LAYERNORM_SPECS | FULL_QK_SPECS:
         yield Unmodelled(
             f"model.transformer_layer_spec ({name}): modules that are not known here, counted as those that the "
@@ -915,7 +932,9 @@ def _assumptions(config: Any) -> tuple[str, ...]:
     """Assumptions about what the container leaves open."""
     out = []
     dataset, model = getattr(config, "dataset", None), container_part(config, "model")
-    _, packed = _packing(dataset)
+    in_batch, packed = _packing(dataset)
+    if in_batch:  # which makes packs of varying length (``variable_seq_lengths``)
+        out.append("dataset.enable_in_batch_packing: every sequence of a pack is taken to have seq_length tokens")
     if not packed and getattr(dataset, "pad_to_max_length", None) is False and not (
         _get(model, "pipeline_model_parallel_size", 1) > 1 or _get(model, "expert_model_parallel_size", 1) > 1
     ):
@@ -940,7 +959,10 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     parts = {part: getattr(config, part, None) for part in PARTS}
     parts |= {"model": view.model, "optimizer": view.optimizer, "ddp": view.ddp}
     micro = _get(getattr(config, "train", None), "micro_batch_size", 1)
-    out = [*not_modelled(parts), *unmodelled_encoders(model), *_unmodelled_layer_spec(view.model, micro)]
+    out = [
+        *not_modelled(parts), *unmodelled_encoders(model),
+        *_unmodelled_layer_spec(view.model, parts["dataset"], micro),
+    ]
     if _get(model, "freeze_language_model", False) and not language_model_frozen(model):
         out.append(
             Unmodelled(

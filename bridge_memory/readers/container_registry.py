@@ -61,7 +61,7 @@ READ: dict[str, frozenset[str]] = {
         moe_router_padding_for_fp8 moe_router_padding_for_quantization
         moe_router_score_function moe_router_topk moe_shared_expert_gate moe_shared_expert_intermediate_size
         moe_shared_expert_overlap moe_token_dispatcher_type moe_z_loss_coeff mtp_hybrid_override_pattern mtp_num_layers
-        mtp_use_repeated_layer multi_latent_attention normalization num_attention_heads num_layers
+        mtp_use_repeated_layer multi_latent_attention no_rope_freq normalization num_attention_heads num_layers
         num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage
         num_layers_in_last_pipeline_stage num_moe_experts num_query_groups min_offloaded_tensor_size offload_modules
         overlap_moe_expert_parallel_comm params_dtype per_block_parameters pipeline_model_parallel_layout
@@ -69,7 +69,7 @@ READ: dict[str, frozenset[str]] = {
         qk_pos_emb_head_dim recompute_granularity recompute_method recompute_modules recompute_num_layers
         rotary_percent seq_length sequence_parallel share_embeddings_and_output_weights should_pad_vocab softmax_type
         tensor_model_parallel_size tp_comm_overlap transformer_impl transformer_layer_spec
-        use_fused_weighted_squared_relu use_kitchen use_transformer_engine_op_fuser v_head_dim
+        use_fused_weighted_squared_relu use_kitchen use_mamba_mem_eff_path use_transformer_engine_op_fuser v_head_dim
         virtual_pipeline_model_parallel_size vocab_size
         wgrad_deferral_limit window_attn_skip_freq window_size
         apply_dsa_kernel_fusion csa_compress_ratios csa_dense_mode csa_window_size dsa_indexer_loss_coeff
@@ -166,6 +166,23 @@ def _whole_embeddings(asked: ArgumentValues) -> int:
     return 2 * _tokens(asked) * int(asked["hidden_size"] or 0) * _width(asked)
 
 
+def _not_of_packs(asked: ArgumentValues, value: object) -> bool:
+    """Bridge sets it for packs of whole sequences, which are counted (``training/config.py: ConfigContainer.validate``).
+    """
+    return not (asked["enable_in_batch_packing"] or asked["pack_sequences_in_batch"])
+
+
+#: Tokens, to a multiple of which HybridEP pads those of a rank (``moe/fused_a2a.py: HYBRIDEP_TOKEN_ALIGNMENT``).
+HYBRIDEP_ALIGNMENT = 64
+
+
+def _unaligned(asked: ArgumentValues, value: object) -> bool:
+    """Whether a whole pack is padded; smaller ones are padded to the largest of the group, which is counted."""
+    tokens = int(asked["seq_length"] or 0) // int(asked["context_parallel_size"] or 1)
+    divided = int(asked["tensor_model_parallel_size"] or 1) if asked["sequence_parallel"] else 1
+    return tokens * int(asked["micro_batch_size"] or 1) // divided % HYBRIDEP_ALIGNMENT > 0
+
+
 def _biases_of_images(asked: ArgumentValues) -> int:
     """Two biases of a sequence by a sequence for each microbatch in flight, which fused attention saves once for all
     layers; their boolean masks, four at a time; and the gradient of one (TE ``csrc/extensions/attention.cpp:
@@ -184,6 +201,10 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
                                                              order="as large as what a layer saves, in every layer"),
         "restore_modelopt_state": Feature(False, EITHER, "ModelOpt's quantizers",
                                              order="a copy of the largest quantized tensor, and what is clipped of it"),
+        "moe_hybridep_pad_uneven_dispatch_inputs": UNMODELLED_ARGUMENTS[
+            "moe_hybridep_pad_uneven_dispatch_inputs"
+        ]._replace(when=_unaligned),
+        "variable_seq_lengths": UNMODELLED_ARGUMENTS["variable_seq_lengths"]._replace(when=_not_of_packs),
         "teacher": Feature(None, UP, "the teacher of a distillation", order=ORDER_OF["export_kd_teacher_load"]),
         "kd_config": Feature(None, UP, "the losses of a distillation",
                                 order="fp32 logits of teacher and student, 4 s b V / t bytes each, some three times"),
@@ -211,7 +232,7 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
         "attention_chunk_size": Feature(None, DOWN, "attention within chunks",
                                            order="what attention saves of the tokens beyond a chunk, in every layer"),
         "nope_layer_interval": Feature(None, DOWN, "layers without rotary embeddings",
-                                           order=ORDER_OF["no_rope_freq"]),
+                                           order=ORDER_OF["qk_l2_norm"]),
         "use_arbitrary_attention_mask": Feature(None, UP, "attention masks of any form",
                                                    order="b s s bytes, and the scores, b n s s / t elements a layer"),
     },
@@ -548,22 +569,19 @@ PLAIN_LAYER_SPECS = _names(
     """
 )
 LOCAL_LAYER_SPECS = _names("local_layer_spec get_gpt_layer_local_spec")
-POST_LAYERNORM_SPECS = _names("gemma2_layer_spec gemma3_layer_spec")
+#: With norms after the linears, beside those before them or instead of them.
+POST_LAYERNORM_SPECS = _names(
+    "gemma2_layer_spec gemma3_layer_spec exaone4_layer_spec exaone_45_transformer_layer_spec"
+)
+NO_PRE_LAYERNORM_SPECS = _names("exaone4_layer_spec exaone_45_transformer_layer_spec")
+#: Layer spec -> ``AttentionSpec.core_attention`` (models/gemma/gemma2_provider.py: Gemma2FlexDotProductAttention;
+#: models/exaone/exaone4/exaone4_provider.py).
+CORE_ATTENTION_OF_SPECS = {
+    "gemma2_layer_spec": "flex", "exaone4_layer_spec": "local", "exaone_45_transformer_layer_spec": "local",
+}
 FULL_QK_SPECS = _names("olmoe_layer_spec")
 #: Layer specs with megatron-core's weights but other modules -> (effect, what differs, its order).
-_SCORES = "b n s s / t elements of each step that attention makes of the scores, in every layer"
 OTHER_LAYER_SPECS: dict[str, tuple[Effect, str, str]] = {
-    # models/gemma/gemma2_provider.py: Gemma2DotProductAttention keeps the scores of every head where FlexAttention
-    # does not run.
-    "gemma2_layer_spec": (EITHER, "Gemma 2's own attention, which may keep the scores of every head",
-                          _SCORES),
-    # models/exaone/exaone4/exaone4_provider.py: DotProductAttention of megatron-core.
-    "exaone4_layer_spec": (
-        UP, "megatron-core's own attention, which keeps the scores of every head", _SCORES
-    ),
-    "exaone_45_transformer_layer_spec": (
-        UP, "megatron-core's own attention, which keeps the scores of every head", _SCORES
-    ),
     # models/ministral3/ministral3_provider.py: MinistralTEDotProductAttention scales the queries, and attention saves
     # the scaled ones instead.
     "ministral_layer_spec": (UP, "a copy of the queries before they are scaled", "as large as one layer's queries"),
@@ -572,14 +590,13 @@ OTHER_LAYER_SPECS: dict[str, tuple[Effect, str, str]] = {
         EITHER, "scaled copies of the values, kept in place of the projected ones",
         "as large as the values, in every layer",
     ),
-    # models/minimax_m3/minimax_m3_bridge.py: MiniMaxM3TopKRouter, whose weights and input are fp32.
+    # models/minimax_m3/minimax_m3_bridge.py: _promote_router_weights_to_float32
     "minimax_m3_block_spec": (
-        UP, "the router's weights in fp32, and its fp32 copy of the tokens", "4 s b h / t bytes in every layer"
+        UP, "the router's weights, counted in bf16, are fp32", "2 bytes for each weight of the routers"
     ),
 }
 #: Layer specs of OTHER_LAYER_SPECS whose copies are those of one layer at a time.
 SCALED_QUERIES_SPECS = _names("ministral_layer_spec")
-#: Layer specs of OTHER_LAYER_SPECS with norms after the linears instead of before them.
-NORM_AFTER_SPECS = _names("exaone4_layer_spec exaone_45_transformer_layer_spec")
+FP32_ROUTER_SPECS = _names("minimax_m3_block_spec")
 #: Layer specs whose MTP depths have a dense feed-forward block although the last layer has experts.
 DENSE_MTP_SPECS = _names("_build_exaone_moe_layer_spec")

@@ -18,7 +18,9 @@ from bridge_memory.readers.families.dense import DENSE, read_dense
 from bridge_memory.readers.families.generic import read_generic
 from bridge_memory.readers.families.gpt2 import read_bloom, read_gpt2
 from bridge_memory.readers.families.hybrid import read_nemotron_h, read_nemotron_nas
-from bridge_memory.readers.families.interleaved import read_bamba, read_granite_hybrid, read_lfm2
+from bridge_memory.readers.families.interleaved import read_bamba, read_granite_hybrid, read_jamba, read_lfm2
+from bridge_memory.readers.families.kimi_linear import read_kimi_linear
+from bridge_memory.readers.families.longcat import read_longcat
 from bridge_memory.readers.families.moe import MOE, read_moe
 from bridge_memory.readers.families.sparse import SPARSE, read_sparse
 from bridge_memory.readers.fields import Fields, shown
@@ -40,6 +42,9 @@ READERS: dict[str, Callable[[Fields], ModelSpec]] = {
     "bamba": read_bamba,
     "lfm2": read_lfm2,
     "lfm2_moe": read_lfm2,
+    "jamba": read_jamba,
+    "kimi_linear": read_kimi_linear,
+    "longcat_flash": read_longcat,
     "gemma4_text": read_gemma4,
     "falcon_h1": read_falcon_h1,
     "deepseek_v4": read_deepseek_v4,
@@ -48,12 +53,8 @@ READERS: dict[str, Callable[[Fields], ModelSpec]] = {
 #: Model types that ``read_generic`` must not read -> what their layers have that the inventory does not model.
 UNKNOWN_BLOCKS = {
     "gemma3n_text": "per-layer embeddings, alternating updates and layers that share keys and values",
-    "kimi_linear": "Kimi delta attention, with a gate for every channel of a key",
     "kimi_k3": "Kimi delta attention, with a gate for every channel of a key",
-    "jamba": "mixers of the first Mamba, whose scan has states for every channel",
     "zamba2": "attention blocks that layers share, each with adapters of its own",
-    "longcat_flash": "layers of two attentions and two MLPs around experts, some of which compute nothing",
-    "afmoe": "gated attention between two norms, and a router whose bias is a parameter",
     "ernie4_5_vl_moe_text": "two pools of experts of different widths, for text and for images",
     "ernie4_5_moe_vl": "two pools of experts of different widths, for text and for images",
     "nemotron_labs_diffusion": "diffusion over blocks of tokens, with attention of its own",

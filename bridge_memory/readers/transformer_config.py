@@ -86,8 +86,11 @@ def model_from_transformer_config(
     share_embeddings_and_output_weights: bool | None = None,
     make_vocab_size_divisible_by: int = 128,
     post_layernorms: bool = False,
+    pre_layernorms: bool = True,
+    core_attention: str = "",
     full_qk_layernorm: bool = False,
     dense_mtp: bool = False,
+    router_in_fp32: bool = False,
     activation: str | None = None,
     provider: str = "",
     megatron_core: Release | None = None,
@@ -110,8 +113,11 @@ def model_from_transformer_config(
         make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times TP. 0: ``vocab_size`` is
             final.
         post_layernorms: A custom layer spec has norms after attention and after the feed-forward block.
+        pre_layernorms: A custom layer spec has norms before attention and the feed-forward block.
+        core_attention: That of a custom layer spec (``AttentionSpec.core_attention``).
         full_qk_layernorm: A custom layer spec normalises queries and keys over all heads.
         dense_mtp: MTP depths have a dense feed-forward block.
+        router_in_fp32: A custom layer spec has a router with fp32 weights.
         activation: The activation of a custom layer spec.
         provider: The Megatron Bridge provider class that builds other layers than megatron-core's (Gemma 4).
         megatron_core: The release that builds the model, as (major, minor). None: unknown.
@@ -158,8 +164,17 @@ def model_from_transformer_config(
         unmodelled += _unmodelled_of_compressed(c)
         assumptions = (*assumptions, *_assumptions_of_compressed(c))
     layers, depths = stack.layers, stack.depths
-    if post_layernorms:
-        layers = [replace(layer, post_layernorms=True) for layer in layers]
+    if post_layernorms or not pre_layernorms:
+        layers = [replace(x, post_layernorms=post_layernorms, pre_layernorms=pre_layernorms) for x in layers]
+    if router_in_fp32:
+        layers = [
+            replace(x, ffn=replace(x.ffn, router_in_fp32=True)) if isinstance(x.ffn, MoESpec) else x for x in layers
+        ]
+    if core_attention:
+        layers = [
+            replace(x, mixer=replace(x.mixer, core_attention=core_attention)) if isinstance(x.mixer, AttentionSpec)
+            else x for x in layers
+        ]
     gemma4 = provider in GEMMA4_DENSE + GEMMA4_WITH_EXPERTS
     percent = rotary_percent if rotary_percent is not None else c.get("rotary_percent", 1.0)
     tied = share_embeddings_and_output_weights
@@ -257,11 +272,6 @@ def _unmodelled(c: ConfigAttributes) -> Iterator[Unmodelled]:
         yield Unmodelled(
             "use_kitchen of the TransformerConfig: another quantisation library", Effect.UNKNOWN, order=UNKNOWN_SIZE
         )
-    if c.get("num_moe_experts") and c.get("moe_router_score_function") == "sqrtsoftplus":
-        yield Unmodelled(
-            "moe_router_score_function (sqrtsoftplus): one more fp32 copy of the router's scores", Effect.UP,
-            order="4 bytes for each token and expert, in every layer",
-        )  # fmt: skip
 
 
 def _assumptions_of_compressed(c: ConfigAttributes) -> Iterator[str]:
@@ -408,6 +418,18 @@ def _windowed(c: ConfigAttributes, n: int, spec: AttentionSpec) -> list[Attentio
     return [sliding if one else spec for one in c.pattern("window_attn_skip_freq", n, sparse=True)]
 
 
+def _rotated(c: ConfigAttributes, n: int, layers: list[AttentionSpec]) -> list[AttentionSpec]:
+    """``layers``, some without rotary embeddings. Source: transformer/attention.py SelfAttention.forward."""
+    freq = c.get("no_rope_freq")
+    if not freq:
+        return layers
+    # An integer leaves it out of every N-th layer, the sense of the other patterns inverted.
+    without = [not one for one in c.pattern("no_rope_freq", n, sparse=True)] if isinstance(freq, int) else (
+        c.pattern("no_rope_freq", n)
+    )
+    return [replace(one, rotary=False) if skips else one for one, skips in zip(layers, without, strict=True)]
+
+
 def _mixers(c: ConfigAttributes, n: int, hidden_size: int, rotary: bool, full_qk_layernorm: bool) -> Sequence[Mixer]:
     variant = _variant(c)
     if variant not in (None, "gated_delta_net", "dsa", "dsv4_hybrid"):
@@ -421,7 +443,7 @@ def _mixers(c: ConfigAttributes, n: int, hidden_size: int, rotary: bool, full_qk
         return _sparse(c, n) if variant == "dsa" else [_mla(c)] * n
     if variant == "dsa":
         raise c.error("experimental_attention_variant dsa needs multi_latent_attention; set that to True")
-    attention = _windowed(c, n, _attention(c, hidden_size, rotary, full_qk_layernorm))
+    attention = _rotated(c, n, _windowed(c, n, _attention(c, hidden_size, rotary, full_qk_layernorm)))
     if variant is None:
         return attention
     linear = _gated_delta_net(c)
@@ -615,6 +637,7 @@ def _mamba(c: ConfigAttributes, hidden_size: int) -> MambaSpec:
         state_dim=c.size("mamba_state_dim", 128),
         num_groups=c.size("mamba_num_groups", 8),
         chunk_size=c.size("mamba_chunk_size", 128),  # Bridge's HybridModelProvider
+        memory_efficient=c.flag("use_mamba_mem_eff_path", True),
     )
 
 
@@ -623,7 +646,7 @@ def _side_by_side(c: ConfigAttributes, hidden_size: int, act: str, rotary: bool)
     falconh1_model}.py``."""
     if c.get("hybrid_override_pattern") or c.get("falconh1_ratio", 1.0) != 1.0:
         raise c.error("falconh1_ratio is not 1: layers of another kind beside Falcon-H1's are not estimated")
-    for name in ("use_mamba", "use_attention", "use_mlp"):
+    for name in ("use_mamba", "use_attention", "use_mlp", "use_mamba_mem_eff_path"):
         if not c.flag(name, True):
             raise c.error(f"{name} is False; Falcon-H1 without one of its parts is not estimated")
     if c.flag("add_bias_linear"):

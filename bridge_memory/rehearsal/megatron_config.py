@@ -197,6 +197,7 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         config.update(
             mamba_state_dim=mamba.state_dim, mamba_head_dim=mamba.head_dim,
             mamba_num_groups=mamba.num_groups, mamba_num_heads=mamba.num_heads,
+            use_mamba_mem_eff_path=mamba.memory_efficient,
         )  # fmt: skip
     if delta:
         config.update(
@@ -309,7 +310,7 @@ def _bias_activation_fusion_allowed(config: dict[str, Any]) -> bool:
 def _attention_fields(run: RunSpec, attentions: list[AttentionSpec], add_bias: bool) -> dict[str, Any]:
     if not attentions:
         return {}
-    # Only windows may differ by layer: megatron-core's skip list says which layers have none.
+    # Only windows and rotations may differ by layer: megatron-core's lists say which layers have none.
     one = only("attention", (replace(a, window_size=None, rotary=True) for a in attentions))
     if one.qk_layernorm == "full":
         raise NotBuildable("a q/k norm over all heads (OLMoE, MiniMax) is Megatron Bridge's module")
@@ -342,6 +343,9 @@ def _attention_fields(run: RunSpec, attentions: list[AttentionSpec], add_bias: b
         ]
         if not all(here):
             out["window_attn_skip_freq"] = here
+    still = [int(isinstance(x.mixer, AttentionSpec) and not x.mixer.rotary) for x in run.model.layers]
+    if run.model.position_embedding_type == "rope" and any(still):
+        out["no_rope_freq"] = still
     return out
 
 

@@ -63,47 +63,96 @@ class _Mamba2(torch.autograd.Function):
         products = _fp32(x, b, chunks, groups, chunk, chunk)
         out, ungated = (x.new_empty(b, s, heads, head_dim) for _ in range(2))
         ctx.save_for_backward(zxbcdt, conv_weight, conv_bias, ungated, a, d, dt_bias)
-        ctx.sizes = b, s, heads, head_dim, groups, state, chunk, chunks
+        ctx.sizes = b, s, heads, head_dim, groups, state, chunk
         del dt, cumulated, final, products, rows
         return out.view(b, s, inner)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         zxbcdt, conv_weight, conv_bias, ungated, a, d, dt_bias = ctx.saved_tensors
-        b, s, heads, head_dim, groups, state, chunk, chunks = ctx.sizes
+        b, s, heads, head_dim, groups, state, chunk = ctx.sizes
         inner, width = heads * head_dim, conv_weight.shape[0]
         source = zxbcdt[..., inner : inner + width]
         x = _convolved(source)
         gradient = torch.empty_like(zxbcdt)
         inside = torch.empty_like(source)
         given = zxbcdt.new_empty(b, s, heads)
-        # _mamba_chunk_scan_combined_bwd
-        dt, cumulated = (_fp32(x, b, heads, chunks, chunk) for _ in range(2))
-        products = _fp32(x, b, chunks, groups, chunk, chunk)
-        states = _fp32(x, b, chunks, heads, head_dim, state)
-        states, final = _fp32(x, *states.shape), _fp32(x, b, heads, head_dim * state)
-        scanned = torch.empty_like(ungated)
-        of_states = _fp32(x, *states.shape)
-        blocks = ceil(head_dim * state / 64)
-        of_states, states, passed = (
-            x.new_empty(states.shape), x.new_empty(states.shape), _fp32(x, b, heads, chunks, blocks).sum(-1)
-        )  # fmt: skip
-        of_dt = _fp32(x, b, heads, chunks, chunk)
-        of_b, next_ = _summed_over_heads(x, b, s, heads, groups, chunks, state), _fp32(x, b, heads, chunks, chunk)
-        of_c, previous = _summed_over_heads(x, b, s, heads, groups, chunks, state), _fp32(x, b, heads, chunks, chunk)
-        splits = _splits(b, heads, groups, chunks)
-        of_products = _fp32(x, b, chunks, splits, groups, chunk, chunk).sum(2)
-        sums = previous.flip([-1]).cumsum(dim=-1).flip([-1])
-        stable = _fp32(x, b, heads, chunks, ceil(chunk / 32), chunk).sum(3)
-        del dt, cumulated, products, final, passed, scanned, of_states, states
-        del of_dt, of_b, of_c, of_products, sums, stable, next_
+        scanned = _scan_backward(ungated, heads, chunk, groups, state)
+        del scanned
         of_a, of_d, of_dt_bias = torch.empty_like(a), torch.empty_like(d), torch.empty_like(dt_bias)
         # The convolution's backward writes its input's gradient into a slice of dzxbcdt.
         _channels_first(source)
         weight = torch.zeros_like(conv_weight, dtype=torch.float32).type_as(conv_weight)
         bias = None if conv_bias is None else torch.zeros_like(conv_bias, dtype=torch.float32).type_as(conv_bias)
-        del x, inside, given, previous
+        del x, inside, given
         return gradient, weight, bias, of_dt_bias, of_a, of_d, None, None, None
+
+
+def _scan_backward(x: torch.Tensor, heads: int, chunk: int, groups: int, state: int) -> torch.Tensor:
+    """``_mamba_chunk_scan_combined_bwd``: dx, of x [b, s, h, p]; the caller makes the other gradients."""
+    b, s, head_dim = x.shape[0], x.shape[1], x.shape[3]
+    chunks = ceil(s / chunk)
+    dt, cumulated = (_fp32(x, b, heads, chunks, chunk) for _ in range(2))
+    products = _fp32(x, b, chunks, groups, chunk, chunk)
+    states = _fp32(x, b, chunks, heads, head_dim, state)
+    states, final = _fp32(x, *states.shape), _fp32(x, b, heads, head_dim * state)
+    scanned = torch.empty_like(x)
+    of_states = _fp32(x, *states.shape)
+    blocks = ceil(head_dim * state / 64)
+    of_states, states, passed = (
+        x.new_empty(states.shape), x.new_empty(states.shape), _fp32(x, b, heads, chunks, blocks).sum(-1)
+    )  # fmt: skip
+    of_dt = _fp32(x, b, heads, chunks, chunk)
+    of_b, next_ = _summed_over_heads(x, b, s, heads, groups, chunks, state), _fp32(x, b, heads, chunks, chunk)
+    of_c, previous = _summed_over_heads(x, b, s, heads, groups, chunks, state), _fp32(x, b, heads, chunks, chunk)
+    splits = _splits(b, heads, groups, chunks)
+    of_products = _fp32(x, b, chunks, splits, groups, chunk, chunk).sum(2)
+    sums = previous.flip([-1]).cumsum(dim=-1).flip([-1])
+    stable = _fp32(x, b, heads, chunks, ceil(chunk / 32), chunk).sum(3)
+    del dt, cumulated, products, final, passed, of_states, states
+    del of_dt, of_b, of_c, of_products, sums, stable, next_, previous
+    return scanned
+
+
+class _Scan(torch.autograd.Function):
+    """``MambaChunkScanCombinedFn`` without a gate and initial states: x [b, s, h, p], dt [b, s, h], B, C [b, s, g, n].
+    It saves the sum that its backward makes again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b_: torch.Tensor, c_: torch.Tensor, chunk: int,
+        d: torch.Tensor, dt_bias: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        b, s, heads, head_dim = x.shape
+        groups, state = b_.shape[2:]
+        chunks = ceil(s / chunk)
+        steps, cumulated = (_fp32(x, b, heads, chunks, chunk) for _ in range(2))
+        states = _fp32(x, b, chunks, heads, head_dim, state)
+        states, final = x.new_empty(states.shape), _fp32(x, b, heads, head_dim * state)
+        products = _fp32(x, b, chunks, groups, chunk, chunk)
+        out = x.new_empty(b, s, heads, head_dim)
+        ctx.save_for_backward(out, x, dt, cumulated, a, b_, c_, d, dt_bias)
+        ctx.chunk = chunk
+        del steps, states, final, products
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _, x, dt, _, a, b_, c_, d, dt_bias = ctx.saved_tensors
+        given = [torch.empty_like(part) for part in (dt, b_, c_)]
+        scanned = _scan_backward(x, dt.shape[-1], ctx.chunk, b_.shape[2], b_.shape[3])
+        of = [torch.empty_like(part) for part in (a, d, dt_bias)]
+        return scanned, given[0], of[0], given[1], given[2], None, of[1], of[2]
+
+
+def mamba_chunk_scan_combined(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunk_size: int,
+    D: torch.Tensor, z: Any = None, dt_bias: Any = None, **_: object,
+) -> torch.Tensor:  # fmt: skip
+    """mamba_ssm's function, as called by ``ssm/mamba_mixer.py: MambaMixer._ssm_prefill`` with a gated norm after it."""
+    assert z is None
+    out: torch.Tensor = _Scan.apply(x, dt, A, B, C, chunk_size, D, dt_bias)
+    return out
 
 
 def _splits(b: int, heads: int, groups: int, chunks: int) -> int:
@@ -128,25 +177,27 @@ def mamba_split_conv1d_scan_combined(
 
 
 class _GroupNorm(torch.autograd.Function):
-    """``layernorm_gated.py: LayerNormFn`` as RMSNorm of each group, without a gate."""
+    """``layernorm_gated.py: LayerNormFn`` as RMSNorm of each group, with or without a gate."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, groups: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, groups: int, z: Any) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
+        gate = None if z is None else z.reshape(-1, z.shape[-1])
         y, rstd = torch.empty_like(flat), _fp32(x, groups * flat.shape[0])
-        ctx.save_for_backward(flat, weight, rstd)
+        ctx.save_for_backward(flat, weight, rstd, gate)
         ctx.shape = x.shape
         return y.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        flat, weight, _ = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        flat, weight, _, gate = ctx.saved_tensors
         dx = torch.empty_like(flat)
-        return dx.view(ctx.shape), torch.empty_like(weight), None
+        dz = None if gate is None else torch.empty_like(gate).view(ctx.shape)
+        return dx.view(ctx.shape), torch.empty_like(weight), None, dz
 
 
 class ExtendedRMSNorm(torch.nn.Module):
-    """mamba_ssm's RMSNorm of groups (``ops/triton/layernorm_gated.py: RMSNorm``), without a gate."""
+    """mamba_ssm's RMSNorm of groups (``ops/triton/layernorm_gated.py: RMSNorm``)."""
 
     def __init__(
         self, hidden_size: int, group_size: int | None = None, device: Any = None, dtype: Any = None, **_: object
@@ -155,8 +206,8 @@ class ExtendedRMSNorm(torch.nn.Module):
         self.groups = hidden_size // (group_size or hidden_size)
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _GroupNorm.apply(x, self.weight, self.groups)
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        out: torch.Tensor = _GroupNorm.apply(x, self.weight, self.groups, z)
         return out
 
 

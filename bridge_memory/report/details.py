@@ -87,7 +87,8 @@ def layer_name(layer: LayerSpec) -> str:
     short = {
         "AttentionSpec": "attention", "CompressedAttentionSpec": "compressed attention",
         "SideBySideSpec": "attention and Mamba in parallel", "MLASpec": "MLA", "MambaSpec": "Mamba",
-        "GatedDeltaNetSpec": "gated delta net", "ShortConvSpec": "short convolution",
+        "GatedDeltaNetSpec": "gated delta net", "KimiDeltaSpec": "Kimi delta attention", "Mamba1Spec": "Mamba",
+        "ShortConvSpec": "short convolution",
         "MLPSpec": "MLP", "MoESpec": "MoE",
     }
     parts = [short[type(part).__name__] for part in (layer.mixer, layer.ffn) if part is not None]

@@ -8,13 +8,16 @@ from typing import Any
 from bridge_memory.job.job import Job, PhaseMemory, worse_jobs
 from bridge_memory.outside.amount import Range, total
 from bridge_memory.outside.phase import Phase
-from bridge_memory.report.document import Block, Column, Grid, Words
+from bridge_memory.report.document import Block, Column, Grid, Pairs, Words
 from bridge_memory.report.said import VERDICT_WORDS, names_of
 from bridge_memory.report.units import DECIMALS, format_ticks, ticks
-from bridge_memory.verdict import FRAGMENTATION, Fit, Verdict
+from bridge_memory.verdict import BEST_FIRST, FRAGMENTATION, Fit, Verdict
 
 #: Parts of a phase that a page names.
 _SHOWN = 6
+_JOB = {
+    Verdict.FITS: "fits", Verdict.TIGHT: "is tight", Verdict.UNKNOWN: "is unknown", Verdict.DOES_NOT_FIT: "does not fit"
+}  # fmt: skip
 _TONES = {Verdict.FITS: "good", Verdict.TIGHT: "open", Verdict.UNKNOWN: "open", Verdict.DOES_NOT_FIT: "bad"}
 
 
@@ -52,21 +55,39 @@ def tightest_words(job: Job, unit: str = "GiB") -> str:
     return f"{worst.phase}, driver peak {peak}, {_room(worst, capacity, unit)}"
 
 
-def short_table(job: Job, unit: str = "GiB", stage: int | None = None) -> Grid:
-    """The phases in two rows, each at most; ``stage``: as for ``job_blocks``."""
+def whole_answer(job: Job, fits: Sequence[Fit], unit: str = "GiB") -> dict[str, str] | None:
+    """{verdict, brief, words} of a job that is worse than its step, which ``fits`` judges; else None."""
+    if not worse_jobs([job], fits):
+        return None
+    brief = f"{job.tightest.phase} {_room(job.tightest, job.gpu.capacity_bytes, unit)}"
+    return {"verdict": str(job.verdict), "brief": brief, "words": worse_than_step(job, unit)}
+
+
+def by_verdict(job: Job, unit: str = "GiB", stage: int | None = None) -> Pairs:
+    """The driver peak of every phase at most, a line for each verdict, worst first, with the stage of its highest.
+
+    ``stage``: as for ``job_blocks``.
+    """
     phases = job.phases if stage is None else job.stages[stage]
-    columns = Column("at most", words=True), *(
-        Column(f"{phase.phase}{' *' if phase is job.tightest else ''}") for phase in phases
-    )  # fmt: skip
-    rows = (
-        ("allocated", *(_number(total(phase.allocated).most, unit) for phase in phases)),
-        ("driver peak", *(_number(phase.driver.most, unit) for phase in phases)),
-    )
-    notes = [_routing(job)] if job.overload is not None else []
+    capacity, several = job.gpu.capacity_bytes, len(job.stages) > 1 and stage is None
+    pairs = []
+    for verdict in reversed(BEST_FIRST):
+        alike: dict[str, list[str]] = {}
+        found = sorted((p for p in phases if p.verdict(capacity) is verdict), key=lambda phase: -phase.driver.most)
+        for phase in found:
+            alike.setdefault(_number(phase.driver.most, unit), []).append(str(phase.phase))
+        peaks = [f"{', '.join(names)} {peak}" for peak, names in alike.items()]
+        if peaks and several:
+            peaks[0] += f" (stage {found[0].stage})"
+        if peaks:
+            pairs.append((str(verdict), "; ".join(peaks)))
+    if job.overload is not None and (job.overload.any or job.overload.factor is not None):
+        pairs.append(("routing", _routing(job).removeprefix("routing: ")))
     if job.not_modelled:
-        notes.append("not modelled: " + "; ".join(job.not_modelled))
-    capacity = f"{_number(job.gpu.capacity_bytes, unit)} {unit} of {job.gpu.name}"
-    return Grid(f"The whole job beside {capacity}, {job.verdict}", columns, rows, None, tuple(notes))
+        pairs.append(("not modelled", "; ".join(job.not_modelled)))
+    of = f"{_number(capacity, unit)} {unit} ({job.gpu.name})"
+    title = f"The whole job {_JOB[job.verdict]}: driver peak at most, of {of}"
+    return Pairs(title, tuple(pairs))
 
 
 def job_blocks(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdict | None = None) -> list[Block]:
@@ -107,13 +128,12 @@ def job_table(job: Job, unit: str = "GiB", stage: int | None = None, step: Verdi
 
 def phases_data(job: Job, fits: Sequence[Fit], unit: str = "GiB") -> dict[str, Any]:
     """What a page draws of a job, by ``$defs/job`` of ``page.schema.json``: bytes, and the texts of ``job_blocks``;
-    ``fits``: of the step, whose verdict the job's replaces where it is worse."""
+    ``fits``: of the step."""
     table, capacity = job_table(job, unit, step=fits[0].verdict), job.gpu.capacity_bytes
     assert table.emphasis is not None
     return {
         "gpu": job.gpu.name, "capacity_bytes": capacity, "capacity": f"{_number(capacity, unit)} {unit}",
         "verdict": str(job.verdict), "words": job_words(job, unit), "decides": table.emphasis,
-        "worse_than_step": worse_than_step(job, unit) if worse_jobs([job], fits) else "",
         "title": table.title, "columns": [column.title for column in table.columns], "notes": list(table.notes),
         "phases": [
             {
@@ -165,7 +185,7 @@ def _routing(job: Job) -> str:
         return "routing: does not fit even if it is balanced"
     return (
         f"routing: fits up to an overload factor of {found.factor:.2f} (stage {found.stage}); "
-        f"from scratch {FROM_SCRATCH.least:g} to {FROM_SCRATCH.most:g} were seen in first steps"
+        f"from scratch, first steps saw {FROM_SCRATCH.least:g} to {FROM_SCRATCH.most:g}"
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bridge_memory.components import Role
 from bridge_memory.decisive import decisive
@@ -25,12 +25,32 @@ from bridge_memory.verdict import Fit
 if TYPE_CHECKING:
     from bridge_memory.job.job import Job
 
-#: (components, rows of stages, sentences of what decides the peak): as many as are listed where a screen has room, and
-#: what is left out line by line where it has not. Of the stages those with the highest peaks are shown.
+#: Subjects of the run that are shown: all, and those that remain where lines are short.
+_ALL = ("model", "parallelism", "batch", "precision", "optimizer", "recompute", "releases", "host memory")
+_MOST = ("parallelism", "batch", "precision", "optimizer", "releases", "host memory")
+_FEW = ("precision", "optimizer", "releases", "host memory")  # the others were typed
+
+
+class Shown(NamedTuple):
+    """What a screen has room for: ``components`` of the explained stage, ``rows`` of stages, ``sentences`` of what
+    decides the peak, ``subjects`` of the run."""
+
+    components: int
+    rows: int
+    sentences: int
+    subjects: tuple[str, ...]
+
+
+#: What is left out line by line. Stages and five components are what people come for: they go last, and only where more
+#: is printed below on the same screen.
 SHOWN = (
-    (3, 4, MOST), (3, 4, 2), (3, 4, 1), (2, 4, 1), (2, 3, 1), (1, 3, 1), (1, 2, 1), (1, 2, 0), (1, 1, 0), (0, 1, 0),
-    (0, 0, 0),
+    Shown(10, 8, MOST, _ALL), Shown(8, 8, MOST, _ALL), Shown(6, 8, MOST, _ALL), Shown(5, 8, MOST, _ALL),
+    Shown(5, 8, 2, _ALL), Shown(5, 8, 1, _ALL), Shown(5, 8, 1, _MOST), Shown(5, 8, 0, _MOST), Shown(5, 8, 0, _FEW),
+    Shown(5, 8, 0, ()), Shown(3, 8, 0, ()), Shown(3, 3, 0, ()), Shown(1, 3, 0, ()), Shown(0, 3, 0, ()),
+    Shown(0, 1, 0, ()), Shown(0, 0, 0, ()),
 )  # fmt: skip
+#: Of more stages than there are rows: the first, the one with the highest peak and the last.
+_ENDS = 3
 #: Characters of a bar.
 BAR = 28
 #: The letter of a role in a bar.
@@ -51,7 +71,7 @@ def short_blocks(
 
     ``stage``: explained instead of the stage with the highest peak; ``fix``: a change that makes the run fit, in words;
     ``more``: how to get the rest, for the last line; ``jobs``: the whole job on GPUs of ``fits``, that on a
-    single one with its ``phases`` in two rows; ``after``: what is printed below on the same screen. Raises SpecError
+    single one with its ``phases`` by verdict; ``after``: what is printed below on the same screen. Raises SpecError
     for an unknown unit or stage.
     """
     unit = check_unit(unit)
@@ -63,29 +83,30 @@ def short_blocks(
     first: list[Block] = [head(result, answer, unit)]
     job: list[Block] = []
     if len(fits) == 1 and jobs and phases:
-        from bridge_memory.report.phases import short_table
+        from bridge_memory.report.phases import by_verdict
 
-        job.append(short_table(jobs[0], unit, stage))
-    run, decides = _run(result), decisive(result)
+        job.append(by_verdict(jobs[0], unit, stage))
+    decides = decisive(result)
 
     def versions() -> Iterator[list[Block]]:
-        for components, rows, sentences_ in SHOWN:
-            some = decides[:sentences_]
+        for has in SHOWN:
+            some = decides[: has.sentences]
             yield [
-                *first, *([_stages(result, shown, fits, unit, rows)] if rows else []), *job,
-                *_largest(result, explained, unit, components), run,
-                *([Bullets(TITLE, sentences(some, unit))] if some else []),
-                _last(result, len(decides) - len(some), more),
+                *first, *([_stages(result, shown, fits, unit, has.rows)] if has.rows else []), *job,
+                *_largest(result, explained, unit, has.components), *_run(result, has.subjects),
+                *_last(result, sentences(some, unit), len(decides) - len(some), more),
             ]  # fmt: skip
 
     return first_that_fits(versions(), after)
 
 
-def _run(result: Estimate) -> Pairs:
-    wanted = ["model", "parallelism", "batch", "precision", "recompute", "releases", "host memory"]
-    if result.run.data_parallel.engine != DataParallelSpec().engine or result.run.peft.freezes:
-        wanted.append("optimizer")
-    return Pairs("The run", tuple(pair for pair in configuration(result) if pair[0] in wanted))
+def _run(result: Estimate, subjects: Sequence[str]) -> list[Block]:
+    other = result.run.data_parallel.engine != DataParallelSpec().engine or result.run.peft.freezes
+    pairs = [
+        (name, words) for name, words in configuration(result)
+        if name in subjects and (name != "optimizer" or other)
+    ]
+    return [Pairs("The run", tuple(pairs))] if pairs else []
 
 
 def _largest(result: Estimate, stage: StageEstimate, unit: str, number: int) -> list[Block]:
@@ -96,21 +117,24 @@ def _largest(result: Estimate, stage: StageEstimate, unit: str, number: int) -> 
     return [grid._replace(rows=grid.rows[:-1], emphasis=None)] if number else []  # the title has their sum
 
 
-def _last(result: Estimate, undecided: int, more: str) -> Words:
-    """How much is not on this screen, and how to see it."""
+def _last(result: Estimate, decides: Sequence[str], undecided: int, more: str) -> list[Block]:
+    """What decides the peak; how much is not on this screen, and how to see it."""
     assumed = len(dict.fromkeys(result.assumptions))
     number = len(result.unmodelled)
     left_out = f"{number} feature{'s' * (number != 1)} not modelled" if number else ALL_MODELLED
     words = f"{left_out}; {assumed} assumption{'s' * (assumed != 1)}"
     if undecided:
         words += f"; {undecided} more that decide{'s' * (undecided == 1)} the peak"
-    return Words("", (f"{words}{f'; {more}' if more else ''}",))
+    words += f"; {more}" * bool(more)
+    if len(decides) > 1:
+        return [Bullets(TITLE, tuple(decides)), Words("", (words,))]
+    return [Words("", (*(f"{TITLE}: {sentence}" for sentence in decides), words))]
 
 
 def _stages(result: Estimate, stages: Sequence[StageEstimate], fits: Sequence[Fit], unit: str, most_rows: int) -> Grid:
     every = alike(stages)
-    shown = sorted(sorted(every, key=lambda g: -g[0].peak_bytes)[:most_rows], key=lambda g: g[0].stage)
     worst = result.peak_stage
+    shown = _kept(every, worst, most_rows)
     card = fits[0] if len(fits) == 1 else None
     most = worst.peak_bytes
     if card is not None and most <= card.capacity_bytes <= _NEAR * most:
@@ -133,13 +157,24 @@ def _stages(result: Estimate, stages: Sequence[StageEstimate], fits: Sequence[Fi
     if hidden:
         number = sum(map(len, hidden))
         highest = format_bytes(max(group[0].peak_bytes for group in hidden), unit)
-        title += f" ({number} more stage{'s' * (number > 1)} with lower peaks, up to {highest})"
+        title += f" ({number} more stage{'s' * (number > 1)}, at most {highest})"
     used = [role for role in Role if any(group[0].bytes_of(role) for group in shown)]
     letters = [f"{LETTERS[role]} {_TITLES.get(role, role)}" for role in used]
     if limit is not None and card is not None:
         letters.append(f"| capacity of {card.gpu}")
     emphasis = next((i for i, group in enumerate(shown) if worst in group), None) if len(result.stages) > 1 else None
     return Grid(title, columns, rows, emphasis, (", ".join(letters),))
+
+
+def _kept(
+    every: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate, most: int
+) -> list[tuple[StageEstimate, ...]]:
+    """All, if they are at most ``most``; else the one with the highest peak, the first and the last."""
+    if len(every) <= most:
+        return list(every)
+    ends = (every[0], every[-1])
+    first = sorted(every, key=lambda group: (worst not in group, group not in ends))
+    return sorted(first[: min(most, _ENDS)], key=lambda group: group[0].stage)
 
 
 def bar(stage: StageEstimate, most: int, limit: int | None = None, width: int = BAR) -> str:

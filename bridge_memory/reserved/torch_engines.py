@@ -161,6 +161,8 @@ class _Job:
 
     def start(self) -> list[Call]:
         """The shards and the first step: the model is constructed on the meta device and then sharded."""
+        last = len(self.blocks) - 1  # the first has no input, the last no gradient of its output
+        self._calls.check(sum(block.calls(place > 0, place < last) for place, block in enumerate(self.blocks)))
         for module in self.model.modules:
             for p, times in module.parameters():
                 for _ in range(times):

@@ -18,7 +18,9 @@ from bridge_memory.spec.model import (
     AttentionSpec,
     CompressedAttentionSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
+    Mamba1Spec,
     MambaSpec,
     MLASpec,
     MLPSpec,
@@ -132,6 +134,8 @@ _INTS: dict[type, tuple[str, ...]] = {
     MambaSpec: ("num_heads", "head_dim", "state_dim", "num_groups", "conv_kernel", "chunk_size"),
     GatedDeltaNetSpec: ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel"),
     ShortConvSpec: ("kernel",),
+    Mamba1Spec: ("inner_size", "state_dim", "dt_rank", "conv_kernel"),
+    KimiDeltaSpec: ("num_heads", "head_dim", "conv_kernel"),
     MLPSpec: ("ffn_hidden_size",),
     MoESpec: ("num_experts", "topk", "moe_ffn_hidden_size"),
 }

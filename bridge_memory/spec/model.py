@@ -50,6 +50,9 @@ class AttentionSpec:
     borrows_keys: bool = False
     #: Gemma 4: later layers attend to this layer's keys and values.
     lends_keys: bool = False
+    #: A module of its own between linear_qkv and linear_proj, whatever ``transformer_impl`` is. "": none; "local":
+    #: megatron-core's DotProductAttention (EXAONE 4); "flex": torch's FlexAttention (Gemma 2).
+    core_attention: str = ""
 
     @property
     def value_channels(self) -> int:
@@ -182,6 +185,9 @@ class MambaSpec:
     rmsnorm: bool = True
     conv_bias: bool = True
     proj_bias: bool = False
+    #: One kernel for convolution, scan and gate, which saves its input and the scan's output alone
+    #: (``use_mamba_mem_eff_path``). False: each is a kernel of its own.
+    memory_efficient: bool = True
     #: The scan runs again in backward and saves its input alone. No option of megatron-core: code of a run's own.
     recompute_scan: bool = False
 
@@ -218,6 +224,42 @@ class ShortConvSpec:
     kernel: int = 3
     #: Biases on the convolution and on both linears.
     bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaSpec:
+    """Kimi delta attention (transformers ``models/kimi_linear/modeling_kimi_linear.py: KimiLinearDeltaAttention``): a
+    gated delta net whose decay has a value for every channel of a key. megatron-core has no such block.
+
+    Example:
+        >>> from bridge_memory import KimiDeltaSpec
+        >>> KimiDeltaSpec(num_heads=32, head_dim=128).conv_kernel
+        4
+    """
+
+    num_heads: int
+    #: Width of a key and of a value.
+    head_dim: int
+    conv_kernel: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1Spec:
+    """The mixer of the first Mamba (transformers ``models/jamba/modeling_jamba.py: JambaMambaMixer``): every channel
+    has separate states, and time steps, B and C have norms. megatron-core has no such block.
+
+    Example:
+        >>> from bridge_memory import Mamba1Spec
+        >>> Mamba1Spec(inner_size=8192, state_dim=16, dt_rank=256).conv_kernel
+        4
+    """
+
+    inner_size: int
+    state_dim: int
+    dt_rank: int
+    conv_kernel: int = 4
+    conv_bias: bool = True
+    proj_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +307,8 @@ class MoESpec:
     #: A bias on the router's linear (gpt-oss).
     add_router_bias: bool = False
     router_score_function: str = "softmax"
+    #: The router's weights are fp32, and it multiplies an fp32 copy of the tokens, which it saves (MiniMax-M3).
+    router_in_fp32: bool = False
     #: Aux-loss kind: "none", "aux_loss", "seq_aux_loss", "sinkhorn", ...
     router_load_balancing_type: str = "aux_loss"
     #: Group-limited routing: a token's experts come from ``router_group_topk`` of ``router_num_groups`` groups.
@@ -274,6 +318,10 @@ class MoESpec:
     latent_size: int | None = None
     #: The block's input is multiplied by noise in training (Phi-3.5-MoE's input_jitter_noise).
     noisy_input: bool = False
+    #: LongCat-Flash: experts that return their input, which tokens choose as they do the others.
+    zero_experts: int = 0
+    #: LongCat-Flash: the layer has two attentions and two MLPs of this width, and adds the experts' output at its end.
+    shortcut_ffn_hidden_size: int = 0
     #: As ``MLPSpec.clamp_value``.
     clamp_value: float | None = None
 
@@ -297,13 +345,15 @@ class SideBySideSpec:
 
 
 Mixer = (
-    AttentionSpec | CompressedAttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec | ShortConvSpec | SideBySideSpec
+    AttentionSpec | CompressedAttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec | ShortConvSpec | KimiDeltaSpec
+    | Mamba1Spec | SideBySideSpec
 )
 FeedForward = MLPSpec | MoESpec
 #: Field of LayerSpec -> the classes that it may hold.
 KINDS: dict[str, tuple[type, ...]] = {
     "mixer": (
-        AttentionSpec, CompressedAttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, ShortConvSpec, SideBySideSpec
+        AttentionSpec, CompressedAttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, ShortConvSpec, KimiDeltaSpec,
+        Mamba1Spec, SideBySideSpec,
     ),
     "ffn": (MLPSpec, MoESpec),
 }  # fmt: skip
@@ -349,6 +399,8 @@ class LayerSpec:
     ffn: FeedForward | None
     #: Gemma 2 and 3: a second norm after attention and one after the feed-forward block.
     post_layernorms: bool = False
+    #: EXAONE 4 has none before attention and the feed-forward block.
+    pre_layernorms: bool = True
     #: One of ARRANGEMENTS.
     arrangement: str = "megatron"
     #: Gemma 4: width of this layer's per-layer embedding (0: none), and of all layers' embeddings together.
@@ -373,7 +425,8 @@ class LayerSpec:
             raise SpecError(f"arrangement ({show(self.arrangement)}) is none of {', '.join(ARRANGEMENTS)}; give one")
         object.__setattr__(
             self, "_hash", hash(
-                (self.mixer, self.ffn, self.post_layernorms, self.arrangement, self.per_layer_width, self.unquantized)
+                (self.mixer, self.ffn, self.post_layernorms, self.pre_layernorms, self.arrangement,
+                 self.per_layer_width, self.unquantized)
             )
         )
 
@@ -486,6 +539,8 @@ class ModelSpec:
     fused_hyper_connections: bool = False
     #: Gemma 4: rows of the per-layer embedding table (its width is ``all_layers_width``); 0: none.
     per_layer_vocab_size: int = 0
+    #: AFMoE's mup_enabled: the input embeddings are multiplied by a number, outside of their module.
+    scaled_embeddings: bool = False
     #: Gemma 2 and 4: a tanh over the logits (``final_logit_softcapping``).
     softcapped_logits: bool = False
     #: Whether it was read by the usual names, ``model_type`` having no reader of its own: what is there beside them is

@@ -146,8 +146,15 @@ class Family(NamedTuple):
     #: the rotary embedding. Names of the two norms.
     qk_norm: str = "each"
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")
+    #: The gate of attention's output has a separate linear, gate_proj, which runs after v_proj.
+    separate_gate: bool = False
     #: Queries of multi-latent attention are multiplied by a factor of their position (Mistral 4).
     scaled_queries: bool = False
+    #: Multi-latent attention. "": rotated parts are concatenated with the others; "unrotated": none is rotated, and
+    #: keys are written into a new tensor (Kimi-Linear).
+    latent: str = ""
+    #: Queries and the latent of keys and values are multiplied before they are used (LongCat-Flash).
+    scaled_latents: bool = False
     #: Rotated queries and keys are cast back, whatever the dtype of cos and sin.
     rotary_cast_back: bool = False
     #: Sliding layers have separate cos and sin (Gemma 3).
@@ -180,9 +187,13 @@ class Family(NamedTuple):
     #: The MoE block. "mixtral", "qwen": a loop over experts, with the module names of Mixtral or Qwen; "deepseek": sums
     #: in fp32, sigmoid scores; "gpt_oss": biases and clamped gates (``gpt_oss.py``); "minimax": sigmoid scores;
     #: "phimoe": Mixtral's with sparsemixer as router; "hunyuan": an fp32 router weight, the shared expert first;
-    #: "lfm2": sigmoid scores in the model's dtype; "mistral4": softmax in it; "granite": tokens sorted by expert, one
-    #: product for each.
+    #: "jamba": Qwen's, in feed_forward; "lfm2": sigmoid scores in the model's dtype; "afmoe": sigmoid scores, the
+    #: shared experts before the routed ones, and the router's bias a frozen parameter; "mistral4": softmax in the
+    #: model's dtype; "granite": tokens sorted by expert, one product for each; "longcat": softmax scores in fp32, and
+    #: experts that return their input.
     moe: str = "qwen"
+    #: Experts run one by one in every release.
+    looped_experts: bool = False
     #: The routing weights of a token sum to one.
     normalized_router: bool = True
     #: Names of the feed-forward module and of its linears (gate, up, down; or joined, down), of the linear after
@@ -205,6 +216,8 @@ class Family(NamedTuple):
     attention: tuple[str, ...] = ("eager", "sdpa", "flash_attention_2")
     #: The first release that has the class.
     since: tuple[int, int] = (4, 51)
+    #: The last release whose class was read, if it is later than that of ``KNOWN_TRANSFORMERS``.
+    until: tuple[int, int] = (4, 51)
     #: Kernels that Liger 0.8.5 has for the class (``MODEL_TYPE_TO_APPLY_LIGER_FN``), and whether its norm writes the
     #: gradient of the input over that of the output.
     liger: tuple[str, ...] = ()
@@ -293,6 +306,10 @@ FAMILIES["bamba"] = Family(
     norms=("input_layernorm", "", "pre_ff_layernorm", ""), final_norm="final_layernorm", mlp="feed_forward",
     rotary="joined", rotary_share=0.5, typed_masks=True,
 )
+FAMILIES["jamba"] = Family(
+    norms=("input_layernorm", "", "pre_ff_layernorm", ""), final_norm="final_layernorm", mlp="feed_forward",
+    moe="jamba", normalized_router=False, since=(5, 0),
+)
 FAMILIES["phimoe"] = Family(
     norm="layernorm", moe="phimoe", normalized_router=False, own_masks=True, own_attention=True, rotary="gathered",
 )
@@ -300,6 +317,17 @@ FAMILIES["apertus"] = Family(
     qk_norm="all", norms=("attention_layernorm", "", "feedforward_layernorm", ""), since=(4, 56),
 )
 FAMILIES["minimax_m2"] = Family(moe="minimax", since=(5, 0))
+#: From 5.23 on the router's weight and dt_bias are in fp32 in models of any dtype: 2 bytes more for each of their
+#: elements, which are not counted.
+FAMILIES["kimi_linear"] = Family(moe="deepseek", latent="unrotated", since=(5, 17), until=(5, 24))
+FAMILIES["longcat_flash"] = Family(
+    moe="longcat", rotary="deepseek", scaled_latents=True, normalized_router=False, looped_experts=True,
+    layer="longcat_flash", since=(4, 57),
+)
+FAMILIES["afmoe"] = Family(
+    norm="olmo2", qk_norm="all", separate_gate=True, both_masks=True, moe="afmoe", since=(5, 4),
+    norms=("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
+)
 FAMILIES["mistral4"] = Family(moe="mistral4", rotary="deepseek", scaled_queries=True, since=(5, 4))
 FAMILIES["deepseek_v2"] = Family(moe="deepseek_v2", rotary="polar", normalized_router=False, since=(4, 54))
 #: ``model_type`` whose class is remote code (``trust_remote_code``) that was not read -> its file.
@@ -312,6 +340,10 @@ NOT_IN_MEGATRON = {
     "lfm2": "the gated short convolution",
     "lfm2_moe": "the gated short convolution",
     "apertus": "the xIELU activation, with two trained parameters for each MLP",
+    "jamba": "mixers of the first Mamba, with separate states for every channel",
+    "kimi_linear": "Kimi delta attention, with a gate for every channel of a key",
+    "longcat_flash": "layers of two attentions and two MLPs around experts, some of which return their input",
+    "afmoe": "gated attention and experts with a norm before and after each",
     "mistral4": "multi-latent attention with queries that are scaled by their position",
 }
 #: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys rotated as complex numbers.

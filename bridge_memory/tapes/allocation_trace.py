@@ -7,7 +7,8 @@ the next, and each allocation and free is reported. That is what a caching alloc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from bridge_memory.tapes.alive import Atoms, _Grad, _Node, _Plan, _Run, _Step
 from bridge_memory.tapes.blocks import PlainTraces
@@ -66,6 +67,83 @@ class Storages:
     def drop_all(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self.drop(number)
+
+    def play(self, script: _Script, numbers: Callable[[int], int]) -> int:
+        """Do what ``script`` says; the number of its first storage. ``numbers``: of storages that were there before."""
+        base, report = self._next, self._report
+        for number, what in script.events:
+            if what > 0:
+                report(base + number, what)
+            elif what == _FREE:
+                report(base + number, None)
+            else:
+                (self.hold if what == _HOLD else self.drop)(numbers(number))
+        for number, references, nbytes in script.left:
+            self._refs[base + number] = references
+            if nbytes > 0:
+                self._sizes[base + number] = nbytes
+        self._next = base + script.made
+        return base
+
+
+#: Beside the bytes of an allocation: what an event of a script does.
+_FREE, _HOLD, _DROP = -1, -2, -3
+#: Numbers, in scripts, of a pass's input and of the gradient of its output.
+_INPUT, _GRADIENT = -1, -2
+
+
+class _Script(NamedTuple):
+    """What a pass does with storages, whatever their numbers. ``events``: (number, bytes or what is done), the number
+    from that of the first storage of the pass, but for those that were there before. ``left``: (number, references,
+    bytes) of storages that outlive the pass."""
+
+    events: list[tuple[int, int]]
+    left: list[tuple[int, int, int]]
+    made: int
+
+
+class _Noted(Storages):
+    """Notes what is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda number, nbytes: None)
+        self._asked: list[tuple[int, int]] = []
+        self._since = 0
+
+    def make(self, nbytes: int) -> int:
+        self._asked.append((self._next, nbytes))
+        self._next += 1
+        return self._next - 1
+
+    def hold(self, number: int) -> int:
+        self._asked.append((number, _HOLD))
+        return number
+
+    def drop(self, number: int) -> None:
+        self._asked.append((number, _DROP))
+
+    def taken(self) -> _Script:
+        """What was asked for since the last time."""
+        since, events = self._since, list[tuple[int, int]]()
+        references, sizes = dict[int, int](), dict[int, int]()
+        for number, what in self._asked:
+            if number < since:
+                events.append((number, what))
+            elif what >= 0:
+                references[number], sizes[number] = 1, what
+                if what:
+                    events.append((number - since, what))
+            elif what == _HOLD:
+                references[number] += 1
+            else:
+                references[number] -= 1
+                if not references[number]:
+                    del references[number]
+                    if sizes[number]:
+                        events.append((number - since, _FREE))
+        left = [(number - since, count, sizes[number]) for number, count in references.items()]
+        self._asked, self._since = [], self._next
+        return _Script(events, left, self._next - since)
 
 
 def tape_of(ctx: BlockContext, block: Callable[[BlockContext], Any]) -> Tape:
@@ -330,9 +408,12 @@ class Passes:
         known = {id(t): i for i, t in enumerate(self._plan.tensors)}
         kept = tape.kept_by_checkpoint if recompute and keeps else ()
         self._kept = [self._plan.storage[known[id(t)]] for t in kept if id(t) in known]
+        #: By whether there is an input and, of backward, whether a gradient arrives: the passes are all alike.
+        self._forwards: dict[bool, tuple[_Script, int]] = {}
+        self._backwards: dict[tuple[bool, bool], tuple[_Script, dict[int, int]]] = {}
 
-    def _walk(self, given: dict[int, int]) -> _Walk:
-        return _Walk(self._plan, self._atoms, self._storages, given)
+    def _walk(self, given: dict[int, int], storages: Storages | None = None) -> _Walk:
+        return _Walk(self._plan, self._atoms, storages or self._storages, given)
 
     def _given(self, x: int | None) -> dict[int, int]:
         first = self._plan.inputs[0] if self._plan.inputs else None
@@ -366,22 +447,62 @@ class Passes:
         ``x``: the storage of the input; the caller keeps its reference, and gets one to the output. The backward pass
         is to be called once; arguments and result as ``_Walk.back``.
         """
-        walk = self._walk(self._given(x))
+        has_input = x is not None
+        if has_input not in self._forwards:
+            self._note(has_input, None)
+        script, out = self._forwards[has_input]
+        base = self._storages.play(script, lambda _: -1 if x is None else x)
+        return base + out, partial(self._back, x, base)
+
+    def calls(self, has_input: bool, has_gradient: bool) -> int:
+        """How often a forward and a backward pass allocate and free, but for what they are given."""
+        if (has_input, has_gradient) not in self._backwards:
+            self._note(has_input, has_gradient)
+        scripts = self._forwards[has_input][0], self._backwards[has_input, has_gradient][0]
+        return sum(what > _HOLD for script in scripts for _, what in script.events)
+
+    def _back(self, x: int | None, base: int, gradient: int | None) -> dict[int, int]:
+        which = x is not None, gradient is not None
+        if which not in self._backwards:
+            self._note(*which)
+        script, found = self._backwards[which]
+
+        def number(of: int) -> int:
+            outside = x if of == _INPUT else gradient if of == _GRADIENT else base + of
+            assert outside is not None
+            return outside
+
+        own = self._storages.play(script, number)
+        of_forward = self._forwards[which[0]][0].made
+        return {place: own + of - of_forward if of >= of_forward else number(of) for place, of in found.items()}
+
+    def _note(self, has_input: bool, has_gradient: bool | None) -> None:
+        """Walk the tape once, and note its passes; ``has_gradient`` is None where only forward is asked for."""
+        noted = _Noted()
+        out, back = self._walked(_INPUT if has_input else None, noted)
+        self._forwards[has_input] = noted.taken(), out
+        if has_gradient is not None:
+            found = back(_GRADIENT if has_gradient else None)
+            self._backwards[has_input, has_gradient] = noted.taken(), found
+
+    def _walked(self, x: int | None, storages: Storages) -> tuple[int, Callable[[int | None], dict[int, int]]]:
+        """As ``forward``, operation by operation."""
+        walk = self._walk(self._given(x), storages)
         walk.kept = self._kept
         walk.forward(save=not self._recompute)
-        out = self._storages.hold(walk.numbers[self._plan.output_storages[0]])
+        out = storages.hold(walk.numbers[self._plan.output_storages[0]])
         walk.leave()
         if not self._recompute:
             return out, walk.back
         if x is not None:
-            self._storages.hold(x)
+            storages.hold(x)
 
         def back(gradient: int | None) -> dict[int, int]:
-            second = self._walk({**self._given(x), **walk.held})
+            second = self._walk({**self._given(x), **walk.held}, storages)
             second.until = dict(walk.held)
             second.forward(save=True)
             if x is not None:
-                self._storages.drop(x)
+                storages.drop(x)
             return second.back(gradient)
 
         return out, back

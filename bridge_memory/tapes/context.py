@@ -109,7 +109,8 @@ class TorchLayers(NamedTuple):
 
     @property
     def grouped_experts(self) -> bool:
-        return self.fused_experts and self.spec.experts_implementation in (None, "grouped_mm")
+        looped = self.family.looped_experts
+        return self.fused_experts and not looped and self.spec.experts_implementation in (None, "grouped_mm")
 
 
 class EncoderRun(NamedTuple):

@@ -24,7 +24,7 @@ from bridge_memory.report.answer import answer_of
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.page.data import timeline_data, treemap_data
 from bridge_memory.report.page.one_file import estimate_page
-from bridge_memory.report.phases import phases_data
+from bridge_memory.report.phases import phases_data, whole_answer
 from bridge_memory.report.summary import media_of
 from bridge_memory.report.units import format_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
@@ -34,7 +34,17 @@ from bridge_memory.speed.megatron.step_time import not_timed, step_time
 from bridge_memory.speed.step_time import tokens_per_second_per_gpu
 from bridge_memory.verdict import fits, margin_words
 from bridge_memory.web.fixes import Refuses, label, refusal, untried
-from bridge_memory.web.options import DEFAULT_GPU, KEYS, PASTED, Asked, asked, option_values, options, post_training_of
+from bridge_memory.web.options import (
+    DEFAULT_GPU,
+    KEYS,
+    PASTED,
+    Asked,
+    asked,
+    option_values,
+    options,
+    post_training_of,
+    search_axes,
+)
 from bridge_memory.web.words import title
 
 _Answer = TypeVar("_Answer")
@@ -106,6 +116,7 @@ class Api:
                 for g in GPUS.values()
             ],
             "options": [option.as_json() for option in options().values()],
+            "varied": {whose: list(usual) for whose, (_, usual) in search_axes().items()},
         }  # fmt: skip
 
     def models(self) -> list[dict[str, Any]]:
@@ -131,7 +142,11 @@ class Api:
             return _answered(question, answer, self._refuses)
 
     def report(self, question: object) -> dict[str, Any]:
-        """The one-file HTML report of a run, with its phases. Raises Refused."""
+        """The one-file HTML report of a run and its Markdown, with its phases. Raises Refused."""
+        from bridge_memory.report.markdown import markdown
+        from bridge_memory.report.phases import job_blocks
+        from bridge_memory.report.table import estimate_blocks
+
         one, job = self._job(question)
 
         def page(_: Question) -> dict[str, Any]:
@@ -139,7 +154,10 @@ class Api:
             command = _command(one)
             flags = f"{command} --phases" if command else ""
             judge = judged(fits(result, [one.gpu]), [job])
-            return {"html": estimate_page(result, judge, flags=flags, jobs=[job])}
+            blocks = [*estimate_blocks(result, judge, jobs=[job]), *job_blocks(job, step=judge[0].verdict)]
+            return {
+                "html": estimate_page(result, judge, flags=flags, jobs=[job]), "markdown": markdown(blocks),
+            }  # fmt: skip
 
         with self._desk.turn():
             return _answered(question, page, self._refuses)
@@ -281,6 +299,7 @@ def _estimate(one: Asked, stage: object, known: Job | None) -> tuple[dict[str, A
         "estimate": document, "fit": fitting[0].step_json(), "experts": run.model.has_experts,
         "encoders": _encoders(run), "media": ". ".join(media_of(run)),
         "answer": answer.words, "evidence": answer.evidence, "band": answer.band_words,
+        "whole": whole_answer(jobs[0], fitting) if jobs else None,
         "margin": list(margin_words(run, fitting, format_bytes)),
         "rollout": hasattr(one.args, "post_training"),
         "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),

@@ -67,6 +67,7 @@ _SCHEMAS: dict[str, Any] = {
             "version": _TEXT, "hub": _YES, "default_gpu": _TEXT, "options": _many(_OPTION),
             "engines": {"type": "object", "additionalProperties": _TEXT}, "megatron_engines": _many(_TEXT),
             "engine_options": {"type": "object", "additionalProperties": _TEXT},
+            "varied": _object({"megatron": _many(_TEXT), "torch": _many(_TEXT)}),
             "gpus": _many(_object({"name": _TEXT, "description": _TEXT, "capacity_bytes": _WHOLE, "common": _YES})),
         }
     ),
@@ -90,7 +91,8 @@ _SCHEMAS: dict[str, Any] = {
             "estimate": _ref("Estimate"), "fit": _ref("Fit"), "experts": _YES,
             "encoders": _many({"enum": ["vision", "audio"]}), "media": _TEXT,
             "rollout": {**_YES, "description": "the update of a pasted post-training job, for POST /api/rollout"},
-            "answer": _TEXT, "evidence": _TEXT, "band": _TEXT, "margin": _many(_TEXT),
+            "answer": _TEXT, "whole": _or_null(_object({"verdict": _TEXT, "brief": _TEXT, "words": _TEXT})),
+            "evidence": _TEXT, "band": _TEXT, "margin": _many(_TEXT),
             "effective": {"type": "object", "description": "option -> its value in this run, given or by default"},
             "step": _or_null(
                 _object({"seconds": _REAL, "tokens_per_second_per_gpu": _REAL, "not_timed": _many(_TEXT)})
@@ -118,7 +120,7 @@ _SCHEMAS: dict[str, Any] = {
             "changes": _many(_ref("Effect")), "cheapest": _or_null(_ref("Effect")),
         }
     ),
-    "Report": _object({"html": _TEXT}),
+    "Report": _object({"html": _TEXT, "markdown": _TEXT}),
     "Rollout": _object(
         {
             "rollout": _ref("PostTraining"), "words": _many(_TEXT), "brief": _TEXT, "limits": _many(_TEXT),
@@ -152,7 +154,7 @@ _SCHEMAS: dict[str, Any] = {
         },
         {
             **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp", "microbatches"), _WHOLE),
-            **dict.fromkeys(("engine", "sharded", "overlap", "offload"), _TEXT),
+            **dict.fromkeys(("engine", "sharded", "overlap", "offload", "dispatcher"), _TEXT),
         }
     ),
     "Found": _object(
@@ -233,8 +235,8 @@ def document() -> dict[str, Any]:
             "/api/rollout": {"post": {"summary": "a pasted job of verl, NeMo-RL, slime, TRL or ms-swift, phase by "
                                                  "phase, and what would fit", "requestBody": _asks("Question"),
                                       "responses": _answers("Rollout", "the phases, and the largest share")}},
-            "/api/report": {"post": {"summary": "one run as one HTML file", "requestBody": _asks("Question"),
-                                     "responses": _answers("Report", "the file")}},
+            "/api/report": {"post": {"summary": "one run as one HTML file and as Markdown",
+                                     "requestBody": _asks("Question"), "responses": _answers("Report", "both")}},
             "/api/search": {"post": {"summary": "start a search", "requestBody": _asks("Search"),
                                      "responses": _answers("Job", "the search", "202")}},
             "/api/fit": {"post": {"summary": "what to recompute and offload so that a run fits as it is laid out",

@@ -114,6 +114,16 @@ def _kind(rule: Any) -> str:
 
 
 @cache
+def search_axes() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Whose layers -> (axes that a search of the page may vary, those that it varies where nobody says)."""
+    from bridge_memory.plan.megatron.asked import USUAL
+    from bridge_memory.plan.torch.space import AXES
+    from bridge_memory.plan.torch.space import USUAL as OF_TORCH
+
+    return {"megatron": (USUAL, USUAL), "torch": (tuple(AXES), OF_TORCH)}
+
+
+@cache
 def by_called() -> dict[str, str]:
     """Megatron's name of a field -> the option's name. Fields of the model come last: they are rarely meant."""
     named = options().values()

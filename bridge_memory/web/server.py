@@ -306,14 +306,14 @@ class Handler(BaseHTTPRequestHandler):
         return self._refuse(f"nothing is asked at {show(path)}; /api/openapi.json lists what is", 404)
 
     def _search(self, asked: Any) -> dict[str, Any]:
-        from bridge_memory.plan.megatron.space import AXES as OF_MEGATRON
-        from bridge_memory.plan.torch.space import AXES as OF_TORCH
+        from bridge_memory.web.options import search_axes
 
-        known = {**OF_MEGATRON, **OF_TORCH}
+        known = list(dict.fromkeys(axis for axes, _ in search_axes().values() for axis in axes))
         if not isinstance(asked, dict) or not isinstance(asked.get("question"), dict):
             self._refuse("question is missing; give {question, vary, top}", 400)
-        vary, top = asked.get("vary", list(OF_MEGATRON)), asked.get("top", 20)
-        if not isinstance(vary, list) or not vary or not all(type(a) is str and a in known for a in vary):
+        vary, top = asked.get("vary"), asked.get("top", 20)
+        some = isinstance(vary, list) and vary and all(type(a) is str and a in known for a in vary)
+        if vary is not None and not some:
             self._refuse(f"vary ({show(vary)}) is no list of axes; give some of {', '.join(known)}", 422)
         if type(top) is not int or not 1 <= top <= _TOP:
             self._refuse(f"top ({show(top)}) is no number of rows; give 1 to {_TOP}", 422)

@@ -61,14 +61,14 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     from bridge_memory.report.said import names_of
     from bridge_memory.speed.torch.step_time import TIMED
     from bridge_memory.web import torch_search
-    from bridge_memory.web.options import arguments
+    from bridge_memory.web.options import arguments, search_axes
 
     args, gpu = arguments(asked["question"], hub=asked.get("hub", False))
     if args.model is None and args.custom_config is None and args.megatron_args is None:
         raise SpecError("config says its own layout; choose the model in the list to search others")
     of_torch = getattr(args, "data_parallel.engine", None) in TIMED
-    axes = _axes(of_torch)
-    vary = {axis for axis in asked["vary"] if axis in axes}
+    axes, usual = search_axes()["torch" if of_torch else "megatron"]
+    vary = {axis for axis in asked["vary"] or usual if axis in axes}
     if not vary:
         raise SpecError(f"vary has none of {', '.join(axes)}; name some of these")
     of = torch_search.search if of_torch else _layouts
@@ -115,14 +115,16 @@ def _layouts(args: Any, gpu: Any, vary: set[str], progress: Any) -> tuple[Any, i
     """(megatron-core's layouts that fit, the sequences of a step, whether they were given)."""
     from bridge_memory.arguments.template import template
     from bridge_memory.outside.context import outside_bytes_of
+    from bridge_memory.plan.megatron.asked import Asked, asked_space
     from bridge_memory.plan.megatron.search import search
-    from bridge_memory.plan.megatron.space import AXES, Space
+    from bridge_memory.plan.megatron.settings import FIELDS
+    from bridge_memory.plan.megatron.space import AXES
     from bridge_memory.speed.hardware import hardware_of
     from bridge_memory.web.api import hardware_for
 
     hardware = hardware_of(gpu.name)
     for axis in vary:
-        for field in AXES[axis]:
+        for field in (AXES | FIELDS)[axis]:
             vars(args).pop(field, None)
     if "split" not in vary and "pp" in vary:
         raise SpecError("vary (pp) needs split (how layers are split over stages); vary both")
@@ -137,21 +139,13 @@ def _layouts(args: Any, gpu: Any, vary: set[str], progress: Any) -> tuple[Any, i
         raise SpecError("--num-gpus is missing; say on how many GPUs the layout has to run")
     if sequences is None:
         sequences = 8 * gpus
-    space = Space(run, gpus, hardware.domain, frozenset(AXES.keys() - vary), {}, False, sequences)
+    space, _ = asked_space(
+        run, gpu, gpus, hardware.domain, sequences, fixed=frozenset(AXES.keys() - vary), ranges={}, exhaustive=False,
+        asked=Asked(None, {}, {}), given=frozenset({"dispatcher"} - vary),
+    )  # fmt: skip
     found = search(space, hardware, capacity=gpu.capacity_bytes, outside=partial(outside_bytes_of, gpu=gpu),
                    progress=progress)  # fmt: skip
     return found, sequences, "batch.global_batch_size" in given
-
-
-def _axes(of_torch: bool) -> Mapping[str, Any]:
-    """Axes that a search varies, by whose layers they are."""
-    if of_torch:
-        from bridge_memory.plan.torch.space import AXES
-
-        return AXES
-    from bridge_memory.plan.megatron.space import AXES as OF_MEGATRON
-
-    return OF_MEGATRON
 
 
 def _decisive(row: Any, gpu: Any) -> tuple[str, ...]:
@@ -167,19 +161,22 @@ def _decisive(row: Any, gpu: Any) -> tuple[str, ...]:
 
 def _row(row: Any) -> dict[str, Any]:
     from bridge_memory.emit.megatron import layout_fields, recompute_words
-    from bridge_memory.plan.megatron.space import AXES
+    from bridge_memory.plan.megatron.settings import shown_word
+    from bridge_memory.plan.megatron.space import AXES, DISPATCHER
     from bridge_memory.web.options import options
 
     run, p = row.run, row.run.parallel
     names = {option.field: option.name for option in options().values()}
-    chosen: dict[str, Any] = {names[field]: None for fields in AXES.values() for field in fields if field in names}
+    varied = [field for fields in (*AXES.values(), DISPATCHER) for field in fields]
+    chosen: dict[str, Any] = {names[field]: None for field in varied if field in names}
     for field, value in layout_fields(run).items():
         chosen[names[field]] = list(value) if isinstance(value, tuple) else value
     chosen |= {"num-gpus": p.world_size, "global-batch-size": run.batch.global_batch_size}
     return {
         "options": chosen, "tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp,
-        "mbs": run.batch.micro_batch_size, "recompute": recompute_words(run.recompute), "peak_bytes": row.peak,
-        "stage": row.stage, "headroom_bytes": row.headroom, "step_seconds": row.time.seconds,
+        "mbs": run.batch.micro_batch_size, "recompute": recompute_words(run.recompute),
+        "dispatcher": shown_word("dispatcher", run), "peak_bytes": row.peak, "stage": row.stage,
+        "headroom_bytes": row.headroom, "step_seconds": row.time.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_second_per_gpu,
     }  # fmt: skip
 

@@ -70,17 +70,18 @@ class Calls:
     def again(self, calls: Iterable[Call], shift: int = 0) -> None:
         """``calls`` that were taken, of tensors with numbers higher by ``shift``."""
         self._calls += [(tensor + shift, nbytes, stream) for tensor, nbytes, stream in calls]
-        self._check(len(self._calls))
-
-    def _check(self, number: int) -> None:
-        if number > self._most:
-            raise TooManyCalls(f"training asks the allocator for more than {self._most:,} blocks")
+        self.check(0)
 
     def allocate(self, tensor: int, nbytes: int, stream: Hashable = 0) -> None:
         """``nbytes``: more than 0."""
         if len(self._calls) >= self._most:
-            self._check(len(self._calls) + 1)
+            self.check(1)
         self._calls.append((tensor, nbytes, stream))
+
+    def check(self, more: int) -> None:
+        """Raise TooManyCalls where ``more`` calls are too many."""
+        if len(self._calls) + more > self._most:
+            raise TooManyCalls(f"training asks the allocator for more than {self._most:,} blocks")
 
     def free(self, tensor: int) -> None:
         self._calls.append((tensor, _FREE, ""))

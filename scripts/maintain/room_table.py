@@ -1,4 +1,4 @@
-"""Rewrite the imports in the room table of references/architecture.md from the package's imports.
+"""Rewrite the imports in the room table of references/generated/rooms.md from the package's imports.
 
     python scripts/maintain/room_table.py
 

@@ -75,6 +75,7 @@ def measure(
     tracker = Graph(static=static)
     experts = getattr(model.config, "num_local_experts", None) or getattr(model.config, "num_experts", None)
     experts = experts or getattr(model.config, "n_routed_experts", None)
+    experts = experts + (getattr(model.config, "zero_expert_num", None) or 0) if experts else None
     topk = getattr(model.config, "num_experts_per_tok", None) or getattr(model.config, "moe_topk", None)
     routed = Routed(experts, batch * seq * topk // experts) if experts else None
     held: list[Any] = []

@@ -1,5 +1,6 @@
 """Kernels of mixers that transformers calls where causal_conv1d, flash-linear-attention or mamba_ssm are installed:
-functions that make and keep what theirs do (read in fla-core 0.4.2, mamba_ssm 2.2.5).
+functions that make and keep what theirs do (read in fla-core 0.4.2 and, of Kimi delta attention, 0.6.0; mamba_ssm
+2.2.5).
 
 What megatron-core calls of them is ``bridge_memory/rehearsal/scan_kernels.py``'s; here is what it does not call.
 """
@@ -58,6 +59,80 @@ def chunk_gated_delta_rule(query: Any, key: Any, value: Any, g: Any, beta: Any, 
         scan_kernels.l2norm(query), scan_kernels.l2norm(key), value, g, beta
     )
     return out, None
+
+
+class _KimiRule(torch.autograd.Function):
+    """``ops/kda/chunk.py: ChunkKDAFunction``, with ``use_qk_l2norm_in_kernel``, of tensors [b, s, n, d]."""
+
+    @staticmethod
+    def _states(k: Any) -> Any:
+        b, s, heads, d = k.shape
+        return k.new_empty(b, -(-s // 64), heads, d, d)
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+        q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+        heads = k.shape[:3]
+        q, q_rstd = torch.empty_like(q), _fp32(q, *heads)
+        k, k_rstd = torch.empty_like(k), _fp32(k, *heads)
+        summed = torch.empty_like(g)
+        attended, inverse = (k.new_empty(*heads, 64) for _ in range(2))
+        diagonal = _fp32(k, *heads, 16)
+        w, u, decayed = torch.empty_like(k), torch.empty_like(v), torch.empty_like(k)
+        del diagonal
+        states, fresh = _KimiRule._states(k), torch.empty_like(v)
+        out = torch.empty_like(v)
+        ctx.save_for_backward(q, q_rstd, k, k_rstd, v, summed, g, beta, attended, inverse)
+        del w, u, decayed, states, fresh
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, do: Any) -> Any:
+        q, _, k, _, v, _, g, beta, _, _ = ctx.saved_tensors
+        do = do.contiguous()
+        again = [torch.empty_like(k) for _ in range(4)]
+        states, fresh = _KimiRule._states(k), torch.empty_like(v)
+        of_products, dv = _fp32(k, *k.shape[:3], 64), torch.empty_like(do)
+        of_states, dv = _KimiRule._states(k), torch.empty_like(dv)
+        dq, dk, dv = _fp32(q, *q.shape), _fp32(k, *k.shape), torch.empty_like(v)
+        dg, db, of_inverse = _fp32(g, *g.shape), _fp32(beta, *beta.shape), _fp32(k, *k.shape[:3], 64)
+        dq2, dk2, dg2 = torch.empty_like(dq), torch.empty_like(dk), torch.empty_like(dg)
+        dq, dk, dg = dq2, dk2, dg2
+        del dq2, dk2, dg2
+        dg = torch.empty_like(dg)
+        del again, states, fresh, of_products, of_states, of_inverse
+        dq, dk = torch.empty_like(q), torch.empty_like(k)
+        return dq, dk, dv, dg, db.to(beta.dtype)
+
+
+def chunk_kda(query: Any, key: Any, value: Any, g: Any, beta: Any, **_: object) -> tuple[Any, None]:
+    return _KimiRule.apply(query, key, value, g, beta), None
+
+
+class _SelectiveScan(torch.autograd.Function):
+    """mamba_ssm ``ops/selective_scan_interface.py: SelectiveScanFn`` and ``csrc/selective_scan/selective_scan.cpp``: u,
+    delta and z [b, d, s], B and C [b, n, s]."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Any, delta: Any, a: Any, b: Any, c: Any, d: Any, z: Any) -> Any:
+        u, delta, b, c, z = (x.contiguous() for x in (u, delta, b, c, z))
+        out_z, out = torch.empty_like(z), torch.empty_like(delta)
+        states = _fp32(u, *u.shape[:2], -(-u.shape[2] // 2048), 2 * a.shape[1])
+        ctx.save_for_backward(u, delta, a, b, c, d, z, states, out)
+        return out_z, states[:, :, -1, 1::2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, _: Any) -> Any:
+        u, delta, a, b, c, d, z, _, _ = ctx.saved_tensors
+        grad = grad.contiguous()
+        made = [torch.empty_like(x) for x in (u, delta, a)]
+        wide = [_fp32(x, *x.shape) for x in (b, c)]
+        of_d, of_z = torch.empty_like(d), torch.empty_like(z)
+        return *made, *(x.to(b.dtype) for x in wide), of_d, of_z
+
+
+def selective_scan_fn(u: Any, delta: Any, a: Any, b: Any, c: Any, d: Any, z: Any, *_: object, **__: object) -> Any:
+    return _SelectiveScan.apply(u, delta, a, b, c, d, z)
 
 
 class _WholeMamba(torch.autograd.Function):
@@ -146,6 +221,19 @@ def mixers_on_meta(kind: str) -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, "current_device", lambda: "meta"))
             # Which 4.57 asks for where the config says no dtype, and torch does not have.
             stack.enter_context(patch.object(torch, "get_current_dtype", torch.get_default_dtype, create=True))
+        elif kind == "jamba":
+
+            def scan(self: Any, hidden_states: Any, cache: Any = None, attention_mask: Any = None, **_: object) -> Any:
+                with (
+                    patch.object(module, "causal_conv1d_fn", scan_kernels.causal_conv1d_fn),
+                    patch.object(module, "selective_scan_fn", selective_scan_fn),
+                ):
+                    return self.cuda_kernels_forward(hidden_states, cache, attention_mask)
+
+            stack.enter_context(patch.object(module.JambaMambaMixer, "forward", scan))
+        elif kind == "kimi_linear":
+            stack.enter_context(patch.object(module, "causal_conv1d_fn", scan_kernels.causal_conv1d_fn))
+            stack.enter_context(patch.object(module, "chunk_kimi_delta_attention", chunk_kda))
         elif kind.startswith("lfm2"):
             conv = module.Lfm2ShortConv if kind == "lfm2" else module.Lfm2MoeShortConv
             mask = FAMILIES_OF_5(TransformersSpec(transformers_version=INSTALLED))

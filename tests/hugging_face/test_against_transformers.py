@@ -144,7 +144,9 @@ def test_magnitudes(way: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", [{}, {"gradient_checkpointing": True}])
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "granite hybrid", "bamba", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "nemotron_h", "granite hybrid", "bamba", "lfm2", "kimi_linear", "jamba"]
+)
 def test_mixers_in_kernels(name: str, way: dict[str, Any]) -> None:
     """As where causal_conv1d, flash-linear-attention and mamba_ssm are installed."""
     skip_what_does_not_run(name)

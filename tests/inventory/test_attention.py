@@ -126,7 +126,7 @@ def test_cudnn_copies_what_does_not_lie_head_by_head() -> None:
 
 def test_context_parallelism_refuses_what_transformer_engine_refuses() -> None:
     """``context_parallel.py: attn_forward_func_with_cp`` asserts: windows need a2a or all_gather, MLA p2p (to 2.11)."""
-    windows, mla = "google/gemma-2-2b", "deepseek-ai/DeepSeek-V2-Lite"
+    windows, mla = "google/gemma-3-27b-pt", "deepseek-ai/DeepSeek-V2-Lite"
     with pytest.raises(SpecError, match=r"cp_comm_type \(p2p\).*a2a or all_gather"):
         layer(windows, cp=2)
     assert layer(windows, cp=2, cp_comm_type="all_gather").retained

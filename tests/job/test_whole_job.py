@@ -135,7 +135,7 @@ def test_a_card_that_cannot_compute_the_run_is_refused() -> None:
 def test_one_stage_alone_has_its_own_phases(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["Qwen/Qwen3-8B", "--num-gpus", "8", "--tp", "2", "--pp", "4", "--gpu", "H100", "--phases"]
     assert main(["estimate", *model, "--stage", "2"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.split("phase by phase")[1].splitlines()]
+    rows = [line.split() for line in capsys.readouterr().out.split("Whole job")[1].splitlines()]
     assert [row[1] for row in rows if row and row[0] in ("build", "load", "training", "save", "resume")] == ["2"] * 5
 
 

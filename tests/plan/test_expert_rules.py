@@ -21,10 +21,14 @@ MOE, DENSE = "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-8B"
 FULL = {"recompute": {"granularity": "full", "method": "uniform", "num_layers": 1}}
 
 
-def row(model: str, seconds: float, headroom: int, groups: Mapping[str, Mapping[str, Any]]) -> Row[Any]:
+def row(
+    model: str, seconds: float, headroom: int, groups: Mapping[str, Mapping[str, Any]], again: float = 0.0
+) -> Row[Any]:
+    """``again``: seconds of recomputation."""
     groups = {"batch": {"global_batch_size": 64}, **groups}
     run = RunSpec(model=model, **{name: GROUPS[name](**fields) for name, fields in groups.items()})
-    return Row(run, 1 << 30, 0, headroom, SimpleNamespace(seconds=seconds, peak=1 << 30))  # type: ignore[arg-type]
+    time = SimpleNamespace(seconds=seconds, peak=1 << 30, recomputation=again)
+    return Row(run, 1 << 30, 0, headroom, time)  # type: ignore[arg-type]
 
 
 class Every(Listed[Any]):
@@ -42,7 +46,7 @@ def asked(*rows: Row[Any], domain: int = 8) -> tuple[str, ...]:
     return refusals(Judged(rows[0], found_of(*rows), domain))
 
 
-def parallel(**fields: int) -> dict[str, dict[str, int]]:
+def parallel(**fields: int | str) -> dict[str, dict[str, Any]]:
     return {"parallel": {"world_size": 16, **fields}}
 
 
@@ -111,13 +115,28 @@ def test_a_mechanism_has_to_save_its_share_of_the_step() -> None:
     staged = parallel(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
     rows = [row(DENSE, 1, 0, staged), row(DENSE, 1.01, 0, parallel(tensor_model_parallel_size=2))]
     rows.append(row(DENSE, 1.045, 0, parallel()))
-    assert [mechanisms(one) for one in rows] == [(2, 4, 1, 8), (1, 2, 1, 1), (0, 1, 1, 1)]
+    assert [mechanisms(one) for one in rows] == [(2, 4, 1, 8, 1), (1, 2, 1, 1, 1), (0, 1, 1, 1, 1)]
     found = found_of(*rows)._replace(mechanisms=mechanisms)
     assert found.ranked(3).rows == (rows[1], rows[0], rows[2])
     few = row(DENSE, 1.015, 0, parallel(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=1))
     assert found_of(rows[0], few)._replace(mechanisms=mechanisms).ranked(2).rows == (few, rows[0])
     two = row(DENSE, 1.03, 0, parallel())  # saves two mechanisms, and is as fast as 4 % allow
     assert found_of(rows[0], two)._replace(mechanisms=mechanisms).ranked(2).rows == (two, rows[0])
+
+
+def test_a_split_by_hand_and_much_recomputation_are_mechanisms() -> None:
+    """A pipeline whose layers are split by hand, beside tensor parallelism alone; the MoE layers again, 17 % of the
+    step, beside none of it over more ranks, and there over eight ranks and not sixteen."""
+    by_hand = parallel(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*18|t*14L")
+    rows = row(DENSE, 1, 0, by_hand), row(DENSE, 1.015, 0, parallel(tensor_model_parallel_size=2))
+    found = found_of(*rows)._replace(mechanisms=mechanisms)
+    assert found.ranked(2).rows == (rows[1], rows[0])
+    again = {"recompute": {"granularity": "selective", "modules": ("moe",)}}
+    few, more, most = (parallel(expert_model_parallel_size=n) for n in (4, 8, 16))
+    rest = row(MOE, 1.03, 0, most), row(MOE, 1.031, 0, more)
+    fastest, light = row(MOE, 1, 0, {**few, **again}, again=0.17), row(MOE, 1, 0, {**few, **again}, again=0.01)
+    assert found_of(fastest, *rest)._replace(mechanisms=mechanisms).ranked(3).rows[0] == rest[1]
+    assert found_of(light, *rest)._replace(mechanisms=mechanisms).ranked(3).rows[0] == light
 
 
 def test_no_more_gpus_a_replica_for_fewer_mechanisms() -> None:

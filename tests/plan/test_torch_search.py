@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -248,11 +249,30 @@ def test_processes_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows_of(capsys, *SMALL, "--engine", "zero3", "--jobs", "2") == rows_of(capsys, *SMALL, "--engine", "zero3")
 
 
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--num-gpus 2 --gpu A100-40GB --global-batch-size 4 --engine any"
-    assert main(["search", "meta-llama/Llama-3.1-70B", *flags.split()]) == 1
+def test_nothing_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says by how much, of what, and what to change; the command with the change then has a first row."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    model = "search meta-llama/Llama-3.1-70B --gpu H100 --engine fsdp2"
+    flags = f"{model} --global-batch-size 256 --seq-length 2048".split()
+    assert main([*flags, "--num-gpus", "8", "--micro-batch-size", "1"]) == 1
     shown = capsys.readouterr().out
-    assert "Nothing fits" in shown and "--vary all" in shown
+    (lacks,) = re.findall(r"the smallest lacks [\d.]+ GiB, .*: a peak of ([\d.]+) GiB, of that (.*)", shown)
+    assert sum(map(float, re.findall(r"[\d.]+", lacks[1]))) == pytest.approx(float(lacks[0]), abs=0.25)
+    tried = re.findall(r"try: (.*?); fsdp2, .*? with a peak of ([\d.]+) GiB", shown)
+    assert [words.split()[0] for words, _ in tried] == ["--fsdp-offload-params", "--num-gpus"]
+    assert main([*flags, "--num-gpus", "8", "--micro-batch-size", "1", "--gradient-checkpointing", tried[0][0]]) == 0
+    assert f"FITS H100: peak {tried[0][1]}" in capsys.readouterr().out
+
+
+def test_a_row_in_front_keeps_the_reserve() -> None:
+    """On a card that the fastest row just fills, its band of predictions does not fit: another row is first."""
+    space = Space({"fsdp2": base("fsdp2", 8)}, 8, frozenset({*ON_DEMAND, "mbs", "shard"}))
+    fastest = found(space).rows[0]
+    filled = CARD.capacity_bytes - fastest.headroom
+    less = search(space, HARDWARE, capacity=filled, outside=partial(outside_bytes_of, gpu=CARD))
+    rows, keeping, _ = less.ranked(100)
+    assert less.rows[0].run == fastest.run and rows[0].run != fastest.run
+    assert fastest.run in [row.run for row in rows[keeping:]]
 
 
 def test_a_measured_step_moves_all_times_and_no_rank(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,8 @@ def counts(config: Any) -> list[int]:
     if model.num_moe_experts:
         model.moe_token_dispatcher_type = "alltoall"
     config.comm_overlap = config.mixed_precision = None
+    if hasattr(config.dataset, "enable_offline_packing"):  # which the attention of Gemma 2 and EXAONE 4 refuses
+        config.dataset.enable_offline_packing, config.dataset.offline_packing_specs = False, None
     config.train.global_batch_size = config.train.micro_batch_size
     model.vocab_size = model.vocab_size or 32000
     run = run_from_config_container(config, world_size=1)

@@ -89,7 +89,7 @@ def layer(spec: LayerSpec, h: int, norm: int) -> int:
         # The router's correction bias: in Megatron a buffer, in some published counts a parameter.
         counted = spec.ffn.router_enable_expert_bias and spec.ffn.expert_bias_in_published_count
         total += spec.ffn.num_experts if counted else 0
-    return total + (2 * norm if spec.post_layernorms else 0)
+    return total + 2 * norm * (spec.post_layernorms - (not spec.pre_layernorms))
 
 
 def main_model(model: ModelSpec) -> int:

@@ -35,6 +35,7 @@ SIZES = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
 HEADS = {"head_dim": 16}
 EXPERTS = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ROUTED = SIZES | {
@@ -74,8 +75,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "olmoe", **{k: v for k, v in EXPERTS.items() if k != "moe_intermediate_size"}
     },
     "GptOssForCausalLM": {"model_type": "gpt_oss", **HEADS, **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "Exaone4ForCausalLM": {"model_type": "exaone4", **SIZES, "sliding_window": 8},
-    "ExaoneMoeForCausalLM": {"model_type": "exaone_moe", **HEADS, **EXPERTS, **SHARED, "n_group": 1, "topk_group": 1},
+    "Exaone4ForCausalLM": {"model_type": "exaone4", **SIZES, **WINDOWS},
+    "ExaoneMoeForCausalLM": {
+        "model_type": "exaone_moe", **HEADS, **EXPERTS, **SHARED, **WINDOWS, "n_group": 1, "topk_group": 1,
+    },
     "Glm4MoeForCausalLM": {
         "model_type": "glm4_moe", **HEADS, **ROUTED, "use_qk_norm": True, "num_nextn_predict_layers": 1,
     },
@@ -142,7 +145,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "qwen2_audio", "text_config": {"model_type": "qwen2", **SIZES}, "audio_config": {},
     },
     "Exaone4_5_ForConditionalGeneration": {
-        "model_type": "exaone4_5", "text_config": {"model_type": "exaone4", **SIZES, **HEADS, "sliding_window": 8},
+        "model_type": "exaone4_5", "text_config": {"model_type": "exaone4", **SIZES, **HEADS, **WINDOWS},
         "vision_config": {}, "tie_word_embeddings": False,
     },
     "Step3p5ForCausalLM": {**STEP, "tie_word_embeddings": False},
@@ -173,12 +176,10 @@ PUBLISHED = "a provider says nothing of what transformers counts"
 DIFFERENCES: dict[str, dict[str, str]] = {
     "Gemma2ForCausalLM": {"layers.mixer.window_size": WINDOW},
     "GptOssForCausalLM": {"layers.mixer.window_size": WINDOW},
-    "Exaone4ForCausalLM": {"layers.mixer.window_size": "exaone4_bridge.py sets none"},
-    "ExaoneMoeForCausalLM": {
-        "layers.mixer.window_size": WINDOW,
-        "layers.mixer.rotary": "no_rope_freq, which the reader of providers does not follow",
-        "mtp_layer.mixer.rotary": "as above",
+    "Exaone4ForCausalLM": {
+        "layers.mixer.window_size": "exaone4_bridge.py sets none", "layers.mixer.rotary": "it rotates in every layer",
     },
+    "ExaoneMoeForCausalLM": {"layers.mixer.window_size": WINDOW},
     "Qwen3VLMoeForConditionalGeneration": {"encoders.frozen": "its provider freezes them by default"},
     "KimiK2ForCausalLM": {"max_position_embeddings": "kimi_bridge.py sets 4096"},
     "Exaone4_5_ForConditionalGeneration": {"layers.mixer.window_size": WINDOW},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -96,3 +97,33 @@ def test_unit_vectors_keep_their_output_and_a_length_a_row() -> None:
 def test_a_rank_of_a_hybrid_is_rehearsed(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", *command, "--seq-length", "1024", "--transformer-impl", "local"]) == 0
     assert "backward peak" in capsys.readouterr().out
+
+
+def test_a_scan_apart_keeps_its_contiguous_parts() -> None:
+    """s = 4096, 32 heads of 64, one group of state 256. ``MambaChunkScanCombinedFn``: x, output, dt, B and C, and
+    the running sum of dt A in fp32."""
+    s, heads, p, n, c = 4096, 32, 64, 256, 128
+    rows = [parameter(heads), parameter(heads), parameter(heads)]
+    shapes = (1, s, heads, p), (1, s, heads), (1, s, 1, n), (1, s, 1, n)
+
+    def scan(x: Any, dt: Any, b: Any, c_: Any) -> Any:
+        return scan_kernels.mamba_chunk_scan_combined(x, dt, rows[0], b, c_, c, D=rows[1], dt_bias=rows[2])
+
+    assert passes(scan, rows, *shapes).saved_bytes == B16 * s * (2 * heads * p + heads + 2 * n) + F32 * s * heads
+
+
+def test_without_the_memory_efficient_path_convolution_and_scan_are_rehearsed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (
+        "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512 "
+        "--micro-batch-size 2 --global-batch-size 4 --hybrid-override-pattern MM --is-hybrid-model "
+        "--normalization RMSNorm --disable-bias-linear --position-embedding-type none --bf16 --vocab-size 128 "
+        "--mamba-num-groups 2 --mamba-state-dim 64 --mamba-head-dim 64 --mamba-num-heads 8 --attention-dropout 0 "
+        "--hidden-dropout 0 --transformer-impl local --disable-mamba-mem-eff-path "
+        "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
+    )
+    assert main(["rehearse", "--megatron-args", text, "--num-gpus", "1", "--json"]) == 0
+    found = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    for name in ("saved for backward, per microbatch", "forward peak", "backward peak"):
+        assert found[name]["predicted"] == pytest.approx(found[name]["found"], rel=0.005)

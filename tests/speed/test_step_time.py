@@ -13,7 +13,7 @@ from bridge_memory.accuracy.ranking import pairs_in_order, score_groups, spearma
 from bridge_memory.accuracy.speed_fit import left_out
 from bridge_memory.accuracy.throughput import MeasuredRun, Unread, measured, read_throughput
 from bridge_memory.plan.megatron.space import useful_modules
-from bridge_memory.spec import AttentionSpec, LayerSpec, MambaSpec, MLPSpec
+from bridge_memory.spec import AttentionSpec, LayerSpec, MambaSpec, MLPSpec, MoESpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.speed.constants import DEFAULT, FITTED_ON, Constants
 from bridge_memory.speed.hardware import HARDWARE, hardware_of
@@ -89,15 +89,17 @@ def test_gradients_are_added_where_they_are_kept() -> None:
 
 
 def test_an_exchange_with_experts_uses_both_links() -> None:
-    """By hand: of 16 ranks 7 others are in the node and 8 beside it, of 15 to which as much is sent; DeepEP sends a
-    token once to the other node however many of its 8 experts are there: 1 - 2^-8 copies in place of 4."""
+    """By hand: of 16 ranks 7 others are in the node and 8 beside it, of 15 to which as much is sent. DeepEP: with one
+    of 16 experts on a rank the other node has none of a token's 8 in one of 12,870 choices, and a copy, of 2e9 bytes,
+    goes to it once; by NVLink it goes to half of the 14 ranks that it does not begin at."""
     rates = Step(run(), H100).passes.rates
     sent = 15e9
-    for copies, far, near in ((0, 8e9, 7e9), (8, 8e9 * (1 - 0.5**8) / 4, 14e9)):
+    routed = MoESpec(num_experts=16, topk=8, moe_ffn_hidden_size=64)
+    for copies, far, near in ((None, 8e9, 7e9), (routed, 2e9 * (1 - 1 / 12870), 14e9)):
         work = Work(expert_parallel=sent, expert_copies=copies)
-        slowest = max(far / (H100.network * DEFAULT.network_exchange), near / rates.nvlink)
+        slowest = max(far / (H100.network * DEFAULT.network_exchange), near / rates.nvlink_exchange)
         assert rates.all_to_all(work, 16, 1) == pytest.approx(slowest)
-    assert rates.all_to_all(Work(expert_parallel=sent), 8, 1) == pytest.approx(sent / rates.nvlink)
+    assert rates.all_to_all(Work(expert_parallel=sent), 8, 1) == pytest.approx(sent / rates.nvlink_exchange)
 
 
 def test_a_gather_over_several_domains_leaves_each_by_all_adapters() -> None:
@@ -120,6 +122,18 @@ def test_an_allgather_dispatcher_sends_every_token_to_every_rank() -> None:
 
     tokens = 2 * 4096 * 2048 * 2
     assert exchanged("allgather") == 63 * tokens and exchanged("alltoall") == pytest.approx(8 * 63 / 64 * tokens)
+
+
+def test_deepep_takes_tokens_as_they_are() -> None:
+    """Qwen3-30B-A3B on 64 ranks: before an all-to-all 8 copies of 2,048 elements of 4,096 tokens are sorted by rank,
+    and after it put back: each read and written. DeepEP copies those of a rank, two of 128 experts, once out of a
+    buffer and once into one."""
+    def traffic(dispatcher: str) -> float:
+        r = experts(moe_token_dispatcher_type=dispatcher)
+        return layer_work(r.model.layers[0], r, context_of(r), kernels_of(r)).feed_forward.traffic
+
+    ranks = 64 * (1 - 120 * 119 / (128 * 127))  # none of a token's 8 is one of two
+    assert traffic("alltoall") - traffic("flex") == pytest.approx(2 * 2 * (8 - ranks) * 4096 * 2048 * 2)
 
 
 def experts(**fields: object) -> RunSpec:
@@ -379,13 +393,15 @@ def test_a_scan_by_hand() -> None:
 
 
 def test_biases_of_experts_pass_through_memory_in_fp32() -> None:
-    """GPT-OSS: 4 experts of 2,880 a token; 28 bytes forward and 36 backward, unless the operation fuser adds them."""
+    """GPT-OSS: 4 experts of 2,880 a token; 28 bytes forward and 36 backward, unless the operation fuser adds them. Its
+    gates are clamped: both halves read and written twice, 16 bytes, and 30 with the masks of three bounds backward."""
     def traffic(**fields: object) -> float:
         r = run("openai/gpt-oss-120b", **fields)
         return layer_work(r.model.layers[0], r, context_of(r), kernels_of(r)).feed_forward.traffic
 
     fused = traffic(use_transformer_engine_op_fuser=True, megatron_core=(0, 19))
-    assert 3 * (traffic() - fused) == pytest.approx((28 + 36 - 1) * 4096 * 4 * 2880)
+    biases, clamps = 28 + 36 - 1, 16 + 30 + 2
+    assert 3 * (traffic() - fused) == pytest.approx((biases + clamps) * 4096 * 4 * 2880)
 
 
 def test_an_exchange_over_efa_takes_longer() -> None:

@@ -678,7 +678,6 @@ def test_a_pasted_job_of_verl_is_a_timeline_of_phases(
 
 def test_a_search_shows_how_far_it_is_and_stops(tab: Callable[..., Tab]) -> None:
     one = tab("#model=deepseek-ai/DeepSeek-V3&gpu=H100&num-gpus=2048&global-batch-size=16384")
-    one.page.evaluate("globalThis.page.searching.vary.push('vpp', 'cp')")
     one.page.locator("[data-focus=find]").click()
     one.until(lambda: "evaluated" in one.page.inner_text("#search"))
     one.until(lambda: not one.page.inner_text("#search .progress").startswith("0 "), 60)
@@ -788,7 +787,8 @@ def test_exports_say_what_the_page_says(tab: Callable[..., Tab]) -> None:
     text = Path(download.value.path()).read_text()
     assert text.lower().startswith("<!doctype html>") and "Qwen3-235B-A22B" in text
     for label, word in (
-        ("Copy the command", "bridge-memory estimate"), ("Copy Megatron-LM", "--tensor-model-parallel-size 4"),
+        ("Copy Markdown", "[This configuration](http://"), ("Copy the command", "bridge-memory estimate"),
+        ("Copy Megatron-LM", "--tensor-model-parallel-size 4"),
         ("Copy Megatron Bridge", "cfg.model.tensor_model_parallel_size = 4"),
     ):  # fmt: skip
         one.page.click("#export summary")

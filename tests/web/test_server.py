@@ -152,8 +152,9 @@ def test_the_whole_job_answers_where_it_is_worse_than_its_step(
     assert main(["estimate", question["model"], *flags, "--gpu", "H100", "--phases", "--json"]) == 0
     words = json.loads(capsys.readouterr().out)["verdict"]["words"]
     words = re.sub(r"; try first: [^;]*", "", words)
-    assert words == f"{found['worse_than_step']}; the step alone: {answer['answer']}"
-    assert client.post("/api/phases", LLAMA)[1]["worse_than_step"] == ""
+    assert words == f"{answer['whole']['words']}; the step alone: {answer['answer']}"
+    assert answer["whole"]["verdict"] == found["verdict"]
+    assert client.post("/api/estimate", LLAMA)[1]["whole"] is None
 
 
 @pytest.mark.parametrize("engine", sorted(ENGINES))
@@ -301,6 +302,13 @@ def _ended(client: Client, job: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
+def test_a_report_as_markdown_is_that_of_the_command(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    status, answer = client.post("/api/report", LLAMA)
+    assert status == 200
+    assert main(["estimate", LLAMA["model"], "--gpu", "H100", "--num-gpus", "2", "--tp", "2", "--format", "md"]) == 0
+    assert answer["markdown"] == capsys.readouterr().out
+
+
 def test_a_search_finds_layouts_that_fit(client: Client) -> None:
     status, job = client.post("/api/search", {"question": LLAMA, "vary": ["tp", "mbs"], "top": 3})
     assert status == 202
@@ -325,6 +333,29 @@ def test_a_search_under_an_engine_finds_what_the_estimate_says(client: Client) -
         chosen = {n: v for n, v in {**question["options"], **row["options"]}.items() if v is not None}
         status, answer = client.post("/api/estimate", {**question, "options": chosen})
         assert status == 200 and answer["fit"]["fits"] and answer["fit"]["peak_bytes"] == row["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "flags"),
+    [
+        ("openai/gpt-oss-20b", {"num-gpus": 8, "global-batch-size": 64}, "--num-gpus 8 --global-batch-size 64"),
+        ("meta-llama/Llama-3.2-1B", {"num-gpus": 8, "global-batch-size": 64, "engine": "fsdp2"},
+         "--num-gpus 8 --global-batch-size 64 --engine fsdp2"),
+    ],
+)  # fmt: skip
+def test_a_search_is_that_of_the_command(
+    client: Client, capsys: pytest.CaptureFixture[str], model: str, options: dict[str, Any], flags: str
+) -> None:
+    """The same question, with the axes that each varies by itself: the same rows."""
+    question = {"model": model, "gpu": "H100", "options": options}
+    found = _ended(client, client.post("/api/search", {"question": question, "top": 3})[1])["result"]
+    assert main(["search", model, "--gpu", "H100", *flags.split(), "--top", "3", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (found["looked_at"], found["fit"]) == (said["looked_at"], said["fit"])
+    for here, there in zip(found["rows"], said["best"], strict=True):
+        same = here.keys() & there.keys() - {"options"}
+        assert {"peak_bytes", "step_seconds", "mbs"} <= same
+        assert {name: here[name] for name in same} == {name: there[name] for name in same}
 
 
 @pytest.mark.slow

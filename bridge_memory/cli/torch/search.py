@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import exp
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,16 +19,20 @@ from bridge_memory.cli.phased import job_notes
 from bridge_memory.cli.progress import Progress
 from bridge_memory.cli.ranked import Shown, Style, how_words, print_found
 from bridge_memory.components import GIB
-from bridge_memory.emit.commands import Emitted
+from bridge_memory.emit.commands import Emitted, field_words
 from bridge_memory.emit.formats import emitted, formats_of
 from bridge_memory.emit.torch_words import checkpointing_words, liger_words, offload_words, overlap_words, sharded_words
+from bridge_memory.estimation import estimate
 from bridge_memory.plan.found import Found, Row
+from bridge_memory.plan.reserve import reserve_words
 from bridge_memory.plan.torch.mixed import mixed_precision_fields
+from bridge_memory.plan.torch.nearest import TIMES, nearest, smallest
 from bridge_memory.plan.torch.space import AXES, ON_DEMAND, Space, changed_fields, engines_of, is_of
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import WITH_MEGATRON_LAYOUTS
 from bridge_memory.speed.measured import log_ratio
 from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED, StepTime, not_timed, step_time
+from bridge_memory.verdict import headroom
 
 if TYPE_CHECKING:
     from bridge_memory.cards.gpu import Gpu
@@ -72,13 +77,14 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     space, left_out = _space(args, gpu, hardware.domain, words)
     num_gpus = getattr(args, _GPUS)
     slower, said = _measured(args.measured_step_time, space, hardware)
+    searched = partial(
+        search, hardware=hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
+        outside=partial(outside_bytes_of, gpu=gpu), backend=args.backend, slower=slower,
+        jobs=args.jobs or (1 if args.backend is None else -1),
+    )  # fmt: skip
     with few_collections(), Progress("configuration") as progress:
-        found = search(
-            space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
-            outside=partial(outside_bytes_of, gpu=gpu), progress=progress, share=progress.done,
-            backend=args.backend, slower=slower,
-            jobs=args.jobs or (1 if args.backend is None else -1),
-        ).on(gpu)  # fmt: skip
+        found = searched(space, progress=progress, share=progress.done).on(gpu)
+    nothing = found.looked_at and not found.rows and not found.stopped and args.format in ("text", "html")
     document: dict[str, Any] = {
         "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
         "tight": found.tight,
@@ -87,17 +93,49 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     }  # fmt: skip
     of_jobs = list(job_notes((row.run for row in found.ranked(args.top).rows), gpu, args.top)) if args.phases else []
     document |= {"jobs": [record for _, record in of_jobs]} if args.phases else {}
+    base = next(iter(space.bases.values()))
     return print_found(
         Shown(
-            STYLE, found, next(iter(space.bases.values())), gpu, num_gpus,
+            STYLE, found, base, gpu, num_gpus,
             space=(f"searched: {space.rule()}", *how_words(found), *left_out, *said),
-            otherwise=("--vary all looks at offloading, attention and Liger's kernels too",) * (args.vary is None),
+            otherwise=_otherwise(args, space, gpu, lambda other: searched(other).on(gpu)) if nothing else (),
             times=_notes(found, space, args), not_timed=_not_timed, document=document,
             emit=lambda row: _emitted(row, args, space, gpu), brief=args.brief,
-            last=[words for words, _ in of_jobs],
+            last=[words for words, _ in of_jobs], reserve=reserve_words(base.model.has_experts),
         ),
         args,
     )  # fmt: skip
+
+
+def _otherwise(
+    args: argparse.Namespace, space: Space, gpu: Gpu, searched: Callable[[Space], Found]
+) -> list[str]:
+    """What the smallest configuration takes where nothing fits, and what to change, with the configuration that then
+    fits."""
+    given = frozenset({axis for axis, fields in AXES.items() if vars(args).keys() & set(fields)})
+    run, lines = smallest(space, given), []
+    if run is not None:
+        (stage,) = estimate(run).stages
+        missing = -headroom(gpu, stage.peak_bytes, run)
+        parts = {
+            "weights": stage.weights_bytes, "gradients": stage.gradients_bytes,
+            "optimizer states": stage.optimizer_bytes,
+        }  # fmt: skip
+        rest = stage.peak_bytes - sum(parts.values())
+        words = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in {**parts, "all else": rest}.items())
+        lines.append(
+            f"the smallest lacks {missing / GIB:.1f} GiB, {configuration_words(run)}: a peak of "
+            f"{stage.peak_bytes / GIB:.1f} GiB, of that {words}"
+        )
+    for near in nearest(space, given, searched):
+        flags = shlex.join(field_words(near.fields)) or f"--num-gpus {near.num_gpus}"
+        lines.append(f"try: {flags}; {row_words(near.row)} then fits, with a peak of {near.row.peak / GIB:.1f} GiB")
+    if len(lines) < 2:
+        lines.append(
+            f"try: --engine any, or a GPU with more memory: on {TIMES[-1]} times as many, and with offloading, nothing "
+            "fits either"
+        )
+    return lines
 
 
 # ---- what is searched ----
@@ -325,10 +363,16 @@ def _dtype_notes(space: Space, args: argparse.Namespace) -> list[str]:
 
 def row_words(row: Row[StepTime]) -> str:
     """"fsdp2, micro batch 2, checkpointing full, sharded all, sdpa attention"."""
-    c = cells(row)
-    words = [c.engine, f"micro batch {c.mbs}", f"checkpointing {c.checkpointing}", f"sharded {c.sharded}"]
-    words += [c.overlap] * bool(c.overlap) + [f"offload {c.offload}"] * (c.offload != "none")
-    return ", ".join([*words, f"{c.attention} attention"])
+    return configuration_words(row.run)
+
+
+def configuration_words(run: RunSpec) -> str:
+    """As ``row_words``."""
+    overlap, offload = overlap_words(run), offload_words(run)
+    words = [run.data_parallel.engine, f"micro batch {run.batch.micro_batch_size}"]
+    words += [f"checkpointing {checkpointing_words(run)}", f"sharded {sharded_words(run)}"]
+    words += [overlap] * bool(overlap) + [f"offload {offload}"] * (offload != "none")
+    return ", ".join([*words, f"{run.transformers.attn_implementation} attention"])
 
 
 def record(row: Row[StepTime]) -> dict[str, Any]:

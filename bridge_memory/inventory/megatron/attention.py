@@ -58,15 +58,16 @@ def record_attention(
 
     query, key, value, gate = qkv, qkv, qkv, qkv
     rotated = spec.rotary and ctx.rotary
+    te = ctx.te and not spec.core_attention
     # q, k and v reach Transformer Engine's attention as slices of one tensor. It uses slices whose heads alternate
     # (sbh3d) and makes contiguous copies of any others (``get_qkv_layout``).
-    sliced = ctx.te and not rotated and not spec.qk_layernorm and (a != g or spec.num_query_groups < ctx.tp)
-    if not ctx.te or gate_heads or scaled_key or sliced:
+    sliced = te and not rotated and not spec.qk_layernorm and (a != g or spec.num_query_groups < ctx.tp)
+    if not te or gate_heads or scaled_key or sliced:
         parts = [("query", q_bytes), ("gate", q_bytes)][: 1 + bool(gate_heads)]
         query, *gates, key, value = tape.views("split qkv", qkv, *parts, ("key", key_bytes), ("value", value_bytes))
         gate = gates[0] if gates else qkv
     separate, raw_key = False, key
-    if (not ctx.te or not spec.qk_layernorm) and 1 < g < a:
+    if (not te or not spec.qk_layernorm) and 1 < g < a:
         # The reshape of a grouped query to [s, b, a, d] is a copy.
         query = tape.make("query", query, q_bytes)
     if spec.qk_layernorm:
@@ -102,7 +103,7 @@ def record_attention(
     inputs = tuple(dict.fromkeys((query, key, value)))
     selected = ctx.recomputes("core_attn")
     with tape.checkpoint("core_attn", inputs, enabled=selected), r.offload("core_attn"):
-        if separate and ctx.te and not sequences_first(r):
+        if separate and te and not sequences_first(r):
             # q and k are separate tensors by now, so TE makes v contiguous, which frees the mixed tensor
             # (``utils.py: get_qkv_layout``). The local code, and a checkpoint, keep the view.
             value = tape.make("value", value, value_bytes)
@@ -114,6 +115,7 @@ def record_attention(
             r, tuple(dict.fromkeys((query, key, value))), heads=a,
             q_width=q_width, kv_width=kv_width, v_width=v_width, out_width=out_width,
             grouped=a != g, sink=spec.learnable_softmax_sink, window=spec.window_size is not None,
+            module=spec.core_attention,
         )
     if spec.attention_output_gate:
         # sigmoid(gate.float()) * out, one compiled kernel: saves its inputs.
@@ -217,8 +219,11 @@ def core_attention(
     sink: bool = False,
     window: bool = False,
     causal: bool = True,
+    module: str = "",
 ) -> Tensor:
     """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads.
+
+    ``module``: ``AttentionSpec.core_attention``.
 
     ``recomputed``: q, k and v are discarded after attention and recomputed before its backward; they stay until the
     recomputed part has run backward, whether or not attention saves them (``random.py:
@@ -230,10 +235,12 @@ def core_attention(
     and saves its copies. Unfused attention saves the probabilities [b, a, s, s], and with dropout a one-byte mask and
     the dropped probabilities.
     """
-    ctx, tape = r.ctx, r.tape
+    ctx, tape, te = r.ctx, r.tape, r.ctx.te and not module
     out_bytes = ctx.tokens * out_width * ctx.act
     rows = ctx.tokens * heads
-    kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width, window=window)
+    if module == "flex":
+        return _flex(r, qkv, rows, out_bytes)
+    kernel = "unfused" if module else attention_kernel(r, sink=sink, equal_heads=kv_width == v_width, window=window)
     batch_first = sequences_first(r)
     if batch_first:
         widths = (("query", q_width), ("key", kv_width), ("value", v_width))
@@ -279,12 +286,12 @@ def core_attention(
         return out
     scores_elements = rows * ctx.seq * ctx.cp
     scores_bytes = scores_elements * ctx.act
-    made = _full_mask(r) if ctx.te else None
+    made = _full_mask(r) if te else None
     if len(qkv) == 1:
         parts = [("query", q_width), ("key", kv_width), ("value", v_width)]
         qkv = tape.views("split qkv", qkv[0], *((name, ctx.tokens * width * ctx.act) for name, width in parts))
-    variables = qkv if ctx.te else ()  # of DotProductAttention.forward
-    unpacked = ctx.te and ctx.packed
+    variables = qkv if te else ()  # of DotProductAttention.forward
+    unpacked = te and ctx.packed
     if unpacked:  # one row per sequence (``ConvertTHDtoBSHD``)
         widths = (("query", q_width), ("key", kv_width), ("value", v_width))
         qkv = tuple(
@@ -298,22 +305,22 @@ def core_attention(
         repeated = ctx.tokens * q_width * ctx.act
         query, key, value = qkv[0], *qkv[-2:]
         qkv = (query, tape.make("repeated key", key, repeated), tape.make("repeated value", value, repeated))
-    if not ctx.te:
+    if not te:
         r.keep(Scratch.MPU, scores_bytes)
     scores = tape.make(
-        "attention scores", qkv[:2], scores_bytes, saves=qkv[:2], workspace=scores_bytes if ctx.te else 0
+        "attention scores", qkv[:2], scores_bytes, saves=qkv[:2], workspace=scores_bytes if te else 0
     )
     if sink and made:  # replaces scores and mask
         scores = tape.make("attention scores with sink", scores, (scores_elements + rows) * ctx.act)
         wider = tape.tensor("attention mask with sink", made.bytes + ctx.seq * ctx.cp, grad=False)
         tape.op(wider.name, (made,), wider)
         made = wider
-    if fused_softmax(r, heads, sink):
+    if fused_softmax(r, heads, sink, te=te):
         # Backward writes over the output's gradient (scaled_*_masked_softmax_backward), or makes a new one.
-        own = ctx.te and SOFTMAX_MAKES_A_GRADIENT(ctx.impl)
+        own = te and SOFTMAX_MAKES_A_GRADIENT(ctx.impl)
         probs = tape.make("attention probabilities", scores, scores_bytes, save_output=True, alias=not own)
     else:
-        probs = _softmax(r, scores, scores_elements, rows if sink else 0, made, window=window)
+        probs = _softmax(r, scores, scores_elements, rows if sink else 0, made, window=window, te=te)
     if unpacked:  # rows of padding are zeros (``UnfusedDotProductAttention._forward``)
         assert made is not None
         probs = tape.make("attention probabilities without padding", probs, scores_bytes, saves=(made,))
@@ -323,7 +330,7 @@ def core_attention(
     # Recomputed, the local code's value is a view. Autograd keeps its gradient in the strides of the view: a copy of
     # the transposed one (torch ``accumulate_grad.h: AccumulateGrad::accumulateGrad``). Those of repeated values are
     # summed. Dropped probabilities, which nothing else saves, are freed by then.
-    copied = 0 if ctx.te or grouped or not ctx.recomputes("core_attn") else qkv[-1].grad_bytes
+    copied = 0 if te or grouped or not ctx.recomputes("core_attn") else qkv[-1].grad_bytes
     if ctx.attention_dropout:
         copied = largest(0, copied - scores_bytes)
     context = tape.make(
@@ -334,6 +341,18 @@ def core_attention(
     if batch_first:
         out = tape.make("core_attention output [s, b]", out, out_bytes, alias=True)
     return out
+
+
+def _flex(r: Recorder, qkv: tuple[Tensor, ...], rows: Any, out_bytes: Any) -> Tensor:
+    """torch's compiled FlexAttention saves q, k and v as it gets them, the output, which has the strides of the query,
+    and an fp32 log-sum-exp per head and token. Backward makes the fp32 row sums of output times gradient (torch
+    ``_inductor/kernel/flex/flex_attention.py: flex_attention, flex_attention_backward``). The masks of blocks are made
+    once, of 16 bytes for each 128 x 128 scores."""
+    statistics = r.tape.tensor("log-sum-exp of the scores", 4 * rows, grad=False)
+    return r.tape.make(
+        "core_attention output", qkv, out_bytes, saves=(*qkv, statistics), save_output=True, also=(statistics,),
+        backward_workspace=4 * rows,
+    )
 
 
 def attend_to_text(r: Recorder, qkv: tuple[Tensor, Tensor, Tensor], *, heads: int, width: int, rows: Any) -> Tensor:
@@ -425,7 +444,9 @@ def _in_fp8(
     return tape.make("core_attention output [s, b]", out, out_bytes, alias=True) if batch_first else out
 
 
-def _softmax(r: Recorder, scores: Tensor, elements: int, sinks: int, made: Tensor | None, *, window: bool) -> Tensor:
+def _softmax(
+    r: Recorder, scores: Tensor, elements: int, sinks: int, made: Tensor | None, *, window: bool, te: bool
+) -> Tensor:
     """torch's softmax of ``elements`` scores and ``sinks`` more, one column (``fused_softmax.py:
     FusedScaleMaskSoftmax.forward_torch_softmax, SoftmaxOne``, TE ``softmax.py``, ``backends.py:
     UnfusedDotProductAttention.forward``). ``made``: the mask that Transformer Engine's attention has made.
@@ -434,18 +455,18 @@ def _softmax(r: Recorder, scores: Tensor, elements: int, sinks: int, made: Tenso
     Transformer Engine has joined the column of sinks to ``scores``; megatron-core does so after masking.
     """
     ctx, tape = r.ctx, r.tape
-    wide = ctx.act == 2 and (ctx.te or ctx.attention_softmax_in_fp32)
+    wide = ctx.act == 2 and (te or ctx.attention_softmax_in_fp32)
     width = 4 if wide else ctx.act
     x, whole = scores, elements + sinks
-    if ctx.te:
+    if te:
         elements = whole
     if wide:
         x = tape.make("attention scores fp32", x, 4 * elements)
-    masked, view = x, not wide and not (sinks and ctx.te)
-    causal = not (window or sinks or (ctx.te and ctx.packed))
+    masked, view = x, not wide and not (sinks and te)
+    causal = not (window or sinks or (te and ctx.packed))
     mask = _te_mask(r, made, causal=causal) if made else _causal_mask(r, window=window)
     x = _fill(r, x, mask, view)
-    if sinks and not ctx.te:
+    if sinks and not te:
         x = tape.make("attention scores with sink", x, whole * width)
     name = "attention probabilities fp32" if wide else "attention probabilities"
     probs = tape.make(name, x, whole * width, save_output=True)
@@ -531,15 +552,15 @@ def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = Tru
     return chosen
 
 
-def fused_softmax(r: Recorder, heads: int, sink: bool) -> bool:
+def fused_softmax(r: Recorder, heads: int, sink: bool, *, te: bool) -> bool:
     """Whether a masked-softmax kernel runs. Source: ``fused_softmax.py:
     FusedScaleMaskSoftmax.is_kernel_available``, TE ``softmax.py`` (the same name)."""
     ctx = r.ctx
     s = ctx.seq * ctx.cp
     # Transformer Engine's has a separate switch: the environment variable NVTE_MASKED_SOFTMAX_FUSION, on by default.
-    if not (ctx.te or ctx.impl.masked_softmax_fusion) or ctx.act != 2 or sink or (ctx.batch * heads) % 4:
+    if not (te or ctx.impl.masked_softmax_fusion) or ctx.act != 2 or sink or (ctx.batch * heads) % 4:
         return False
-    return 16 < s < 16384 and s % 8 == 0 if ctx.te else 16 < s <= 4096 and s % 4 == 0
+    return 16 < s < 16384 and s % 8 == 0 if te else 16 < s <= 4096 and s % 4 == 0
 
 
 def sequences_first(r: Recorder) -> bool:

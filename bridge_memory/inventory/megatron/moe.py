@@ -13,7 +13,7 @@ from math import ceil, comb
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Part
-from bridge_memory.inventory.megatron.mlp import activation
+from bridge_memory.inventory.megatron.mlp import activation, halves
 from bridge_memory.inventory.megatron.shared_experts import Overlapped, record_shared_experts
 from bridge_memory.releases import (
     AUXILIARY_SCORES_IN_FP32,
@@ -22,6 +22,7 @@ from bridge_memory.releases import (
     FC1_OUTPUT_HELD,
     FP4_PADDED_TO_128,
     FUSED_ROUTER_SCORES_IN_FP32,
+    GATES_CLAMPED,
     PERMUTED_BY_ARGSORT,
     ROUTER_SCORES_IN_FP32,
     ROWS_ADDED_DETERMINISTICALLY,
@@ -224,10 +225,10 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
     width = _probability_width(ctx)
     table = n.entering * experts * width
     # RouterGatingLinearFunction saves its inputs in their original dtype; the casts are scratch.
-    logits = tape.make(
-        "router logits", x, table, saves=(x,),
-        workspace=(n.entering + experts) * ctx.hidden_size * width if width != ctx.act else 0,
-    )
+    casts = (n.entering + experts) * ctx.hidden_size * width if width != ctx.act else 0
+    if spec.router_in_fp32:  # Bridge models/minimax_m3/minimax_m3_bridge.py: MiniMaxM3TopKRouter.gating
+        x, casts = tape.make("tokens in fp32", x, 4 * n.entering * ctx.hidden_size), 0
+    logits = tape.make("router logits", x, table, saves=(x,), workspace=casts)
     if r.frozen:
         logits = frozen.router_logits(r, x, logits, n.entering, experts)
     if ctx.impl.moe_z_loss_coeff is not None:
@@ -264,7 +265,8 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
         else:
             wide = spec.router_score_function == "softmax" or AUXILIARY_SCORES_IN_FP32(ctx.impl)
         own = 4 if wide else width
-        aux = tape.make("auxiliary-loss scores", logits, n.entering * experts * own, save_output=True)
+        source = logits if ctx.impl.moe_router_fusion else _under_the_root(r, spec, logits, n.entering * experts, width)
+        aux = tape.make("auxiliary-loss scores", source, n.entering * experts * own, save_output=True)
         out = tape.make("routing probabilities with auxiliary loss", (probs, aux), 0, saves=(aux,), alias=True)
         out.grad_bytes = 0
     return probs, routing_map
@@ -273,16 +275,19 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
 def _scores(r: Recorder, spec: MoESpec, logits: Tensor, n: _Tokens, width: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(the input of top-k, what computing the scores saves).
 
-    The softmax is of the k chosen logits in fp32 (of all logits if k is 1); the sigmoid is of all logits in fp32. With
-    an expert bias, the scores before it, the chosen scores and their sums are saved too, in the router's dtype until
-    0.17 and in fp32 from then on (``moe_utils.py: topk_routing_with_score_function``).
+    The softmax is of the k chosen logits in fp32 (of all logits if k is 1); the sigmoid is of all logits in fp32, and
+    so is the root of the softplus, which saves those logits too. With an expert bias, the scores before it, the chosen
+    scores and their sums are saved too, in the router's dtype until 0.17 and in fp32 from then on (``moe_utils.py:
+    topk_routing_with_score_function``).
     """
     tape = r.tape
     everything, chosen = n.entering * spec.num_experts, n.entering * spec.topk
     if spec.router_score_function == "softmax" and spec.topk > 1:
         return logits, (tape.tensor("chosen scores", 4 * chosen, grad=False),)
+    source = _under_the_root(r, spec, logits, everything, width)
     wide = tape.make(
-        "router scores", logits, 4 * everything, save_output=True, workspace=0 if width == 4 else 4 * everything
+        "router scores", source, 4 * everything, save_output=True,
+        workspace=4 * everything if source is logits and width != 4 else 0,
     )
     if ROUTER_SCORES_IN_FP32(r.ctx.impl):
         width = 4
@@ -290,6 +295,14 @@ def _scores(r: Recorder, spec: MoESpec, logits: Tensor, n: _Tokens, width: int) 
     if spec.router_score_function == "softmax" or not spec.router_enable_expert_bias:
         return scores, ()
     return scores, (scores, tape.tensor("chosen scores", (chosen + n.entering) * width, grad=False))
+
+
+def _under_the_root(r: Recorder, spec: MoESpec, logits: Tensor, everything: int, width: int) -> Tensor:
+    """The softplus of the logits in fp32, which saves them, if scores are its roots; else the logits themselves."""
+    if spec.router_score_function != "sqrtsoftplus":
+        return logits
+    copy = logits if width == 4 else r.tape.make("router logits in fp32", logits, 4 * everything)
+    return r.tape.make("softplus of the router logits", copy, 4 * everything, saves=(copy,))
 
 
 def _probability_width(ctx: BlockContext) -> int:
@@ -735,6 +748,11 @@ def _weighted_activation(r: Recorder, spec: MoESpec, mid: Tensor, probs: Tensor,
         # Gates and values are deinterleaved; quantized kernels of the fuser read them interleaved (``experts.py:
         # TEGroupedMLP._remove_glu_interleaving``; TE ``ops/basic/swiglu.py``).
         mid = tape.make("experts fc1 output, gates first", mid, mid.bytes)
+    if fused and not by_ops and spec.activation == "quick_gelu" and spec.clamp_value and GATES_CLAMPED(ctx.impl):
+        # Copies are clamped before the kernel, which saves them concatenated (``fused_bias_geglu.py:
+        # weighted_bias_quick_geglu_impl``); that of SwiGLU clamps nothing.
+        clamped = halves(r, "experts activation", mid, rows, f, clamped=True)
+        mid = tape.make("experts fc1 output, clamped", clamped, 2 * out, alias=True)
     if fused or by_ops:
         kept = [mid, probs]
         if ctx.impl.moe_paged_stash:

@@ -30,6 +30,9 @@ INDEXER = CORE + "indexer."
 FLASH_MLA_VALUE = 512
 #: Bytes of scores that are computed at a time.
 SCORES_AT_ONCE = 1 << 30
+#: Scratch of cuDNN's choice of keys: two int32 a score, rows at a time (``dsa_cudnn_kernels.py:
+#: _TOPK_WRAPPER_SCRATCH_INT32_FACTOR, _TOPK_WRAPPER_MAX_SCRATCH_BYTES``).
+CHOICE_PER_SCORE, CHOICE_AT_ONCE = 2, 2 << 30
 
 
 def record_sparse_attention(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
@@ -241,7 +244,7 @@ def _choose(
             for name, n in (("query", i * d), ("key", d * ctx.cp), ("weights", i))
         )
         tape.op("indexer", (), (q, k, weights))
-        tape.op("indexer scores", (q, k, weights), workspace=scores if kernels else 2 * scores)
+        tape.op("indexer scores", (q, k, weights), workspace=scores + _choice(scores) if kernels else 2 * scores)
         tape.op("choice of keys", (q, k, weights), chosen)
         return chosen, None, (q, k, weights)
     x, q_in = (tape.make("indexer input cut off", t, 0, grad=False) for t in (normed, latent))
@@ -290,7 +293,8 @@ def _loss_of_kernels(
     """
     tape = r.tape
     scores = slots if sparse.sparse_loss else 4 * pairs
-    tape.op("indexer scores", inputs, workspace=smallest(4 * pairs, SCORES_AT_ONCE) if sparse.sparse_loss else scores)
+    alive = smallest(4 * pairs, SCORES_AT_ONCE) if sparse.sparse_loss else scores
+    tape.op("indexer scores", inputs, workspace=alive + _choice(alive))
     made = tuple(
         tape.tensor(f"gradient of the {name}", t.bytes, grad=False)
         for name, t in zip(("indexer query", "indexer key", "indexer weights"), inputs, strict=True)
@@ -300,6 +304,11 @@ def _loss_of_kernels(
         "indexer loss", inputs, 4, saves=made, also=(*made, chosen), workspace=2 * padded + 8 * scores,
         backward_workspace=0,
     )
+
+
+def _choice(scores: int) -> int:
+    """Scratch of the choice from these bytes of scores."""
+    return smallest(CHOICE_PER_SCORE * scores, CHOICE_AT_ONCE)
 
 
 def fused(r: Recorder, spec: MLASpec) -> bool:
@@ -343,6 +352,8 @@ def _fused(r: Recorder, spec: MLASpec, query: Tensor, key: Tensor, index: Tensor
     copies = 0 if whole_rows else 2 * (q_bytes + 2 * out_bytes + slots) + q_bytes
     if a != heads:
         copies += q_bytes + 2 * out_bytes
+    # The key's gradient is summed in fp32.
+    copies += 4 * keys * ctx.batch * (spec.kv_lora_rank + spec.qk_pos_emb_head_dim)
     out = tape.make(
         "attention context", (query, key), out_bytes, saves=(query, key, kept, rows), save_output=True, also=(rows,),
         workspace=padded, backward_workspace=copies,

@@ -64,8 +64,28 @@ def record_mamba(
     if scaled:
         scale = tape.tensor("scale of zxBCdt", in_width * ctx.act, grad=False)
         zxbcdt = tape.make("scaled zxBCdt", zxbcdt, ctx.tokens * in_width * ctx.act, saves=(scale,), also=(scale,))
+    if spec.memory_efficient:
+        y = _scan_in_one_kernel(r, spec, zxbcdt, heads=heads, groups=shared, conv_dim=conv_dim)
+    else:
+        y = _scan_by_parts(r, spec, zxbcdt, heads=heads, groups=shared, conv_dim=conv_dim)
+    if spec.memory_efficient and spec.rmsnorm:
+        stats = tape.tensor("mixer norm rstd", 4 * ctx.tokens * groups, grad=False)
+        y = tape.make("mixer norm output", y, inner_bytes, saves=(y, stats), also=(stats,))
+    out = r.row_linear(f"{name}.out_proj", y, inner, ctx.hidden_size, bias=spec.proj_bias)
+    if MAMBA_PROJECTION_HELD(ctx.impl):
+        tape.keep_alive(projected)  # a variable of MambaMixer.forward
+    r.arrange(first, *(f"{name}.{m}" for m in ("in_proj", "conv1d", "norm", "out_proj")), "norm")
+    return out
+
+
+def _scan_in_one_kernel(
+    r: Recorder, spec: MambaSpec, zxbcdt: Tensor, *, heads: Any, groups: Any, conv_dim: Any
+) -> Tensor:
+    """Convolution, scan and gate (``MambaMixer._ssm_training``). ``groups``: of all ranks of context parallelism."""
+    ctx, tape = r.ctx, r.tape
+    inner_bytes = ctx.tokens * heads * spec.head_dim * ctx.act
     scratch = scan_scratch(
-        spec, batch=ctx.batch, seq=ctx.seq, tokens=ctx.tokens, heads=heads, groups=shared, conv_dim=conv_dim,
+        spec, batch=ctx.batch, seq=ctx.seq, tokens=ctx.tokens, heads=heads, groups=groups, conv_dim=conv_dim,
         act=ctx.act, ranks=ctx.cp,
     )
     ungated = tape.tensor("scan output before the gate", inner_bytes, grad=False)
@@ -75,18 +95,57 @@ def record_mamba(
             workspace=scratch.forward + largest(scratch.states - 2 * inner_bytes, scratch.products),
             backward_workspace=scratch.backward + inner_bytes,
         )
-    if ctx.batch > 1:
-        y = tape.make("scan output, sequence first", y, inner_bytes)
-    if ctx.cp > 1:  # reordered, exchanged and concatenated (``MambaContextParallel.post_conv_ssm``)
-        y = tape.make("scan output of the rank's tokens", y, inner_bytes, workspace=2 * inner_bytes)
+    return _sequence_first(r, "scan output", y)
+
+
+def _sequence_first(r: Recorder, name: str, y: Tensor) -> Tensor:
+    """[b, s, d] to [s, b, d], a copy where b > 1, and with context parallelism reordered, exchanged and concatenated
+    (``MambaContextParallel.post_conv_ssm``)."""
+    if r.ctx.batch > 1:
+        y = r.tape.make(f"{name}, sequence first", y, y.bytes)
+    if r.ctx.cp > 1:
+        y = r.tape.make(f"{name} of the rank's tokens", y, y.bytes, workspace=2 * y.bytes)
+    return y
+
+
+def _scan_by_parts(
+    r: Recorder, spec: MambaSpec, zxbcdt: Tensor, *, heads: Any, groups: Any, conv_dim: Any
+) -> Tensor:
+    """A convolution with channels first, the scan of contiguous x, dt, B and C, then the gate, in the norm if there is
+    one (``MambaMixer._ssm_prefill`` without a cache; ``CausalConv1dFn``, ``MambaChunkScanCombinedFn``,
+    ``layernorm_gated.py: LayerNormFn``)."""
+    ctx, tape = r.ctx, r.tape
+    inner, shared = heads * spec.head_dim, groups * spec.state_dim
+    size = {"z": inner, "xBC": conv_dim, "dt": heads, "x": inner, "B": shared, "C": shared}
+    size = {name: ctx.tokens * width * ctx.act for name, width in size.items()}
+    gate, mixed, steps = tape.views("split zxBCdt", zxbcdt, *((name, size[name]) for name in ("z", "xBC", "dt")))
+    turned = tape.make("xBC, channels first", mixed, size["xBC"])
+    conv = tape.make("conv output", turned, size["xBC"], saves=(turned,))
+    conv = tape.make("conv output, tokens first", conv, size["xBC"])
+    parts = tape.views("split xBC", conv, *((name, size[name]) for name in ("x", "B", "C")))
+    x, b, c, steps, gate = (
+        tape.make(f"contiguous {name}", part, size[name])
+        for name, part in zip(("x", "B", "C", "dt", "z"), (*parts, steps, gate), strict=True)
+    )
+    scratch = scan_scratch(
+        spec, batch=ctx.batch, seq=ctx.seq, tokens=ctx.tokens, heads=heads, groups=groups, conv_dim=0, act=ctx.act,
+        ranks=ctx.cp,
+    )
+    sums = tape.tensor("running sum of dt A", 4 * ctx.tokens * heads, grad=False)
+    own = () if spec.rmsnorm else (tape.tensor("scan output before the gate", x.bytes, grad=False),)
+    given = (x, steps, b, c) if spec.rmsnorm else (x, steps, b, c, gate)
+    y = tape.make(
+        "scan output", given, x.bytes, saves=(*given, sums, *own), also=(sums, *own), save_output=spec.rmsnorm,
+        workspace=scratch.forward - sums.bytes + largest(scratch.states - x.bytes, scratch.products),
+        backward_workspace=scratch.backward - steps.bytes,
+    )
+    y = _sequence_first(r, "scan output", y)
     if spec.rmsnorm:
+        gate = _sequence_first(r, "z", gate)
         stats = tape.tensor("mixer norm rstd", 4 * ctx.tokens * groups, grad=False)
-        y = tape.make("mixer norm output", y, inner_bytes, saves=(y, stats), also=(stats,))
-    out = r.row_linear(f"{name}.out_proj", y, inner, ctx.hidden_size, bias=spec.proj_bias)
-    if MAMBA_PROJECTION_HELD(ctx.impl):
-        tape.keep_alive(projected)  # a variable of MambaMixer.forward
-    r.arrange(first, *(f"{name}.{m}" for m in ("in_proj", "conv1d", "norm", "out_proj")), "norm")
-    return out
+        y = tape.make("mixer norm output", (y, gate), x.bytes, saves=(y, gate, stats), also=(stats,))
+    tape.keep_alive(zxbcdt, conv)  # variables of MambaMixer._ssm_prefill
+    return y
 
 
 class ScanScratch(NamedTuple):

@@ -90,7 +90,7 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
         )
         return query, key, value, None
     gate: Array | None = None
-    if spec.attention_output_gate:
+    if spec.attention_output_gate and not t.hf.family.separate_gate:
         both = t.linear("self_attn.q_proj", x, tokens, h, 2 * a * d, bias=bias)
         query, gate = t.split("queries and gates", both, tokens * a * d, tokens * a * d)
         gate = t.copy("gates by head", gate)
@@ -102,6 +102,8 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
     key = t.linear("self_attn.k_proj", x, tokens, h, g * d, bias=bias)
     key = _normed(t, spec, 1, key) if order == "each" else key
     value = t.linear("self_attn.v_proj", x, tokens, h, g * spec.value_channels, bias=bias)
+    if spec.attention_output_gate and t.hf.family.separate_gate:
+        gate = t.linear("self_attn.gate_proj", x, tokens, h, a * d)
     if order == "all":
         query, key = _normed(t, spec, 0, query), _normed(t, spec, 1, key)
     return query, key, value, gate
@@ -166,11 +168,14 @@ def _rotated_complex(t: Torch, table: Array, query: Array, key: Array) -> tuple[
 # ---- attention ----
 
 
-def attend(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array) -> Array:
-    """Attention with the model's ``attn_implementation``; query, key and value are [b, a, s, d]."""
+def attend(
+    t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array, *, joined: tuple[bool, bool] = (False, False)
+) -> Array:
+    """Attention with the model's ``attn_implementation``; query, key and value are [b, a, s, d]. ``joined``: whether
+    queries, and keys, are contiguous, as those that were concatenated are."""
     implementation = t.hf.attention
     if implementation == "eager":
-        return _eager(t, spec, query, key, value)
+        return _eager(t, spec, query, key, value, joined)
     if implementation == "flash_attention_2":
         query, key, value = _cast_for_kernel(t, query, key, value)
     if implementation == "flash_attention_2":
@@ -282,7 +287,9 @@ def _repeated(t: Torch, spec: AttentionSpec, key: Array, value: Array) -> tuple[
     return key, value
 
 
-def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array) -> Array:
+def _eager(
+    t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array, joined: tuple[bool, bool]
+) -> Array:
     """Eager attention with scores [b, a, s, s]: saves the softmax in fp32 and its copy in the model's dtype.
 
     ``torch.matmul`` multiplies contiguous batches of heads: with more than one sequence it copies queries, and also
@@ -296,8 +303,9 @@ def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
     shared = spec.num_attention_heads != spec.num_query_groups
     left, right = _cast_for_kernel(t, query, key)
     # Queries concatenated from two halves are contiguous.
-    left = t.copy("contiguous queries", left) if several and t.hf.family.eager != "sinks" else left
-    right = t.copy("contiguous keys", right) if several and not shared else right
+    sinks = t.hf.family.eager == "sinks"
+    left = t.copy("contiguous queries", left) if several and not sinks and not joined[0] else left
+    right = t.copy("contiguous keys", right) if several and not shared and not joined[1] else right
     products = t.matmul("products of queries and keys", left, right, scores)
     logits = t.scale("attention scores", products)
     if t.hf.family.softcapped:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from bridge_memory.components import Part
-from bridge_memory.inventory.torch import bloom, gpt2, nemotron_h
+from bridge_memory.inventory.torch import bloom, gpt2, longcat, nemotron_h
 from bridge_memory.inventory.torch.attention import Shared, record_attention
 from bridge_memory.inventory.torch.delta_net import record_delta_net
 from bridge_memory.inventory.torch.experts import last_saver, record_moe
+from bridge_memory.inventory.torch.kimi_delta import record_kimi_delta
 from bridge_memory.inventory.torch.loss import record_output
 from bridge_memory.inventory.torch.mamba import record_mamba
+from bridge_memory.inventory.torch.mamba_1 import record_mamba_1
 from bridge_memory.inventory.torch.mla import record_mla
 from bridge_memory.inventory.torch.mlp import record_mlp
 from bridge_memory.inventory.torch.norms import layer_norm, norm
@@ -19,7 +21,9 @@ from bridge_memory.inventory.torch.short_conv import record_short_conv
 from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
+    Mamba1Spec,
     MambaSpec,
     Mixer,
     MLASpec,
@@ -40,6 +44,7 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
 
     heads = {kind.mixer.num_attention_heads for kind in model.layers if isinstance(kind.mixer, AttentionSpec)}
     alibi = max(heads) if model.position_embedding_type == "alibi" else 0
+    scaled = bool(scaled_embeddings(model, ctx))
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.EMBEDDING
@@ -56,7 +61,7 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
             x = _with_positions(t, x, positions)
         if model.embedding_layernorm:
             x = layer_norm(t, f"{family.prefix}{family.embedding}_layernorm", x, tokens, h)
-        if family.scaled_embeddings:
+        if scaled:
             x = t.scale("input embeddings, scaled", x)
         # torchtitan's and torchtune's table is a buffer (workspaces/persistent.py: rotary_tables).
         made = int(rotary * family.rotary_share) if family.rotary not in ("complex", "torchtune") else 0
@@ -71,7 +76,13 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
             t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,), trains=True)
         t.tape.output(x.tensor)
 
-    return block(ctx, ("transformers embedding", rotary, positions, alibi, model.embedding_layernorm), record)
+    return block(ctx, ("transformers embedding", rotary, positions, alibi, model.embedding_layernorm, scaled), record)
+
+
+def scaled_embeddings(model: ModelSpec, ctx: BlockContext) -> str:
+    """Where the input embeddings are scaled, as in ``Family.scaled_embeddings``."""
+    assert ctx.torch_layers is not None
+    return "model" if model.scaled_embeddings else ctx.torch_layers.family.scaled_embeddings
 
 
 def _with_positions(t: Torch, x: Array, positions: int) -> Array:
@@ -141,6 +152,8 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
         return bloom.LAST_SAVER_WITH_DROPOUT if t.r.ctx.hidden_dropout else bloom.LAST_SAVER
     if t.hf.family.layer == "nemotron_h":
         return nemotron_h.last_saver(t, layer)
+    if t.hf.family.layer == "longcat_flash":
+        return longcat.LAST_SAVER
     last = t.hf.family.norms[-1]
     if not last:
         assert layer.ffn is not None
@@ -177,6 +190,8 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
         return bloom.record_bloom_layer(t, layer, x)
     if t.hf.family.layer == "nemotron_h":
         return nemotron_h.record_nemotron_layer(t, layer, x)
+    if t.hf.family.layer == "longcat_flash":
+        return longcat.record_longcat_layer(t, layer, x, shared)
     r = t.r
     mixer, ffn = layer.mixer, layer.ffn
     assert ffn is not None
@@ -205,9 +220,11 @@ def part_of(mixer: Mixer | None) -> Part:
         return Part.MLA
     if isinstance(mixer, GatedDeltaNetSpec):
         return Part.GATED_DELTA_NET
+    if isinstance(mixer, KimiDeltaSpec):
+        return Part.KIMI_DELTA
     if isinstance(mixer, ShortConvSpec):
         return Part.SHORT_CONVOLUTION
-    return Part.MAMBA if isinstance(mixer, MambaSpec) else Part.ATTENTION
+    return Part.MAMBA if isinstance(mixer, MambaSpec | Mamba1Spec) else Part.ATTENTION
 
 
 def _mixed(t: Torch, mixer: Mixer | None, x: Array, shared: Shared) -> Array:
@@ -216,8 +233,12 @@ def _mixed(t: Torch, mixer: Mixer | None, x: Array, shared: Shared) -> Array:
         return record_attention(t, mixer, x, shared)
     if isinstance(mixer, GatedDeltaNetSpec):
         return record_delta_net(t, mixer, x)
+    if isinstance(mixer, KimiDeltaSpec):
+        return record_kimi_delta(t, mixer, x)
     if isinstance(mixer, ShortConvSpec):
         return record_short_conv(t, mixer, x)
+    if isinstance(mixer, Mamba1Spec):
+        return record_mamba_1(t, mixer, x)
     if isinstance(mixer, MambaSpec):
         return record_mamba(t, mixer, x)
     assert isinstance(mixer, MLASpec)

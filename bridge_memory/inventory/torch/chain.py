@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.torch.attention import needs_mask
-from bridge_memory.inventory.torch.blocks import embedding_block, final_norm_block, layer_block, output_block
+from bridge_memory.inventory.torch.blocks import (
+    embedding_block,
+    final_norm_block,
+    layer_block,
+    output_block,
+    scaled_embeddings,
+)
 from bridge_memory.inventory.torch.ops import FP32
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from bridge_memory.spec.adapters import in_any_layer, is_target
@@ -44,7 +50,7 @@ def torch_chunk(
         masks = 0
     links: list[tuple[Link, int]] = [(embedding, 1)]
     # ``inputs_embeds`` is a variable of the model's forward; scaled embeddings are a separate tensor.
-    unscaled = ctx.hidden_bytes if family.scaled_embeddings == "model" else 0
+    unscaled = ctx.hidden_bytes if scaled_embeddings(model, ctx) == "model" else 0
     if model.position_embedding_type == "learned_absolute":
         leaf = ctx.adapters is not None and spec.gradient_checkpointing  # the graph holds it
         unscaled = ctx.seq * ctx.hidden_size * ctx.act + (0 if leaf else ctx.hidden_bytes)  # of positions, and tokens

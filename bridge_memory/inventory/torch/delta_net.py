@@ -172,7 +172,7 @@ def _chunks(
     attn = t.mul("products of keys, decayed", attn, mask)
     attn = t.scale("products of keys of the past", attn)
     attn = t.scale("products of keys, negated", attn)
-    attn, *loop = _inverted(t, attn, rows // CHUNK)
+    attn, *loop = inverted(t, attn, rows // CHUNK)
     attn = t.make("inverse and one", (attn,), square, FP32, alias=True)
     values = t.scaled_product("values of chunks", attn, v_beta, rows * v, CHUNK)
     t.keep_alive(value)
@@ -181,7 +181,7 @@ def _chunks(
     # In the dtype of a product, which autocast narrows.
     state = t.constant("state", ctx.batch * heads * k * v, values.width)
     out = t.constant("output of all chunks", rows * v, values.width)
-    run = _Walk(t, query, key, values, k_decay, mask, g, attn, chunks, k, v)
+    run = Walk(t, query, key, values, k_decay, mask, g, attn, chunks, k, v)
     out, state, variables = run.whole(out, state)
     t.keep_alive(beta, v_beta, k_beta, state, *loop, *variables)
     whole = t.slice("output of the tokens", out, ctx.tokens * heads * v)
@@ -203,7 +203,7 @@ def l2norm(t: Torch, name: str, x: Array, rows: Any) -> Array:
     return out
 
 
-def _inverted(t: Torch, attn: Array, chunks: Any) -> tuple[Array, Array, Array]:
+def inverted(t: Torch, attn: Array, chunks: Any) -> tuple[Array, Array, Array]:
     """Inverts each chunk's matrix row by row, in place; clones of each row and of the rows above it are saved.
     ``chunks``: number of chunks, of all heads. Returns (the inverse, the last row, the rows above it); the last two are
     variables that live until the end.
@@ -229,7 +229,7 @@ def _inverted(t: Torch, attn: Array, chunks: Any) -> tuple[Array, Array, Array]:
     return attn, row, sub
 
 
-class _Walk:
+class Walk:
     """The loop over chunks, with a state that passes from each to the next."""
 
     def __init__(
@@ -250,7 +250,7 @@ class _Walk:
         if self.chunks > 2:
             start = len(tape.nodes)
             out, state = self._one(out, state)
-            kept = _kept(tape.nodes[start:])
+            kept = kept_bytes(tape.nodes[start:])
             if self.chunks > 4:
                 more = tape.tensor("chunks in between", (self.chunks - 4) * kept, grad=False)
                 tape.op("chunks in between", state.tensor, (), saves=(more,), trains=state.differentiable)
@@ -322,7 +322,7 @@ class _Walk:
         return after
 
 
-def _kept(nodes: Sequence[Any]) -> Any:
+def kept_bytes(nodes: Sequence[Any]) -> Any:
     """Bytes of storages that these operations both make and save."""
     made: set[Tensor] = {each for node in nodes if isinstance(node, Op) for each in node.outputs}
     saved = {each.whole or each: None for node in nodes if isinstance(node, Op) for each in node.saves}

@@ -22,7 +22,7 @@ INT64 = 8
 
 def last_saver(t: Torch, spec: MoESpec) -> str:
     """The last operation of the block that saves anything; "mlp": the last sum over experts."""
-    if spec.shared_expert_intermediate_size and t.hf.family.moe != "hunyuan":
+    if spec.shared_expert_intermediate_size and t.hf.family.moe not in ("hunyuan", "afmoe"):
         if t.hf.family.moe == "granite":
             return "shared_mlp.output_linear output"
         return "shared expert, gated" if spec.shared_expert_gate else f"{_module(t)}.shared_experts.down_proj output"
@@ -44,6 +44,8 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
     with t.tape.assumed():
         if t.hf.family.moe in ("deepseek", "deepseek_v2"):
             weights, chosen, logits = _router_in_fp32(t, spec, x)
+        elif t.hf.family.moe == "longcat":
+            weights, chosen, _ = _router_in_fp32(t, spec, x)
         elif t.hf.family.moe == "mistral4":
             weights, chosen, logits = _router_in_its_dtype(t, spec, x)
         elif t.hf.family.moe == "phimoe":
@@ -53,6 +55,10 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
             chosen = Array(which, t.r.ctx.tokens * spec.topk, INT64)
         else:
             weights, chosen, logits = _softmax_router(t, spec, x)
+    if t.hf.family.moe == "afmoe":
+        t.r.parameter("mlp.expert_bias", (spec.num_experts,), trains=False)
+        early = _mlp_of_shared(t, spec, x)
+    with t.tape.assumed():
         given = _latent(t, spec, x, "fc1_latent_proj") if spec.latent_size else x
         if t.hf.grouped_experts:
             out = _grouped(t, spec, given, weights, chosen)
@@ -80,6 +86,11 @@ def _width(t: Torch, spec: MoESpec) -> int:
     return spec.latent_size or t.r.ctx.hidden_size
 
 
+def _choices(spec: MoESpec) -> int:
+    """Experts among which a token chooses, those that return their input included."""
+    return spec.num_experts + spec.zero_experts
+
+
 def _latent(t: Torch, spec: MoESpec, x: Array, name: str) -> Array:
     """``NemotronHMoE``: a linear into the experts' width (fc1_latent_proj), or out of it."""
     assert spec.latent_size is not None
@@ -95,15 +106,20 @@ def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Ar
     if t.hf.family.moe == "hunyuan":
         logits = _logits_in_fp32(t, spec, x)
     else:
-        logits = t.linear(f"{_module(t)}.gate", x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
+        gate = {"afmoe": "router.gate", "jamba": "router"}.get(t.hf.family.moe, "gate")
+        gate = f"{_module(t)}.{gate}"
+        logits = t.linear(gate, x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
     # LFM2's scores are a sigmoid in the model's dtype.
     wide = logits if t.hf.family.moe == "lfm2" else t.cast("router logits in fp32", logits, FP32)
+    logits = wide if t.hf.family.moe == "afmoe" else logits  # which its router returns
     scores = t.saves_output("router probabilities", wide)  # softmax or sigmoid
     weights, chosen = _of_the_chosen(t, spec, scores)
-    if not (t.hf.fused_experts and t.hf.family.moe in ("mixtral", "minimax", "hunyuan")):
+    if not (t.hf.fused_experts and t.hf.family.moe in ("mixtral", "minimax", "hunyuan", "afmoe")):
         narrow = t.cast("router weights in the model's dtype", weights, x.width)
         t.keep_alive(logits, weights)
         weights = narrow
+    if t.hf.family.moe == "afmoe":
+        weights = t.scale("router weights, scaled", weights)
     t.keep_alive(logits)
     return weights, chosen, logits
 
@@ -178,8 +194,8 @@ def _router_in_fp32(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Ar
     """``DeepseekV3TopkRouter.forward``, ``DeepseekV2MoEGate.forward``: hidden states, weight and product are in fp32,
     except under autocast, which casts the operands of every product."""
     ctx = t.r.ctx
-    tokens, e, h = ctx.tokens, spec.num_experts, ctx.hidden_size
-    module = f"{_module(t)}.gate"
+    tokens, e, h = ctx.tokens, _choices(spec), ctx.hidden_size
+    module = "mlp.router.classifier" if t.hf.family.moe == "longcat" else f"{_module(t)}.gate"
     wide = t.cast("hidden states of the router in fp32", x, FP32)
     if t.hf.autocast:
         logits = t.linear(module, wide, tokens, h, e, use=Use.ROUTER, label="router logits")
@@ -191,7 +207,7 @@ def _router_in_fp32(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Ar
             "router logits", (wide,), tokens * e, FP32, trains=trains, backward_workspace=e * h * FP32,
             saves=(*((wide.tensor,) if trains else ()), *((weight.tensor,) if wide.differentiable else ())),
         )
-    softmax = t.hf.family.moe == "deepseek_v2"  # of fp32 logits
+    softmax = t.hf.family.moe in ("deepseek_v2", "longcat")  # of fp32 logits
     entering = t.cast("router logits in fp32", logits, FP32) if softmax else logits
     scores = t.saves_output("router scores", entering)
     if t.hf.family.moe == "deepseek_v2" and (spec.router_num_groups or 1) > 1:
@@ -223,9 +239,10 @@ def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> t
     """Experts one by one: each gathers its tokens and adds its weighted output to the sum. Returns (the sum, variables
     that live until the function returns)."""
     ctx = t.r.ctx
-    tokens, h, e, k = ctx.tokens, _width(t, spec), spec.num_experts, spec.topk
+    tokens, h, e, k = ctx.tokens, _width(t, spec), _choices(spec), spec.topk
     rows = tokens * k // e
-    out_width = weights.width if t.hf.family.moe == "deepseek" else x.width
+    in_fp32 = t.hf.family.moe == "deepseek" or (t.hf.family.moe == "longcat" and not t.hf.fused_experts)
+    out_width = weights.width if in_fp32 else x.width
     total = t.constant("mlp sum over experts", tokens * h, out_width)
     classes = e + 1 if t.hf.family.moe == "gpt_oss" and not t.hf.fused_experts else e  # one more for masked tokens
     mask = t.constant("experts by token, one-hot", tokens * k * classes, INT64)
@@ -235,10 +252,10 @@ def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> t
     for number in range(e):
         where = t.constant("tokens of an expert", 2 * rows, INT64)
         taken = t.make("expert input", (x,), rows * h, x.width, saves=(where.tensor,))
-        done, inside = _expert(t, spec, taken, rows, fused, number)
+        done, inside = _expert(t, spec, taken, rows, fused, number) if number < spec.num_experts else (taken, ())
         share = t.make("router weights of an expert", (weights,), rows, weights.width, saves=(where.tensor,))
         weighted = t.mul("expert output, weighted", done, share, broadcast=True)
-        if t.hf.family.moe != "deepseek":
+        if not in_fp32:
             weighted = t.cast("expert output, weighted, cast", weighted, x.width)
         t.keep_alive(*variables)
         variables = [taken, weighted, where, *([share] if t.hf.family.moe != "gpt_oss" else []), *inside]
@@ -409,7 +426,8 @@ def _fused_parameters(t: Torch, spec: MoESpec) -> tuple[Array, Array] | None:
         return None
     h, f, e = _width(t, spec), spec.moe_ffn_hidden_size, spec.num_experts
     wide = 2 * f if spec.gated else f
-    return _parameter(t, "experts.gate_up_proj", e * wide * h), _parameter(t, "experts.down_proj", e * h * f)
+    first = _parameter(t, "experts.gate_up_proj", _choices(spec) * wide * h)
+    return first, _parameter(t, "experts.down_proj", e * h * f)
 
 
 def _parameter(t: Torch, name: str, elements: Any) -> Array:
@@ -435,7 +453,8 @@ def _declare(t: Torch, spec: MoESpec) -> None:
         r.parameter(f"{module}.down_proj", (e, h, f), expert=True)
         return
     if t.hf.fused_experts:
-        r.parameter(f"{module}.gate_up_proj", (e, 2 * f, h), expert=True)
+        # ``LongcatFlashExperts`` has rows for experts that return their input too.
+        r.parameter(f"{module}.gate_up_proj", (_choices(spec), 2 * f, h), expert=True)
         r.parameter(f"{module}.down_proj", (e, h, f), expert=True)
         return
     gate, up, down = _names(t)
@@ -452,7 +471,7 @@ def _names(t: Torch) -> tuple[str, str, str]:
 def _module(t: Torch) -> str:
     if t.hf.family.layer == "nemotron_h":
         return "mixer"
-    if t.hf.family.moe == "lfm2":
+    if t.hf.family.moe in ("lfm2", "jamba"):
         return "feed_forward"
     return "block_sparse_moe" if t.hf.family.moe in ("mixtral", "phimoe") and not t.hf.fused_experts else "mlp"
 

@@ -12,6 +12,7 @@ meta device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class Rank(NamedTuple):
         return exactly(line.component(nbytes, {}).name, nbytes, line.provenance)
 
 
+@lru_cache(maxsize=1)  # asked for by every phase in turn
 def rank_of(run: RunSpec, stage: int) -> Rank:
     """Raises SpecError: there is no such stage."""
     stage_parts(run, stage)

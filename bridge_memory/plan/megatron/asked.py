@@ -21,6 +21,8 @@ _SIZES = (*RANGED, "etp")
 #: Words for kinds of recomputation, beside sets of modules.
 _KINDS = ("none", "selective", "full", "block", "uniform")
 EVERY = (*AXES, *SETTINGS)
+#: Those that vary where nobody says what does.
+USUAL = (*AXES, "dispatcher")
 
 Words = Mapping[str, tuple[str, ...]]
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
-from bridge_memory.plan.found import Found, Row
+from bridge_memory.plan.found import TIE, Found, Row
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.speed.megatron.step_time import StepTime
 
@@ -154,14 +154,15 @@ class PassedOver:
                 return
 
 
-def mechanisms(row: Row[StepTime]) -> tuple[int, int, int, int]:
-    """(how many of these a layout needs: tensor, pipeline and context parallelism, virtual stages, recomputation, and
-    recomputation of whole layers; GPUs of one replica of the model; parts of a sequence; chunks of layers on all
-    stages)."""
+def mechanisms(row: Row[StepTime]) -> tuple[int, int, int, int, int]:
+    """(how many of these a layout needs: tensor, pipeline and context parallelism, virtual stages, a split of the
+    layers by hand, recomputation, and recomputation that takes more than ``TIE`` of the step; GPUs of one replica of
+    the model; parts of a sequence; chunks of layers on all stages; ranks that share the experts)."""
     run, p = row.run, row.run.parallel
-    recompute = run.recompute.granularity
-    used = p.tp > 1, p.pp > 1, p.cp > 1, p.vpp > 1, recompute is not None, recompute == "full"
-    return sum(used), p.tp * p.pp * p.cp, p.cp, p.pp * p.vpp
+    again = row.time.recomputation > TIE * row.time.seconds
+    by_hand = p.pipeline_model_parallel_layout is not None
+    used = p.tp > 1, p.pp > 1, p.cp > 1, p.vpp > 1, by_hand, run.recompute.granularity is not None, again
+    return sum(used), p.tp * p.pp * p.cp, p.cp, p.pp * p.vpp, p.ep
 
 
 def _cut_sequences(judged: Judged) -> str | None:

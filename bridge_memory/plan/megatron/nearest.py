@@ -47,14 +47,9 @@ def nearest(space: Space, searched: Callable[[Space], Found]) -> Iterator[Neares
 
     def first(tried: Space) -> Row[Any] | None:
         try:
-            found = searched(tried)
+            return searched(tried).surest()
         except SpecError:
             return None
-        fastest = found._replace(certain=None).ranked(1).rows  # a job is judged twice at most
-        for row in (*fastest, *found.front()[-1:]):
-            if (found.keeps is None or found.keeps(row)) and (found.certain is None or found.certain(row)):
-                return row
-        return None
 
     for fields in STATES:
         bases = tuple(_with(run, fields) for run in (small.base, *small.others))

@@ -129,8 +129,9 @@ def _balanced(
     row: Row[StepTime], hardware: Hardware, limit: Limit, constants: Constants,
     keeps: Callable[[Row[StepTime]], bool], interleaves: bool,
 ) -> Row[StepTime]:  # fmt: skip
-    """The row with its layers balanced over its stages, where that is faster and the reserve stays; or as NVIDIA splits
-    them. With no more virtual stages than its time needs, where their number is free (``interleaves``)."""
+    """The row with its layers balanced over its stages, where that is faster and the reserve stays, or as NVIDIA splits
+    them; in place of a split that Megatron makes by itself where it saves ``SIMPLER``. With no more virtual stages than
+    its time needs, where their number is free (``interleaves``)."""
     from bridge_memory.plan.megatron.balance import any_split, balance, default_split, described, with_sizes
     from bridge_memory.plan.megatron.published import PUBLISHED
 
@@ -176,13 +177,14 @@ def _balanced(
             usual = default_split(run)
             enough = row.time.seconds * (1 + FEWER_STAGES)
             even = usual is not None and tried(usual, enough)
-            if balanced(run, best.time.seconds if even else enough) or even:
+            if balanced(run, best.time.seconds * (1 - SIMPLER) if even else enough) or even:
                 return plain()
-    balanced(row.run, row.time.seconds)
+    by_hand = p.pipeline_model_parallel_layout is not None
+    balanced(row.run, row.time.seconds * (1 if by_hand else 1 - SIMPLER))
     theirs = PUBLISHED.get(row.run.model.name, {}).get(p.pp * p.vpp)
     if theirs is not None:
         with suppress(SpecError):
-            tried(with_sizes(row.run, theirs), best.time.seconds)
+            tried(with_sizes(row.run, theirs), best.time.seconds * (1 if by_hand or best is not row else 1 - SIMPLER))
     return plain()
 
 

@@ -12,6 +12,7 @@ from bridge_memory.estimation import peaks, peaks_with
 from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import Found, Limit, Listed, OneByOne, Refused, Row
 from bridge_memory.plan.jobs import spread
+from bridge_memory.plan.reserve import Once, Reserve
 from bridge_memory.plan.torch.space import Space, configurations
 from bridge_memory.plan.torch.states import States
 from bridge_memory.spec import RunSpec
@@ -72,8 +73,9 @@ def search(
     except KeyboardInterrupt:
         stopped = True
     return Found(
-        Configurations(rows), looked_at, looked_at - len(rows), refused, stopped, tight=tight, one_by_one=OneByOne.TORCH
-    )
+        Configurations(rows), looked_at, looked_at - len(rows), refused, stopped, tight=tight,
+        one_by_one=OneByOne.TORCH, keeps=Once(Reserve(work.limit).kept),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,6 +35,8 @@ AXES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 #: Axes that vary only where they are named (``--vary``): what they change is a choice of its own.
 ON_DEMAND = ("offload", "attention", "liger")
+#: Those that vary where nobody says what does; engines only where several are asked for.
+USUAL = tuple(axis for axis in AXES if axis not in (*ON_DEMAND, "engine"))
 #: Axes of the engine itself, and of what one GPU runs.
 _OF_ENGINE = ("shard", "reshard", "accumulation", "overlap", "offload")
 _OF_PASSES = ("checkpointing", "attention", "liger")

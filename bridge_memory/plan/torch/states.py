@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 SHARING = frozenset({"single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2"})
 _AGAIN = frozenset({"gradient_checkpointing", "use_reentrant", "selective_ac_option", "checkpoint_submodules"})
 _OTHERS = tuple(f.name for f in fields(TransformersSpec) if f.name not in _AGAIN)
-_GROUPS = tuple(group for group in GROUPS if group not in ("transformers", "recompute"))
+_GROUPS = tuple(group for group in GROUPS if group not in ("transformers", "recompute", "batch"))
+#: Engines whose state does not ask how large a layer's output is.
+_WITHOUT_SIZES = frozenset({"single", "ddp", "fsdp1"})
+#: From so many microbatches on, more change no state: the first, the last, and one between them.
+_MICROBATCHES = 3
 #: States that are kept; a search goes on with the last ones.
 MOST = 256
 
@@ -35,7 +39,9 @@ class States:
         if run.data_parallel.engine not in SHARING:
             return None
         own = tuple([getattr(run.transformers, name) for name in _OTHERS])
-        key = (run.model, own, *[getattr(run, group) for group in _GROUPS])
+        rows = None if run.data_parallel.engine in _WITHOUT_SIZES else run.batch.rows
+        number = min(run.num_microbatches, _MICROBATCHES)
+        key = (run.model, own, rows, number, *[getattr(run, group) for group in _GROUPS])
         return _Shared(engine_of(run), key, self._known)
 
 

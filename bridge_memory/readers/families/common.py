@@ -48,9 +48,14 @@ class Family(NamedTuple):
     fixed_activation: str | None = None
     normalization: str = "RMSNorm"
     post_layernorms: bool = False
+    #: Megatron Bridge's layers (``LayerSpec.pre_layernorms``, ``AttentionSpec.core_attention``).
+    pre_layernorms: bool = True
+    core_attention: str = ""
     #: Layers with a sliding window: "none", "all", "qwen" (by Qwen's keys), "alternate" (even layers), "pattern" (all
     #: except every n-th).
     window: str = "none"
+    #: Where some layers have a window, only those have rotary embeddings.
+    rotary_in_windows: bool = False
     rotary_factor: float = 1.0
     #: Default of head_dim; None: hidden_size / num_attention_heads.
     head_dim: int | None = None
@@ -113,6 +118,7 @@ def attention(f: Fields, family: Family, hidden_size: int) -> AttentionSpec:
         add_qkv_bias=bias,
         add_output_bias=output_bias,
         qk_layernorm=qk_layernorm,
+        core_attention=family.core_attention,
     )
 
 
@@ -179,7 +185,8 @@ def attentions(f: Fields, family: Family, spec: AttentionSpec, n: int) -> list[A
     """One AttentionSpec per layer; equal ones are one object."""
     lengths = windows(f, family, n)
     f.ignore("sliding_window_pattern", "_sliding_window_pattern")
-    per_window = {w: replace(spec, window_size=w) for w in lengths}
+    everywhere = not family.rotary_in_windows or not any(lengths)
+    per_window = {w: replace(spec, window_size=w, rotary=everywhere or bool(w)) for w in lengths}
     return [per_window[w] for w in lengths]
 
 

@@ -19,8 +19,8 @@ from bridge_memory.readers.fields import Fields
 from bridge_memory.spec import LayerSpec, ModelSpec
 
 _SOFTCAPPED = (
-    "attn_logit_softcapping is taken to be inside the attention kernel; Megatron Bridge's own attention of Gemma 2 "
-    "keeps the scores of every head"
+    "attn_logit_softcapping is taken to be inside the attention kernel; Megatron Bridge before 0.6 keeps the scores of "
+    "every head"
 )
 _NO_BIAS: dict[str, Any] = {"bias_keys": ()}
 
@@ -37,7 +37,7 @@ DENSE: dict[str, Family] = {
     "gemma": Family(tied=True, activation="gelu_pytorch_tanh", head_dim=256),
     "gemma2": Family(
         tied=True, activation="gelu_pytorch_tanh", head_dim=256, post_layernorms=True, window="alternate",
-        softcapped_logits=True, assumptions=(_SOFTCAPPED,),
+        softcapped_logits=True, core_attention="flex", assumptions=(_SOFTCAPPED,),
     ),
     "vaultgemma": Family(
         tied=True, activation="gelu_pytorch_tanh", head_dim=256, window="alternate",
@@ -62,7 +62,10 @@ DENSE: dict[str, Family] = {
     ),
     "olmo2": Family(qk_layernorm="full", assumptions=(NORM_AFTER,)),
     "olmo3": Family(qk_layernorm="full", window="all", assumptions=(NORM_AFTER,)),
-    "exaone4": Family(**_NO_BIAS, qk_layernorm="head", window="all", assumptions=(NORM_AFTER,)),
+    "exaone4": Family(
+        **_NO_BIAS, qk_layernorm="head", window="all", rotary_in_windows=True, post_layernorms=True,
+        pre_layernorms=False, core_attention="local",
+    ),
     "glm": Family(output_bias="never", rotary_factor=0.5, head_dim=128),
     "glm4": Family(output_bias="never", rotary_factor=0.5, head_dim=128, post_layernorms=True),
     "glm4v_text": Family(
@@ -95,7 +98,7 @@ def dense_model(f: Fields, family: Family) -> ModelSpec:
     spec = attention(f, family, hidden_size)
     ffn = mlp(f, family)
     layers = [
-        LayerSpec(mixer, ffn, post_layernorms=family.post_layernorms)
+        LayerSpec(mixer, ffn, family.post_layernorms, family.pre_layernorms)
         for mixer in attentions(f, family, spec, n)
     ]
     depths = f.count("num_nextn_predict_layers")

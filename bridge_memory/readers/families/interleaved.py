@@ -1,7 +1,8 @@
 """Decoders whose layers hold a recurrent mixer or a short convolution, or attention, each before a feed-forward block.
 
-Granite 4 (granitemoehybrid), Bamba, LFM2 and LFM2-MoE. Source: transformers 5.12 ``models/<family>/configuration_*.py``
-and ``modeling_*.py``. megatron-core has no such layer: they are read for engines that train transformers' own.
+Granite 4 (granitemoehybrid), Bamba, Jamba, LFM2 and LFM2-MoE. Source: transformers 5.12
+``models/<family>/configuration_*.py`` and ``modeling_*.py``. megatron-core has no such layer: they are read for engines
+that train transformers' own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bridge_memory.readers.families.common import (
 from bridge_memory.readers.families.moe import expert_count
 from bridge_memory.readers.fields import Fields, shown
 from bridge_memory.spec import FeedForward, LayerSpec, MambaSpec, MLPSpec, ModelSpec, MoESpec
-from bridge_memory.spec.model import ShortConvSpec
+from bridge_memory.spec.model import Mamba1Spec, ShortConvSpec
 
 #: transformers' names of layers: those before 5.23, and those that it saves from then on.
 _RECURRENT, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")
@@ -68,6 +69,50 @@ def read_bamba(f: Fields) -> ModelSpec:
     mamba, ffn = _mamba(f, hidden_size), mlp(f, family)
     layers = [LayerSpec(spec if i in given else mamba, ffn) for i in range(n)]
     return model(f, family, layers, hidden_size=hidden_size, rotary_dim=spec.kv_channels)
+
+
+def read_jamba(f: Fields) -> ModelSpec:
+    """``JambaAttentionDecoderLayer``, ``JambaMambaDecoderLayer``: each before an MLP or experts, without positions."""
+    hidden_size, n = f.integer("hidden_size"), num_layers(f)
+    family = Family(bias_keys=())
+    spec = replace(attention(f, family, hidden_size), rotary=False)
+    rank = f.raw("mamba_dt_rank")[1]
+    rank = -(-hidden_size // 16) if rank in (None, "auto") else f.integer("mamba_dt_rank")
+    mamba = Mamba1Spec(
+        inner_size=f.integer("mamba_expand", default=2) * hidden_size, state_dim=f.integer("mamba_d_state", default=16),
+        dt_rank=rank, conv_kernel=f.integer("mamba_d_conv", default=4),
+        conv_bias=f.flag("mamba_conv_bias", default=True), proj_bias=f.flag("mamba_proj_bias"),
+    )
+    dense: FeedForward = mlp(f, family)
+    routed = dense
+    number = f.integer("num_experts", "num_local_experts", default=16)
+    if number > 1:
+        experts, topk = number, f.integer("num_experts_per_tok", default=2)
+        if topk > experts:
+            raise f.error(f"num_experts_per_tok ({topk}) is larger than num_experts ({experts})")
+        routed = MoESpec(
+            num_experts=experts, topk=topk, moe_ffn_hidden_size=f.integer("intermediate_size"),
+            activation=activation(f, family),
+        )
+    at = {what: _periodic(f, what, *defaults) for what, defaults in (("attn", (8, 4)), ("expert", (2, 1)))}
+    # Derived from the periods by the class.
+    f.ignore("layers_block_type", "layer_types", "layers_num_experts", "num_experts_per_tok", "mlp_bias")
+    layers = [
+        LayerSpec(
+            spec if i % at["attn"][0] == at["attn"][1] else mamba,
+            routed if i % at["expert"][0] == at["expert"][1] else dense,
+        )
+        for i in range(n)
+    ]
+    return model(f, family, layers, hidden_size=hidden_size, rotary_dim=0, position_embedding_type="none")
+
+
+def _periodic(f: Fields, what: str, period: int, offset: int) -> tuple[int, int]:
+    """(every how many layers, from which on) of attention or of experts."""
+    period, offset = f.integer(f"{what}_layer_period", default=period), f.count(f"{what}_layer_offset", default=offset)
+    if offset >= period:
+        raise f.error(f"{what}_layer_offset ({offset}) is not smaller than {what}_layer_period ({period})")
+    return period, offset
 
 
 def read_lfm2(f: Fields) -> ModelSpec:

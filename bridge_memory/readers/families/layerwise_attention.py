@@ -24,6 +24,17 @@ def exaone(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[Atte
     return [one if one.window_size else replace(one, rotary=False) for one in stack]
 
 
+def afmoe(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
+    """Gated attention; only sliding-window layers have rotary embeddings (``AfmoeAttention.forward``)."""
+    spec = replace(attention(f, family, hidden_size), attention_output_gate=True)
+    window, every = f.integer("sliding_window", default=1024), f.integer("global_attn_every_n_layers", default=4)
+    types = layer_types(f, n, ("sliding_attention", "full_attention"))
+    if types is None:
+        types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(n)]
+    sliding, full = replace(spec, window_size=window), replace(spec, rotary=False)
+    return [sliding if kind == "sliding_attention" else full for kind in types]
+
+
 def llama4(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
     """Layers with 1 in no_rope_layers have rotary embeddings and chunked attention; the others attend to all tokens and
     have no norm of queries and keys."""

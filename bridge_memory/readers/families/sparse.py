@@ -50,6 +50,7 @@ class Sparse(NamedTuple):
     balancing: str = "none"
     #: Megatron Bridge builds no MTP layer, even if the config has one.
     without_mtp: bool = False
+    router_in_fp32: bool = False
     #: The feed-forward block of an MTP depth is dense.
     dense_mtp: bool = False
     ignored: tuple[str, ...] = ()
@@ -96,6 +97,13 @@ def _numbered(f: Fields, key: str, numbers: Sequence[object], n: int) -> list[bo
             raise f.error(f"{key} holds {shown(i)}; the layers are 0 to {n - 1}")
     chosen = set(numbers)
     return [i in chosen for i in range(n)]
+
+
+def _after_dense(f: Fields, n: int) -> list[bool]:
+    first = f.count("num_dense_layers", default=1)
+    if first > n:
+        raise f.error(f"num_dense_layers ({first}) is larger than num_hidden_layers ({n})")
+    return [i >= first for i in range(n)]
 
 
 def _every_layer(f: Fields, n: int) -> list[bool]:
@@ -159,6 +167,7 @@ SPARSE: dict[str, Sparse] = {
         attention=layerwise_attention.minimax_m3,
         balancing="aux_loss",
         without_mtp=True,
+        router_in_fp32=True,
         ignored=("swiglu_alpha", "swiglu_limit", "use_gemma_norm", "num_mtp_modules"),
     ),
     "llama4_text": Sparse(
@@ -172,6 +181,16 @@ SPARSE: dict[str, Sparse] = {
         expert_bias=False,
         balancing="aux_loss",
         ignored=("attn_scale", "attn_temperature_tuning", "floor_scale", "attention_chunk_size"),
+    ),
+    "afmoe": Sparse(
+        Family(qk_layernorm="head", head_dim=128),
+        number=("num_experts",),
+        shared=lambda f, width: width * f.count("num_shared_experts", default=2),
+        is_moe=_after_dense,
+        attention=layerwise_attention.afmoe,
+        score_key="score_func",
+        # transformers' class reads none of the published config's other keys.
+        ignored=("mup_enabled", "route_norm", "num_expert_groups", "num_limited_groups", "load_balance_coeff"),
     ),
     "bailing_moe_v2": Sparse(
         Family(bias_keys=("use_qkv_bias",), output_bias="never", qk_layernorm="head"),
@@ -219,11 +238,14 @@ def read_sparse(f: Fields) -> ModelSpec:
             raise f.error(f"{key} is true; Megatron would build experts with biases, which no such model has")
     is_moe = kind.is_moe(f, n)
     block = _experts(f, kind) if any(is_moe) else None
+    if block is None:  # sizes of experts that no layer has
+        f.ignore(*kind.number, *kind.width, "num_experts_per_tok", "num_shared_experts", "n_shared_experts")
     dense = None
     if kind.dense_mtp or not all(is_moe):
         dense = MLPSpec(f.integer(kind.dense_width), gated=True, activation=activation(f, family))
     mixers = kind.attention(f, family, hidden_size, n)
     layers = [LayerSpec(mixer, block if moe else dense) for mixer, moe in zip(mixers, is_moe, strict=True)]
+    scaled = f.model_type == "afmoe" and f.flag("mup_enabled")
     depths, repeated = _mtp_depths(f, kind), f.flag("mtp_share_layers")
     mtp = LayerSpec(mixers[-1], dense) if kind.dense_mtp else layers[-1]
     head_dim = mixers[0].kv_channels
@@ -239,7 +261,7 @@ def read_sparse(f: Fields) -> ModelSpec:
         mtp_num_layers=depths,
         mtp_layer=mtp if depths else None,
     )
-    return replace(made, mtp_use_repeated_layer=repeated and depths > 0)
+    return replace(made, mtp_use_repeated_layer=repeated and depths > 0, scaled_embeddings=scaled)
 
 
 def _experts(f: Fields, kind: Sparse) -> MoESpec:
@@ -254,6 +276,7 @@ def _experts(f: Fields, kind: Sparse) -> MoESpec:
         router_enable_expert_bias=f.flag(kind.bias_key) if kind.bias_key else kind.expert_bias,
         expert_bias_in_published_count=kind.bias_published,
         router_score_function=f.choice(kind.score_key, {"sigmoid": "sigmoid", "softmax": "softmax"}, kind.score),
+        router_in_fp32=kind.router_in_fp32,
         router_load_balancing_type=kind.balancing,
         router_num_groups=f.integer("n_group", default=None),
         router_group_topk=f.integer("topk_group", default=None),

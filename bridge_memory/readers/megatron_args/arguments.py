@@ -62,7 +62,7 @@ ON = _names(
     ckpt_fully_parallel_save stream_ckpt_dequant
     create_attention_mask_in_dataloader dsa_indexer_rotate_activation dsa_indexer_scoring_relu
     gradient_accumulation_fusion masked_softmax_fusion pad_vocab_size
-    store_param_remainders
+    store_param_remainders use_mamba_mem_eff_path
     """
 )
 _UNSET_INTEGERS = """
@@ -130,8 +130,8 @@ LISTS: dict[str, tuple[str, ...] | None] = {
     "recompute_modules": None,
 }  # fmt: skip
 PATTERNS: dict[str, Any] = {
-    "linear_attention_freq": None, "moe_aux_loss_coeff": 0.0, "moe_layer_freq": 1, "window_attn_skip_freq": None,
-    "window_size": None,
+    "linear_attention_freq": None, "moe_aux_loss_coeff": 0.0, "moe_layer_freq": 1, "no_rope_freq": None,
+    "window_attn_skip_freq": None, "window_size": None,
 }  # fmt: skip
 
 #: Arguments that become fields of the RunSpec.

@@ -152,7 +152,7 @@ ORDERS: dict[str, str] = {
         use_flash_attn
     """,
     "as large as queries and keys, in every layer": """
-        no_rope_freq qk_l2_norm
+        qk_l2_norm
     """,
     "8 b n s / t bytes, of one layer at a time": """
         log_max_attention_logit qk_clip
@@ -170,7 +170,7 @@ ORDERS: dict[str, str] = {
         use_mup
     """,
     "as large as the scan's inputs and states, in every Mamba layer": """
-        mamba_expand mamba_training_ssm_states_dtype use_mamba_mem_eff_path
+        mamba_expand mamba_training_ssm_states_dtype
     """,
     "as large as one MTP depth: its weights with their states, and its activations": """
         mtp_detach_heads mtp_hybrid_override_pattern mtp_standalone

@@ -245,7 +245,6 @@ _UNMODELLED: dict[str, Feature] = {
     # return_max_logit of Transformer Engine's attention, 2.9 and later
     "qk_clip": Feature(False, UP, "the largest logit of every head and row"),
     "log_max_attention_logit": Feature(False, UP, "the largest logit of every head and row"),
-    "no_rope_freq": Feature(None, DOWN, "layers without rotary embeddings"),
     "mla_down_proj_fusion": Feature(False, EITHER, "one down-projection of queries, keys and values"),
     "mlp_chunks_for_training": Feature(1, EITHER, "the MLP a piece of the sequence at a time"),
     "use_grouped_gemm_for_dense_mlp": Feature(False, EITHER, "a dense MLP through the grouped GEMM"),
@@ -258,7 +257,6 @@ _UNMODELLED: dict[str, Feature] = {
     "clone_scatter_output_in_embedding": Feature(
         True, UP, "the whole output of the embedding, which stays alive", lambda a, _: bool(a["sequence_parallel"])
     ),
-    "use_mamba_mem_eff_path": Feature(True, UP, "Mamba's convolution and scan apart, with what each keeps"),
     "mamba_training_ssm_states_dtype": Feature(None, EITHER, "Mamba's states between chunks of another dtype"),
     "mamba_expand": Feature(2, EITHER, "another Mamba expansion factor"),
     "mtp_detach_heads": Feature(False, EITHER, "MTP without gradients to the main model"),

@@ -81,7 +81,8 @@ def state_space_libraries() -> Iterator[None]:
         ):  # fmt: skip
             stack.enter_context(replaced(owner, name, True))
         for owner, names in (
-            (mixer, ("ExtendedRMSNorm", "mamba_split_conv1d_scan_combined")),
+            (mixer, ("ExtendedRMSNorm", "mamba_split_conv1d_scan_combined", "mamba_chunk_scan_combined",
+                     "causal_conv1d_fn")),
             *((delta, ("causal_conv1d_fn", "causal_conv1d", "l2norm", "chunk_gated_delta_rule")) for delta in deltas),
         ):
             for name in names:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
@@ -16,8 +17,11 @@ import torch.nn.functional as F
 import transformers
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 
+try:
+    from transformers.modeling_attn_mask_utils import AttentionMaskConverter
+except ImportError:  # gone from 5.24 on
+    AttentionMaskConverter = None
 try:
     from transformers import masking_utils
 except ImportError:  # before 4.53 each class builds its masks
@@ -32,6 +36,7 @@ NOT_MAPPED = {"mistral4": "Mistral4ForCausalLM"}
 MASK_OF = {
     "Qwen3NextModel": "_update_linear_attn_mask", "NemotronHModel": "_update_mamba_mask",
     "GraniteMoeHybridModel": "_update_mamba_mask", "BambaModel": "_update_mamba_mask",
+    "JambaModel": "_update_mamba_mask",
 }  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -99,11 +104,13 @@ class Conv1d(torch.autograd.Function):
 CONV1D = F.conv1d
 
 
-def conv1d(input: Any, weight: Any, bias: Any = None, *options: Any) -> Any:
+def conv1d(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> Any:
     if AutocastOnMeta.active is not None:
         active = AutocastOnMeta.active
         input, weight, bias = (active.cast(x, active.dtype) for x in (input, weight, bias))
-    return Conv1d.apply(input, weight, bias, options)
+    return Conv1d.apply(input, weight, bias, (stride, padding, dilation, groups))
 
 
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -149,6 +156,7 @@ class Routed:
         return torch.full((self.experts,), self.rows) if counted else total
 
 
+ALL = torch.all
 WHERE = torch.where
 SUM = torch.Tensor.sum
 
@@ -234,29 +242,37 @@ def _tables_of_whole_sequences() -> Iterator[None]:
 
 def _models_with_linear_masks() -> Iterator[Any]:
     """The classes of ``MASK_OF`` that the installed transformers has."""
-    kinds = ("qwen3_next", "nemotron_h", "granitemoehybrid", "bamba")
+    kinds = ("qwen3_next", "nemotron_h", "granitemoehybrid", "bamba", "jamba")
     for kind, name in zip(kinds, MASK_OF, strict=True):
         try:
-            yield getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), name)
+            model = getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), name)
         except ImportError:  # not in this release
             continue
+        if hasattr(model, MASK_OF[name]):  # later releases have ``masking_utils.create_recurrent_attention_mask``
+            yield model
 
 
 @contextmanager
 def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterator[None]:
     """Run models as on CUDA inside this block. ``routed``: balanced routing; ``padded``: the attention mask has
     zeros."""
-    def skipped(padding_mask: Any, query: int, keys: int, offset: int = 0, local: int | None = None, *a: Any) -> bool:
-        return not padded and (local is None or keys < local)
+    def skipped(*args: Any, **kwargs: Any) -> bool:
+        given = takes.bind(*args, **kwargs).arguments  # its order changed after 5.12
+        local = given.get("local_attention_size")
+        return not padded and (local is None or given["kv_length"] < local)
 
     def skipped_by_class(*args: Any, **kwargs: Any) -> bool:
         return not padded
+
+    def all_of(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return torch.tensor(not padded) if x.device.type == META else ALL(x, *args, **kwargs)
 
     def linear_mask(model: Any, attention_mask: Any, *args: Any) -> Any:
         return attention_mask if padded else None
 
     with ExitStack() as stack:
         if masking_utils is not None:
+            takes = signature(masking_utils._ignore_causal_mask_sdpa)
             stack.enter_context(patch.object(masking_utils, "_ignore_causal_mask_sdpa", skipped))
         stack.enter_context(_tables_of_whole_sequences())
         for model in _models_with_linear_masks():
@@ -266,8 +282,11 @@ def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterato
             (torch, "autocast", Autocast),
             (F, "dropout", dropout),
             (F, "conv1d", conv1d),
+            (torch, "all", all_of),
             (AttentionMaskConverter, "_ignore_causal_mask_sdpa", staticmethod(skipped_by_class)),
         ):
+            if owner is None:
+                continue
             stack.enter_context(patch.object(owner, name, value))
         if routed is not None:
             stack.enter_context(patch.object(torch.Tensor, "nonzero", lambda x, **k: routed.nonzero(x, **k)))

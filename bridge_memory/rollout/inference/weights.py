@@ -172,12 +172,14 @@ def _layer(spec: InferenceSpec, layer: LayerSpec) -> list[Weight]:
     h = model.hidden_size
     found: list[Weight] = []
     if layer.mixer is not None:
-        found.append(_norm(model, h, "input norm"))
+        if layer.pre_layernorms:
+            found.append(_norm(model, h, "input norm"))
         found += _mixer(spec, layer.mixer)
         if layer.post_layernorms:
             found.append(_norm(model, h, "post-attention norm"))
     if layer.ffn is not None:
-        found.append(_norm(model, h, "pre-feed-forward norm"))
+        if layer.pre_layernorms:
+            found.append(_norm(model, h, "pre-feed-forward norm"))
         found += _ffn(spec, layer.ffn)
         if layer.post_layernorms:
             found.append(_norm(model, h, "post-feed-forward norm"))

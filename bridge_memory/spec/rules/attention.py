@@ -19,7 +19,7 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.limits import Limits, divisors
-from bridge_memory.spec.model import AttentionSpec, CompressedAttentionSpec, GatedDeltaNetSpec, MLASpec
+from bridge_memory.spec.model import AttentionSpec, CompressedAttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec
 from bridge_memory.spec.parts import ImplementationSpec, ParallelSpec
 
 if TYPE_CHECKING:
@@ -61,6 +61,21 @@ def check_attention_release(run: RunSpec, limits: Limits) -> None:
             raise SpecError(
                 f"packed_sequences (True) with gated delta nets needs {DELTA_NETS_TAKE_PACKED_SEQUENCES} or later, not "
                 f"{release_words(core_of(i))}; drop it"
+            )
+        if isinstance(m, AttentionSpec) and m.core_attention and not i.torch_layers:
+            # transformer/dot_product_attention.py, Bridge models/gemma/gemma2_provider.py
+            cp, whose = run.parallel.context_parallel_size, "this model's own attention (Gemma 2, EXAONE 4)"
+            if run.batch.packed_sequences:
+                raise SpecError(
+                    f"packed_sequences (True): {whose} takes none; set it, or dataset.enable_offline_packing, to False"
+                )
+            if cp > 1:
+                raise SpecError(f"context_parallel_size ({cp}): {whose} refuses it; set it to 1")
+        if isinstance(m, MambaSpec) and run.batch.packed_sequences and not m.memory_efficient:
+            # ssm/mamba_mixer.py: MambaMixer.forward
+            raise SpecError(
+                "packed_sequences (True) with use_mamba_mem_eff_path (False), without which megatron-core's Mamba "
+                "layers take no packed sequences; set use_mamba_mem_eff_path to True"
             )
         if isinstance(m, AttentionSpec) and m.window_size is not None and not i.te and not LOCAL_WINDOWS(i):
             raise SpecError(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bridge_memory.spec.adapters import OF_TRANSFORMERS
 from bridge_memory.spec.errors import SpecError, listed, show
-from bridge_memory.spec.model import GatedDeltaNetSpec, MambaSpec, ShortConvSpec
+from bridge_memory.spec.model import GatedDeltaNetSpec, KimiDeltaSpec, Mamba1Spec, MambaSpec, ShortConvSpec
 from bridge_memory.spec.parts import ALL_LINEAR
 from bridge_memory.spec.rules.own_layers import check_own_layers
 from bridge_memory.spec.rules.quantized import check_quantized
@@ -30,6 +30,8 @@ _SIZES = (
 )  # fmt: skip
 
 
+#: Mixers that transformers alone has -> a ``model_type`` that has them.
+_OF_TRANSFORMERS: dict[type, str] = {ShortConvSpec: "lfm2", KimiDeltaSpec: "kimi_linear", Mamba1Spec: "jamba"}
 #: Fields of a TransformersSpec that matter to an encoder beside Megatron's layers.
 OF_ENCODERS = ("transformers_version", "attn_implementation")
 
@@ -39,8 +41,9 @@ def check_transformers(run: RunSpec) -> None:
     spec = run.transformers
     if not run.implementation.torch_layers:
         missing = NOT_IN_MEGATRON.get(run.model.model_type)
-        if any(isinstance(layer.mixer, ShortConvSpec) for layer, _, _ in run.model.layer_runs):
-            missing = NOT_IN_MEGATRON["lfm2"]
+        for layer, _, _ in run.model.layer_runs:
+            if type(layer.mixer) in _OF_TRANSFORMERS:
+                missing = NOT_IN_MEGATRON[_OF_TRANSFORMERS[type(layer.mixer)]]
         if missing is not None:
             raise SpecError(
                 f"model_type ({run.model.model_type}): megatron-core does not have {missing}; set transformer_impl to "
@@ -87,12 +90,13 @@ def check_transformers(run: RunSpec) -> None:
                 "every rank; set it to 1, or use transformer_impl transformer_engine"
             )
     first, last = KNOWN_TRANSFORMERS
+    family = family_of(kind, spec)
+    last = max(last, family.until)
     if not first <= spec.transformers_version <= last:
         raise SpecError(
             f"transformers_version ({'.'.join(map(str, spec.transformers_version))}) is not one of the "
             f"releases that were read; use {'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
         )
-    family = family_of(kind, spec)
     if spec.transformers_version < family.since:
         raise SpecError(
             f"transformers_version ({'.'.join(map(str, spec.transformers_version))}) has no {kind}; give "
@@ -109,10 +113,10 @@ def check_transformers(run: RunSpec) -> None:
             "transformers use gradient_checkpointing"
         )
     mixers = {type(layer.mixer) for layer in run.model.layers}
-    if spec.mixer_kernels and not mixers & {GatedDeltaNetSpec, MambaSpec, ShortConvSpec}:
+    if spec.mixer_kernels and not mixers & {GatedDeltaNetSpec, MambaSpec, Mamba1Spec, ShortConvSpec, KimiDeltaSpec}:
         raise SpecError(
-            f"mixer_kernels (True) does nothing: {kind} has no gated delta net, no Mamba layer and no short "
-            "convolution; drop it"
+            f"mixer_kernels (True) does nothing: {kind} has no gated delta net, no Mamba layer, no Kimi "
+            "delta attention and no short convolution; drop it"
         )
     check_quantized(run)
     if {"cross_entropy", "fused_linear_cross_entropy"} <= set(spec.liger_kernel):

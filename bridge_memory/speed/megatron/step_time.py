@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from bridge_memory.engines.megatron_ddp import BUCKET_MINIMUM, BUCKET_PER_RANK
@@ -12,6 +12,7 @@ from bridge_memory.engines.optimizer_states import gradient_width, optimizer_sta
 from bridge_memory.engines.peft import adapter_units
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.inventory.layer_links import ignores_full_recompute, offloaded_layers, recomputed_layers
+from bridge_memory.inventory.megatron.moe import ranks_per_token
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec import (
     AttentionSpec,
@@ -38,7 +39,7 @@ from bridge_memory.speed.megatron.work import (
 )
 from bridge_memory.tapes.context import BlockContext, context_of
 from bridge_memory.tapes.parameters import elements
-from bridge_memory.tapes.symbolic import any_nonzero, chosen, largest, smallest
+from bridge_memory.tapes.symbolic import any_nonzero, chosen, computed, largest, smallest
 
 T = TypeVar("T")
 
@@ -142,12 +143,13 @@ class _Rates:
         # Every rank of a node copies at once, and each copy is read or written in host memory.
         self.host_link = min(hardware.host_link * c.host_link, self.host_memory)
         self.nvlink = hardware.nvlink * (c.nvlink_sharp if later or hardware.generation == "hopper" else c.nvlink)
+        self.nvlink_exchange = hardware.nvlink * c.nvlink_exchange
         self.network = hardware.network * c.network
         self.network_exchange = hardware.network * (c.efa_exchange if kernels.efa else c.network_exchange)
-        self.exchange_latency = c.network_latency
+        self.network_latency = c.network_latency
         if kernels.efa:
             deepep = run.implementation.moe_token_dispatcher_type == "flex"
-            self.exchange_latency = c.efa_latency_deepep if deepep else c.efa_latency
+            self.network_latency = c.efa_latency_deepep if deepep else c.efa_latency
 
     def product(self, p: Product) -> Any:
         """Seconds of [rows, inner] by [inner, columns]."""
@@ -197,16 +199,17 @@ class _Rates:
         near = smallest(ranks, largest(1, domain // stride))
         nodes = ranks / near
         far = w.expert_parallel * (ranks - near) / largest(1, ranks - 1)
-        if w.expert_copies:
-            missed: Any = 1.0  # the chance that a node has none of a token's experts
-            for _ in range(w.expert_copies):
-                missed = missed * (1 - 1 / nodes)
-            far = far * nodes * (1 - missed) / w.expert_copies
-            inside = w.expert_parallel * nodes * (near - 1) / largest(1, ranks - 1)
+        routed = w.expert_copies
+        if routed is not None:  # a copy for each other node with experts of a token, and for each rank of a node
+            copy = w.expert_parallel / routed.topk * ranks / largest(1, ranks - 1)
+            taken = partial(ranks_per_token, routed)
+            far = copy * (nodes - 1) / nodes * computed(taken, nodes)
+            inside = copy * (near - 1) / near * computed(taken, ranks)
         else:
             inside = w.expert_parallel * (near - 1) / largest(1, ranks - 1)
-        latency = chosen(near < ranks, self.exchange_latency, c.nvlink_latency)
-        seconds = largest(far / self.network_exchange, inside / self.nvlink) + w.expert_exchanges * latency
+        latency = c.exchange_latency + chosen(near < ranks, self.network_latency, c.nvlink_latency)
+        near_by = inside / self.nvlink_exchange
+        seconds = largest(far / self.network_exchange, near_by) + w.expert_exchanges * latency
         return chosen(w.expert_parallel > 0, seconds, 0.0)
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from bridge_memory.inventory.layer import layer_block
+from bridge_memory.inventory.megatron.moe import fused_by_ops, ranks_per_token
 from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
@@ -28,7 +30,7 @@ from bridge_memory.spec.model import FeedForward, Mixer
 from bridge_memory.speed.megatron.kernels import Kernels
 from bridge_memory.tapes.context import BlockContext, context_of
 from bridge_memory.tapes.parameters import Use
-from bridge_memory.tapes.symbolic import chosen, largest
+from bridge_memory.tapes.symbolic import chosen, computed, largest
 
 #: Bytes an element that a norm in plain torch reads and writes beyond those of one kernel: a copy in fp32, its square,
 #: the mean, the product, the cast back and the weight.
@@ -70,8 +72,8 @@ class Work(NamedTuple):
     #: Bytes that one rank sends to other expert-parallel ranks, and how many exchanges.
     expert_parallel: float = 0.0
     expert_exchanges: int = 0
-    #: Experts of one token, of which those on one NVLink domain take one copy; 0: every expert takes its own.
-    expert_copies: int = 0
+    #: Experts whose tokens take one copy for all of them on a node, and on a rank; None: every expert takes its own.
+    expert_copies: MoESpec | None = None
     #: Whether these are gathers and reductions of all tokens (``allgather``), and not an exchange of those routed.
     expert_gathers: bool = False
     #: Bytes of keys and values that context parallelism passes round, and of queries and what attention makes of them.
@@ -175,7 +177,7 @@ def _mixer_work(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kern
         return Work()
     attention, kv, queries = _attention(layer, run, ctx, kernels)
     tensor = _gathered_and_reduced(ctx)
-    half = LayerSpec(layer.mixer, None, layer.post_layernorms)
+    half = LayerSpec(layer.mixer, None, layer.post_layernorms, layer.pre_layernorms)
     return Work(
         tuple(_products(half, None, ctx)), attention, _mixer_traffic(layer, ctx, kernels), tensor, _two(tensor),
         context_parallel=kv, context_queries=queries, scan=_scan(layer.mixer, ctx),
@@ -210,7 +212,7 @@ def _feed_forward_work(layer: LayerSpec, ctx: BlockContext) -> Work:
             tensor = chosen(ctx.etp > 1, 2.0 * routed * ctx.etp, 0.0)
     else:
         tensor = _gathered_and_reduced(ctx)
-    half = LayerSpec(None, ffn, layer.post_layernorms)
+    half = LayerSpec(None, ffn, layer.post_layernorms, layer.pre_layernorms)
     return Work(
         tuple(_products(half, ffn, ctx)), 0.0, _feed_forward_traffic(ffn, ctx), tensor, _two(tensor), exchanged,
         _two(exchanged), _copies(ffn, ctx), gathers,
@@ -237,10 +239,11 @@ def shared_experts_work(ffn: MoESpec, ctx: BlockContext) -> Work:
     return Work(products, traffic=_shared_experts_traffic(ffn, ctx))
 
 
-def _copies(ffn: FeedForward, ctx: BlockContext) -> int:
-    """DeepEP and HybridEP send a token to a node once, however many of its experts are there, and on by NVLink
-    (DeepEP, "Normal kernels with NVLink and RDMA forwarding"); an all-to-all sends a copy to each expert."""
-    return ffn.topk if isinstance(ffn, MoESpec) and ctx.impl.moe_token_dispatcher_type == "flex" else 0
+def _copies(ffn: FeedForward, ctx: BlockContext) -> MoESpec | None:
+    """DeepEP and HybridEP send a token to a node once, however many of its experts are there, and by NVLink to each of
+    its ranks once (DeepEP, "Normal kernels with NVLink and RDMA forwarding"; ``csrc/deep_ep.cpp: is_token_in_rank``);
+    an all-to-all sends a copy to each expert."""
+    return ffn if isinstance(ffn, MoESpec) and ctx.impl.moe_token_dispatcher_type == "flex" else None
 
 
 def _two(nbytes: Any) -> Any:
@@ -338,10 +341,17 @@ def _feed_forward_traffic(ffn: FeedForward, ctx: BlockContext) -> float:
         return traffic + passes * ctx.tokens * ffn.ffn_hidden_size / ctx.tp * ctx.act
     routed = ctx.tokens_sp * ffn.topk
     traffic += experts_activation_traffic(ffn, ctx)
-    moves: int = chosen(ctx.ep > 1, 4, 2)  # permute and put back, once more by local expert after an exchange
-    traffic += moves * 2 * routed * ctx.etp * (ffn.latent_size or ctx.hidden_size) * ctx.act
+    width = ctx.etp * (ffn.latent_size or ctx.hidden_size) * ctx.act
+    if _copies(ffn, ctx) is not None:
+        # Received tokens are copied out of the dispatcher's buffers, and results read from them to be added up (DeepEP
+        # ``csrc/kernels/intranode.cu: dispatch, combine``); permute to experts and put back.
+        once = ctx.tokens_sp * computed(partial(ranks_per_token, ffn), ctx.ep)
+        traffic += 2 * 2 * (chosen(ctx.ep > 1, once, 0.0) + routed) * width
+    else:
+        moves: int = chosen(ctx.ep > 1, 4, 2)  # permute and put back, once more by local expert after an exchange
+        traffic += moves * 2 * routed * width
     traffic += 4 * ctx.tokens_sp * ffn.num_experts * 4  # the router's scores in fp32
-    if ffn.add_bias and not ctx.impl.use_transformer_engine_op_fuser:
+    if ffn.add_bias and not fused_by_ops(ctx):
         # Bias times probability in fp32, the sum, its concatenation and cast (``experts.py: _apply_bias``), 28 bytes an
         # element forward and 36 backward: as much as 21 forward and twice that backward.
         traffic += 21 * routed * ctx.etp * (ffn.latent_size or ctx.hidden_size)
@@ -353,8 +363,12 @@ def _shared_experts_traffic(ffn: MoESpec, ctx: BlockContext) -> float:
 
 
 def experts_activation_traffic(ffn: MoESpec, ctx: BlockContext) -> float:
-    """Of it, the routed experts' activation."""
-    return _activation_passes(ffn) * ctx.tokens_sp * ffn.topk * ffn.moe_ffn_hidden_size * ctx.act
+    """Of it, the routed experts' activation. Gates that are clamped first (``fused_bias_geglu.py:
+    weighted_bias_quick_geglu_impl``): both halves are clamped and joined, 8 tensors of the inner width; backward makes
+    a mask for every bound, chooses by it and joins, 15."""
+    clamped = ffn.clamp_value is not None and ffn.gated and not fused_by_ops(ctx)
+    passes = _activation_passes(ffn) + (8 if clamped else 0)
+    return passes * ctx.tokens_sp * ffn.topk * ffn.moe_ffn_hidden_size * ctx.act
 
 
 def _activation_passes(ffn: FeedForward) -> int:

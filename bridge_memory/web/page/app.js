@@ -200,7 +200,7 @@ class Page {
       await this.ofTheOther(asked.vs);
       const key = this.question(asked);
       if (rolloutOf(answer.rollout, key)) results.ofTheJob(answer, this.postTraining);
-      else if (!answer.rollout && results.phasesOf(key)) results.whole(answer, this.job);
+      else if (!answer.rollout) results.phasesOf(key);
       this.quiet = setTimeout(() => {
         (answer.rollout ? this.rollouts : this.jobs).ask(asked);
         this.whatifs.ask(asked);
@@ -269,8 +269,6 @@ class Page {
       const found = await post("/api/phases", asked.question);
       if (!now()) return;
       results.phases(found, question);
-      this.job = found;
-      results.whole(this.shown.answer, found);
     } catch (error) {
       if (error instanceof Refusal && now()) results.noPhases(error.message);
       else if (!(error instanceof Gone) && !(error instanceof Refusal)) throw error;

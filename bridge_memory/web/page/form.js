@@ -97,11 +97,11 @@ export class Form {
     const byOrg = {};
     for (const model of this.models) (byOrg[model.name.split("/")[0]] ??= []).push(model);
     this.preset = h("select", { id: "f-model", onchange: () => this.chosen() },
-      ...Object.entries(byOrg).map(([org, models]) => h("optgroup", { label: org }, ...models.map((model) =>
-        h("option", { value: model.name }, `${model.name.split("/")[1]} \u00b7 ${parameters(model.parameters)}`)))),
       h("optgroup", { label: "Another model" },
         h("option", { value: PASTED }, "Paste a configuration"),
-        this.facts.hub && h("option", { value: OTHER }, "Hugging Face Hub id")));
+        this.facts.hub && h("option", { value: OTHER }, "Hugging Face Hub id")),
+      ...Object.entries(byOrg).map(([org, models]) => h("optgroup", { label: org }, ...models.map((model) =>
+        h("option", { value: model.name }, `${model.name.split("/")[1]} \u00b7 ${parameters(model.parameters)}`)))));
     this.find = h("input", { type: "search", id: "f-find", placeholder: "Find a model or an organisation", "aria-label": "Find a model",
       oninput: () => this.found(), onkeydown: (event) => {
         if (event.key === "Enter" && this.find.value.trim() && this.first) { this.preset.value = this.first.value; this.chosen(); }
@@ -116,8 +116,10 @@ export class Form {
     this.configRow = h("div", { hidden: true },
       h("div", { class: "field" }, h("label", { for: "f-config" }, "config.json, or a run's configuration"), this.config, this.errorOf("config")),
       h("div", { class: "field" }, h("label", { for: "f-name" }, "Name"), this.configName));
+    const another = (value, words) => button(words, () => { this.preset.value = value; this.chosen(); }, { class: "quiet" });
     const row = h("div", { class: "field" }, h("label", { for: "f-model" }, "Model"), this.find, this.preset,
-      h("p", { class: "hint", id: "found", role: "status" }), this.errorOf("model"));
+      h("p", { class: "hint", id: "found", role: "status" }), this.errorOf("model"),
+      h("div", { class: "buttons" }, another(PASTED, "Paste a configuration"), this.facts.hub && another(OTHER, "Hugging Face Hub id")));
     this.fields.model = { input: this.preset, row };
     this.fields.config = { input: this.config, row: this.configRow };
     return h("fieldset", { class: "first" }, h("legend", { class: "unseen" }, "Model"), row, this.hubRow, this.configRow,

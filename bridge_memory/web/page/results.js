@@ -13,6 +13,8 @@ const WORDS = {
 
 export function verdict(answer, page) {
   const { fit, estimate, step } = answer;
+  const whole = answer.rollout ? null : answer.whole; // the job's answer, where it is worse than the step's
+  const fits = fit.fits && !["does not fit", "unknown"].includes(whole?.verdict);
   const worst = estimate.stages[fit.peak_stage];
   const section = $("verdict");
   const room = roomOf(fit);
@@ -20,7 +22,7 @@ export function verdict(answer, page) {
     h("h2", {}),
     h("p", { class: "answer" }),
     changed(answer, page),
-    !fit.fits && !fit.lacks && page.facts.megatron_engines.includes(page.shown.question.options.engine ?? "megatron_ddp")
+    !fits && !fit.lacks && page.facts.megatron_engines.includes(page.shown.question.options.engine ?? "megatron_ddp")
       && estimate.parallelism.world_size > 1 && h("p", { class: "hint" }, `This is one layout of many (${layoutWords(answer.effective)}): another may fit the same GPUs.`),
     ...[answer.evidence, answer.band].map((words) => h("p", { class: "hint evidence" }, sentence(words))),
     answer.rollout && h("p", { class: "hint evidence" }, "Bar and figures here, and stages and steps below, are those of the update alone."),
@@ -36,18 +38,14 @@ export function verdict(answer, page) {
       ...(step ? fact("Speed", `${count(step.tokens_per_second_per_gpu)}`, "tokens/s/GPU, predicted") : [])),
     h("p", { class: "hint", id: "others" }),
     h("div", { class: "buttons" },
-      button(fit.fits ? `Find faster ${searched(page, true)}` : `Find a ${searched(page)} that fits`, () => page.search(),
-        { class: fit.fits ? "" : "primary", "data-focus": "find" }),
+      button(fits ? `Find faster ${searched(page, true)}` : `Find a ${searched(page)} that fits`, () => page.search(),
+        { class: fits ? "" : "primary", "data-focus": "find" }),
       !fit.fits && !fit.lacks && page.facts.megatron_engines.includes(page.shown.question.options.engine ?? "megatron_ddp")
         && button("Make this layout fit", () => page.makeFit(), { "data-focus": "make-fit", title: "recompute and offload what costs least time" }),
       h("span", { id: "cheapest" }), h("p", { class: "hint", id: "fitting", role: "status" }),
       button("Compare with another", () => page.pin(), { class: "quiet", "data-focus": "pin" })));
-  head(answer, fit.verdict, `${room.free} GiB ${room.over ? "over" : "free"}`, answer.answer);
-}
-
-/** The answer once the phases are known: the whole job's where it is worse than the step's. */
-export function whole(answer, job) {
-  if (job.worse_than_step) head(answer, job.verdict, `${job.phases[job.decides].name} ${job.phases[job.decides].room}`, `${job.worse_than_step}; the step alone: ${answer.answer}`);
+  if (whole) head(answer, whole.verdict, whole.brief, `${whole.words}; the step alone: ${answer.answer}`);
+  else head(answer, fit.verdict, `${room.free} GiB ${room.over ? "over" : "free"}`, answer.answer);
 }
 
 // What a search of this engine finds.
@@ -386,6 +384,15 @@ export function exportsOf(answer, page) {
   fill($("export-items"),
     command && button("Copy the command", () => copy(command, "The command")),
     ...texts.map(({ title, text, note }) => button(`Copy ${title}`, () => copy(text, title, note))),
+    button("Copy Markdown for a pull request", async () => {
+      try {
+        const { markdown } = await post("/api/report", page.state.question());
+        const link = location.href.replace(/#.*|$/, page.state.address());
+        copy([markdown, command && `    ${command}\n`, `[This configuration](${link})\n`].filter(Boolean).join("\n"), "Markdown");
+      } catch (error) {
+        toast(error.message);
+      }
+    }),
     button("Download JSON", () => save("estimate.json", JSON.stringify(answer.estimate, null, 2), "application/json")),
     button("Download HTML report", async () => {
       try {

@@ -6,6 +6,7 @@ import { $, button, count, fill, gib, h, seconds } from "./dom.js";
 
 const MEGATRON = {
   tp: "TP", pp: "PP", split: "layer split", vpp: "VPP", cp: "CP", ep: "EP", etp: "ETP", mbs: "micro batch", recompute: "recomputation",
+  dispatcher: "token dispatcher",
 };
 const TORCH = {
   engine: "other engines", mbs: "micro batch", checkpointing: "checkpointing", reshard: "resharding", shard: "ranks that share", accumulation: "accumulation",
@@ -15,7 +16,7 @@ const TORCH = {
 export class Search {
   constructor(page) {
     this.page = page;
-    this.vary = ["tp", "pp", "split", "ep", "etp", "mbs", "recompute", "checkpointing", "reshard", "shard", "accumulation", "overlap"];
+    this.vary = [...new Set([...page.facts.varied.megatron, ...page.facts.varied.torch])]; // what the command varies
     this.job = null;
     this.asked = null;
     this.turn = 0;
@@ -114,7 +115,8 @@ export class Search {
         some("offload") && ["Offload", (r) => r.offload, "text"]]
       : [["TP", (r) => r.tp], ["PP", (r) => r.pp], found.rows.some((r) => r.vpp > 1) && ["VPP", (r) => r.vpp],
         found.rows.some((r) => r.cp > 1) && ["CP", (r) => r.cp], experts && ["EP", (r) => r.ep], experts && ["ETP", (r) => r.etp],
-        ["Micro batch", (r) => r.mbs], ["Recompute", (r) => r.recompute, "text"]];
+        ["Micro batch", (r) => r.mbs], ["Recompute", (r) => r.recompute, "text"],
+        found.rows.some((r) => !["alltoall", "none"].includes(r.dispatcher)) && ["Dispatcher", (r) => r.dispatcher, "text"]];
     const columns = [
       ...sizes, ["Peak, GiB", (r) => gib(r.peak_bytes)], ["Free, GiB", (r) => gib(r.headroom_bytes)], ["Step", (r) => seconds(r.step_seconds)],
       ["Tokens/s/GPU", (r) => count(r.tokens_per_second_per_gpu)],
