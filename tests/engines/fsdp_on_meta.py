@@ -191,3 +191,17 @@ def fsdp_passes(run: RunSpec, rank: int = 0) -> FsdpPasses:
         buckets, static, root, before, forward.bytes - before, backward.bytes - before,
         f"{forward.module}: {forward.operation}", f"{backward.module}: {backward.operation}",
     )
+
+
+def fsdp_built(run: RunSpec, rank: int = 0) -> tuple[int, int]:
+    """Bytes of the first chunk of a rank: the most while it is built and wrapped, and what stays."""
+    _fsdp()
+    with on_rank(replace(run, data_parallel=DataParallelSpec()), rank):
+        tracker = _Everything()
+        with _no_gpu_for_fsdp(), tracker.following(torch.nn.Module()):
+            chunk: Any = build_chunks(run)[0]
+            wrapped = _wrapped(run, chunk, 0)
+            peak = tracker.peak().bytes
+            gc.collect()
+            assert wrapped is not None
+            return peak, tracker.live_bytes

@@ -15,6 +15,8 @@ from bridge_memory.engines.fsdp_buckets import Sharding, aligned_to_rows, places
 from bridge_memory.engines.megatron_fsdp import fsdp_states
 from bridge_memory.estimation import estimate
 from bridge_memory.inventory.stack import chunk_units
+from bridge_memory.job.megatron.building import building
+from bridge_memory.outside.amount import total
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.spec import (
     AttentionSpec,
@@ -363,6 +365,21 @@ def test_megatron_cores_own_fsdp(name: str) -> None:
     assert inventory.forward_peak == pytest.approx(found.forward_bytes, rel=0.002), found.forward_at
     margin = 0.002 if not run.model.has_experts else 0.03
     assert inventory.backward_peak == pytest.approx(found.backward_bytes, rel=margin), found.backward_at
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in _oracle_cases()])
+def test_megatron_cores_own_fsdp_is_built_bucket_by_bucket(name: str) -> None:
+    pytest.importorskip("megatron.core")
+    from fsdp_on_meta import fsdp_built
+
+    from bridge_memory.rehearsal.world import installed_release
+
+    run = _oracle_cases()[name].with_fields(megatron_core=installed_release() or (0, 16))
+    found = building(run, 0)
+    if name == "nothing divided":
+        assert found is None
+        return
+    assert total(found or ()).most == pytest.approx(fsdp_built(run)[0], rel=1e-3)
 
 
 DOUBLE = [

@@ -148,8 +148,8 @@ def test_an_engine_of_megatron_beside_the_step_is_listed() -> None:
         engine="megatron_fsdp", world_size=8, data_parallel_sharding_strategy="optim_grads_params"
     )
     job = whole_job(replace(run), "H200")
-    assert [str(p.phase) for p in job.phases] == ["first step", "training", "evaluation"]
-    assert job.not_modelled == ("engine megatron_fsdp: build, load, save and resume are not modelled",)
+    assert [str(p.phase) for p in job.phases] == ["build", "first step", "training", "evaluation", "save"]
+    assert job.not_modelled == ("engine megatron_fsdp: load and resume are not modelled",)
 
 
 def test_megatron_fsdp_evaluates_with_what_it_gathers_in_training() -> None:

@@ -17,6 +17,7 @@ from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.megatron_ddp import experts_apart
 from bridge_memory.estimation import stage_parts
 from bridge_memory.inventory.stack import chunk_units, named_parameters
+from bridge_memory.job.megatron import building_fsdp
 from bridge_memory.outside.amount import Amount, exactly, total
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.spec.layout import layout
@@ -31,6 +32,8 @@ _BUFFERS = "param_and_grad_buffer.py: _ParamAndGradBuffer.__init__"
 
 def why_not(run: RunSpec) -> str | None:
     """Why the phases beside the step are not modelled for ``run``; None where they are."""
+    if run.data_parallel.engine == "megatron_fsdp":
+        return "engine megatron_fsdp: load and resume are not modelled"
     if run.data_parallel.engine != "megatron_ddp":
         return f"engine {run.data_parallel.engine}: build, load, save and resume are not modelled"
     if run.optimizer.use_layer_wise_distributed_optimizer:
@@ -45,6 +48,8 @@ def building(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
 
     Raises SpecError: there is no such stage.
     """
+    if run.data_parallel.engine == "megatron_fsdp":
+        return None if run.teacher is not None else building_fsdp.building(run, stage)
     done = built(run, stage)
     if done is None:
         return None

@@ -3,7 +3,8 @@
 Tensors are sent to the host one after the other and stay there until they are written (megatron-core
 ``dist_checkpointing/strategies/filesystem_async.py: preload_tensors``); an asynchronous save hands references to a
 separate process, which does the same, and training goes on once all are staged (``async_utils.py:
-PersistentAsyncCaller``). So torch's allocator sees no difference between them.
+PersistentAsyncCaller``). So torch's allocator sees no difference between them. Megatron-FSDP saves its shards as they
+are, halves of a gated MLP as views (``transformer/fsdp_dtensor_checkpoint.py: handle_swiglu_in_state_dict``).
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def saving(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
 
     Raises SpecError: there is no such stage.
     """
-    parts = stage_parts(run, stage)
-    if built(run, stage) is None or _why_not(run) is not None:
+    parts, fsdp = stage_parts(run, stage), run.data_parallel.engine == "megatron_fsdp"
+    if run.teacher is not None or (not fsdp and (built(run, stage) is None or _why_not(run) is not None)):
         return None
     kept = [exactly(c.name, c.bytes, c.provenance) for c in (*parts.persistent, *parts.between_steps)]
-    states = _states(run, stage) if run.checkpoint.save_optim else []
-    made = (*states, *_dequantized(run, stage))
+    states = _states(run, stage) if run.checkpoint.save_optim and not fsdp else []
+    made = (*states, *(() if fsdp else _dequantized(run, stage)))
     after = exported(run) if exports(run) else ()
     return tuple(a for a in (*kept, *max(made, after, key=lambda amounts: total(amounts).most)) if a.most)
 
