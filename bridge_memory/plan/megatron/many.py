@@ -910,7 +910,8 @@ class Sweep:
         found, tight = self._beside_others(pipeline, memory.peaks(pipeline, kept, self._allowed))
         places = found.sizes, found.batch, found.recompute
         seconds = self._times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
-        return Fitting(pipeline, *places, found.peaks, seconds, looked_at, too_large, tight)
+        kept_places = (each.astype(np.int32) for each in places)  # a large space has a million
+        return Fitting(pipeline, *kept_places, found.peaks, seconds, looked_at, too_large, tight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -985,13 +986,13 @@ def sorted_batches(found: Sequence[tuple[Sheet, Fitting]]) -> tuple[np.ndarray, 
     is, where in it, and its peak."""
     if not found:
         return (np.zeros(0, np.int64),) * 3
-    of = np.repeat(np.arange(len(found)), [len(few.peaks) for _, few in found])
-    at = np.concatenate([np.arange(len(few.peaks)) for _, few in found])
+    of = np.repeat(np.arange(len(found), dtype=np.int32), [len(few.peaks) for _, few in found])
+    at = np.concatenate([np.arange(len(few.peaks), dtype=np.int32) for _, few in found])
     peaks = np.concatenate([few.peaks for _, few in found])
     sheets = {id(sheet): number for number, sheet in enumerate(dict.fromkeys(sheet for sheet, _ in found))}
     order = np.lexsort((
         np.concatenate([few.order(sheet) for sheet, few in found]),
-        np.concatenate([np.full(len(few.peaks), sheets[id(sheet)]) for sheet, few in found]),
+        np.concatenate([np.full(len(few.peaks), sheets[id(sheet)], np.int32) for sheet, few in found]),
         peaks, np.concatenate([few.seconds for _, few in found]),
     ))  # fmt: skip
     return of[order], at[order], peaks[order]
