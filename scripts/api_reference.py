@@ -84,7 +84,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "The architecture of a model": (
         "ModelSpec", "LayerSpec", "AttentionSpec", "MLASpec", "IndexerSpec", "SparseSpec", "CompressedAttentionSpec",
-        "MambaSpec", "GatedDeltaNetSpec", "ShortConvSpec", "SideBySideSpec", "MLPSpec", "MoESpec", "EncoderSpec",
+        "MambaSpec", "GatedDeltaNetSpec", "ShortConvSpec", "KimiDeltaSpec", "Mamba1Spec", "SideBySideSpec", "MLPSpec", "MoESpec", "EncoderSpec",
         "EncoderStructure", "DiffusionSpec",
     ),
     "Errors": ("SpecError", "RehearsalUnavailable"),
