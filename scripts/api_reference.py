@@ -84,8 +84,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "The architecture of a model": (
         "ModelSpec", "LayerSpec", "AttentionSpec", "MLASpec", "IndexerSpec", "SparseSpec", "CompressedAttentionSpec",
-        "MambaSpec", "GatedDeltaNetSpec", "ShortConvSpec", "KimiDeltaSpec", "Mamba1Spec", "SideBySideSpec", "MLPSpec", "MoESpec", "EncoderSpec",
-        "EncoderStructure", "DiffusionSpec",
+        "MambaSpec", "GatedDeltaNetSpec", "ShortConvSpec", "KimiDeltaSpec", "Mamba1Spec", "SideBySideSpec", "MLPSpec",
+        "MoESpec", "EncoderSpec", "EncoderStructure", "DiffusionSpec",
     ),
     "Errors": ("SpecError", "RehearsalUnavailable"),
 }  # fmt: skip
