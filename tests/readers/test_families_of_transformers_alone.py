@@ -51,8 +51,8 @@ AFMOE: dict[str, Any] = {
     ids=lambda one: one["model_type"] if isinstance(one, dict) else "",
 )
 def test_parameters_are_those_of_transformers(config: dict[str, Any], counted: int) -> None:
-    """``counted``: parameters of transformers' model on the meta device (5.24, 5.12, 4.57 and 5.12). The first is called
-    48B, and the report of LongCat-Flash says 560 billion."""
+    """``counted``: parameters of transformers' model on the meta device (5.24, 5.12, 4.57 and 5.12). The first is
+    called 48B, and the report of LongCat-Flash says 560 billion."""
     assert model_parameters(model_from_hf_config(config, "a model"))[0] == counted
 
 
