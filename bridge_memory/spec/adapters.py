@@ -28,7 +28,8 @@ OF_TRANSFORMERS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "gate", "shared_expert_gate", "lm_head",
     "c_attn", "c_proj", "c_fc", "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj", "wg", "router",
-    "input_linear", "output_linear", "layer", "fc1_latent_proj", "fc2_latent_proj",
+    "input_linear", "output_linear", "layer", "fc1_latent_proj", "fc2_latent_proj", "x_proj", "dt_proj", "b_proj",
+    "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj",
 )  # fmt: skip
 
 

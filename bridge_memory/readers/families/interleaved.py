@@ -76,6 +76,8 @@ def read_jamba(f: Fields) -> ModelSpec:
     hidden_size, n = f.integer("hidden_size"), num_layers(f)
     family = Family(bias_keys=())
     spec = replace(attention(f, family, hidden_size), rotary=False)
+    if "num_key_value_heads" not in f.config:
+        spec = replace(spec, num_query_groups=8)  # the class's default
     rank = f.raw("mamba_dt_rank")[1]
     rank = -(-hidden_size // 16) if rank in (None, "auto") else f.integer("mamba_dt_rank")
     mamba = Mamba1Spec(

@@ -53,6 +53,8 @@ class Sparse(NamedTuple):
     router_in_fp32: bool = False
     #: The feed-forward block of an MTP depth is dense.
     dense_mtp: bool = False
+    #: Norms after attention and the feed-forward block, in addition to those before.
+    post_layernorms: bool = False
     ignored: tuple[str, ...] = ()
 
 
@@ -188,6 +190,7 @@ SPARSE: dict[str, Sparse] = {
         shared=lambda f, width: width * f.count("num_shared_experts", default=2),
         is_moe=_after_dense,
         attention=layerwise_attention.afmoe,
+        post_layernorms=True,
         score_key="score_func",
         # transformers' class reads none of the published config's other keys.
         ignored=("mup_enabled", "route_norm", "num_expert_groups", "num_limited_groups", "load_balance_coeff"),
@@ -246,6 +249,8 @@ def read_sparse(f: Fields) -> ModelSpec:
     mixers = kind.attention(f, family, hidden_size, n)
     layers = [LayerSpec(mixer, block if moe else dense) for mixer, moe in zip(mixers, is_moe, strict=True)]
     scaled = f.model_type == "afmoe" and f.flag("mup_enabled")
+    if kind.post_layernorms:
+        layers = [replace(layer, post_layernorms=True) for layer in layers]
     depths, repeated = _mtp_depths(f, kind), f.flag("mtp_share_layers")
     mtp = LayerSpec(mixers[-1], dense) if kind.dense_mtp else layers[-1]
     head_dim = mixers[0].kv_channels

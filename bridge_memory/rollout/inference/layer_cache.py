@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from bridge_memory.rollout.inference.spec import DTYPES, STATE_DTYPES, InferenceSpec, kv_heads, shared
-from bridge_memory.spec import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec, SideBySideSpec, SpecError
+from bridge_memory.spec import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec, MoESpec, SideBySideSpec, SpecError
 
 
 class Kind(str, Enum):
@@ -64,7 +64,9 @@ def layer_caches(spec: InferenceSpec, layers: range) -> list[LayerCache]:
     found: list[LayerCache] = []
     kinds: dict[object, tuple[LayerCache, ...]] = {}
     for index in layers:
-        mixer = spec.model.layers[index].mixer
+        mixer, ffn = spec.model.layers[index].mixer, spec.model.layers[index].ffn
+        if isinstance(ffn, MoESpec) and ffn.shortcut_ffn_hidden_size:
+            raise SpecError("layers of two attentions (LongCat-Flash) are not modelled here; choose another model")
         if mixer not in kinds:
             kinds[mixer] = tuple(_caches(spec, mixer))
         found += kinds[mixer]
