@@ -672,8 +672,10 @@ def estimate_row(config: Any, world: int, stood_in: tuple[str, ...], said: list[
     notes = [*said, *(f"the config of `{name}` is its class's defaults" for name in dict.fromkeys(stood_in))]
     if found.not_modelled:
         within = found.peak_bounds
-        known = within.least is not None and within.most is not None
-        narrow = known and within.most - within.least <= NARROW * found.peak_stage.peak_bytes
+        narrow = (
+            within.least is not None and within.most is not None
+            and within.most - within.least <= NARROW * found.peak_stage.peak_bytes
+        )
         what = ", ".join(dict.fromkeys(feature.split(":")[0] for feature in found.not_modelled))
         notes.append(f"{BOUNDED if narrow else MISSING}{what}")
     return cells(config, world, " ".join(f"{s.peak_bytes / GIB:.1f}" for s in found.stages), notes)
@@ -723,7 +725,7 @@ def bridge_itself(config: Any, replicas: int, microbatches: int | None) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    import bridge_stubs  # type: ignore[import-not-found]
+    import bridge_stubs
     import megatron.bridge
     import megatron.core
 
@@ -755,7 +757,8 @@ are run; checkpoints and data are taken to be there.
 Recipes with equal containers are one row. "Bridge" is what the release's own functions return, or the error that they
 end with; "table2" are its closed forms by pipeline stage; "inventory" is this project's peak by stage, without the
 sizes of what the last column lists: of {estimated} estimates {estimated - open_} list nothing, or what moves the peak
-by less than 2 %. Transformer Engine is taken as {bridge_stubs.TRANSFORMER_ENGINE}. Fusions that need a GPU's packages are taken as available.
+by less than 2 %. Transformer Engine is taken as {bridge_stubs.TRANSFORMER_ENGINE}. Fusions that need a GPU's packages
+are taken as available.
 
 | recipe | layout | Bridge | table2 by stage | inventory by stage | remarks |
 |---|---|---:|---|---|---|

@@ -14,6 +14,7 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec.adapters import names_layers
 from bridge_memory.spec.dtypes import DTYPE_BYTES
+from bridge_memory.spec.encoders import recorded
 from bridge_memory.spec.graphs import static_masks
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import AttentionSpec, EncoderSpec, GatedDeltaNetSpec, MambaSpec, MLASpec
@@ -172,11 +173,13 @@ def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
 
 def _of_encoders(run: RunSpec) -> Iterator[Unmodelled]:
     for encoder in run.model.encoders:
+        known = encoder.structure is not None and recorded(run.implementation.torch_layers, encoder.structure)
         if run.implementation.torch_layers:
-            yield Unmodelled(
-                f"{encoder.name}: {encoder.parameters} parameters with their gradients and optimizer state, and "
-                "activations", Effect.UP, order=ENCODER,
-            )
+            if run.implementation.own_layers or not known:
+                yield Unmodelled(
+                    f"{encoder.name}: activations of images and sounds, whose parameters are counted with those of no "
+                    "layer", Effect.UP, order=ENCODER,
+                )
         elif encoder.structure is not None:
             if encoder.frozen and run.data_parallel.engine != "megatron_ddp":
                 yield Unmodelled(

@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 
 from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.deferred import bytes_per_call, calls
-from bridge_memory.inventory.encoders.chain import encoder_links, encoder_parameters, pixel_bytes
+from bridge_memory.inventory.encoders.chain import (
+    encoder_layers,
+    encoder_links,
+    encoder_parameters,
+    parameters_beside_layers,
+    pixel_bytes,
+)
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import layer_links, reached
 from bridge_memory.inventory.megatron.embedding import learned_positions
@@ -234,9 +240,11 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
         prefix = f"{family.prefix}{family.layers}.{{}}."
     if shape.embedding or shape.num_depths:
         parameters = embedding_block(model, ctx).parameters
-        if shape.embedding and model.encoders and ctx.torch_layers is None:
+        if shape.embedding and model.encoders:
             parameters = _with_encoders(parameters, model, ctx)
         units.append(Unit(Label.EMBEDDING, "", parameters))
+        if ctx.torch_layers is not None:  # layers of transformers' encoders, which engines wrap as others
+            units += [Unit(Label.LAYER, *each) for each in encoder_layers(ctx)]
     for kind, count in shape.layers:
         units.append(Unit(Label.LAYER, prefix, layer_block(kind, ctx).parameters, count, kind))
     if holds_final_norm(model, shape, ctx):
@@ -263,6 +271,8 @@ def _with_encoders(embedding: ParameterList, model: ModelSpec, ctx: BlockContext
         recorded = {run.spec: (i, run) for i, run in enumerate(ctx.encoders)}
         rows = list(embedding.rows)
         for encoder in model.encoders:
+            if encoder in recorded and ctx.torch_layers is not None:
+                continue
             if encoder in recorded:
                 i, run = recorded[encoder]
                 rows += [
@@ -271,6 +281,8 @@ def _with_encoders(embedding: ParameterList, model: ModelSpec, ctx: BlockContext
                 ]
                 continue
             rows += [Repeated((p,)) for p in _of_unknown_structure(encoder, ctx)]
+        if ctx.torch_layers is not None:
+            rows += parameters_beside_layers(ctx)
         known = ctx.evaluated[key] = ParameterList(rows)
     return known
 
@@ -294,12 +306,12 @@ def _of_unknown_structure(encoder: EncoderSpec, ctx: BlockContext) -> Iterator[P
 
 def named_parameters(units: Sequence[Unit]) -> Iterator[Parameter]:
     """Every parameter of one chunk on one rank, with its name in megatron-core's ``named_parameters``."""
-    layer = 0
+    named: dict[str, int] = {}
     for unit in units:
-        first = layer if unit.label is Label.LAYER else 0
+        first = named.get(unit.prefix, 0) if unit.label is Label.LAYER else 0
         for number in range(first, first + unit.times):
             yield from unit.parameters.expanded(unit.prefix.format(number))
-        layer += unit.times if unit.label is Label.LAYER else 0
+        named[unit.prefix] = first + unit.times
 
 
 def chunk_scratch(

@@ -167,8 +167,7 @@ def _whole_embeddings(asked: ArgumentValues) -> int:
 
 
 def _not_of_packs(asked: ArgumentValues, value: object) -> bool:
-    """Bridge sets it for packs of whole sequences, which are counted (``training/config.py:
-    ConfigContainer.validate``)."""
+    """Bridge sets it for packs of whole sequences, which are counted (``ConfigContainer.validate``)."""
     return not (asked["enable_in_batch_packing"] or asked["pack_sequences_in_batch"])
 
 

@@ -235,3 +235,9 @@ def media_words(structure: EncoderStructure, items: tuple[Item, ...]) -> str:
             plural = "" if item.number == 1 else "s"
             out.append(f"{item.number} image{plural} of {item.height} x {item.width} patches")
     return f"{' and '.join(out) or 'no images'} ({features(structure, items)} tokens of the sequence)"
+
+
+def recorded(torch_layers: bool, structure: EncoderStructure) -> bool:
+    """Whether an encoder's activations are recorded: in a model of transformers not where Megatron's are blocks of its
+    own (Qwen3-VL)."""
+    return not (torch_layers and structure.kind in MEGATRON_KINDS)

@@ -138,6 +138,8 @@ class Family(NamedTuple):
     #: every layer picks cos and sin of the positions (Phi-3.5-MoE before 5); "polar": as complex numbers
     #: (DeepSeek-V2); "torchtune": pairs in fp32.
     rotary: str = "halves"
+    #: 3: cos and sin are made for time, height and width of every sequence; layers gather theirs (Qwen2.5-VL).
+    rotary_axes: int = 1
     #: The share of ``rotary_dim`` that cos and sin have.
     rotary_share: float = 1.0
     #: cos and sin are in fp32, and so are rotated queries and keys until they are cast back (OLMo 2).

@@ -31,7 +31,7 @@ from bridge_memory.spec import (
     RunSpec,
     SideBySideSpec,
 )
-from bridge_memory.spec.encoders import Item, items_of
+from bridge_memory.spec.encoders import Item, items_of, recorded
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
 from bridge_memory.spec.transformers import (
     DEFAULT_TRANSFORMERS_SPEC,
@@ -456,20 +456,23 @@ def _adapters(peft: PeftSpec) -> PeftSpec | None:
 
 
 def _encoders(run: RunSpec) -> tuple[EncoderRun, ...]:
-    """The encoders of Megatron's models whose structure is known, as transformers runs them in the dtype of the
-    parameters."""
+    """The encoders whose structure is known: beside Megatron's models as transformers runs them in the dtype of the
+    parameters, else as the rest of a model of transformers."""
     if run.implementation.torch_layers:
-        return ()
-    width = DTYPE_BYTES[run.precision.params_dtype]
-    spec = replace(
-        DEFAULT_TRANSFORMERS_SPEC, transformers_version=run.transformers.transformers_version,
-        attn_implementation=run.transformers.attn_implementation,
-    )
-    layers = TorchLayers(spec, Family(), width, False, width)
+        if run.implementation.own_layers:
+            return ()
+        layers = _torch_layers(run)._replace(spec=replace(run.transformers, liger_kernel=()), family=Family())
+    else:
+        width = DTYPE_BYTES[run.precision.params_dtype]
+        spec = replace(
+            DEFAULT_TRANSFORMERS_SPEC, transformers_version=run.transformers.transformers_version,
+            attn_implementation=run.transformers.attn_implementation,
+        )
+        layers = TorchLayers(spec, Family(), width, False, width)
     return tuple(
         EncoderRun(encoder, encoder.structure, items_of(encoder.structure, run.batch), layers, run.batch.seq_length)
         for encoder in run.model.encoders
-        if encoder.structure is not None
+        if encoder.structure is not None and recorded(run.implementation.torch_layers, encoder.structure)
     )
 
 
@@ -486,6 +489,8 @@ def _torch_layers(run: RunSpec) -> TorchLayers:
     spec = run.transformers
     own = {"torchtitan": TORCHTITAN, "torchtune": TORCHTUNE}
     family = own.get(run.implementation.transformer_impl) or family_of(run.model.model_type, spec)
+    if any(encoder.structure is not None and encoder.structure.kind == "qwen2_5_vl" for encoder in run.model.encoders):
+        family = family._replace(rotary="gathered", rotary_axes=3)
     return TorchLayers(
         spec, family, DTYPE_BYTES[spec.autocast or run.compute_dtype],
         run.model.share_embeddings_and_output_weights, DTYPE_BYTES[run.adapters_compute_dtype],

@@ -14,6 +14,7 @@ from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.encoders import audio, megatron, vision
 from bridge_memory.inventory.encoders.ops import EncoderOps, encoder_trains
 from bridge_memory.inventory.layer_links import fully_recomputed, recomputed_together
+from bridge_memory.inventory.torch.checkpoints import checkpointed
 from bridge_memory.inventory.torch.ops import FP32, Array
 from bridge_memory.spec.adapters import is_target
 from bridge_memory.spec.encoders import MEGATRON_KINDS, EncoderStructure, features
@@ -21,7 +22,7 @@ from bridge_memory.tapes.alive import BlockCost
 from bridge_memory.tapes.blocks import Block, block
 from bridge_memory.tapes.chain import Label, Link, plain_link
 from bridge_memory.tapes.context import BlockContext, EncoderRun
-from bridge_memory.tapes.parameters import Repeated
+from bridge_memory.tapes.parameters import ParameterList, Repeated
 from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.tapes.symbolic import largest
 
@@ -99,6 +100,52 @@ def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
             links.append((link.with_gradients(waiting) if ctx.adapters is None else link, count))
         links.append((plain_link(_joined(ctx, run, i), Label.ENCODER), 1))
     return links
+
+
+def torch_encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
+    """The same in a model of transformers, whose checkpoints are around the encoder's layers too
+    (``modeling_layers.py: GradientCheckpointingLayer``). A layer of it has a layer's label: engines wrap it as one."""
+    assert ctx.torch_layers is not None
+    spec, links = ctx.torch_layers.spec, []
+    waiting, pixels = ctx.hidden_bytes, pixel_bytes(ctx)
+    for i, run in enumerate(ctx.encoders):
+        if not run.items:
+            continue
+        held = sizes_of_encoder(run, ctx).held
+        kept = held if spec.gradient_checkpointing else 0  # arguments of every checkpoint
+        for name, found, count in blocks_of_encoder(ctx, run, i):
+            if name == "layer" and spec.gradient_checkpointing:
+                link = checkpointed(found.cost, 0, reentrant=spec.reentrant)
+            else:
+                link = plain_link(found, Label.LAYER if name == "layer" else Label.ENCODER)
+            more = waiting + pixels + (held - kept if name != "stem" else 0)
+            link = link._replace(forward_peak=link.forward_peak + more)
+            if name == "stem":
+                link = link._replace(
+                    retained=link.retained + kept, more=(*link.more, ((Part.ENCODER, Provenance.FORMULA), kept)),
+                )
+            links.append((link.with_gradients(waiting) if ctx.adapters is None else link, count))
+        links.append((plain_link(_joined(ctx, run, i), Label.ENCODER), 1))
+    return links
+
+
+def encoder_layers(ctx: BlockContext) -> Iterator[tuple[str, ParameterList, int]]:
+    """(prefix of its names, parameters, how many) of the layers of encoders of transformers."""
+    bare = ctx.bare()
+    for i, run in enumerate(ctx.encoders):
+        for name, found, count in blocks_of_encoder(bare, run, i):
+            if name == "layer":
+                yield f"{run.spec.name}.layers.{{}}.", found.parameters, count
+
+
+def parameters_beside_layers(ctx: BlockContext) -> Iterator[Repeated]:
+    """The other parameters of these encoders."""
+    bare = ctx.bare()
+    for i, run in enumerate(ctx.encoders):
+        for name, found, count in blocks_of_encoder(bare, run, i):
+            if name != "layer":
+                for parameters, times in found.parameters.rows:
+                    yield Repeated(tuple(p.under(f"{run.spec.name}.") for p in parameters), times * count)
 
 
 def encoder_chain(ctx: BlockContext, run: EncoderRun, number: int) -> list[tuple[Link, int]]:
@@ -315,7 +362,8 @@ def _joined(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
     """``inputs_embeds.masked_scatter(mask, features)``: of token embeddings copied to [b, s, h], with the features of
     all images in one copy; the result is copied to [s, b, h] (``modeling_glm_45v.py: GLM45VModel.forward``).
 
-    Saves the mask, a byte a token. Backward makes a gradient of each (``derivatives.yaml: masked_scatter``).
+    Saves the mask, a byte a token. Backward makes a gradient of each (``derivatives.yaml: masked_scatter``). In a model
+    of transformers embeddings are [b, s, h] before and after.
     """
     s, reached = run.structure, _features_reached(ctx, run)
 
@@ -326,7 +374,8 @@ def _joined(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
         elements = tokens * r.ctx.hidden_size
         given = t.input("features", t.samples * features(s, run.items) * s.out_size, t.compute_width, grad=reached)
         found = t.input("token embeddings", elements, t.compute_width, grad=not r.frozen)
-        rows = t.copy("token embeddings by sequence", found)
+        turned = ctx.torch_layers is None
+        rows = t.copy("token embeddings by sequence", found) if turned else found
         joined = t.cat("features of all images", given)
         mask = t.constant("mask of the placeholders", tokens, 1)
         t.keep_alive(found, given)
@@ -334,7 +383,6 @@ def _joined(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
             "embeddings with features", (rows, joined, mask), elements, t.compute_width, saves=(mask.tensor,),
         )
         t.keep_alive(rows, joined, mask)
-        last = t.copy("embeddings by position", out)
-        r.tape.output(last.tensor)
+        r.tape.output((t.copy("embeddings by position", out) if turned else out).tensor)
 
     return block(ctx, ("encoder", number, "joined", reached), record)

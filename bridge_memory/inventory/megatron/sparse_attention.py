@@ -13,6 +13,8 @@ in a sequence (s c), P = T n pairs; the indexer has i heads of width d on every 
 
 from __future__ import annotations
 
+from typing import Any
+
 from bridge_memory.inventory.megatron.attention import cosine_and_sine
 from bridge_memory.spec import IndexerSpec, MLASpec, SparseSpec, divide
 from bridge_memory.tapes.recorder import Recorder
@@ -306,7 +308,7 @@ def _loss_of_kernels(
     )
 
 
-def _choice(scores: int) -> int:
+def _choice(scores: Any) -> Any:
     """Scratch of the choice from these bytes of scores."""
     return smallest(CHOICE_PER_SCORE * scores, CHOICE_AT_ONCE)
 

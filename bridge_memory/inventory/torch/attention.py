@@ -219,7 +219,8 @@ def needs_mask(hf: TorchLayers, window: int | None, seq: Any, *, packed: bool = 
     if spec.attention_mask == "padded" or packed:
         return True
     own = hf.family.own_masks or hf.family.typed_masks
-    if spec.attention_mask == "none" and not spec.use_cache and not own and hf.packing_is_supposed:
+    by_axes = hf.family.rotary_axes > 1  # positions of three axes say nothing of packs
+    if spec.attention_mask == "none" and not spec.use_cache and not own and hf.packing_is_supposed and not by_axes:
         return True
     return window is not None and bool(seq >= window)
 

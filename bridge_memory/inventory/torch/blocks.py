@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 from bridge_memory.components import Part
 from bridge_memory.inventory.torch import bloom, gpt2, longcat, nemotron_h
@@ -65,7 +66,8 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
             x = t.scale("input embeddings, scaled", x)
         # torchtitan's and torchtune's table is a buffer (workspaces/persistent.py: rotary_tables).
         made = int(rotary * family.rotary_share) if family.rotary not in ("complex", "torchtune") else 0
-        tables = [(name, r.ctx.seq * made // table_share(t)) for name in (_table_names(t) if made else ())]
+        rows = positions_of(t) * family.rotary_axes
+        tables = [(name, rows * made // table_share(t)) for name in (_table_names(t) if made else ())]
         if alibi and t.hf.spec.gradient_checkpointing:
             tables.append(("slopes of the positions", tokens * alibi))
         for name, elements in tables:
@@ -116,6 +118,11 @@ def _table_names(t: Torch) -> tuple[str, ...]:
 
 def table_width(t: Torch) -> int:
     return FP32 if t.hf.family.rotary_in_fp32 or t.hf.family.rotary in ("polar", "torchtune") else t.parameter_width
+
+
+def positions_of(t: Torch) -> Any:
+    """Positions of a table: all sequences share them, unless they have axes."""
+    return t.r.ctx.tokens if t.hf.family.rotary_axes > 1 else t.r.ctx.seq
 
 
 def table_share(t: Torch) -> int:
@@ -171,7 +178,7 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
 
 def _shared(t: Torch) -> Shared:
     ctx = t.r.ctx
-    elements = ctx.seq * int(ctx.rotary_dim * t.hf.family.rotary_share) // table_share(t)
+    elements = positions_of(t) * int(ctx.rotary_dim * t.hf.family.rotary_share) // table_share(t)
     if t.hf.family.rotary == "torchtune":
         table = t.input("rotary table", elements, FP32, grad=False, counted=False)
         return Shared(table, table)

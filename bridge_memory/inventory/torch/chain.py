@@ -7,6 +7,7 @@ GradientCheckpointingLayer``, ``masking_utils.py``.
 from __future__ import annotations
 
 from bridge_memory.components import Part, Provenance
+from bridge_memory.inventory.encoders.chain import torch_encoder_links
 from bridge_memory.inventory.torch.attention import needs_mask
 from bridge_memory.inventory.torch.blocks import (
     embedding_block,
@@ -15,6 +16,7 @@ from bridge_memory.inventory.torch.blocks import (
     output_block,
     scaled_embeddings,
 )
+from bridge_memory.inventory.torch.checkpoints import checkpointed
 from bridge_memory.inventory.torch.ops import FP32
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from bridge_memory.spec.adapters import in_any_layer, is_target
@@ -48,7 +50,7 @@ def torch_chunk(
             more=(more,),
         )
         masks = 0
-    links: list[tuple[Link, int]] = [(embedding, 1)]
+    links: list[tuple[Link, int]] = [(embedding, 1), *torch_encoder_links(ctx)]
     # ``inputs_embeds`` is a variable of the model's forward; scaled embeddings are a separate tensor.
     unscaled = ctx.hidden_bytes if scaled_embeddings(model, ctx) == "model" else 0
     if model.position_embedding_type == "learned_absolute":
@@ -114,7 +116,7 @@ def _layers(shape: ChunkShape, ctx: BlockContext) -> list[tuple[Link, int]]:
     for number, kind in enumerate(kinds, start=1):
         block = layer_block(kind, ctx)
         recomputed = number % int(option) == 0
-        link = _checkpointed(block.cost, 0, reentrant=False) if recomputed else plain_link(block, Label.LAYER)
+        link = checkpointed(block.cost, 0, reentrant=False) if recomputed else plain_link(block, Label.LAYER)
         found.append((link, 1))
     return found
 
@@ -169,7 +171,7 @@ def _layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
     if not spec.gradient_checkpointing:
         return plain_link(found, Label.LAYER)
     before = _gradients_before(layer, ctx)
-    link = _checkpointed(found.cost, before, reentrant=spec.reentrant)
+    link = checkpointed(found.cost, before, reentrant=spec.reentrant)
     if spec.reentrant:  # recomputed, and held as the output is
         more = _returned(layer, ctx)
         peak = link.backward_peak + more
@@ -211,7 +213,7 @@ def _with_products_kept(layer: LayerSpec, cost: BlockCost, ctx: BlockContext) ->
     products = heads * mixer.kv_channels + mixer.num_query_groups * mixer.value_channels + ffn.ffn_hidden_size
     products += 0 if ctx.torch_layers.compiled else h
     kept = ctx.tokens * ((products + heads * mixer.value_channels) * width + 4 * heads)
-    link = _checkpointed(cost, 0, reentrant=False)
+    link = checkpointed(cost, 0, reentrant=False)
     return link._replace(
         retained=link.retained + kept, forward_peak=link.forward_peak + kept,
         more=(*link.more, ((Part.ATTENTION, Provenance.FORMULA), kept)),
@@ -233,31 +235,6 @@ def _gradients_before(layer: LayerSpec, ctx: BlockContext) -> int:
         return 0
     wide = hf.adapter_width
     return ctx.tokens * ctx.hidden_size * (wide + (ctx.act if wide != ctx.act else 0))
-
-
-def _checkpointed(cost: BlockCost, before: int, *, reentrant: bool) -> Link:
-    """A layer that saves its input and runs forward again in backward (torch ``utils/checkpoint.py``).
-
-    Reentrant: forward runs without gradients; the recomputed output and its gradient are variables of
-    ``CheckpointFunction.backward`` until it returns. Non-reentrant: forward drops the tensors that it would save, and
-    the recomputation stops at the last saved tensor (``_StopRecomputationError``), so that nothing holds the output.
-    """
-    kept, out = cost.input_bytes, cost.output_bytes
-    unsaved_input = 0 if cost.input_retained else kept
-    if reentrant:
-        again, back = cost.forward_peak + out, unsaved_input + cost.backward_peak_held + out
-    else:
-        again = (cost.before_landmark_forward or cost.forward_peak) + out + before
-        back = unsaved_input + cost.backward_peak
-    back_name = cost.backward_name if back >= again else _recomputed
-    return Link(
-        Label.RECOMPUTED, kept, cost.no_grad_peak, max(again, back), max(again, back), cost.forward_name, back_name,
-        more=(((Part.RECOMPUTED_INPUT, Provenance.FORMULA), kept),),
-    )
-
-
-def _recomputed() -> str:
-    return "recomputed layer"
 
 
 def _with_variables(link: Link, held: int) -> Link:
