@@ -203,6 +203,7 @@ CASES = {
     "--video-frames": (f"{VISION} --image-size 448x448", "8"), "--audio-seconds": (AUDIO, "0"),
     "--async-save": (SAVED, ""), "--stream-ckpt-dequant": (f"{SAVED} --fp8 hybrid --fp8-param-gather", "no"),
     "--load-optim": (SAVED, "no"), "--save-optim": (SAVED, "no"),
+    "--also-save-hf-checkpoint": (SAVED, ""),
 }  # fmt: skip
 
 
