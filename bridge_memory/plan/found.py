@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from bridge_memory.job.job import whole_fit
@@ -231,7 +232,8 @@ class Found(NamedTuple):
     def ranked(self, number: int) -> Ranked:
         """The first ``number`` choices: those that keep the reserve, then the others, both sorted by time.
 
-        Evaluates at most ``LOOKED_FOR`` choices more, or ``LOOKED_FOR_ONE`` until one keeps the reserve. The fastest
+        Evaluates at most ``LOOKED_FOR`` choices more, or ``LOOKED_FOR_ONE`` until one keeps the reserve, and then those
+        that need less memory than every faster one. The fastest
         ``IMPROVED`` are improved. Choices that ``refuses`` refuses are skipped, unless it refuses all. Row 1 is the
         fastest, or a simpler one (``SIMPLER``). A candidate for row 1 whose whole job is not ``certain`` to fit is
         listed after the rows that keep the reserve, if one of the first ``CANDIDATES`` is certain.
@@ -253,6 +255,9 @@ class Found(NamedTuple):
                 (keeping if self.keeps(row) else tight).append(row)
         if refused and not (keeping or tight):
             return self._replace(refuses=None).ranked(number)
+        if not keeping:
+            keeping = list(islice(filter(self._may_lead, self.front()), 1))
+            tight = [row for row in tight if row not in keeping]
         if self.improves is not None and not self.stopped:
             first = [self.improves(row) for row in keeping[:IMPROVED]]
             keeping = sorted([*first, *keeping[IMPROVED:]], key=lambda row: row.time.seconds)
@@ -287,6 +292,9 @@ class Found(NamedTuple):
         as_fast = lead.time.seconds * (1 + SIMPLER)
         simple = [one for one in near if one[1].time.seconds <= as_fast and one[2][0] <= most]
         return min(simple, key=lambda one: one[2])[1]
+
+    def _may_lead(self, row: Row[Any]) -> bool:
+        return (self.keeps is None or self.keeps(row)) and (self.refuses is None or self.refuses(row, self) is None)
 
     def surest(self) -> Row[Any] | None:
         """The fastest row or the smallest one, if it keeps the reserve and its whole job fits; None if neither does."""

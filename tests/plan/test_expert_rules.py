@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,13 @@ def test_a_search_passes_over_what_nobody_queues(others: list[Row[Any]], last: R
     assert said is None if reason is None else said is not None and reason in said
     ranked = found._replace(refuses=PassedOver()).ranked(5)
     assert (last in ranked.rows) is (reason is None) and sum(ranked.refused.values()) == (reason is not None)
+
+
+def test_a_small_row_leads_where_a_thousand_faster_ones_are_tight() -> None:
+    tight = row(DENSE, 1, -1, parallel())
+    small, smaller = (replace(row(DENSE, 8 + n, 0, parallel()), peak=(1 << 30) - n) for n in (1, 2))
+    ranked = found_of(*(tight,) * 2000, smaller, small).ranked(3)
+    assert ranked.rows == (small, tight, tight) and ranked.keeping == 1
 
 
 def test_what_refuses_all_refuses_nothing() -> None:
