@@ -53,7 +53,9 @@ def _whole(model: ModelSpec) -> BlockContext:
 def _decoder(model: ModelSpec, ctx: BlockContext) -> int:
     total = _numel(embedding_block(model, ctx))
     for kind, start, beyond in model.layer_runs:
-        total += (beyond - start) * (_numel(layer_block(kind, ctx)) + _published_expert_bias(kind.ffn))
+        # transformers' own layers declare the bias where it is a parameter.
+        bias = _published_expert_bias(kind.ffn) if ctx.torch_layers is None else 0
+        total += (beyond - start) * (_numel(layer_block(kind, ctx)) + bias)
     if model.diffusion is None:
         total += _numel(final_norm_block(final_norm_name(model), ctx))
     untied = not model.share_embeddings_and_output_weights

@@ -8,12 +8,15 @@ from __future__ import annotations
 from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
+    Mamba1Spec,
     MambaSpec,
     MLASpec,
     MLPSpec,
     ModelSpec,
     MoESpec,
+    ShortConvSpec,
 )
 
 
@@ -60,6 +63,25 @@ def delta_net(m: GatedDeltaNetSpec, h: int) -> int:
     return total + v * h
 
 
+def kimi_delta(m: KimiDeltaSpec, h: int) -> int:
+    n, d = m.num_heads, m.head_dim
+    total = 3 * h * n * d + 3 * n * d * m.conv_kernel  # queries, keys and values, convolved together
+    total += 2 * (h * d + d * n * d) + h * n  # the forget gate, the gate of the output, beta
+    return total + n * d + n + d + n * d * h  # dt_bias, A_log, norm, o_proj
+
+
+def mamba_1(m: Mamba1Spec, h: int) -> int:
+    i, n, r = m.inner_size, m.state_dim, m.dt_rank
+    total = 2 * h * i + i * m.conv_kernel + (i if m.conv_bias else 0)
+    total += i * (r + 2 * n) + r + 2 * n + r * i + i  # x_proj, norms of time steps, B and C, dt_proj with its bias
+    total += i * n + i + i * h  # A_log, D, out_proj
+    return total + ((2 * i + h) if m.proj_bias else 0)
+
+
+def short_conv(m: ShortConvSpec, h: int) -> int:
+    return h * 3 * h + h * m.kernel + h * h + ((3 * h + h + h) if m.bias else 0)
+
+
 def mlp(width: int, h: int, gated: bool, bias: bool) -> int:
     up = 2 * width if gated else width
     return h * up + width * h + (up + h if bias else 0)
@@ -78,7 +100,10 @@ def moe(m: MoESpec, h: int) -> int:
 
 def layer(spec: LayerSpec, h: int, norm: int) -> int:
     total = 0
-    count = {AttentionSpec: attention, MLASpec: mla, MambaSpec: mamba, GatedDeltaNetSpec: delta_net}
+    count = {
+        AttentionSpec: attention, MLASpec: mla, MambaSpec: mamba, GatedDeltaNetSpec: delta_net,
+        KimiDeltaSpec: kimi_delta, Mamba1Spec: mamba_1, ShortConvSpec: short_conv,
+    }  # fmt: skip
     if spec.mixer is not None:
         total += norm + count[type(spec.mixer)](spec.mixer, h)  # type: ignore[operator]
     if isinstance(spec.ffn, MLPSpec):
@@ -86,6 +111,9 @@ def layer(spec: LayerSpec, h: int, norm: int) -> int:
         total += 2 * (spec.ffn.activation == "xielu")  # alpha_p and alpha_n
     elif isinstance(spec.ffn, MoESpec):
         total += norm + moe(spec.ffn, h)
+        if spec.ffn.shortcut_ffn_hidden_size:  # another attention, and two MLPs beside the experts
+            total += 2 * norm + mla(spec.mixer, h)  # type: ignore[arg-type]
+            total += 2 * mlp(spec.ffn.shortcut_ffn_hidden_size, h, True, False) + spec.ffn.zero_experts * h
         # The router's correction bias: in Megatron a buffer, in some published counts a parameter.
         counted = spec.ffn.router_enable_expert_bias and spec.ffn.expert_bias_in_published_count
         total += spec.ffn.num_experts if counted else 0

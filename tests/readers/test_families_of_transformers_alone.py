@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import hf_parameters
 import pytest
 
 from bridge_memory import SpecError
@@ -53,7 +54,8 @@ AFMOE: dict[str, Any] = {
 def test_parameters_are_those_of_transformers(config: dict[str, Any], counted: int) -> None:
     """``counted``: parameters of transformers' model on the meta device (5.24, 5.12, 4.57 and 5.12). The first is
     called 48B, and the report of LongCat-Flash says 560 billion."""
-    assert model_parameters(model_from_hf_config(config, "a model"))[0] == counted
+    model = model_from_hf_config(config, "a model")
+    assert model_parameters(model)[0] == counted == hf_parameters.main_model(model)
 
 
 @pytest.mark.parametrize(

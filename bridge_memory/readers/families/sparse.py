@@ -190,6 +190,7 @@ SPARSE: dict[str, Sparse] = {
         shared=lambda f, width: width * f.count("num_shared_experts", default=2),
         is_moe=_after_dense,
         attention=layerwise_attention.afmoe,
+        bias_published=True,
         post_layernorms=True,
         score_key="score_func",
         # transformers' class reads none of the published config's other keys.
