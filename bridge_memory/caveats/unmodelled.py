@@ -143,14 +143,6 @@ def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
             order="a byte for each element of queries, keys and values, in every layer",
         )
     yield from _of_sparse_attention(run)
-    if run.parallel.cp > 1 and any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
-        # ssm/gated_delta_net.py: GatedDeltaNet.forward permutes in_proj's output before and after the exchange.
-        yield Unmodelled(
-            f"context_parallel_size ({run.parallel.cp}) with gated delta nets: copies of the projected tokens that are "
-            "exchanged between ranks",
-            Effect.UP,
-            order="two copies of in_proj's output, of one layer",
-        )
     if impl.deterministic_mode and any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
         # ssm/gated_delta_net.py: torch_chunk_gated_delta_rule, and torch's convolution.
         yield Unmodelled(
