@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from bridge_memory.releases import (
     EXPERTS_IN_ONE_PARAMETER,
+    PACKS_EXCHANGED_BY_KERNEL,
     SINKS_IN_PACKED_SEQUENCES,
     SPARSE_ATTENTION_KERNELS,
     core_of,
@@ -295,7 +296,8 @@ def _packed(run: RunSpec) -> Iterator[Unmodelled]:
     )
     if sparse_alone:
         return
-    if run.parallel.cp > 1 and impl.cp_comm_type != "p2p":
+    by_kernel = impl.cp_comm_type == "a2a" and PACKS_EXCHANGED_BY_KERNEL(impl)
+    if run.parallel.cp > 1 and impl.cp_comm_type != "p2p" and not by_kernel:
         # TE context_parallel.py: thd_cp_rank_order_to_sequence_order, reorder_seq_chunks_after_a2a_before_attn_thd.
         yield Unmodelled(
             f"packed_sequences with cp_comm_type ({impl.cp_comm_type}) and context_parallel_size ({run.parallel.cp}): "
