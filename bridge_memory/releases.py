@@ -559,6 +559,10 @@ RING_SUMS_EACH_STEP = since(
 #: get_attention_backend``).
 FLASH_IS_DETERMINISTIC = since(te=(1, 6))
 
+#: Parts of packed sequences that ranks exchange (a2a) are put in order by one kernel, with the copies of other layouts
+#: (``context_parallel.py: flash_attn_a2a_communicate``; by indices in 2.11; not read between).
+PACKS_EXCHANGED_BY_KERNEL = since(te=(2, 20))
+
 # ---- PyTorch ----
 
 #: cuBLAS workspaces are in torch's allocator (``aten/src/ATen/cuda/CublasHandlePool.cpp``, pull request 86645: no

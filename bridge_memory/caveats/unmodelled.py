@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from bridge_memory.releases import (
     EXPERTS_IN_ONE_PARAMETER,
+    PACKS_EXCHANGED_BY_KERNEL,
     SINKS_IN_PACKED_SEQUENCES,
     SPARSE_ATTENTION_KERNELS,
     core_of,
@@ -143,14 +144,6 @@ def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
             order="a byte for each element of queries, keys and values, in every layer",
         )
     yield from _of_sparse_attention(run)
-    if run.parallel.cp > 1 and any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
-        # ssm/gated_delta_net.py: GatedDeltaNet.forward permutes in_proj's output before and after the exchange.
-        yield Unmodelled(
-            f"context_parallel_size ({run.parallel.cp}) with gated delta nets: copies of the projected tokens that are "
-            "exchanged between ranks",
-            Effect.UP,
-            order="two copies of in_proj's output, of one layer",
-        )
     if impl.deterministic_mode and any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
         # ssm/gated_delta_net.py: torch_chunk_gated_delta_rule, and torch's convolution.
         yield Unmodelled(
@@ -303,7 +296,8 @@ def _packed(run: RunSpec) -> Iterator[Unmodelled]:
     )
     if sparse_alone:
         return
-    if run.parallel.cp > 1 and impl.cp_comm_type != "p2p":
+    by_kernel = impl.cp_comm_type == "a2a" and PACKS_EXCHANGED_BY_KERNEL(impl)
+    if run.parallel.cp > 1 and impl.cp_comm_type != "p2p" and not by_kernel:
         # TE context_parallel.py: thd_cp_rank_order_to_sequence_order, reorder_seq_chunks_after_a2a_before_attn_thd.
         yield Unmodelled(
             f"packed_sequences with cp_comm_type ({impl.cp_comm_type}) and context_parallel_size ({run.parallel.cp}): "

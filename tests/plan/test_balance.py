@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from bridge_memory import BatchSpec, ModelSpec, ParallelSpec, RunSpec, SpecError, estimate, resolve_model
+from bridge_memory import (
+    BatchSpec,
+    EncoderSpec,
+    EncoderStructure,
+    ModelSpec,
+    ParallelSpec,
+    RunSpec,
+    SpecError,
+    estimate,
+    resolve_model,
+)
 from bridge_memory.cli import main
 from bridge_memory.outside.amount import Range
 from bridge_memory.plan.megatron.balance import any_split, balance, default_split, described, with_sizes
@@ -105,6 +115,24 @@ def test_within_the_card_no_split_is_faster() -> None:
         assert found.peak <= capacity and max(found.seconds) == pytest.approx(fastest)
     with pytest.raises(SpecError, match="every split needs more than"):
         balance(base, H100, capacity=peaks[0] - 1)
+
+
+def test_where_an_encoder_decides_the_peak_the_other_stages_are_split_by_time() -> None:
+    """The first stage holds the encoder, and has the highest peak with a single layer too."""
+    structure = EncoderStructure(
+        kind="glm4v", hidden_size=1536, ffn_hidden_size=4096, num_layers=24, num_heads=12, out_size=2048,
+        patch_size=14, merge_size=2, temporal_patch_size=2,
+    )  # fmt: skip
+    plain = run("meta-llama/Llama-3.2-1B", 12, 3)
+    tower = EncoderSpec("vision_config", 700_000_000, structure=structure)
+    given = replace(plain, model=replace(plain.model, encoders=(tower,)))
+    found = balance(given, H100)
+    splits = [described(with_sizes(given, sizes), H100) for sizes in partitions(12, 3)]
+    lowest = min(split.peak for split in splits)
+    assert found.peak == lowest == found.peaks[0]
+    alike = [split for split in splits if split.peak == lowest]
+    assert len(alike) > 1
+    assert max(found.seconds) == min(max(split.seconds) for split in alike)
 
 
 def test_the_usual_split_is_megatrons() -> None:

@@ -216,6 +216,11 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> T
         normed = x if ctx.te else r.hold(r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
     act, rows = ctx.act, ctx.tokens
     mixed = r.column_linear(prefix + "in_proj", normed, ctx.hidden_size, in_width, fused_norm=ctx.te)
+    if ctx.cp > 1:
+        # Heads are put in the order of the ranks, exchanged for the tokens of all ranks, and these put in order
+        # (``gated_delta_net/common.py: tensor_a2a_cp2hp``).
+        mixed = tape.make("projected tokens by rank", mixed, mixed.bytes)
+        mixed = tape.make("projected tokens of all ranks", mixed, mixed.bytes, workspace=2 * mixed.bytes)
     more: tuple[Tensor, ...] = ()
     if DELTA_NET_TOKENS_FIRST(ctx.impl):
         conv = tape.make("conv output", mixed, rows * conv_dim * act, saves=(mixed,))
@@ -255,6 +260,8 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> T
         gated = tape.make("gated norm output", (out, gate), rows * v * act, saves=(out, gate, stats), also=(stats,))
     if ctx.batch > 1:
         gated = tape.make("gated norm output, sequence first", gated, gated.bytes)
+    if ctx.cp > 1:  # and back (``tensor_a2a_hp2cp``)
+        gated = tape.make("gated norm output of the rank's tokens", gated, gated.bytes, workspace=2 * gated.bytes)
     projected = r.row_linear(prefix + "out_proj", gated, v, ctx.hidden_size)
     tape.keep_alive(mixed, conv, query, key, value, gate, decay, *more, out)  # variables of GatedDeltaNet.forward
     if recompute_norm:

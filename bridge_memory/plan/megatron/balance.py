@@ -60,7 +60,8 @@ class Balanced(NamedTuple):
 def balance(
     run: RunSpec, hardware: Hardware | None = None, *, capacity: int | None = None, within: float = float("inf")
 ) -> Balanced:
-    """The split of ``run``'s layers with the lowest highest peak.
+    """The split of ``run``'s layers with the lowest highest peak; of several, with ``hardware`` and without virtual
+    stages, the one whose slowest stage is fastest.
 
     With ``capacity``, bytes that no stage may exceed, the one whose slowest stage is fastest (needs ``hardware``), of
     those in which it takes at most ``within`` seconds for a microbatch.
@@ -91,7 +92,11 @@ def balance(
     sizes = _plain(some, cost) if v == 1 else _interleaved(some, v, cost, timed)
     if sizes is None:
         raise SpecError(_no_split(run, capacity))
-    return described(with_sizes(some, sizes), hardware)
+    found = described(with_sizes(some, sizes), hardware)
+    if v == 1 and capacity is None and hardware is not None:
+        # One stage often has the highest peak whatever the others hold (an encoder, the logits).
+        return balance(run, hardware, capacity=found.peak)
+    return found
 
 
 def _no_split(run: RunSpec, capacity: int | None) -> str:
