@@ -51,6 +51,8 @@ class Family(NamedTuple):
     #: Layers with a sliding window: "none", "all", "qwen" (by Qwen's keys), "alternate" (even layers), "pattern" (all
     #: except every n-th).
     window: str = "none"
+    #: Of "pattern": n, unless the config says it.
+    window_every: int = 6
     rotary_factor: float = 1.0
     #: Default of head_dim; None: hidden_size / num_attention_heads.
     head_dim: int | None = None
@@ -170,7 +172,7 @@ def windows(f: Fields, family: Family, n: int) -> list[int | None]:
     if family.window == "alternate":
         return [size if i % 2 == 0 else None for i in range(n)]
     if family.window == "pattern":
-        every = f.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+        every = f.integer("sliding_window_pattern", "_sliding_window_pattern", default=family.window_every)
         return [size if (i + 1) % every else None for i in range(n)]
     return [size] * n
 
