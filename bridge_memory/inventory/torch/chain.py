@@ -152,6 +152,8 @@ def mask_bytes(model: ModelSpec, ctx: BlockContext, *, taken: bool = False) -> i
     if ctx.torch_layers.family.always_masked:
         windows = {None}
     made = [needs_mask(ctx.torch_layers, window, ctx.seq, packed=ctx.packed) for window in windows]
+    if both and len(windows) == 1:  # that of sliding layers, which it has not; their window is taken to be long
+        made.append(needs_mask(ctx.torch_layers, None, ctx.seq, packed=ctx.packed))
     typed = ctx.torch_layers.family.own_masks or ctx.torch_layers.family.typed_masks
     width = ctx.act if typed else 1
     return sum(made) * width * ctx.batch * ctx.seq * ctx.seq
