@@ -80,6 +80,11 @@ def test_a_mask_and_repeated_keys_during_attention(name: str) -> None:
           gradient_checkpointing=True, use_reentrant=True)
 
 
+@pytest.mark.parametrize("way", [{"attn_implementation": "eager", "batch": 1}, {"attention_mask": "padded"}])
+def test_a_single_group_is_expanded_without_a_copy(way: dict[str, Any]) -> None:
+    close({**CONFIGS["llama"], "vocab_size": 64, "num_key_value_heads": 1}, **way)
+
+
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_families(name: str) -> None:
     skip_what_does_not_run(name)

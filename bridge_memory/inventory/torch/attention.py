@@ -278,14 +278,25 @@ def _efficient(
 
 
 def _repeated(t: Torch, spec: AttentionSpec, key: Array, value: Array) -> tuple[Array, Array]:
-    """``repeat_kv``: a copy for every query head, if groups share keys and values."""
+    """``repeat_kv``: a copy for every query head, if groups share keys and values. Of a single group it is an expanded
+    view, whose gradient first has the size of all heads."""
     times = spec.num_attention_heads // spec.num_query_groups
+    if times > 1 and _expands(t, spec):
+        sizes = key.elements * times, value.elements * times
+        return t.spread("keys of every head", key, sizes[0]), t.spread("values of every head", value, sizes[1])
     if times == 1:
         t.variables += [key, value] if t.hf.family.own_attention else []
         return key, value
     key, value = t.copy("keys of every head", key, times), t.copy("values of every head", value, times)
     t.variables += [key, value] if t.hf.family.own_attention else []
     return key, value
+
+
+def _expands(t: Torch, spec: AttentionSpec) -> bool:
+    """Whether keys and values of every head are views: releases before ``SDPA_TAKES_VIEWS`` copy what sdpa takes."""
+    takes_views = t.hf.attention == "eager" or SDPA_TAKES_VIEWS(t.hf.spec)
+    own = t.hf.family.own_attention or t.hf.modules != "transformers"
+    return spec.num_query_groups == 1 and takes_views and not own
 
 
 def _eager(
@@ -301,7 +312,7 @@ def _eager(
     variables = [key, value]
     scores = ctx.tokens * ctx.seq * spec.num_attention_heads
     several = ctx.batch > 1
-    shared = spec.num_attention_heads != spec.num_query_groups
+    shared = spec.num_attention_heads != spec.num_query_groups and not _expands(t, spec)
     left, right = _cast_for_kernel(t, query, key)
     # Queries concatenated from two halves are contiguous.
     sinks = t.hf.family.eager == "sinks"

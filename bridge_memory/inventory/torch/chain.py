@@ -42,14 +42,16 @@ def torch_chunk(
     embedding = plain_link(embedding_block(model, ctx), Label.EMBEDDING)
     own = family.own_masks or family.typed_masks
     if masks and (spec.gradient_checkpointing or (own and ctx.torch_layers.attention == "sdpa")):
-        # The arguments of every checkpoint hold the masks, or attention saves them.
+        # The arguments of every checkpoint hold the masks, or attention saves them; not one that no layer takes.
+        unused = masks - mask_bytes(model, ctx, taken=True) if spec.gradient_checkpointing else 0
+        masks = masks - unused
         more = ((Part.ATTENTION, Provenance.FORMULA), masks)
         embedding = embedding._replace(
             retained=embedding.retained + masks, forward_peak=embedding.forward_peak + masks,
             backward_peak=embedding.backward_peak + masks, backward_peak_held=embedding.backward_peak_held + masks,
             more=(more,),
         )
-        masks = 0
+        masks = unused
     links: list[tuple[Link, int]] = [(embedding, 1), *torch_encoder_links(ctx)]
     # ``inputs_embeds`` is a variable of the model's forward; scaled embeddings are a separate tensor.
     unscaled = ctx.hidden_bytes if scaled_embeddings(model, ctx) == "model" else 0
@@ -130,26 +132,30 @@ def _cast_weights(layer: LayerSpec, ctx: BlockContext) -> int:
     return sum(n for (n,) in matrices) * ctx.torch_layers.compute_width
 
 
-def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
+def mask_bytes(model: ModelSpec, ctx: BlockContext, *, taken: bool = False) -> int:
     """Bytes of the masks that the model's forward makes for all layers: [b, 1, s, s] boolean, or in the model's dtype
-    for eager attention; one for each kind of layer (``masking_utils.py: sdpa_mask, eager_mask``)."""
+    for eager attention; one for each kind of layer (``masking_utils.py: sdpa_mask, eager_mask``). ``taken``: only of
+    those that some layer takes."""
     assert ctx.torch_layers is not None
     if ctx.torch_layers.attention == "flash_attention_2":
         return 0
     windows = _windows(model)
-    if ctx.torch_layers.family.both_masks:
+    both = ctx.torch_layers.family.both_masks and not taken
+    if both:
         windows = windows | {None}
     if ctx.torch_layers.attention == "eager":
         family = ctx.torch_layers.family  # families with two kinds of layers make both masks in any case
         if family.own_masks and family.eager == "gpt2":
             return ctx.batch * ctx.seq * ctx.act  # the causal mask is a buffer of the module
-        kinds = 2 if family.both_masks or family.idle_mask else len(windows)
+        kinds = 2 if both or (family.idle_mask and not taken) else len(windows)
         if family.own_attention and ctx.torch_layers.spec.attention_mask == "none":
             return kinds * ctx.seq * ctx.seq * ctx.act  # all sequences share it
         return kinds * ctx.batch * ctx.seq * ctx.seq * ctx.act
     if ctx.torch_layers.family.always_masked:
         windows = {None}
     made = [needs_mask(ctx.torch_layers, window, ctx.seq, packed=ctx.packed) for window in windows]
+    if both and len(windows) == 1:  # that of sliding layers, which it has not; their window is taken to be long
+        made.append(needs_mask(ctx.torch_layers, None, ctx.seq, packed=ctx.packed))
     typed = ctx.torch_layers.family.own_masks or ctx.torch_layers.family.typed_masks
     width = ctx.act if typed else 1
     return sum(made) * width * ctx.batch * ctx.seq * ctx.seq

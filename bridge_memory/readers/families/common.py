@@ -56,6 +56,8 @@ class Family(NamedTuple):
     window: str = "none"
     #: Where some layers have a window, only those have rotary embeddings.
     rotary_in_windows: bool = False
+    #: Of "pattern": n, unless the config says it.
+    window_every: int = 6
     rotary_factor: float = 1.0
     #: Default of head_dim; None: hidden_size / num_attention_heads.
     head_dim: int | None = None
@@ -176,7 +178,7 @@ def windows(f: Fields, family: Family, n: int) -> list[int | None]:
     if family.window == "alternate":
         return [size if i % 2 == 0 else None for i in range(n)]
     if family.window == "pattern":
-        every = f.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+        every = f.integer("sliding_window_pattern", "_sliding_window_pattern", default=family.window_every)
         return [size if (i + 1) % every else None for i in range(n)]
     return [size] * n
 

@@ -61,7 +61,7 @@ DENSE: dict[str, Family] = {
         assumptions=("OLMo's layer norms have no weights; counted as Megatron's, which have 2h each",),
     ),
     "olmo2": Family(qk_layernorm="full", assumptions=(NORM_AFTER,)),
-    "olmo3": Family(qk_layernorm="full", window="all", assumptions=(NORM_AFTER,)),
+    "olmo3": Family(qk_layernorm="full", window="pattern", window_every=4, assumptions=(NORM_AFTER,)),
     "exaone4": Family(
         **_NO_BIAS, qk_layernorm="head", window="all", rotary_in_windows=True, post_layernorms=True,
         pre_layernorms=False, core_attention="local",
