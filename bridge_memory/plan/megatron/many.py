@@ -910,8 +910,8 @@ class Sweep:
         found, tight = self._beside_others(pipeline, memory.peaks(pipeline, kept, self._allowed))
         places = found.sizes, found.batch, found.recompute
         seconds = self._times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
-        kept_places = (each.astype(np.int32) for each in places)  # a large space has a million
-        return Fitting(pipeline, *kept_places, found.peaks, seconds, looked_at, too_large, tight)
+        sizes, batch, recompute = [each.astype(np.int32) for each in places]  # a large space has a million
+        return Fitting(pipeline, sizes, batch, recompute, found.peaks, seconds, looked_at, too_large, tight)
 
 
 @dataclass(frozen=True, eq=False)
