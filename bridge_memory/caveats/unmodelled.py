@@ -173,6 +173,11 @@ def _of_encoders(run: RunSpec) -> Iterator[Unmodelled]:
                     f"{encoder.name}: activations of images and sounds, whose parameters are counted with those of no "
                     "layer", Effect.UP, order=ENCODER,
                 )
+            elif _adapters_match(run, encoder):
+                yield Unmodelled(
+                    f"{encoder.name}: what adapters of its linears keep, if they are put there", Effect.UP,
+                    order="inputs of the adapted linears and the activations after the first, in every layer of it",
+                )
         elif encoder.structure is not None:
             if encoder.frozen and run.data_parallel.engine != "megatron_ddp":
                 yield Unmodelled(
@@ -196,6 +201,19 @@ def _of_encoders(run: RunSpec) -> Iterator[Unmodelled]:
                 order="on the first stage; some 17 elements of its width for each patch of a microbatch in every layer "
                 "of it, and with torch's attention scores of patches by patches",
             )
+
+
+#: Linears of transformers' encoders, which targets of adapters that are bare names match too: of those with one
+#: projection of queries, keys and values, and of the others.
+_JOINED = frozenset({"qkv", "proj", "gate_proj", "up_proj", "down_proj", "all-linear"})
+_SEPARATE = frozenset({
+    "q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "fc1", "fc2", "all-linear",
+})  # fmt: skip
+
+
+def _adapters_match(run: RunSpec, encoder: EncoderSpec) -> bool:
+    joined = encoder.structure is not None and encoder.structure.kind in ("qwen2_5_vl", "glm4v")
+    return run.peft.scheme == "lora" and bool((_JOINED if joined else _SEPARATE) & {*run.peft.target_modules})
 
 
 def _encodes_with_gradients(run: RunSpec, encoder: EncoderSpec) -> bool:

@@ -160,7 +160,7 @@ class _WholeMamba(torch.autograd.Function):
         normed, rstd = torch.empty_like(out).view(b, s, inner), _fp32(x, groups * b * s)
         y = torch.nn.functional.linear(normed, out_weight)
         ctx.save_for_backward(zxbcdt, conv_weight, conv_bias, out, a, d, dt_bias, norm_weight, rstd, out_weight)
-        ctx.sizes = b, s, heads, head_dim, groups, state, chunk, chunks
+        ctx.sizes = b, s, heads, head_dim, groups, state, chunk
         del dt, cumulated, rows, states
         return (y, final) if finals else y
 
