@@ -224,7 +224,7 @@ class _Job:
         self._recorded: tuple[list[Call], int, int] | None = None
         #: Of the last step: what is kept until the next.
         self._between: list[int] = []
-        self.storages = Storages(self.streams.report)
+        self.storages = Storages(self._report)
         self.ctx = context_of(run)
         self.parts = stage_parts(run, stage)
         self.shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
@@ -246,6 +246,11 @@ class _Job:
         for shape in self.shapes:
             for parameter in named_parameters(chunk_units(run.model, shape, self.ctx)):
                 self.numels[parameter.expert].append(parameter.numel)
+
+    @property
+    def _report(self) -> Callable[[int, int | None], None]:
+        """Takes each allocation, with its bytes, and each free."""
+        return self.streams.report
 
     # ---- the model ----
 
