@@ -557,7 +557,10 @@ def mend(config: Any, world: int, refusal: str) -> str | None:
     elif found == "set use_mamba_mem_eff_path to True":
         model.use_mamba_mem_eff_path = True
     elif found == "set it, or dataset.enable_offline_packing, to False":
-        config.dataset.enable_offline_packing, config.dataset.offline_packing_specs = False, None
+        config.dataset.enable_offline_packing = False
+        for name in ("offline_packing_specs", "packed_sequence_specs"):  # of 0.6 and before
+            if hasattr(config.dataset, name):
+                setattr(config.dataset, name, None)
     else:
         return None
     return " and ".join(f"{field} {_at(config, field)}" for field in _MENDS[found])
@@ -629,7 +632,8 @@ def refusal_of_bridge(config: Any, world: int) -> str | None:
     packed = any(getattr(config.dataset, f"{name}_specs", None) for name in ("packed_sequence", "offline_packing"))
     if packed and getattr(getattr(m, "transformer_layer_spec", None), "__name__", "") in CORE_ATTENTION_OF_SPECS:
         return "ValueError: Packed sequence is not supported by DotProductAttention"
-    if getattr(m, "hybrid_layer_pattern", None) and packed and not getattr(m, "use_mamba_mem_eff_path", True):
+    hybrid = getattr(m, "hybrid_layer_pattern", None) or getattr(m, "hybrid_override_pattern", None)
+    if hybrid and packed and not getattr(m, "use_mamba_mem_eff_path", True):
         # ssm/mamba_mixer.py: MambaMixer.forward
         return "AssertionError: Training with packed sequences is not supported in the non-memory-efficient code path"
     return None
