@@ -777,3 +777,13 @@ def test_a_pipe_in_place_of_kept_costs_is_not_waited_for(tmp_path: Path) -> None
         os.mkfifo(costs._path("grid"))
         costs.take_up(SimpleNamespace())
     assert costs._there == {}
+
+
+@pytest.mark.parametrize("command", ["fit", "search"])
+@pytest.mark.parametrize("size", ["inf", "nan", "1e308", "-1"])
+def test_a_headroom_that_is_no_number_of_bytes_is_refused(
+    command: str, size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1e308 is a finite number of GiB, and no finite number of bytes."""
+    said = refused(capsys, command, MODEL, "--num-gpus", "8", "--gpu", "H100", "--headroom", size)
+    assert "--headroom (" in said and "give GiB of 0 or more" in said

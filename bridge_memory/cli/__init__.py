@@ -85,7 +85,8 @@ class _Parser(argparse.ArgumentParser):
         if full.count("\n") <= _USAGE_LINES:
             return full
         named = [
-            f"[{a.metavar} ...]" if a.nargs == "*" else str(a.metavar) if a.required else f"[{a.metavar}]"
+            f"[{a.metavar or a.dest} ...]" if a.nargs == "*" else f"[{a.metavar or a.dest}]" if not a.required
+            else str(a.metavar or a.dest)
             for a in self._actions if not a.option_strings
         ]
         needed = [f"{a.option_strings[0]} {a.metavar}" for a in self._actions if a.option_strings and a.required]

@@ -14,7 +14,7 @@ from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.megatron.search import layout_style
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.progress import Progress
-from bridge_memory.cli.ranked import Shown, print_found
+from bridge_memory.cli.ranked import Shown, headroom_bytes, print_found
 from bridge_memory.components import GIB
 from bridge_memory.emit.commands import field_words
 from bridge_memory.emit.fixes import state_alone
@@ -77,8 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.top < 1 or args.row < 1:
         raise SpecError("--top and --row count from 1; give a positive number")
-    if not 0 <= args.headroom < float("inf"):
-        raise SpecError(f"--headroom ({args.headroom}) is not a size; give GiB of 0 or more")
+    spared = headroom_bytes(args)
     gpu = find_gpu(args.gpu)
     own = run_on_gpus(args, [gpu])
     if own.implementation.torch_layers:
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if args.emit == "policy":
         raise SpecError("--emit policy is for --engine fsdp2; use flags")
     hardware = hardware_of(gpu.name)
-    capacity = gpu.capacity_bytes - int(args.headroom * GIB)
+    capacity = gpu.capacity_bytes - spared
     vary = args.vary.replace(",", " ").split()
     with Progress("choice") as progress:
         found = fit(

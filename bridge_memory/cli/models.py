@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("pattern", nargs="?", default="", help="list those whose names contain this (/: all)")
+    parser.add_argument("pattern", nargs="?", default="", metavar="NAME",
+                        help="list those whose names contain this (/: all)")
     add_output_arguments(parser, "a list of {name, model_type, parameters, ...}")
 
 

@@ -28,6 +28,14 @@ FRONT = (8, 5, 3, 2, 0)
 SHARED_FROM, SHARED_BUT = 3, 0.1
 
 
+def headroom_bytes(args: argparse.Namespace) -> int:
+    """Bytes of ``--headroom``. Raises SpecError."""
+    nbytes = args.headroom * GIB
+    if not 0 <= nbytes < float("inf"):
+        raise SpecError(f"--headroom ({args.headroom:g}) is not a size; give GiB of 0 or more")
+    return int(nbytes)
+
+
 class Style(NamedTuple):
     """How one kind of row is printed."""
 

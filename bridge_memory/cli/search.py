@@ -8,6 +8,7 @@ from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.cli.megatron import search as megatron
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.phased import FIRST, add_phases_argument
+from bridge_memory.cli.ranked import headroom_bytes
 from bridge_memory.cli.torch import search as torch
 from bridge_memory.emit.formats import FORMATS
 from bridge_memory.plan.torch.mixed import DTYPES
@@ -72,8 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError("--top and --row count from 1; give a positive number")
     if args.jobs is not None and not 1 <= args.jobs <= MOST_JOBS:
         raise SpecError(f"--jobs ({args.jobs}) is not a number of processes; give 1 to {MOST_JOBS}")
-    if args.headroom < 0 or args.headroom != args.headroom:
-        raise SpecError(f"--headroom ({args.headroom}) is not a size; give GiB of 0 or more")
+    headroom_bytes(args)
     if args.phases and (args.brief or args.emit or args.format == "csv"):
         raise SpecError("--phases is shown in text, md and JSON; drop it, or --brief, --emit and csv")
     engines = torch.asked_engines(args)

@@ -16,7 +16,7 @@ from bridge_memory.cli.garbage import few_collections
 from bridge_memory.cli.measured import measured_steps
 from bridge_memory.cli.phased import job_notes
 from bridge_memory.cli.progress import Progress
-from bridge_memory.cli.ranked import Shown, Style, how_words, print_found
+from bridge_memory.cli.ranked import Shown, Style, headroom_bytes, how_words, print_found
 from bridge_memory.components import GIB
 from bridge_memory.emit.commands import field_words
 from bridge_memory.emit.formats import emitted, formats_of
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     with few_collections():
         with Progress("layout") as progress:
             searched = partial(
-                search, hardware=hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
+                search, hardware=hardware, capacity=gpu.capacity_bytes - headroom_bytes(args),
                 outside=partial(outside_bytes_of, gpu=gpu), constants=steps.constants if steps else DEFAULT,
                 backend=args.backend, cache=args.cache, jobs=args.jobs or (1 if args.backend is None else -1),
             )  # fmt: skip

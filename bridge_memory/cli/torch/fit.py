@@ -7,7 +7,7 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli.ranked import of_estimate
+from bridge_memory.cli.ranked import headroom_bytes, of_estimate
 from bridge_memory.components import GIB
 from bridge_memory.spec import SpecError
 from bridge_memory.speed.step_time import tokens_per_second_per_gpu
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, own: RunSpec, gpu: Gpu, schema: str) -> int:
     if args.format in ("csv", "md"):
         raise SpecError(f"--format {args.format} is for megatron-core's engines; use json")
     hardware = hardware_of(gpu.name)
-    capacity = gpu.capacity_bytes - int(args.headroom * GIB)
+    capacity = gpu.capacity_bytes - headroom_bytes(args)
     found = fit(own, hardware, capacity=capacity, outside=partial(outside_bytes_of, gpu=gpu))
     given, (stage,) = step_time(own, hardware), peaks(own)
     if args.emit:

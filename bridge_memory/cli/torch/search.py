@@ -17,7 +17,7 @@ from bridge_memory.cli.garbage import few_collections
 from bridge_memory.cli.measured import named_seconds
 from bridge_memory.cli.phased import job_notes
 from bridge_memory.cli.progress import Progress
-from bridge_memory.cli.ranked import Shown, Style, how_words, print_found
+from bridge_memory.cli.ranked import Shown, Style, headroom_bytes, how_words, print_found
 from bridge_memory.components import GIB
 from bridge_memory.emit.commands import Emitted, field_words
 from bridge_memory.emit.formats import emitted, formats_of
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     num_gpus = getattr(args, _GPUS)
     slower, said = _measured(args.measured_step_time, space, hardware)
     searched = partial(
-        search, hardware=hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
+        search, hardware=hardware, capacity=gpu.capacity_bytes - headroom_bytes(args),
         outside=partial(outside_bytes_of, gpu=gpu), backend=args.backend, slower=slower,
         jobs=args.jobs or (1 if args.backend is None else -1),
     )  # fmt: skip
