@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.progress import Progress
 from bridge_memory.cli.ranked import Shown, headroom_bytes, print_found
 from bridge_memory.components import GIB
-from bridge_memory.emit.commands import field_words
+from bridge_memory.emit.commands import field_words, left_idle
 from bridge_memory.emit.fixes import state_alone
 from bridge_memory.emit.formats import emitted, formats_of
 from bridge_memory.emit.megatron import recompute_words
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     def emit(row: Row[StepTime]) -> Emitted:
         changed = changed_fields(own, row.run)
         if args.emit == "flags":
-            return Emitted(_flags(changed))
+            return Emitted(_flags(changed, left_idle(own, row.run)))
         return emitted(args.emit, "megatron", row.run, _with(args, changed), gpu.name, {})
 
     least = found.lowest
@@ -154,7 +154,8 @@ def run(args: argparse.Namespace) -> int:
     for row in found.ranked(1).rows:
         host = host_memory(row.run)
         away = f"; host memory: {host.node.least / GIB:.0f} GiB on a node of {host.ranks} GPUs"
-        change.append(f"change: {_flags(changed_fields(own, row.run)) or 'nothing'}{away}")
+        flags = _flags(changed_fields(own, row.run), left_idle(own, row.run))
+        change.append(f"change: {flags or 'nothing'}{away}")
     return print_found(
         Shown(
             style, found, own, gpu, own.parallel.world_size, space=yours, otherwise=otherwise, change=change,
@@ -187,10 +188,11 @@ def _words(run: RunSpec) -> str:
     return f"recompute {recompute_words(run.recompute)}" + (f", offload {away}" if away else "")
 
 
-def _flags(changed: Mapping[str, Any]) -> str:
-    """Changes as flags; what has no value any more is one to drop."""
-    dropped = [spelling(name) for name, value in changed.items() if value is None or value == ()]
-    words = shlex.join(field_words(changed))
+def _flags(changed: Mapping[str, Any], idle: Sequence[str]) -> str:
+    """Changes as flags; what has no value any more, or is ``idle``, is one to drop."""
+    dropped = [spelling(name) for name, value in changed.items() if value is None or value == () or name in idle]
+    dropped += [spelling(name) for name in idle if name not in changed]
+    words = shlex.join(field_words({name: value for name, value in changed.items() if name not in idle}))
     return "; ".join(filter(None, (words, f"drop {', '.join(dropped)}" if dropped else "")))
 
 

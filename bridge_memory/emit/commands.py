@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.arguments.flags import FLAG_OF, FLAGS, MODEL_FLAGS, PACKAGES, spelling
 from bridge_memory.releases import release_words
-from bridge_memory.spec import RunSpec
+from bridge_memory.spec import OptimizerSpec, RecomputeSpec, RunSpec
 
 
 class Emitted(NamedTuple):
@@ -51,6 +51,19 @@ def field_words(fields: Mapping[str, Any]) -> list[str]:
 def given_fields(args: argparse.Namespace) -> dict[str, Any]:
     """"group.field" -> value, of what the flags give."""
     return {flag.field: getattr(args, flag.field) for flag in FLAGS if hasattr(args, flag.field)}
+
+
+def left_idle(before: RunSpec, after: RunSpec) -> list[str]:
+    """"group.field" of what ``before`` was given and does nothing in ``after``, whose command refuses it
+    (``arguments.silent``)."""
+    idle = []
+    was, now = before.recompute, after.recompute
+    if was.granularity == "selective" != now.granularity and was.modules != RecomputeSpec().modules:
+        idle.append("recompute.modules")
+    offloads = before.optimizer.optimizer_cpu_offload and not after.optimizer.optimizer_cpu_offload
+    if offloads and before.optimizer.optimizer_offload_fraction != OptimizerSpec().optimizer_offload_fraction:
+        idle.append("optimizer.optimizer_offload_fraction")
+    return idle
 
 
 def names_files(args: argparse.Namespace) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bridge_memory.arguments.flags import FLAGS, SPECS, spelling
 from bridge_memory.components import GIB
+from bridge_memory.emit.commands import left_idle
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.fields import called
 from bridge_memory.spec.parts import MEGATRON_ENGINES
@@ -101,6 +102,11 @@ def changed_flags(effect: Effect, run: RunSpec, *, megatrons: bool = False) -> t
                 add[flag] = [flag, *value] if megatrons else [flag, ",".join(value)]
             else:
                 add[flag] = [flag, str(value)]
+    for field in left_idle(run, effect.run):
+        flag = _megatrons(field) if megatrons else spelling(field)
+        add.pop(flag, None)
+        if flag not in drop:
+            drop.append(flag)
     return [word for words in add.values() for word in words], drop
 
 

@@ -17,7 +17,8 @@ from bridge_memory.spec import ParallelSpec, RecomputeSpec, RunSpec
 from bridge_memory.spec.run import GROUPS
 
 #: "group.field" of what makes a layout.
-_FIELDS = (*(field for fields in AXES.values() for field in fields), "parallel.sequence_parallel")
+_OF_AXES = tuple(field for fields in AXES.values() for field in fields)
+_FIELDS = (*_OF_AXES, "parallel.sequence_parallel")
 _FLAGGED = frozenset(flag.field for flag in FLAGS)
 #: Groups of what settings set, at Megatron's defaults.
 _DEFAULTS = {group: GROUPS[group]() for group in ("precision", "optimizer", "implementation", "data_parallel", "batch")}
@@ -62,9 +63,9 @@ def layout_fields(run: RunSpec) -> dict[str, Any]:
 def estimate_command(run: RunSpec, args: argparse.Namespace, gpu: str) -> str:
     """The ``estimate`` command that shows this layout; ``args``: the flags that were given beside it."""
     layout = layout_fields(run)
-    # Settings that a search varies are those of the row, also where a flag says another.
-    settings = {name for fields in FIELDS.values() for name in fields}
-    given = {name: value for name, value in given_fields(args).items() if name not in layout and name not in settings}
+    # What a search varies is as the row has it, also where a flag says another.
+    varied = {*_OF_AXES, *(name for fields in FIELDS.values() for name in fields)}
+    given = {name: value for name, value in given_fields(args).items() if name not in layout and name not in varied}
     return shlex.join(estimate_words(run, args, gpu, {**given, **layout}))
 
 

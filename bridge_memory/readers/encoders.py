@@ -291,13 +291,21 @@ def _qwen2_audio(v: Fields, text: int, outer: Fields) -> int:
     return convolutions + _of(v, "max_source_positions") * h + layers + 2 * h + _linear(h, text)
 
 
+def _layers(v: Fields, key: str) -> tuple[int, ...]:
+    """Layers by number, from 0; none where the list is absent."""
+    numbers = v.items(key) or ()
+    if any(type(i) is not int for i in numbers):
+        raise v.error(f"{key} is {shown(numbers)}; it must list layers by number")
+    return tuple(numbers)
+
+
 def _structure_qwen2_5(v: Fields, text: int, outer: Fields) -> EncoderStructure:
     return EncoderStructure(
         kind="qwen2_5_vl", hidden_size=_of(v, "hidden_size"), ffn_hidden_size=_of(v, "intermediate_size"),
         num_layers=_of(v, "depth"), num_heads=_of(v, "num_heads"), out_size=_of(v, "out_hidden_size"),
         patch_size=_of(v, "patch_size"), temporal_patch_size=_of(v, "temporal_patch_size"),
         channels=_of(v, "in_channels", 3), merge_size=_of(v, "spatial_merge_size"), window_size=_of(v, "window_size"),
-        full_layers=tuple(int(i) for i in v.items("fullatt_block_indexes") or ()),
+        full_layers=_layers(v, "fullatt_block_indexes"),
     )
 
 
@@ -308,7 +316,7 @@ def _structure_qwen3(v: Fields, text: int, outer: Fields) -> EncoderStructure:
         patch_size=_of(v, "patch_size"), temporal_patch_size=_of(v, "temporal_patch_size"),
         channels=_of(v, "in_channels", 3), merge_size=_of(v, "spatial_merge_size"),
         positions=_of(v, "num_position_embeddings"),
-        deepstack_layers=tuple(int(i) for i in v.items("deepstack_visual_indexes") or ()),
+        deepstack_layers=_layers(v, "deepstack_visual_indexes"),
     )
 
 

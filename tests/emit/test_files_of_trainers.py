@@ -24,10 +24,10 @@ from test_read_back import different
 from tiers import few_fast
 from wide_runs import freeze
 
-from bridge_memory import RunSpec, SpecError, peaks
+from bridge_memory import RecomputeSpec, RunSpec, SpecError, peaks
 from bridge_memory.arguments.flags import FLAGS, add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
-from bridge_memory.emit.commands import field_words
+from bridge_memory.emit.commands import field_words, left_idle
 from bridge_memory.emit.formats import FORMATS, emitted
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.parts import MEGATRON_ENGINES
@@ -252,3 +252,18 @@ def torchtitans_fields() -> dict[str, set[str]]:
         }  # fmt: skip
 
     return {table: set(annotated(kind)) for table, kind in annotated("JobConfig").items() if kind in classes}
+
+
+def test_a_command_of_another_run_has_no_flag_that_does_nothing_there() -> None:
+    """A choice of ``fit`` without the recomputation and the offloading that the flags give: its command, and what
+    ``whatif`` and ``fit --emit flags`` say to add and to drop."""
+    words = ["Llama-3.2-1B", "--num-gpus", "8", "--recompute-granularity", "selective", "--recompute-modules", "mlp",
+             "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"]  # fmt: skip
+    args = parsed(words)
+    run = run_on_gpus(args, [GPU])
+    for recompute in (RecomputeSpec(), RecomputeSpec(granularity="full", method="block", num_layers=2)):
+        other = run.with_(recompute=recompute).with_fields(optimizer_cpu_offload=False, optimizer_offload_fraction=1.0)
+        line = emitted("estimate", "megatron", other, args, GPU.name, {}).text
+        assert not different(run_on_gpus(parsed(shlex.split(line)[2:]), [GPU]), other), line
+        assert left_idle(run, other) == ["recompute.modules", "optimizer.optimizer_offload_fraction"]
+    assert left_idle(run, run) == []

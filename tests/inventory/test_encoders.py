@@ -187,3 +187,11 @@ def test_a_published_config_has_its_text_fields_beside_the_encoders_or_leaves_de
         for width in ({}, {"hidden_size": 4096})
     ]
     assert audio[0] is not None and audio[0].structure is not None and audio[0] == audio[1]
+
+
+@pytest.mark.parametrize("layers", [["x"], [None], [1.5], [[1]]])
+def test_layers_that_are_no_numbers_leave_the_structure_unknown(layers: list[object]) -> None:
+    """As any other size of an encoder that cannot be read: it is counted without activations, which is said."""
+    vision = {**WRAPPERS["qwen2_5_vl"]["vision_config"], "fullatt_block_indexes": layers}
+    encoder = encoder_of({"model_type": "qwen2_5_vl", "text_config": TEXT, "vision_config": vision}, "encoder")
+    assert encoder is not None and encoder.parameters and encoder.structure is None
