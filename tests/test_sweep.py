@@ -107,6 +107,15 @@ def test_a_cell_that_is_refused_is_a_row(tmp_path: Path, capsys: pytest.CaptureF
     assert "refused: " in capsys.readouterr().out
 
 
+def test_a_cell_without_a_layout_names_its_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fleet.csv"
+    path.write_text("model,gpu,num_gpus,seq_length,global_batch_size,engine\n"
+                    "meta-llama/Llama-3.1-70B,L4,1,4096,16,ddp\nmeta-llama/Llama-3.1-70B,L4,1,4096,16,\n")
+    assert main(["sweep", str(path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("does not fit") == 2 and out.count(": ddp") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [

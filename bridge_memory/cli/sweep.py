@@ -79,7 +79,8 @@ def _shown(row: dict[str, str], name: str) -> str:
         return row[name].rpartition("/")[2]
     if name == "layout" and row["verdict"] != "fits":
         why = f" ({row['reason']})" if row["reason"] and row["verdict"] != "refused" else ""
-        return f"{row['verdict']}{why}{': ' if row['layout'] else ''}{row['layout']}"
+        of = row["layout"] or (row["engine"] if row["engine"] != "megatron_ddp" else "")  # as ``layout_words``
+        return f"{row['verdict']}{why}{': ' if of else ''}{of}"
     if name in ("free_gib", "tokens_per_second_per_gpu", "gpu_hours") and row[name]:
         return f"{float(row[name]):,.{1 if name == 'free_gib' else 0}f}"
     return row[name]
