@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,6 +172,20 @@ def test_a_discarded_output_comes_back_under_another_number(refills: bool) -> No
 def test_what_is_not_replayed_says_why(fields: dict[str, Any], words: str) -> None:
     run = run_of(QWEN, 4, **EP).with_fields(**fields)
     assert words in (why_not(run) or "")
+
+
+@pytest.mark.parametrize("engine", ["megatron_ddp", "fsdp2", "single"])
+def test_passes_of_an_encoder_are_not_replayed(engine: str) -> None:
+    """Without them the replay allocated less than the peak. A step of text alone has none, and Megatron's is replayed:
+    two ways to one figure."""
+    config = Path(__file__).parent / "data" / "encoders" / "qwen2_5_vl.json"
+    run = RunSpec(model=str(config), batch=BatchSpec(seq_length=4096, micro_batch_size=1, global_batch_size=1))
+    run = run.with_fields(engine=engine)
+    assert "encoders" in (why_not(run) or "")
+    text = run.with_fields(images_per_sample=0)
+    if why_not(text) is None:
+        assert replayed(text).allocated == pytest.approx(estimate(text).peak_stage.peak_bytes, rel=0.002)
+    assert (why_not(text) is None) == (engine == "megatron_ddp")
 
 
 # ---- overlapped exchanges ----

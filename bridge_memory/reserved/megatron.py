@@ -62,6 +62,7 @@ def why_not(run: RunSpec) -> str | None:
         "offloaded activations": bool(impl.cpu_offloading_num_layers or impl.offload_modules),
         "CUDA graphs": impl.cuda_graph_impl != "none",
         "a teacher": run.teacher is not None or impl.distillation != "none",
+        "encoders": bool(run.model.encoders) and any(encoder.items for encoder in context_of(run).encoders),
         "adapters": run.peft.trains_adapters or run.peft.freezes,
         "outputs that stages keep": run.parallel.pp > 1 and not impl.deallocate_pipeline_outputs,
         "shards of saved inputs": run.recompute.distribute_saved_activations,

@@ -56,6 +56,7 @@ def why_not(run: RunSpec) -> str | None:
     asked = {
         "layers other than transformers' and torchtitan's": not run.implementation.torch_layers,
         "more than one microbatch a step": run.num_microbatches > 1,
+        "encoders": bool(run.model.encoders),
         "adapters": run.peft.trains_adapters or run.peft.freezes,
         "reentrant checkpoints": t.gradient_checkpointing and t.reentrant,
         "checkpoints of every nth layer": t.selective_ac_option not in (None, "op"),
