@@ -61,7 +61,7 @@ def balance(
     run: RunSpec, hardware: Hardware | None = None, *, capacity: int | None = None, within: float = float("inf")
 ) -> Balanced:
     """The split of ``run``'s layers with the lowest highest peak; of several, with ``hardware`` and without virtual
-    stages, the one whose slowest stage is fastest.
+    stages, the one whose slowest stage is fastest, and of these the one whose next slowest is, and so on.
 
     With ``capacity``, bytes that no stage may exceed, the one whose slowest stage is fastest (needs ``hardware``), of
     those in which it takes at most ``within`` seconds for a microbatch.
@@ -89,7 +89,7 @@ def balance(
         return described(ends, hardware)
     v = some.parallel.vpp
     timed = None if capacity is None or step is None else step.seconds_of
-    sizes = _plain(some, cost) if v == 1 else _interleaved(some, v, cost, timed)
+    sizes = _plain(some, cost, every=capacity is not None) if v == 1 else _interleaved(some, v, cost, timed)
     if sizes is None:
         raise SpecError(_no_split(run, capacity))
     found = described(with_sizes(some, sizes), hardware)
@@ -165,8 +165,9 @@ def with_sizes(run: RunSpec, sizes: Sequence[int]) -> RunSpec:
     return _without_split(run, pipeline_model_parallel_layout=short_layout_string(texts))
 
 
-def _plain(run: RunSpec, cost: Cost) -> list[int] | None:
-    """Layers of every stage without virtual ones: exact, whatever the order of kinds."""
+def _plain(run: RunSpec, cost: Cost, *, every: bool) -> list[int] | None:
+    """Layers of every stage without virtual ones: exact, whatever the order of kinds. The highest cost decides, or the
+    costs of ``every`` stage, the highest first; then how uneven the stages are."""
     model, pp = run.model, run.parallel.pp
     layers, mean = model.num_layers, model.num_layers / pp
     known: dict[tuple[int, StageShape], float] = {}
@@ -179,18 +180,19 @@ def _plain(run: RunSpec, cost: Cost) -> list[int] | None:
             known[key] = cost(*key)
         return known[key]
 
-    #: Layers given out -> (highest cost, how uneven, sizes).
-    best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [])}
+    #: Layers given out -> (costs, the highest first, how uneven, sizes).
+    best: dict[int, tuple[list[float], int, list[int]]] = {0: ([], 0, [])}
     for rank in range(pp):
-        after: dict[int, tuple[float, int, list[int]]] = {}
-        for given, (highest, uneven, sizes) in best.items():
+        after: dict[int, tuple[list[float], int, list[int]]] = {}
+        for given, (costs, uneven, sizes) in best.items():
             for number in _sizes(mean, layers - given, rank == pp - 1):
-                found = max(highest, of(rank, given, number)), uneven + number * number, [*sizes, number]
+                here = sorted((*costs, of(rank, given, number)), reverse=True)
+                found = here if every else here[:1], uneven + number * number, [*sizes, number]
                 if given + number not in after or found[:2] < after[given + number][:2]:
                     after[given + number] = found
         best = after
     given_out = best.get(layers)
-    return given_out[2] if given_out is not None and given_out[0] < float("inf") else None
+    return given_out[2] if given_out is not None and given_out[0][0] < float("inf") else None
 
 
 def _sizes(mean: float, left: int, last: bool) -> Iterator[int]:
