@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.inventory.encoders.chain import blocks_of_encoder, sizes_of_encoder
 from bridge_memory.inventory.encoders.ops import encoder_trains
-from bridge_memory.spec import DataParallelSpec, ImplementationSpec, RunSpec
+from bridge_memory.spec import DataParallelSpec, ImplementationSpec, PrecisionSpec, RunSpec
 from bridge_memory.spec.encoders import MEGATRON_KINDS, EncoderStructure, Item, features
 from bridge_memory.speed.megatron.work import Product
 from bridge_memory.speed.torch.work import Traffic
@@ -48,7 +48,8 @@ def encoder_work(run: RunSpec) -> tuple[EncoderWork, ...]:
         return ()
     batch = replace(run.batch, micro_batch_size=1, global_batch_size=None, packed_sequences=False)
     alone = RunSpec(
-        model=run.model, batch=batch, precision=run.precision, peft=run.peft, transformers=run.transformers,
+        model=run.model, batch=batch, peft=run.peft, transformers=run.transformers,
+        precision=PrecisionSpec(params_dtype=run.precision.params_dtype),
         data_parallel=DataParallelSpec(engine=run.data_parallel.engine),
         implementation=ImplementationSpec(transformer_impl=run.implementation.transformer_impl),
     )  # fmt: skip
