@@ -30,6 +30,9 @@ MOST_VIRTUAL = 4
 #: Ways in which rows of chunks may begin in a model whose layers are of several kinds.
 MOST_BEGINNINGS = 64
 
+#: Decimals of a stage's seconds that are compared: what differs by less is rounding, and the evener split is taken.
+DECIMALS = 12
+
 Cost = Callable[..., float]
 
 
@@ -72,13 +75,17 @@ def balance(
     some = any_split(run, run.parallel)
     of_memory = stage_peaks(some)
     step = None if hardware is None else Step(some, hardware)
+    within = round(within, DECIMALS)
+
+    def seconds_of(shapes: StageShape) -> float:
+        assert step is not None, "time needs hardware"
+        return round(step.seconds_of(shapes), DECIMALS)
 
     def cost(rank: int, shapes: StageShape, most: float = float("inf")) -> float:
         """``most``: of a stage that costs more no more is asked."""
         if capacity is None:
             return of_memory(rank, shapes).peak_bytes
-        assert step is not None, "time needs hardware"
-        seconds = step.seconds_of(shapes)
+        seconds = seconds_of(shapes)
         fits = seconds > min(most, within) or of_memory(rank, shapes).peak_bytes <= capacity
         return seconds if fits and seconds <= within else float("inf")
 
@@ -88,7 +95,7 @@ def balance(
             raise SpecError(_no_split(run, capacity))
         return described(ends, hardware)
     v = some.parallel.vpp
-    timed = None if capacity is None or step is None else step.seconds_of
+    timed = None if capacity is None else seconds_of
     sizes = _plain(some, cost) if v == 1 else _interleaved(some, v, cost, timed)
     if sizes is None:
         raise SpecError(_no_split(run, capacity))
