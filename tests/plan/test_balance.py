@@ -26,8 +26,10 @@ from bridge_memory.plan.megatron.balance import any_split, balance, default_spli
 from bridge_memory.plan.megatron.published import PUBLISHED
 from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import AXES, Space
+from bridge_memory.schedule.events import num_warmup, schedule_table
+from bridge_memory.spec.layout import layout
 from bridge_memory.speed.hardware import hardware_of
-from bridge_memory.speed.megatron.step_time import step_time
+from bridge_memory.speed.megatron.step_time import Step, step_time
 
 H100 = hardware_of("H100")
 #: NVIDIA's splits of which a search is fast.
@@ -103,6 +105,65 @@ def test_three_virtual_stages_of_two_kinds() -> None:
     lowest = min(max(described(with_sizes(base, s), H100).seconds) for s in partitions(7, 6))
     found = balance(base, H100, capacity=1 << 50)
     assert max(found.seconds) == pytest.approx(lowest)
+
+
+def interleaved_seconds(run: RunSpec, number: int) -> float:
+    """``number`` microbatches through Megatron's interleaved schedule, pass by pass: each begins when its stage is free
+    and its input is there. Messages take no time."""
+    p, shapes = run.parallel, layout(run.model, run.parallel).shapes(run.model)
+    pp, v, passes = p.pp, p.vpp, Step(run, H100).passes
+    order = schedule_table(number, v, pp)
+    # (backward, microbatch, chunk of the model) of every stage, the next one last.
+    todo = []
+    for rank in range(pp):
+        there = [(False, m, c * pp + rank) for m, c in order]
+        back = [(True, m, (v - 1 - c) * pp + rank) for m, c in order]
+        warm = num_warmup(pp, rank, number, v, pp)
+        both = [one for pair in zip(there[warm:], back, strict=False) for one in pair]
+        todo.append([*there[:warm], *both, *back[len(order) - warm :]][::-1])
+    clock, done = [0.0] * pp, {}
+    while any(todo):
+        for rank in range(pp):
+            while todo[rank]:
+                backward, m, chunk = todo[rank][-1]
+                first = chunk == pp * v - 1 if backward else chunk == 0
+                before = (False, m, chunk) if first else (backward, m, chunk + 1 if backward else chunk - 1)
+                if before not in done and (backward or not first):
+                    break
+                x = passes.chunk(shapes[rank][chunk // pp])
+                took = x.backward_total if backward else x.forward_total
+                clock[rank] = max(clock[rank], done.get(before, 0.0)) + took
+                done[todo[rank].pop()] = clock[rank]
+    return max(clock)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "pp", "vpp"),
+    (("nvidia/Nemotron-4-340B-Base", 48, 8, 3), ("deepseek-ai/DeepSeek-V3", 61, 8, 2), ("Qwen/Qwen3-32B", 41, 2, 6)),
+)
+def test_even_chunks_keep_no_stage_waiting(model: str, layers: int, pp: int, vpp: int) -> None:
+    """As fast in the schedule itself as by its slowest stage, which a stage of 1, 2 and 4 layers beside others of 2, 2
+    and 2 is not."""
+    depths = resolve_model(model).mtp_num_layers
+    some = "E" + "t|" * (pp * vpp - 1) + "t" * (layers - pp * vpp + 1) + "m" * depths + "L"
+    base = run(model, layers, pp, vpp, pipeline_model_parallel_layout=some)
+    found, number = balance(base, H100, capacity=1 << 60), 8 * pp
+    filling = (sum(found.seconds) - max(found.seconds)) / vpp
+    assert interleaved_seconds(found.run, number) < 1.01 * (number * max(found.seconds) + filling)
+
+
+def test_of_splits_as_fast_the_evenest_is_taken() -> None:
+    base = run("deepseek-ai/DeepSeek-V2-Lite", 9, 2, 2, pipeline_model_parallel_layout="Ett|tt|tt|tttL")
+    step = Step(base, H100)
+
+    def uneven(split: RunSpec) -> float:
+        stages = layout(split.model, split.parallel).shapes(split.model)
+        return sum(step.seconds_of([chunk]) ** 2 for stage in stages for chunk in stage)
+
+    every = [described(with_sizes(base, sizes), H100) for sizes in partitions(9, 4)]
+    least = min(max(one.seconds) for one in every)
+    evenest = min(uneven(one.run) for one in every if max(one.seconds) == pytest.approx(least, rel=1e-9))
+    assert uneven(balance(base, H100, capacity=1 << 60).run) == pytest.approx(evenest)
 
 
 def test_within_the_card_no_split_is_faster() -> None:
