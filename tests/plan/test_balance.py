@@ -26,7 +26,7 @@ from bridge_memory.plan.megatron.balance import any_split, balance, default_spli
 from bridge_memory.plan.megatron.published import PUBLISHED
 from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import AXES, Space
-from bridge_memory.schedule.events import num_warmup, schedule_table
+from bridge_memory.plan.megatron.waiting import schedule_seconds, waiting
 from bridge_memory.spec.layout import layout
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.megatron.step_time import Step, step_time
@@ -107,34 +107,23 @@ def test_three_virtual_stages_of_two_kinds() -> None:
     assert max(found.seconds) == pytest.approx(lowest)
 
 
-def interleaved_seconds(run: RunSpec, number: int) -> float:
-    """``number`` microbatches through Megatron's interleaved schedule, pass by pass: each begins when its stage is free
-    and its input is there. Messages take no time."""
-    p, shapes = run.parallel, layout(run.model, run.parallel).shapes(run.model)
-    pp, v, passes = p.pp, p.vpp, Step(run, H100).passes
-    order = schedule_table(number, v, pp)
-    # (backward, microbatch, chunk of the model) of every stage, the next one last.
-    todo = []
-    for rank in range(pp):
-        there = [(False, m, c * pp + rank) for m, c in order]
-        back = [(True, m, (v - 1 - c) * pp + rank) for m, c in order]
-        warm = num_warmup(pp, rank, number, v, pp)
-        both = [one for pair in zip(there[warm:], back, strict=False) for one in pair]
-        todo.append([*there[:warm], *both, *back[len(order) - warm :]][::-1])
-    clock, done = [0.0] * pp, {}
-    while any(todo):
-        for rank in range(pp):
-            while todo[rank]:
-                backward, m, chunk = todo[rank][-1]
-                first = chunk == pp * v - 1 if backward else chunk == 0
-                before = (False, m, chunk) if first else (backward, m, chunk + 1 if backward else chunk - 1)
-                if before not in done and (backward or not first):
-                    break
-                x = passes.chunk(shapes[rank][chunk // pp])
-                took = x.backward_total if backward else x.forward_total
-                clock[rank] = max(clock[rank], done.get(before, 0.0)) + took
-                done[todo[rank].pop()] = clock[rank]
-    return max(clock)
+def test_equal_chunks_fill_the_schedule() -> None:
+    """Warm-up and cool-down are pp - 1 chunks of either direction (Narayanan et al. 2021, section 2.2)."""
+    for pp, v, number in ((2, 2, 4), (4, 3, 8)):
+        assert schedule_seconds([[(1.0, 2.0)] * v] * pp, number) == 3 * (number * v + pp - 1)
+
+
+def test_a_stage_that_is_slower_chunk_by_chunk_never_waits() -> None:
+    """And one of 1, 2 and 4 layers waits for others of 2, 2 and 2, one of 2, 2 and 3 does not."""
+    even, last = [(1.0, 2.0)] * 2, [(1.0, 2.0), (2.0, 4.0)]
+    assert schedule_seconds([even, last], 16) <= 16 * 9 + 6 / 2 + 1
+
+    def of(*sizes: int) -> list[tuple[float, float]]:
+        return [(n * 1.0, n * 2.0) for n in sizes]
+
+    most = 32 * 3 * 7 + 3 * 3 * 6 / 3
+    assert schedule_seconds([of(2, 2, 2)] * 3 + [of(2, 2, 3)], 32) <= most
+    assert schedule_seconds([of(2, 2, 2)] * 3 + [of(1, 2, 4)], 32) > 1.05 * most
 
 
 @pytest.mark.parametrize(
@@ -147,9 +136,8 @@ def test_even_chunks_keep_no_stage_waiting(model: str, layers: int, pp: int, vpp
     depths = resolve_model(model).mtp_num_layers
     some = "E" + "t|" * (pp * vpp - 1) + "t" * (layers - pp * vpp + 1) + "m" * depths + "L"
     base = run(model, layers, pp, vpp, pipeline_model_parallel_layout=some)
-    found, number = balance(base, H100, capacity=1 << 60), 8 * pp
-    filling = (sum(found.seconds) - max(found.seconds)) / vpp
-    assert interleaved_seconds(found.run, number) < 1.01 * (number * max(found.seconds) + filling)
+    found = balance(base, H100, capacity=1 << 60)
+    assert waiting(found.run, H100) < 0.01 * step_time(found.run, H100).seconds
 
 
 def test_of_splits_as_fast_the_evenest_is_taken() -> None:
