@@ -64,7 +64,8 @@ def whole_answer(job: Job, fits: Sequence[Fit], unit: str = "GiB") -> dict[str, 
 
 
 def by_verdict(job: Job, unit: str = "GiB", stage: int | None = None) -> Pairs:
-    """The driver peak of every phase at most, a line for each verdict, worst first, with the stage of its highest.
+    """The driver peak of every phase at most, and of tight ones as a range, a line for each verdict, worst first, with
+    the stage of its highest.
 
     ``stage``: as for ``job_blocks``.
     """
@@ -75,7 +76,8 @@ def by_verdict(job: Job, unit: str = "GiB", stage: int | None = None) -> Pairs:
         alike: dict[str, list[str]] = {}
         found = sorted((p for p in phases if p.verdict(capacity) is verdict), key=lambda phase: -phase.driver.most)
         for phase in found:
-            alike.setdefault(_number(phase.driver.most, unit), []).append(str(phase.phase))
+            peak = phase.driver if verdict is Verdict.TIGHT else Range(phase.driver.most, phase.driver.most)
+            alike.setdefault(_short(peak, unit), []).append(str(phase.phase))
         peaks = [f"{', '.join(names)} {peak}" for peak, names in alike.items()]
         if peaks and several:
             peaks[0] += f" (stage {found[0].stage})"
@@ -86,7 +88,7 @@ def by_verdict(job: Job, unit: str = "GiB", stage: int | None = None) -> Pairs:
     if job.not_modelled:
         pairs.append(("not modelled", "; ".join(job.not_modelled)))
     of = f"{_number(capacity, unit)} {unit} ({job.gpu.name})"
-    title = f"The whole job {_JOB[job.verdict]}: driver peak at most, of {of}"
+    title = f"The whole job {_JOB[job.verdict]}: driver peak, at most or from-to, of {of}"
     return Pairs(title, tuple(pairs))
 
 

@@ -55,19 +55,24 @@ def measured(module: nn.Module, call: Callable[[Any], Any], frozen: Sequence[str
         return Measured(kept, forward, tracker.peak().bytes - 2 * own)
 
 
+def run_beside(structure: EncoderStructure, frozen: Sequence[str] = (), spec: Any = None, **batch: Any) -> RunSpec:
+    """A language model with this encoder."""
+    encoder = EncoderSpec("visual", 1, structure=structure, frozen=tuple(frozen))
+    model = resolve_model("meta-llama/Llama-3.2-1B")
+    names = ("name", "model_type", "hidden_size", "vocab_size", "layers")
+    return RunSpec(
+        model=type(model)(**{name: getattr(model, name) for name in names}, encoders=(encoder,)),
+        batch=BatchSpec(seq_length=2**20, **batch), transformers=spec or TransformersSpec(),
+    )
+
+
 def recorded(
     structure: EncoderStructure, items: Sequence[Item], frozen: Sequence[str] = (), *, release: tuple[int, int],
     attention: str = "sdpa",
 ) -> ChunkInventory:  # fmt: skip
     """The same as it is recorded: without the step that joins features and token embeddings."""
-    spec = EncoderSpec("visual", 1, structure=structure, frozen=tuple(frozen))
-    model = resolve_model("meta-llama/Llama-3.2-1B")
-    run = RunSpec(
-        model=type(model)(**{name: getattr(model, name) for name in ("name", "model_type", "hidden_size", "vocab_size",
-                                                                      "layers")}, encoders=(spec,)),
-        batch=BatchSpec(seq_length=2**20),
-        transformers=TransformersSpec(transformers_version=release, attn_implementation=attention),
-    )
+    spec = TransformersSpec(transformers_version=release, attn_implementation=attention)
+    run = run_beside(structure, frozen, spec)
     ctx = context_of(run)
     (one,) = ctx.encoders
     one = EncoderRun(one.spec, one.structure, tuple(items), one.layers, one.seq_length)

@@ -13,11 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from encoder_oracle import Grids, Measured, measured, recorded  # noqa: E402
+from encoder_oracle import Grids, Measured, measured, recorded, run_beside  # noqa: E402
 from hf_side_by_side import INSTALLED  # noqa: E402
 
 from bridge_memory import EncoderStructure  # noqa: E402
 from bridge_memory.spec.encoders import Item  # noqa: E402
+from bridge_memory.speed.encoders import encoder_work  # noqa: E402
 
 CLOSE = 0.005
 #: (layers, width, heads, inner width of the MLP, width of the features).
@@ -276,3 +277,34 @@ def test_gemma4s_encoder_has_the_parameters_of_its_module(sizes: tuple[int, ...]
     )
     theirs, own = (sum(p.numel() for p in module.parameters()) for module in (tower, projector))
     assert spec is not None and (spec.parameters, spec.projector) == (theirs + own, own)
+
+
+@pytest.mark.parametrize("size", ["small", pytest.param("wide", marks=SLOW)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_operations_of_a_forward_pass_are_those_that_torch_counts(
+    kind: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrix products, convolutions and attention, with eager attention, of one image or sound."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counted: list[int] = []
+
+    def count(module: Any, call: Any, frozen: Any) -> Measured:
+        for part in module.modules():
+            if hasattr(part, "config"):
+                part.config._attn_implementation = "eager"
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            call(module.to(torch.bfloat16))
+        counted.append(counter.get_total_flops())
+        return Measured(0, 0, 0)
+
+    monkeypatch.setitem(KINDS[kind].__globals__, "measured", count)
+    monkeypatch.setitem(IMAGES, size, IMAGES[size][:1])
+    structure, _ = KINDS[kind](size)
+    (item,) = items_of(kind, size)
+    side = structure.patch_size
+    pixels = f"{item.width * side}x{item.height * side}"
+    image = {} if structure.audio else {"images_per_sample": 1, "image_size": pixels}
+    works = encoder_work(run_beside(structure, **image))
+    ours = item.number**structure.audio * sum(w.times * (sum(p.flops for p in w.products) + w.attention) for w in works)
+    assert ours == pytest.approx(counted[0], rel=0.01)

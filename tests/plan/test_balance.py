@@ -26,8 +26,10 @@ from bridge_memory.plan.megatron.balance import any_split, balance, default_spli
 from bridge_memory.plan.megatron.published import PUBLISHED
 from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import AXES, Space
+from bridge_memory.plan.megatron.waiting import schedule_seconds, waiting
+from bridge_memory.spec.layout import layout
 from bridge_memory.speed.hardware import hardware_of
-from bridge_memory.speed.megatron.step_time import step_time
+from bridge_memory.speed.megatron.step_time import Step, step_time
 
 H100 = hardware_of("H100")
 #: NVIDIA's splits of which a search is fast.
@@ -103,6 +105,53 @@ def test_three_virtual_stages_of_two_kinds() -> None:
     lowest = min(max(described(with_sizes(base, s), H100).seconds) for s in partitions(7, 6))
     found = balance(base, H100, capacity=1 << 50)
     assert max(found.seconds) == pytest.approx(lowest)
+
+
+def test_equal_chunks_fill_the_schedule() -> None:
+    """Warm-up and cool-down are pp - 1 chunks of either direction (Narayanan et al. 2021, section 2.2)."""
+    for pp, v, number in ((2, 2, 4), (4, 3, 8)):
+        assert schedule_seconds([[(1.0, 2.0)] * v] * pp, number) == 3 * (number * v + pp - 1)
+
+
+def test_a_stage_that_is_slower_chunk_by_chunk_never_waits() -> None:
+    """And one of 1, 2 and 4 layers waits for others of 2, 2 and 2, one of 2, 2 and 3 does not."""
+    even, last = [(1.0, 2.0)] * 2, [(1.0, 2.0), (2.0, 4.0)]
+    assert schedule_seconds([even, last], 16) <= 16 * 9 + 6 / 2 + 1
+
+    def of(*sizes: int) -> list[tuple[float, float]]:
+        return [(n * 1.0, n * 2.0) for n in sizes]
+
+    most = 32 * 3 * 7 + 3 * 3 * 6 / 3
+    assert schedule_seconds([of(2, 2, 2)] * 3 + [of(2, 2, 3)], 32) <= most
+    assert schedule_seconds([of(2, 2, 2)] * 3 + [of(1, 2, 4)], 32) > 1.05 * most
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "pp", "vpp"),
+    (("nvidia/Nemotron-4-340B-Base", 48, 8, 3), ("deepseek-ai/DeepSeek-V3", 61, 8, 2), ("Qwen/Qwen3-32B", 41, 2, 6)),
+)
+def test_even_chunks_keep_no_stage_waiting(model: str, layers: int, pp: int, vpp: int) -> None:
+    """As fast in the schedule itself as by its slowest stage, which a stage of 1, 2 and 4 layers beside others of 2, 2
+    and 2 is not."""
+    depths = resolve_model(model).mtp_num_layers
+    some = "E" + "t|" * (pp * vpp - 1) + "t" * (layers - pp * vpp + 1) + "m" * depths + "L"
+    base = run(model, layers, pp, vpp, pipeline_model_parallel_layout=some)
+    found = balance(base, H100, capacity=1 << 60)
+    assert waiting(found.run, H100) < 0.01 * step_time(found.run, H100).seconds
+
+
+def test_of_splits_as_fast_the_evenest_is_taken() -> None:
+    base = run("deepseek-ai/DeepSeek-V2-Lite", 9, 2, 2, pipeline_model_parallel_layout="Ett|tt|tt|tttL")
+    step = Step(base, H100)
+
+    def uneven(split: RunSpec) -> float:
+        stages = layout(split.model, split.parallel).shapes(split.model)
+        return sum(step.seconds_of([chunk]) ** 2 for stage in stages for chunk in stage)
+
+    every = [described(with_sizes(base, sizes), H100) for sizes in partitions(9, 4)]
+    least = min(max(one.seconds) for one in every)
+    evenest = min(uneven(one.run) for one in every if max(one.seconds) == pytest.approx(least, rel=1e-9))
+    assert uneven(balance(base, H100, capacity=1 << 60).run) == pytest.approx(evenest)
 
 
 def test_within_the_card_no_split_is_faster() -> None:

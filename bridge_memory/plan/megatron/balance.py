@@ -30,6 +30,9 @@ MOST_VIRTUAL = 4
 #: Ways in which rows of chunks may begin in a model whose layers are of several kinds.
 MOST_BEGINNINGS = 64
 
+#: Decimals of a stage's seconds that are compared: what differs by less is rounding, and the evener split is taken.
+DECIMALS = 12
+
 Cost = Callable[..., float]
 
 
@@ -61,7 +64,7 @@ def balance(
     run: RunSpec, hardware: Hardware | None = None, *, capacity: int | None = None, within: float = float("inf")
 ) -> Balanced:
     """The split of ``run``'s layers with the lowest highest peak; of several, with ``hardware`` and without virtual
-    stages, the one whose slowest stage is fastest.
+    stages, the one whose slowest stage is fastest, and of these the one whose next slowest is, and so on.
 
     With ``capacity``, bytes that no stage may exceed, the one whose slowest stage is fastest (needs ``hardware``), of
     those in which it takes at most ``within`` seconds for a microbatch.
@@ -72,13 +75,17 @@ def balance(
     some = any_split(run, run.parallel)
     of_memory = stage_peaks(some)
     step = None if hardware is None else Step(some, hardware)
+    within = round(within, DECIMALS)
+
+    def seconds_of(shapes: StageShape) -> float:
+        assert step is not None, "time needs hardware"
+        return round(step.seconds_of(shapes), DECIMALS)
 
     def cost(rank: int, shapes: StageShape, most: float = float("inf")) -> float:
         """``most``: of a stage that costs more no more is asked."""
         if capacity is None:
             return of_memory(rank, shapes).peak_bytes
-        assert step is not None, "time needs hardware"
-        seconds = step.seconds_of(shapes)
+        seconds = seconds_of(shapes)
         fits = seconds > min(most, within) or of_memory(rank, shapes).peak_bytes <= capacity
         return seconds if fits and seconds <= within else float("inf")
 
@@ -88,8 +95,8 @@ def balance(
             raise SpecError(_no_split(run, capacity))
         return described(ends, hardware)
     v = some.parallel.vpp
-    timed = None if capacity is None or step is None else step.seconds_of
-    sizes = _plain(some, cost) if v == 1 else _interleaved(some, v, cost, timed)
+    timed = None if capacity is None else seconds_of
+    sizes = _plain(some, cost, every=capacity is not None) if v == 1 else _interleaved(some, v, cost, timed)
     if sizes is None:
         raise SpecError(_no_split(run, capacity))
     found = described(with_sizes(some, sizes), hardware)
@@ -165,8 +172,9 @@ def with_sizes(run: RunSpec, sizes: Sequence[int]) -> RunSpec:
     return _without_split(run, pipeline_model_parallel_layout=short_layout_string(texts))
 
 
-def _plain(run: RunSpec, cost: Cost) -> list[int] | None:
-    """Layers of every stage without virtual ones: exact, whatever the order of kinds."""
+def _plain(run: RunSpec, cost: Cost, *, every: bool) -> list[int] | None:
+    """Layers of every stage without virtual ones: exact, whatever the order of kinds. The highest cost decides, or the
+    costs of ``every`` stage, the highest first; then how uneven the stages are."""
     model, pp = run.model, run.parallel.pp
     layers, mean = model.num_layers, model.num_layers / pp
     known: dict[tuple[int, StageShape], float] = {}
@@ -179,18 +187,19 @@ def _plain(run: RunSpec, cost: Cost) -> list[int] | None:
             known[key] = cost(*key)
         return known[key]
 
-    #: Layers given out -> (highest cost, how uneven, sizes).
-    best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [])}
+    #: Layers given out -> (costs, the highest first, how uneven, sizes).
+    best: dict[int, tuple[list[float], int, list[int]]] = {0: ([], 0, [])}
     for rank in range(pp):
-        after: dict[int, tuple[float, int, list[int]]] = {}
-        for given, (highest, uneven, sizes) in best.items():
+        after: dict[int, tuple[list[float], int, list[int]]] = {}
+        for given, (costs, uneven, sizes) in best.items():
             for number in _sizes(mean, layers - given, rank == pp - 1):
-                found = max(highest, of(rank, given, number)), uneven + number * number, [*sizes, number]
+                here = sorted((*costs, of(rank, given, number)), reverse=True)
+                found = here if every else here[:1], uneven + number * number, [*sizes, number]
                 if given + number not in after or found[:2] < after[given + number][:2]:
                     after[given + number] = found
         best = after
     given_out = best.get(layers)
-    return given_out[2] if given_out is not None and given_out[0] < float("inf") else None
+    return given_out[2] if given_out is not None and given_out[0][0] < float("inf") else None
 
 
 def _sizes(mean: float, left: int, last: bool) -> Iterator[int]:
@@ -269,7 +278,9 @@ def _interleaved(
     chunks goes on, and with the layers given out so far: where the rows begin on the first stage is tried in every way,
     and after the last stage each row must have come to where the next began.
 
-    ``timed``: what stages cost is time, this much, or without end where memory does not hold them.
+    ``timed``: what stages cost is time, this much, or without end where memory does not hold them. Of splits that cost
+    as much the one with the evenest chunks, by layers or by ``timed``: a chunk that takes longer than those that run
+    beside it on other stages keeps them waiting.
     """
     model, pp = run.model, run.parallel.pp
     pattern, layers = _pattern(model), model.num_layers
@@ -288,7 +299,7 @@ def _interleaved(
     some = _stages(run)
     known: dict[tuple[int, StageShape], float] = {}
 
-    best: tuple[float, int, list[int]] = float("inf"), 0, []
+    best: tuple[float, float, list[int]] = float("inf"), 0, []
 
     def price(rank: int, shapes: StageShape) -> float:
         # What costs more than the best so far is not looked at again, and the best only gets better.
@@ -297,9 +308,19 @@ def _interleaved(
             known[key] = cost(rank, shapes, best[0])
         return known[key]
 
+    alone: dict[ChunkShape, float] = {}
+
+    def uneven_of(shapes: StageShape) -> float:
+        if timed is None:
+            return sum(shape.num_layers**2 for shape in shapes)
+        for shape in shapes:
+            if shape not in alone:
+                alone[shape] = timed((shape,)) ** 2
+        return sum(alone[shape] for shape in sorted(shapes, key=lambda one: alone[one]))
+
     given = [stage[c].num_layers for c in range(v) for stage in some]
-    highest = max(price(rank, tuple(c.shape(model) for c in stage)) for rank, stage in enumerate(some))
-    best = highest, sum(n * n for n in given), given
+    as_given = [tuple(c.shape(model) for c in stage) for stage in some]
+    best = max(price(*one) for one in enumerate(as_given)), sum(map(uneven_of, as_given)), given
 
     def stage(rank: int, places: Sequence[int], sizes: Sequence[int], bare: bool) -> StageShape:
         shapes = []
@@ -330,7 +351,7 @@ def _interleaved(
                         yield (head, *middle[1:-1], tail)
 
     #: Sizes of one stage, and what they cost, by rank, whether the loss stands alone, and where its chunks begin.
-    of_stage: dict[tuple[int, bool, tuple[int, ...]], list[tuple[float, int, int, tuple[int, ...], tuple[int, ...]]]]
+    of_stage: dict[tuple[int, bool, tuple[int, ...]], list[tuple[float, float, int, tuple[int, ...], tuple[int, ...]]]]
     of_stage = {}
 
     def sizes_of(rank: int, bare: bool, places: tuple[int, ...]) -> Sequence[Any]:
@@ -338,10 +359,11 @@ def _interleaved(
         found = of_stage.get(key)
         if found is None:
             found = of_stage[key] = []
-            alike: dict[tuple[tuple[int, ...], int], list[tuple[float, int, tuple[int, ...], StageShape]]] = {}
+            alike: dict[tuple[tuple[int, ...], int], list[tuple[float, float, tuple[int, ...], StageShape]]] = {}
             for sizes in dict.fromkeys(options(rank, bare)):
                 on = tuple([pattern.place(at + n) for at, n in zip(places, sizes, strict=True)])
-                shapes, square, number = stage(rank, places, sizes, bare), sum(n * n for n in sizes), sum(sizes)
+                shapes, number = stage(rank, places, sizes, bare), sum(sizes)
+                square = uneven_of(shapes)
                 if timed is None:
                     found.append((price(rank, shapes), square, number, sizes, on))
                 else:
@@ -355,12 +377,13 @@ def _interleaved(
                         least = square
         return found
 
-    for bare, begin in product((False, True), begins):
+    # First the lowest highest cost, then of the splits that stay within it the evenest.
+    for even, bare, begin in product((False, True), (False, True), begins):
         #: (where each row of chunks goes on, layers given out) -> (highest cost, how uneven, sizes by stage).
-        states: dict[tuple[tuple[int, ...], int], tuple[float, int, list[tuple[int, ...]]]]
+        states: dict[tuple[tuple[int, ...], int], tuple[float, float, list[tuple[int, ...]]]]
         states = {((0, *begin), 0): (0.0, 0, [])}
         for rank in range(pp):
-            after: dict[tuple[tuple[int, ...], int], tuple[float, int, list[tuple[int, ...]]]] = {}
+            after: dict[tuple[tuple[int, ...], int], tuple[float, float, list[tuple[int, ...]]]] = {}
             #: Those that cost no more than the best split so far.
             at_most: dict[tuple[int, ...], list[Any]] = {}
             for (places, total), (high, uneven, rows) in states.items():
@@ -371,11 +394,12 @@ def _interleaved(
                     if number > left:
                         continue
                     key = on, total + number
-                    both = max(high, here), uneven + square
+                    both = 0.0 if even else max(high, here), uneven + square
                     if key not in after or both < after[key][:2]:
                         after[key] = *both, [*rows, sizes]
             states = after
         for (places, total), (high, uneven, rows) in states.items():
-            if total == layers and places[:-1] == begin and (high, uneven) < best[:2]:
-                best = high, uneven, [rows[rank][c] for c in range(v) for rank in range(pp)]
+            found = best[0] if even else high, uneven
+            if total == layers and places[:-1] == begin and found < best[:2]:
+                best = *found, [rows[rank][c] for c in range(v) for rank in range(pp)]
     return best[2] if best[0] < float("inf") else None

@@ -27,6 +27,7 @@ from bridge_memory.plan.megatron.space import (
     parallel_sizes,
     split_choices,
 )
+from bridge_memory.plan.megatron.waiting import waiting
 from bridge_memory.plan.reserve import Once, Reserve
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, show
 from bridge_memory.speed.constants import DEFAULT, Constants
@@ -138,19 +139,26 @@ def _balanced(
     p = row.run.parallel
     if p.pp == 1:
         return row
+
+    def whole(one: Row[StepTime]) -> float:
+        """Step time, and what stages with uneven chunks wait for each other."""
+        return one.time.seconds + waiting(one.run, hardware, constants)
+
     kept, best = keeps(row), row
+    as_it_was = least = whole(row)
     free = int(row.headroom / (1 + FRAGMENTATION))
     within = max(described(row.run, hardware).seconds)
 
     def tried(run: RunSpec, seconds: float) -> bool:
         """Whether it takes less than ``seconds``; then it is the best."""
-        nonlocal best
+        nonlocal best, least
         found = _row(run, hardware, limit, constants)
-        better = isinstance(found, Row) and found.time.seconds < seconds and (keeps(found) or not kept)
-        if better:
-            assert isinstance(found, Row)
-            best = found
-        return better
+        if not isinstance(found, Row) or found.time.seconds >= seconds or not (keeps(found) or not kept):
+            return False
+        here = whole(found)
+        if here < seconds:
+            best, least = found, here
+        return here < seconds
 
     def balanced(run: RunSpec, seconds: float, within: float = within) -> bool:
         for capacity in (row.peak + free, row.peak):
@@ -162,7 +170,7 @@ def _balanced(
     def plain() -> Row[StepTime]:
         """The best, or what is without virtual stages and takes ``SIMPLER`` of its time more at most."""
         if p.vpp > 1 and interleaves:
-            enough = best.time.seconds * (1 + SIMPLER)
+            enough = least * (1 + SIMPLER)
             with suppress(SpecError):
                 run = any_split(row.run, replace(p, virtual_pipeline_model_parallel_size=None))
                 even = default_split(run)
@@ -175,16 +183,16 @@ def _balanced(
         with suppress(SpecError):
             run = any_split(row.run, replace(p, virtual_pipeline_model_parallel_size=few))
             usual = default_split(run)
-            enough = row.time.seconds * (1 + FEWER_STAGES)
+            enough = as_it_was * (1 + FEWER_STAGES)
             even = usual is not None and tried(usual, enough)
-            if balanced(run, best.time.seconds * (1 - SIMPLER) if even else enough) or even:
+            if balanced(run, least * (1 - SIMPLER) if even else enough) or even:
                 return plain()
     by_hand = p.pipeline_model_parallel_layout is not None
-    balanced(row.run, row.time.seconds * (1 if by_hand else 1 - SIMPLER))
+    balanced(row.run, as_it_was * (1 if by_hand else 1 - SIMPLER))
     theirs = PUBLISHED.get(row.run.model.name, {}).get(p.pp * p.vpp)
     if theirs is not None:
         with suppress(SpecError):
-            tried(with_sizes(row.run, theirs), best.time.seconds * (1 if by_hand or best is not row else 1 - SIMPLER))
+            tried(with_sizes(row.run, theirs), least * (1 if by_hand or best is not row else 1 - SIMPLER))
     return plain()
 
 

@@ -27,9 +27,9 @@ def split_fields(parallel: ParallelSpec) -> dict[str, Any]:
 def splits(model: ModelSpec, pp: int, vpp: int, *, exhaustive: bool = False) -> Iterator[dict[str, Any]]:
     """Fields of a ParallelSpec that split the layers over ``pp`` stages of ``vpp`` chunks.
 
-    Evenly, as Megatron does it; with embedding or loss in the place of a layer; where neither divides, for powers of
-    two of ``vpp``, or ``exhaustive``, as even a layout string as there is, the last chunk lighter by as many layers as
-    it has MTP depths, and by one more for the head.
+    Evenly, as Megatron does it; with embedding or loss in the place of a layer; where neither divides or the last stage
+    has MTP depths beside its share, for powers of two of ``vpp``, or ``exhaustive``, as even a layout string as there
+    is, the last chunk lighter by as many layers as it has MTP depths, and by one more for the head.
     """
     layers, chunks = model.num_layers, pp * vpp
     if pp == 1:
@@ -41,9 +41,9 @@ def splits(model: ModelSpec, pp: int, vpp: int, *, exhaustive: bool = False) -> 
         for on in ((True, True), (False, True), (True, False)):
             if (layers + sum(on)) % chunks == 0 and layers + sum(on) >= chunks:
                 yield {name: True for name, is_on in zip(_ENDS, on, strict=True) if is_on}
-    whole = any((layers + n) % chunks == 0 for n in (0, 1, 2))
+    depths = model.mtp_num_layers
+    whole = not depths and any((layers + n) % chunks == 0 for n in (0, 1, 2))
     if (exhaustive or not (whole or vpp & (vpp - 1))) and layers >= chunks - 1 and not model.hybrid:
-        depths = model.mtp_num_layers
         for light in range(depths + 3) if exhaustive else (depths, depths + 1):
             text = balanced_layout(layers, depths, chunks, light)
             if text:

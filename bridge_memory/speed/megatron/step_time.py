@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +26,7 @@ from bridge_memory.spec import (
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.speed.constants import DEFAULT, Constants
+from bridge_memory.speed.encoders import encoder_work
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.kernels import Kernels, kernels_of
 from bridge_memory.speed.megatron.work import (
@@ -647,7 +648,42 @@ class Passes:
             losses += shape.num_depths
         if losses:
             add(_Pass(*self._half(self._once("output", lambda: output_work(model, ctx))), 0.0), losses)
+        if shape.embedding and ctx.encoders:
+            for one, times in self._encoders():
+                add(one, times)
         return _Pass(forward, backward, recomputation, launching)
+
+    def _encoders(self) -> Iterator[tuple[_Pass, Any]]:
+        """Blocks of encoders, which run beside the embedding, and how often each is there. Full recomputation runs
+        layers of megatron-core's modules again."""
+        ctx, r, batch = self.ctx, self.rates, self.run.batch
+        samples = ctx.seq * ctx.cp // batch.seq_length if ctx.packed else ctx.batch
+        blocks = self._once("encoders", lambda: encoder_work(self.run))
+        recomputed = recomputed_layers(sum(w.times for w in blocks if w.layer and w.sharded), ctx)
+        for w in blocks:
+            ranks: Any = ctx.tp if w.sharded else 1
+            products = [p._replace(rows=samples * p.rows, columns=p.columns / ranks) for p in w.products]
+            share = samples / ranks
+            forward = Parts(
+                added(map(r.product, products)), share * w.attention / r.attention, share * w.read_forward / r.memory
+            )
+            backward = Parts()
+            if w.operations_backward:
+                backward = Parts(
+                    added(r.gradients(p, frozen=not w.trains) for p in products),
+                    share * _ATTENTION_BACKWARD * w.attention / r.attention, share * w.read_backward / r.memory,
+                )
+            forward, backward = (
+                kernels._replace(host=largest(0.0, self.c.launch * number - kernels.total))
+                for kernels, number in ((forward, w.operations), (backward, w.operations_backward))
+            )
+            again: Any = 0
+            if w.layer and w.sharded:
+                again = largest(0, smallest(w.times, recomputed))
+                recomputed = recomputed - w.times
+            if any_nonzero(again):
+                yield _Pass(forward, backward.plus(forward), forward.total), again
+            yield _Pass(forward, backward, 0.0), w.times - again
 
     def _whole_layers_offloaded(self, shape: ChunkShape) -> Any:
         """Bytes of a chunk's layers that ``cpu_offloading_num_layers`` moves, spread over the passes of all layers

@@ -15,10 +15,11 @@ from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec import DTYPE_BYTES, LayerSpec, RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.speed.constants import DEFAULT, Constants
+from bridge_memory.speed.encoders import EncoderWork, encoder_work
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import LEAST_EXPOSED, Passes
 from bridge_memory.speed.megatron.work import Product
-from bridge_memory.speed.torch.work import BlockWork, layer_products, model_work
+from bridge_memory.speed.torch.work import FUSED_BACKWARD, BlockWork, layer_products, model_work
 from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
 
@@ -222,6 +223,11 @@ class _Step:
                 every = int(spec.selective_ac_option)
                 runs_again = ((number + times) // every - number // every) * there
             recomputation, number = recomputation + runs_again, number + times
+        for encoder in encoder_work(self.run):
+            there, back = self._encoder(encoder)
+            forward, backward = forward + encoder.times * there, backward + encoder.times * back
+            if spec.gradient_checkpointing and encoder.layer:
+                recomputation += encoder.times * there
         if self._recomputation is not None:
             recomputation = self._recomputation
         return _Pass(forward, backward + recomputation, recomputation)
@@ -247,6 +253,18 @@ class _Step:
         seconds = sum(self._gradients(p, frozen=frozen) for p in w.products)
         seconds += self._fp32_slower * w.attention_backward / self.rates.attention + w.backward / self.rates.memory
         return max(seconds, HOST_BACKWARD * w.operations_backward)
+
+    def _encoder(self, w: EncoderWork) -> tuple[float, float]:
+        """Forward and backward of one of these blocks of an encoder."""
+        number, memory = self.run.batch.micro_batch_size, self.rates.memory
+        products = [p._replace(rows=number * p.rows) for p in w.products]
+        attention = self._fp32_slower * number * w.attention / self.rates.attention
+        forward = sum(map(self._product, products)) + attention + number * w.read_forward / memory
+        forward = max(forward, HOST_FORWARD * w.operations)
+        if not w.operations_backward:
+            return forward, 0.0
+        backward = sum(self._gradients(p, frozen=not w.trains) for p in products) + number * w.read_backward / memory
+        return forward, max(backward + FUSED_BACKWARD * attention, HOST_BACKWARD * w.operations_backward)
 
     def _product(self, p: Product) -> float:
         seconds: float = self.rates.product(p)

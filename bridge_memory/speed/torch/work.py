@@ -24,7 +24,7 @@ from bridge_memory.tapes.tape import Node, Op, Region, Tape, Tensor
 
 #: Backward of fused attention over its forward: five products for two (FlashAttention, section 3); of plain attention
 #: two for one.
-_FUSED_BACKWARD, _PLAIN_BACKWARD = 2.5, 2.0
+FUSED_BACKWARD, _PLAIN_BACKWARD = 2.5, 2.0
 
 
 class BlockWork(NamedTuple):
@@ -125,7 +125,7 @@ class _Works:
     ) -> BlockWork:
         hf = self._known.torch_layers
         assert hf is not None
-        traffic = _Traffic(tape)
+        traffic = Traffic(tape)
         weights = float(hf.autocast)  # copies that autocast made are inputs like others
         own = back = 0.0
         for p in products:
@@ -139,7 +139,7 @@ class _Works:
         )  # fmt: skip
 
 
-class _Traffic:
+class Traffic:
     """Bytes and operations of one tape."""
 
     def __init__(self, tape: Tape) -> None:
@@ -226,7 +226,7 @@ def _attention(run: RunSpec, ctx: BlockContext, kind: LayerSpec | None) -> tuple
     if not (plain or masked or spec.sdpa_kernel == "efficient"):
         length = length / 2 if window is None or window >= length else window * (1 - window / (2 * length))
     flops = 2.0 * ctx.tokens * length * heads * width
-    return flops, flops * (_PLAIN_BACKWARD if plain else _FUSED_BACKWARD)
+    return flops, flops * (_PLAIN_BACKWARD if plain else FUSED_BACKWARD)
 
 
 def _joined(*works: BlockWork) -> BlockWork:
