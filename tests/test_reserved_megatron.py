@@ -174,6 +174,16 @@ def test_what_is_not_replayed_says_why(fields: dict[str, Any], words: str) -> No
     assert words in (why_not(run) or "")
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["dummy gradient", "waits through backward"])
+def test_gradients_of_a_tied_embedding_are_summed(fused: bool) -> None:
+    """In a short sequence the sum at the embedding decides the peak. Two ways to one figure."""
+    run = RunSpec(model="meta-llama/Llama-3.2-1B", batch=BatchSpec(seq_length=256, micro_batch_size=1))
+    run = run.with_fields(gradient_accumulation_fusion=fused)
+    peak = estimate(run).peak_stage
+    assert "embedding" in peak.peak_operation
+    assert replayed(run).allocated == pytest.approx(peak.peak_bytes, rel=0.002)
+
+
 @pytest.mark.parametrize("engine", ["megatron_ddp", "fsdp2", "single"])
 def test_passes_of_an_encoder_are_not_replayed(engine: str) -> None:
     """Without them the replay allocated less than the peak. A step of text alone has none, and Megatron's is replayed:

@@ -24,6 +24,7 @@ from bridge_memory.estimation import stage_parts
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import fully_recomputed, ignores_full_recompute
 from bridge_memory.inventory.megatron.embedding import learned_positions
+from bridge_memory.inventory.shared_weights import NOTHING_WAITS, PendingGradients, pending_gradients
 from bridge_memory.inventory.stack import chunk_units, named_parameters
 from bridge_memory.inventory.tail import (
     final_norm_name,
@@ -37,6 +38,7 @@ from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.spec import LayerSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, layout
 from bridge_memory.tapes.allocation_trace import Nodes, Passes, Storages, tape_of
+from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
 from bridge_memory.workspaces.caching_allocator import CachingAllocator, Call, Calls, Trace
 
@@ -416,11 +418,24 @@ class _Job:
             x, back = waiting.pop((microbatch, chunk))
             gradient = None if shape.output else self.storages.make(hidden)
             held = None if gradient is None else self.storages.hold(gradient)
+            at_embedding, at_loss = self._tied(shape)
+            kept: int | None = None  # the output layer's gradient, until the embedding's is added to it
             while back:
                 gradient = back.pop()(gradient).get(0)
-            for number in (gradient, held, x):
+                if at_loss.own and kept is None:
+                    kept = self.storages.make(at_embedding.before)
+            if at_embedding.own:
+                self.storages.drop_all([self.storages.make(at_embedding.own), self.storages.make(at_embedding.total)])
+            for number in (gradient, held, x, kept):
                 if number is not None:
                     self.storages.drop(number)
+
+    def _tied(self, shape: ChunkShape) -> tuple[PendingGradients, PendingGradients]:
+        """Gradients of the weight that a chunk's embedding and output layer share, at each of the two."""
+        if not (self.run.model.share_embeddings_and_output_weights and shape.embedding and shape.output):
+            return NOTHING_WAITS, NOTHING_WAITS
+        at_embedding, at_loss = pending_gradients((Label.EMBEDDING, Label.LOSS), self.ctx, tied=True)
+        return at_embedding, at_loss
 
     def _order(self) -> Iterator[tuple[bool, int, int]]:
         """(forward, microbatch, chunk) of every pass of this rank."""
