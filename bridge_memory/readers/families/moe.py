@@ -203,9 +203,9 @@ def mtp_depths(f: Fields) -> int:
     if f.model_type == "minimax_m2":
         # Bridge minimax_m2_bridge.py maps none, transformers has none.
         f.ignore("num_mtp_modules", "mtp_transformer_layers", "use_mtp")
-        if f.count("num_mtp_modules"):
+        if depths := f.count("num_mtp_modules"):
             f.assume(
-                f"num_mtp_modules ({f.count('num_mtp_modules')}): Megatron Bridge builds this model without MTP layers; "
+                f"num_mtp_modules ({depths}): Megatron Bridge builds this model without MTP layers; "
                 "mtp_num_layers 0"
             )
         return 0
