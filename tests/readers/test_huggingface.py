@@ -92,10 +92,10 @@ def test_qwen3_next_says_that_its_mtp_layer_has_no_key() -> None:
     assert any("MTP" in line for line in resolve_model("Qwen3-Next-80B-A3B-Instruct").assumptions)
 
 
-def test_minimax_m2_has_three_mtp_modules_of_one_layer() -> None:
+def test_minimax_m2_has_no_mtp_layers() -> None:
+    """Megatron Bridge ``minimax_m2_bridge.py``: "MTP modules are not mapped"; the config names three."""
     model = resolve_model("MiniMax-M2")
-    assert model.mtp_num_layers == 3
-    assert model.mtp_layer == model.layers[-1]
+    assert model.mtp_num_layers == 0 and any("MTP" in line for line in model.assumptions)
 
 
 # ---- what the layers are ----

@@ -201,13 +201,14 @@ def mixers(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[Atte
 def mtp_depths(f: Fields) -> int:
     """Number of MTP depths."""
     if f.model_type == "minimax_m2":
-        depths = f.count("num_mtp_modules")
-        inner = f.integer("mtp_transformer_layers", default=1)
-        if not f.flag("use_mtp", default=depths > 0):
-            return 0
-        if inner != 1 and depths:
-            raise f.error(f"mtp_transformer_layers is {inner}; Megatron's MTP depth holds 1 layer")
-        return depths
+        # Bridge minimax_m2_bridge.py maps none, transformers has none.
+        f.ignore("num_mtp_modules", "mtp_transformer_layers", "use_mtp")
+        if depths := f.count("num_mtp_modules"):
+            f.assume(
+                f"num_mtp_modules ({depths}): Megatron Bridge builds this model without MTP layers; "
+                "mtp_num_layers 0"
+            )
+        return 0
     return f.count("num_nextn_predict_layers")
 
 
