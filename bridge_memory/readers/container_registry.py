@@ -114,8 +114,9 @@ READ: dict[str, frozenset[str]] = {
     "logger": _names("log_params_norm"),
     "checkpoint": _names(
         """
-        async_save ckpt_format dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient finetune
-        fully_parallel_load fully_parallel_save load_optim save_optim stream_ckpt_dequant use_persistent_ckpt_worker
+        also_save_hf_checkpoint async_save ckpt_format dist_ckpt_optim_fully_reshardable
+        distrib_optim_fully_reshardable_mem_efficient finetune fully_parallel_load
+        fully_parallel_save load_optim save_optim stream_ckpt_dequant use_persistent_ckpt_worker
         """
     ),
     "tokenizer": _names("tokenizer_type vocab_size"),
