@@ -236,7 +236,7 @@ class Found(NamedTuple):
         that need less memory than every faster one. The fastest
         ``IMPROVED`` are improved. Choices that ``refuses`` refuses are skipped, unless it refuses all. Row 1 is the
         fastest, or a simpler one (``SIMPLER``). A candidate for row 1 whose whole job is not ``certain`` to fit is
-        listed after the rows that keep the reserve, if one of the first ``CANDIDATES`` is certain.
+        listed after the rows that keep the reserve, if one of the first ``CANDIDATES`` is certain, or one of the front.
         """
         if self.keeps is None:
             rows, uncertain = self._with_the_first(list(self.best(max(number, CANDIDATES))))
@@ -276,7 +276,25 @@ class Found(NamedTuple):
             if self.certain is None or self.certain(first):
                 return [first, *rest, *keeping[CANDIDATES:]], uncertain
             uncertain.append(first)
+        smaller = self.fastest_of_the_front() if uncertain else None
+        if smaller is not None:
+            return [smaller], [row for row in keeping if row != smaller]
         return [*uncertain[:1], *(row for row in keeping if row is not uncertain[0])], []
+
+    def fastest_of_the_front(self) -> Row[Any] | None:
+        """Of the Pareto front the fastest row that may stand first, by bisection: if a row may, those that need less
+        memory may. None if the smallest may not."""
+        rows = self.front()
+        if not rows or not self._sure(rows[-1]):
+            return None
+        at, last = 0, len(rows) - 1
+        while at < last:
+            middle = (at + last) // 2
+            at, last = (at, middle) if self._sure(rows[middle]) else (middle + 1, last)
+        return rows[at]
+
+    def _sure(self, row: Row[Any]) -> bool:
+        return self._may_lead(row) and (self.certain is None or self.certain(row))
 
     def _simplest(self, rows: Sequence[Row[Any]]) -> Row[Any]:
         """Of rows by time the one that ``SIMPLER`` puts first."""

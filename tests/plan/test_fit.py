@@ -268,3 +268,15 @@ def test_a_choice_whose_whole_job_may_not_fit_stands_after_the_first_that_does()
     assert asked == list(plain.rows[:3]) and some.keeping == plain.keeping - 2 > 1
     assert some.rows == (*plain.rows[2 : plain.keeping], *plain.rows[:2], *plain.rows[plain.keeping :])
     assert found._replace(certain=lambda row: False).ranked(10**6) == plain
+
+
+def test_the_first_row_resumes_though_a_dozen_faster_ones_do_not() -> None:
+    """Offloaded optimizer states are on the GPU again while a checkpoint is read."""
+    from bridge_memory import estimate, fits
+    from bridge_memory import fit as ask
+
+    parallel = ParallelSpec(world_size=8, tensor_model_parallel_size=8, sequence_parallel=True)
+    found = ask(RunSpec(model="Qwen/Qwen3-32B", parallel=parallel, batch=BatchSpec(seq_length=16384)), gpu="H100")
+    first, fastest = found.ranked(1).rows[0], found.rows[0]
+    assert [fits(estimate(row.run), ["H100"])[0].decided_by for row in (first, fastest)] == ["", "resume"]
+    assert fits(estimate(first.run), ["H100"])[0].fits

@@ -167,3 +167,12 @@ def test_progress_is_not_piped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_progress_is_silent_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     assert drawn(_Terminal(), monkeypatch) == ""
+
+
+@pytest.mark.parametrize("most", [0, 3, 40, 79, 80])
+def test_row_1_is_the_fastest_of_the_front_whose_job_fits_where_the_first_dozen_does_not(most: int) -> None:
+    """``most``: bytes that a job may need; peaks go down from 100 to 1, as rows get slower."""
+    result = found(*((float(at), 100 - at) for at in range(100)))._replace(certain=lambda row: row.peak <= most)
+    rows = result.ranked(5).rows
+    assert rows[0].peak == (most or 100)
+    assert len(set(rows)) == len(rows) == 5

@@ -80,8 +80,8 @@ class Fitted(Found):
         return self.rows.lowest()
 
     def ranked(self, number: int) -> Ranked:
-        """The fastest row that keeps the reserve and whose whole job is ``certain`` to fit, if it is so of one of the
-        first ``CANDIDATES``; and those that take more time for a lower peak. After them those that are faster and are
+        """The fastest row that keeps the reserve and whose whole job is ``certain`` to fit, of the first ``CANDIDATES``
+        or of the front; and those that take more time for a lower peak. After them those that are faster and are
         not certain, then tight ones; all of these where none keeps the reserve."""
         keeping: list[Row[Any]] = []
         uncertain: list[Row[Any]] = []
@@ -101,7 +101,8 @@ class Fitted(Found):
             else:
                 uncertain.append(row)
                 if len(uncertain) == CANDIDATES:
-                    keeping, uncertain, certain = uncertain, [], None
+                    certain, sure = None, self.fastest_of_the_front()
+                    keeping, uncertain = (uncertain, []) if sure is None else ([sure], uncertain)
         if not keeping:
             keeping, uncertain = uncertain, []
         return Ranked((*keeping, *uncertain, *tight)[:number], min(len(keeping), number))
