@@ -223,6 +223,8 @@ class Found(NamedTuple):
     improves: Callable[[Row[Any]], Row[Any]] | None = None
     #: Whether the whole job of a row fits for sure, as an estimate of it says; None: that is not asked.
     certain: Callable[[Row[Any]], bool] | None = None
+    #: Whether it does not fit for sure.
+    impossible: Callable[[Row[Any]], bool] | None = None
     #: (how many mechanisms a row needs, such as a pipeline or recomputation; GPUs of a replica; other parts into which
     #: it cuts the model).
     mechanisms: Callable[[Row[Any]], tuple[int, ...]] | None = None
@@ -236,7 +238,8 @@ class Found(NamedTuple):
         that need less memory than every faster one. The fastest
         ``IMPROVED`` are improved. Choices that ``refuses`` refuses are skipped, unless it refuses all. Row 1 is the
         fastest, or a simpler one (``SIMPLER``). A candidate for row 1 whose whole job is not ``certain`` to fit is
-        listed after the rows that keep the reserve, if one of the first ``CANDIDATES`` is certain, or one of the front.
+        listed after the rows that keep the reserve, if one of the first ``CANDIDATES`` is certain; or one of the front,
+        if the jobs of all of these do not fit for sure.
         """
         if self.keeps is None:
             rows, uncertain = self._with_the_first(list(self.best(max(number, CANDIDATES))))
@@ -276,10 +279,19 @@ class Found(NamedTuple):
             if self.certain is None or self.certain(first):
                 return [first, *rest, *keeping[CANDIDATES:]], uncertain
             uncertain.append(first)
-        smaller = self.fastest_of_the_front() if uncertain else None
-        if smaller is not None:
-            return [smaller], [row for row in keeping if row != smaller]
-        return [*uncertain[:1], *(row for row in keeping if row is not uncertain[0])], []
+        if not uncertain:
+            return keeping, []
+        lead = self.lead_of_uncertain(uncertain)
+        others = [row for row in keeping if row != lead]
+        return ([lead, *others], []) if lead in uncertain else ([lead], others)
+
+    def lead_of_uncertain(self, rows: Sequence[Row[Any]]) -> Row[Any]:
+        """The first of ``rows``, of which no job fits for sure, whose job may fit; else the fastest row of the Pareto
+        front whose job fits; else the first."""
+        for row in rows:
+            if self.impossible is None or not self.impossible(row):
+                return row
+        return self.fastest_of_the_front() or rows[0]
 
     def fastest_of_the_front(self) -> Row[Any] | None:
         """Of the Pareto front the fastest row that may stand first, by bisection: if a row may, those that need less
@@ -324,7 +336,7 @@ class Found(NamedTuple):
 
     def on(self: FoundT, gpu: Gpu) -> FoundT:
         """With the whole job of what stands first judged on ``gpu``."""
-        return self._replace(certain=partial(_fits, gpu=gpu))
+        return self._replace(certain=partial(_fits, gpu=gpu), impossible=partial(_fails, gpu=gpu))
 
     def best(self, number: int | None = None) -> tuple[Row[Any], ...]:
         """The fastest row of each choice: all of them, or the first ``number``."""
@@ -345,6 +357,10 @@ class Found(NamedTuple):
 
 def _fits(row: Row[Any], gpu: Gpu) -> bool:
     return whole_fit(row.run, gpu).verdict is Verdict.FITS
+
+
+def _fails(row: Row[Any], gpu: Gpu) -> bool:
+    return whole_fit(row.run, gpu).verdict is Verdict.DOES_NOT_FIT
 
 
 def pareto(rows: Iterable[Row[Any]]) -> list[Row[Any]]:

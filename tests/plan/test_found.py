@@ -172,7 +172,14 @@ def test_progress_is_silent_without_rich(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("most", [0, 3, 40, 79, 80])
 def test_row_1_is_the_fastest_of_the_front_whose_job_fits_where_the_first_dozen_does_not(most: int) -> None:
     """``most``: bytes that a job may need; peaks go down from 100 to 1, as rows get slower."""
-    result = found(*((float(at), 100 - at) for at in range(100)))._replace(certain=lambda row: row.peak <= most)
+    result = found(*((float(at), 100 - at) for at in range(100)))
+    result = result._replace(certain=lambda row: row.peak <= most, impossible=lambda row: row.peak > most)
     rows = result.ranked(5).rows
     assert rows[0].peak == (most or 100)
     assert len(set(rows)) == len(rows) == 5
+
+
+def test_row_1_is_one_that_may_fit_before_slower_ones_that_do() -> None:
+    result = found(*((float(at), 100 - at) for at in range(100)))
+    result = result._replace(certain=lambda row: row.peak <= 20, impossible=lambda row: row.peak > 97)
+    assert [row.peak for row in result.ranked(4).rows] == [97, 100, 99, 98]

@@ -80,9 +80,9 @@ class Fitted(Found):
         return self.rows.lowest()
 
     def ranked(self, number: int) -> Ranked:
-        """The fastest row that keeps the reserve and whose whole job is ``certain`` to fit, of the first ``CANDIDATES``
-        or of the front; and those that take more time for a lower peak. After them those that are faster and are
-        not certain, then tight ones; all of these where none keeps the reserve."""
+        """The fastest row that keeps the reserve and whose whole job is ``certain`` to fit, of the first
+        ``CANDIDATES``, else what ``lead_of_uncertain`` gives; and those that take more time for a lower peak. After
+        them those that are faster and are not certain, then tight ones; all of these where none keeps the reserve."""
         keeping: list[Row[Any]] = []
         uncertain: list[Row[Any]] = []
         tight: list[Row[Any]] = []
@@ -101,8 +101,9 @@ class Fitted(Found):
             else:
                 uncertain.append(row)
                 if len(uncertain) == CANDIDATES:
-                    certain, sure = None, self.fastest_of_the_front()
-                    keeping, uncertain = (uncertain, []) if sure is None else ([sure], uncertain)
+                    certain, lead = None, self.lead_of_uncertain(uncertain)
+                    others = [row for row in uncertain if row != lead]
+                    keeping, uncertain = ([lead, *others], []) if lead in uncertain else ([lead], others)
         if not keeping:
             keeping, uncertain = uncertain, []
         return Ranked((*keeping, *uncertain, *tight)[:number], min(len(keeping), number))
