@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.components import GIB
+from bridge_memory.emit.commands import field_words
 from bridge_memory.plan.found import IMPROVED, SIMPLER, TIE, Found, Ranked, Row, pareto, ties
+from bridge_memory.plan.nearest import Nearest
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.verdict import FRAGMENTATION
 
@@ -26,6 +29,12 @@ CHARTED, BRIEF = 300, 5
 FRONT = (8, 5, 3, 2, 0)
 #: Rows from which on a column is taken out of the table if its cells are equal but for this share of them.
 SHARED_FROM, SHARED_BUT = 3, 0.1
+
+
+def try_words(near: Nearest, words: str) -> str:
+    """A line of what to change where nothing fits. ``words``: what then does."""
+    flags = shlex.join(field_words(near.fields)) or f"--num-gpus {near.num_gpus}"
+    return f"try: {flags}; {words} then fits, with a peak of {near.row.peak / GIB:.1f} GiB"
 
 
 def headroom_bytes(args: argparse.Namespace) -> int:

@@ -221,10 +221,8 @@ class Found(NamedTuple):
     refuses: Callable[[Row[Any], Found], str | None] | None = None
     #: A row made faster in what the grid has few values of, or itself.
     improves: Callable[[Row[Any]], Row[Any]] | None = None
-    #: Whether the whole job of a row fits for sure, as an estimate of it says; None: that is not asked.
-    certain: Callable[[Row[Any]], bool] | None = None
-    #: Whether it does not fit for sure.
-    impossible: Callable[[Row[Any]], bool] | None = None
+    #: The verdict of the whole job of a row, as an estimate of it says; None: that is not asked.
+    whole: Callable[[Row[Any]], Verdict] | None = None
     #: (how many mechanisms a row needs, such as a pipeline or recomputation; GPUs of a replica; other parts into which
     #: it cuts the model).
     mechanisms: Callable[[Row[Any]], tuple[int, ...]] | None = None
@@ -276,24 +274,26 @@ class Found(NamedTuple):
         while rest:
             first = self._simplest(rest)
             rest.remove(first)
-            if self.certain is None or self.certain(first):
+            if self.certain(first):
                 return [first, *rest, *keeping[CANDIDATES:]], uncertain
             uncertain.append(first)
-        if not uncertain:
-            return keeping, []
-        lead = self.lead_of_uncertain(uncertain)
-        others = [row for row in keeping if row != lead]
-        return ([lead, *others], []) if lead in uncertain else ([lead], others)
+        return self.led(keeping, uncertain) if uncertain else (keeping, [])
 
-    def lead_of_uncertain(self, rows: Sequence[Row[Any]]) -> Row[Any]:
-        """The first of ``rows``, of which no job fits for sure, whose job may fit; else the fastest row of the Pareto
-        front whose job fits; else the first."""
-        for row in rows:
-            if self.impossible is None or not self.impossible(row):
-                return row
-        return self.fastest_of_the_front() or rows[0]
+    def led(
+        self, rows: Sequence[Row[Any]], candidates: Sequence[Row[Any]]
+    ) -> tuple[list[Row[Any]], list[Row[Any]]]:
+        """As ``_with_the_first`` where no job of ``candidates`` fits for sure: the first of them whose job may fit
+        leads; else the fastest row of the Pareto front whose job fits, before all ``rows``; else the first."""
+        may_fit = (row for row in candidates if self.whole is None or self.whole(row) is not Verdict.DOES_NOT_FIT)
+        lead = next(may_fit, None) or self._fastest_of_the_front() or candidates[0]
+        others = [row for row in rows if row != lead]
+        return ([lead, *others], []) if lead in candidates else ([lead], others)
 
-    def fastest_of_the_front(self) -> Row[Any] | None:
+    def certain(self, row: Row[Any]) -> bool:
+        """Whether the whole job of a row fits for sure, where that is asked."""
+        return self.whole is None or self.whole(row) is Verdict.FITS
+
+    def _fastest_of_the_front(self) -> Row[Any] | None:
         """Of the Pareto front the fastest row that may stand first, by bisection: if a row may, those that need less
         memory may. None if the smallest may not."""
         rows = self.front()
@@ -306,7 +306,7 @@ class Found(NamedTuple):
         return rows[at]
 
     def _sure(self, row: Row[Any]) -> bool:
-        return self._may_lead(row) and (self.certain is None or self.certain(row))
+        return self._may_lead(row) and self.certain(row)
 
     def _simplest(self, rows: Sequence[Row[Any]]) -> Row[Any]:
         """Of rows by time the one that ``SIMPLER`` puts first."""
@@ -328,15 +328,15 @@ class Found(NamedTuple):
 
     def surest(self) -> Row[Any] | None:
         """The fastest row or the smallest one, if it keeps the reserve and its whole job fits; None if neither does."""
-        fastest = self._replace(certain=None).ranked(1).rows  # a job is judged twice at most
+        fastest = self._replace(whole=None).ranked(1).rows  # a job is judged twice at most
         for row in (*fastest, *self.front()[-1:]):
-            if (self.keeps is None or self.keeps(row)) and (self.certain is None or self.certain(row)):
+            if (self.keeps is None or self.keeps(row)) and self.certain(row):
                 return row
         return None
 
     def on(self: FoundT, gpu: Gpu) -> FoundT:
         """With the whole job of what stands first judged on ``gpu``."""
-        return self._replace(certain=partial(_fits, gpu=gpu), impossible=partial(_fails, gpu=gpu))
+        return self._replace(whole=partial(_whole, gpu=gpu))
 
     def best(self, number: int | None = None) -> tuple[Row[Any], ...]:
         """The fastest row of each choice: all of them, or the first ``number``."""
@@ -355,12 +355,8 @@ class Found(NamedTuple):
         return tuple([self.rows[i] for i in out])
 
 
-def _fits(row: Row[Any], gpu: Gpu) -> bool:
-    return whole_fit(row.run, gpu).verdict is Verdict.FITS
-
-
-def _fails(row: Row[Any], gpu: Gpu) -> bool:
-    return whole_fit(row.run, gpu).verdict is Verdict.DOES_NOT_FIT
+def _whole(row: Row[Any], gpu: Gpu) -> Verdict:
+    return whole_fit(row.run, gpu).verdict
 
 
 def pareto(rows: Iterable[Row[Any]]) -> list[Row[Any]]:

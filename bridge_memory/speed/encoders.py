@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -53,6 +54,12 @@ def encoder_work(run: RunSpec) -> tuple[EncoderWork, ...]:
         data_parallel=DataParallelSpec(engine=run.data_parallel.engine),
         implementation=ImplementationSpec(transformer_impl=run.implementation.transformer_impl),
     )  # fmt: skip
+    return _works(alone)
+
+
+@lru_cache(maxsize=16)
+def _works(alone: RunSpec) -> tuple[EncoderWork, ...]:
+    """Of a run with one sequence on one GPU, which layouts share."""
     ctx, tapes = context_of(alone), context_of(alone)
     tapes.many = PlainTraces(tapes)  # type: ignore[assignment]
     found = []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bridge_memory import RunSpec
+from bridge_memory import RunSpec, Verdict
 from bridge_memory.plan.found import Found, Listed, Refused, Row
 from bridge_memory.plan.megatron.expert import Judged, PassedOver, mechanisms, refusals
 from bridge_memory.spec.run import GROUPS
@@ -158,9 +158,9 @@ def test_what_may_not_fit_as_a_whole_job_is_behind_what_does(number: int) -> Non
     """However many rows are asked for, the same one is first; where no job fits for sure, the order stays."""
     rows = tuple(row(DENSE, seconds, 0, parallel(tensor_model_parallel_size=2)) for seconds in (1, 1.2, 1.4))
     found = found_of(*rows)
-    sure = found._replace(certain=lambda one: one.time.seconds > 1.1).ranked(number)
+    sure = found._replace(whole=lambda one: Verdict.FITS if one.time.seconds > 1.1 else Verdict.TIGHT).ranked(number)
     assert sure.rows == (rows[1], rows[2], rows[0])[:number] and sure.keeping == min(number, 2)
-    none = found._replace(certain=lambda one: False).ranked(number)
+    none = found._replace(whole=lambda one: Verdict.TIGHT).ranked(number)
     assert none.rows == rows[:number] and none.keeping == number
 
 

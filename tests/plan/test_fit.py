@@ -11,7 +11,7 @@ from itertools import chain, combinations, product
 import pytest
 from tiers import few_fast
 
-from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, peaks
+from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, Verdict, peaks
 from bridge_memory.cli import main
 from bridge_memory.outside.context import outside_bytes_of
 from bridge_memory.plan.found import Limit, Row
@@ -260,14 +260,14 @@ def test_a_choice_whose_whole_job_may_not_fit_stands_after_the_first_that_does()
     plain = found.ranked(10**6)
     asked: list[Row] = []  # type: ignore[type-arg]
 
-    def third(row: Row) -> bool:  # type: ignore[type-arg]
+    def third(row: Row) -> Verdict:  # type: ignore[type-arg]
         asked.append(row)
-        return row not in plain.rows[:2]
+        return Verdict.TIGHT if row in plain.rows[:2] else Verdict.FITS
 
-    some = found._replace(certain=third).ranked(10**6)
+    some = found._replace(whole=third).ranked(10**6)
     assert asked == list(plain.rows[:3]) and some.keeping == plain.keeping - 2 > 1
     assert some.rows == (*plain.rows[2 : plain.keeping], *plain.rows[:2], *plain.rows[plain.keeping :])
-    assert found._replace(certain=lambda row: False).ranked(10**6) == plain
+    assert found._replace(whole=lambda row: Verdict.TIGHT).ranked(10**6) == plain
 
 
 def test_the_first_row_resumes_though_a_dozen_faster_ones_do_not() -> None:

@@ -19,6 +19,7 @@ from bridge_memory.plan.torch.search import search as search_torch
 from bridge_memory.spec import RunSpec
 from bridge_memory.speed.megatron.step_time import StepTime
 from bridge_memory.speed.torch.step_time import StepTime as TorchStepTime
+from bridge_memory.verdict import Verdict
 
 RUN = RunSpec(model="meta-llama/Llama-3.2-1B")
 COMMON = ["--num-gpus", "8", "--gpu", "H100", "--global-batch-size", "64", "--seq-length", "2048"]
@@ -173,7 +174,7 @@ def test_progress_is_silent_without_rich(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_row_1_is_the_fastest_of_the_front_whose_job_fits_where_the_first_dozen_does_not(most: int) -> None:
     """``most``: bytes that a job may need; peaks go down from 100 to 1, as rows get slower."""
     result = found(*((float(at), 100 - at) for at in range(100)))
-    result = result._replace(certain=lambda row: row.peak <= most, impossible=lambda row: row.peak > most)
+    result = result._replace(whole=lambda row: Verdict.FITS if row.peak <= most else Verdict.DOES_NOT_FIT)
     rows = result.ranked(5).rows
     assert rows[0].peak == (most or 100)
     assert len(set(rows)) == len(rows) == 5
@@ -181,5 +182,8 @@ def test_row_1_is_the_fastest_of_the_front_whose_job_fits_where_the_first_dozen_
 
 def test_row_1_is_one_that_may_fit_before_slower_ones_that_do() -> None:
     result = found(*((float(at), 100 - at) for at in range(100)))
-    result = result._replace(certain=lambda row: row.peak <= 20, impossible=lambda row: row.peak > 97)
+    whole = {False: Verdict.TIGHT, True: Verdict.FITS}
+    result = result._replace(
+        whole=lambda row: Verdict.DOES_NOT_FIT if row.peak > 97 else whole[row.peak <= 20]
+    )
     assert [row.peak for row in result.ranked(4).rows] == [97, 100, 99, 98]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,16 +15,16 @@ from bridge_memory.cli.garbage import few_collections
 from bridge_memory.cli.measured import measured_steps
 from bridge_memory.cli.phased import job_notes
 from bridge_memory.cli.progress import Progress
-from bridge_memory.cli.ranked import Shown, Style, headroom_bytes, how_words, print_found
+from bridge_memory.cli.ranked import Shown, Style, headroom_bytes, how_words, print_found, try_words
 from bridge_memory.components import GIB
-from bridge_memory.emit.commands import field_words
 from bridge_memory.emit.formats import emitted, formats_of
 from bridge_memory.emit.megatron import recompute_words, split_words
 from bridge_memory.plan.found import Found, OneByOne, Row
 from bridge_memory.plan.megatron.asked import Asked, asked_space, read
-from bridge_memory.plan.megatron.nearest import TIMES, nearest
+from bridge_memory.plan.megatron.nearest import nearest
 from bridge_memory.plan.megatron.settings import FIELDS, SETTINGS, setting_words, shown_word, varied_settings
 from bridge_memory.plan.megatron.space import AXES, Space
+from bridge_memory.plan.nearest import TIMES
 from bridge_memory.plan.reserve import reserve_words
 from bridge_memory.spec import SpecError
 from bridge_memory.speed.megatron.step_time import StepTime, not_timed
@@ -111,9 +110,7 @@ def _otherwise(space: Space, searched: Callable[[Space], Found]) -> list[str]:
     """What to change where nothing fits, with the layout that then does."""
     lines = []
     for near in nearest(space, searched):
-        flags = shlex.join(field_words(near.fields)) or f"--num-gpus {near.num_gpus}"
-        words = f"{_layout_words(near.row)} then fits, with a peak of {near.row.peak / GIB:.1f} GiB"
-        lines.append(f"try: {flags}; {words}")
+        lines.append(try_words(near, _layout_words(near.row)))
     return lines or [
         f"try: other sizes, or a GPU with more memory: on {TIMES[-1]} times as many, and with bf16 moments or the "
         "optimizer in host memory, nothing fits either"

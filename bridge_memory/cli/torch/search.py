@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import exp
@@ -17,16 +16,17 @@ from bridge_memory.cli.garbage import few_collections
 from bridge_memory.cli.measured import named_seconds
 from bridge_memory.cli.phased import job_notes
 from bridge_memory.cli.progress import Progress
-from bridge_memory.cli.ranked import Shown, Style, headroom_bytes, how_words, print_found
+from bridge_memory.cli.ranked import Shown, Style, headroom_bytes, how_words, print_found, try_words
 from bridge_memory.components import GIB
-from bridge_memory.emit.commands import Emitted, field_words
+from bridge_memory.emit.commands import Emitted
 from bridge_memory.emit.formats import emitted, formats_of
 from bridge_memory.emit.torch_words import checkpointing_words, liger_words, offload_words, overlap_words, sharded_words
 from bridge_memory.estimation import estimate
 from bridge_memory.plan.found import Found, Row
+from bridge_memory.plan.nearest import TIMES
 from bridge_memory.plan.reserve import reserve_words
 from bridge_memory.plan.torch.mixed import mixed_precision_fields
-from bridge_memory.plan.torch.nearest import TIMES, nearest, smallest
+from bridge_memory.plan.torch.nearest import nearest, smallest
 from bridge_memory.plan.torch.space import AXES, ON_DEMAND, Space, changed_fields, engines_of, is_of
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import WITH_MEGATRON_LAYOUTS
@@ -128,8 +128,7 @@ def _otherwise(
             f"{stage.peak_bytes / GIB:.1f} GiB, of that {words}"
         )
     for near in nearest(space, given, searched):
-        flags = shlex.join(field_words(near.fields)) or f"--num-gpus {near.num_gpus}"
-        lines.append(f"try: {flags}; {row_words(near.row)} then fits, with a peak of {near.row.peak / GIB:.1f} GiB")
+        lines.append(try_words(near, row_words(near.row)))
     if len(lines) < 2:
         lines.append(
             f"try: --engine any, or a GPU with more memory: on {TIMES[-1]} times as many, and with offloading, nothing "

@@ -81,12 +81,11 @@ class Fitted(Found):
 
     def ranked(self, number: int) -> Ranked:
         """The fastest row that keeps the reserve and whose whole job is ``certain`` to fit, of the first
-        ``CANDIDATES``, else what ``lead_of_uncertain`` gives; and those that take more time for a lower peak. After
-        them those that are faster and are not certain, then tight ones; all of these where none keeps the reserve."""
+        ``CANDIDATES``, else what ``led`` puts first; and those that take more time for a lower peak. After them those
+        that are faster and are not certain, then tight ones; all of these where none keeps the reserve."""
         keeping: list[Row[Any]] = []
         uncertain: list[Row[Any]] = []
         tight: list[Row[Any]] = []
-        certain = self.certain
         for row in self.rows:
             if len(keeping) == number:
                 break
@@ -96,14 +95,12 @@ class Fitted(Found):
             if self.keeps is not None and not self.keeps(row):
                 if not lowest and (not tight or row.peak < tight[-1].peak):
                     tight.append(row)
-            elif keeping or certain is None or certain(row):
+            elif keeping or self.certain(row):
                 keeping.append(row)
             else:
                 uncertain.append(row)
                 if len(uncertain) == CANDIDATES:
-                    certain, lead = None, self.lead_of_uncertain(uncertain)
-                    others = [row for row in uncertain if row != lead]
-                    keeping, uncertain = ([lead, *others], []) if lead in uncertain else ([lead], others)
+                    keeping, uncertain = self.led(uncertain, uncertain)
         if not keeping:
             keeping, uncertain = uncertain, []
         return Ranked((*keeping, *uncertain, *tight)[:number], min(len(keeping), number))

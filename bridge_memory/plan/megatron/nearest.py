@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from bridge_memory.plan.found import Found, Row
+from bridge_memory.plan.found import Found
 from bridge_memory.plan.megatron.space import Space
+from bridge_memory.plan.nearest import TIMES, Nearest, surest_of
 from bridge_memory.spec import RunSpec, SpecError
 
 #: Adam's moments in bf16, beside fp32 weights of the optimizer; gradients summed in bf16; the whole optimizer in host
@@ -22,16 +23,6 @@ _OFFLOAD = {
 }  # fmt: skip
 #: In the order to try them: the step is as long with the first two, and longer by copies with the last.
 STATES: tuple[dict[str, Any], ...] = (_MOMENTS, {**_MOMENTS, **_GRADIENTS}, _OFFLOAD)
-#: GPUs to try, times those of the search.
-TIMES = (2, 4, 8, 16)
-
-
-class Nearest(NamedTuple):
-    """A change with which a layout fits: fields of a RunSpec ("group.field" -> value) on some GPUs, and that layout."""
-
-    fields: Mapping[str, Any]
-    num_gpus: int
-    row: Row[Any]
 
 
 def nearest(space: Space, searched: Callable[[Space], Found]) -> Iterator[Nearest]:
@@ -45,21 +36,15 @@ def nearest(space: Space, searched: Callable[[Space], Found]) -> Iterator[Neares
     if "recompute" not in {*space.fixed, *space.only, *space.without}:
         small = small._replace(only={**space.only, "recompute": frozenset({"full"})})
 
-    def first(tried: Space) -> Row[Any] | None:
-        try:
-            return searched(tried).surest()
-        except SpecError:
-            return None
-
     for fields in STATES:
         bases = tuple(_with(run, fields) for run in (small.base, *small.others))
         able = [run for run in bases if run is not None]
-        row = first(small._replace(base=able[0], others=tuple(able[1:]))) if able else None
+        row = surest_of(searched, small._replace(base=able[0], others=tuple(able[1:]))) if able else None
         if row is not None:
             yield Nearest(fields, space.num_gpus, row)
             break
     for times in TIMES:
-        row = first(small._replace(num_gpus=times * space.num_gpus))
+        row = surest_of(searched, small._replace(num_gpus=times * space.num_gpus))
         if row is not None:
             yield Nearest({}, times * space.num_gpus, row)
             break

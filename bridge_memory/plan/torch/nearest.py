@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from bridge_memory.estimation import peaks
-from bridge_memory.plan.found import Found, Refused, Row
+from bridge_memory.plan.found import Found, Refused
+from bridge_memory.plan.nearest import TIMES, Nearest, surest_of
 from bridge_memory.plan.torch.space import AXES, Space, changed_fields, configurations
 from bridge_memory.spec import RunSpec, SpecError
-
-#: GPUs to try, times those of the search.
-TIMES = (2, 4, 8, 16)
-
-
-class Nearest(NamedTuple):
-    """A change with which a configuration fits: fields of a RunSpec ("group.field" -> value) on some GPUs, and that
-    configuration."""
-
-    fields: Mapping[str, Any]
-    num_gpus: int
-    row: Row[Any]
 
 
 def smallest(space: Space, given: frozenset[str]) -> RunSpec | None:
@@ -38,20 +27,14 @@ def nearest(space: Space, given: frozenset[str], searched: Callable[[Space], Fou
     small = _small(space, given)
     number = next(iter(space.bases.values())).parallel.world_size
 
-    def first(tried: Space) -> Row[Any] | None:
-        try:
-            return searched(tried).surest()
-        except SpecError:
-            return None
-
     if "offload" not in given and "offload" in small.fixed:
-        row = first(small._replace(fixed=small.fixed - {"offload"}))
+        row = surest_of(searched, small._replace(fixed=small.fixed - {"offload"}))
         if row is not None:
             changed = changed_fields(row.run, space.bases[row.run.data_parallel.engine])
             yield Nearest({name: changed[name] for name in AXES["offload"] if name in changed}, number, row)
     for times in TIMES:
         bases = _with(small.bases, {"parallel.world_size": times * number})
-        row = first(small._replace(bases=bases)) if bases else None
+        row = surest_of(searched, small._replace(bases=bases)) if bases else None
         if row is not None:
             yield Nearest({}, times * number, row)
             break

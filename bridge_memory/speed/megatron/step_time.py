@@ -30,6 +30,7 @@ from bridge_memory.speed.encoders import encoder_work
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.kernels import Kernels, kernels_of
 from bridge_memory.speed.megatron.work import (
+    FUSED_BACKWARD,
     Product,
     Work,
     experts_activation_traffic,
@@ -44,8 +45,6 @@ from bridge_memory.tapes.symbolic import any_nonzero, chosen, computed, largest,
 
 T = TypeVar("T")
 
-#: Attention backward runs five products where forward runs two (FlashAttention, section 3: it makes the scores anew).
-_ATTENTION_BACKWARD = 2.5
 #: Of a reduction, gather or copy that overlaps, what stays to be seen: assumed, one in twenty, the first or last one.
 LEAST_EXPOSED = 0.05
 #: Bytes an element that a step of an offloaded optimizer reads and writes in host memory: torch's fused Adam passes
@@ -488,10 +487,10 @@ class Passes:
 
     def _backward(self, w: Work) -> Parts:
         r, frozen = self.rates, self.run.peft.freezes
-        attention = self._slower * _ATTENTION_BACKWARD * w.attention / r.attention
+        attention = self._slower * FUSED_BACKWARD * w.attention / r.attention
         traffic = 2 * w.traffic + (0.0 if frozen else self._accumulated(w))
         products = added(r.gradients(p, frozen=frozen) for p in w.products)
-        attended = attention + _ATTENTION_BACKWARD * w.scan / r.scan
+        attended = attention + FUSED_BACKWARD * w.scan / r.scan
         return self._launched(w, 2, Parts(products, attended, traffic / r.memory, *self._sends(w, attention, 2)))
 
     def _launched(self, w: Work, passed: int, kernels: Parts) -> Parts:
@@ -671,7 +670,7 @@ class Passes:
             if w.operations_backward:
                 backward = Parts(
                     added(r.gradients(p, frozen=not w.trains) for p in products),
-                    share * _ATTENTION_BACKWARD * w.attention / r.attention, share * w.read_backward / r.memory,
+                    share * FUSED_BACKWARD * w.attention / r.attention, share * w.read_backward / r.memory,
                 )
             forward, backward = (
                 kernels._replace(host=largest(0.0, self.c.launch * number - kernels.total))

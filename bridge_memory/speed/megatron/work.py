@@ -41,6 +41,11 @@ _UNFUSED_NORM = 32
 _UNALIGNED = 16.0
 
 
+#: Backward of fused attention over its forward: five products for two (FlashAttention, section 3: it makes the scores
+#: anew).
+FUSED_BACKWARD = 2.5
+
+
 class Product(NamedTuple):
     """``times`` products of [rows, inner] by [inner, columns]."""
 

@@ -18,8 +18,8 @@ from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.encoders import EncoderWork, encoder_work
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import LEAST_EXPOSED, Passes
-from bridge_memory.speed.megatron.work import Product
-from bridge_memory.speed.torch.work import FUSED_BACKWARD, BlockWork, layer_products, model_work
+from bridge_memory.speed.megatron.work import FUSED_BACKWARD, Product
+from bridge_memory.speed.torch.work import BlockWork, layer_products, model_work
 from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
 

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 from bridge_memory.inventory.torch.attention import needs_mask
 from bridge_memory.inventory.torch.blocks import embedding_block, final_norm_block, layer_block, output_block
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MoESpec, RunSpec
-from bridge_memory.speed.megatron.work import Product
+from bridge_memory.speed.megatron.work import FUSED_BACKWARD, Product
 from bridge_memory.tapes.blocks import Block, PlainTraces
 from bridge_memory.tapes.context import BlockContext, context_of
 from bridge_memory.tapes.parameters import Parameter, Use
 from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.tapes.tape import Node, Op, Region, Tape, Tensor
 
-#: Backward of fused attention over its forward: five products for two (FlashAttention, section 3); of plain attention
-#: two for one.
-FUSED_BACKWARD, _PLAIN_BACKWARD = 2.5, 2.0
+#: Backward of plain attention over its forward: two products for one.
+_PLAIN_BACKWARD = 2.0
 
 
 class BlockWork(NamedTuple):
