@@ -619,6 +619,18 @@ EXPERTS_IN_ONE_PARAMETER = TransformersRule((5, 0))
 CHECKPOINTS_NOT_REENTRANT = TransformersRule((5, 0))
 #: Gemma scales embeddings in a separate module; OLMo 3 rotates in the dtype of its queries.
 FAMILIES_OF_5 = TransformersRule((5, 0))
+#: Rotary tables of the vision encoders of Qwen2.5-VL, GLM-4V and Qwen3-Omni are in fp32 whatever the module was cast to
+#: (``Qwen2_5_VLVisionRotaryEmbedding.forward``).
+ENCODERS_SHARE_TABLES = TransformersRule((5, 20))
+#: ``Mistral3Model.get_image_features`` keeps the hidden states of ``vision_feature_layer`` alone.
+ENCODERS_RETURN_WHAT_IS_SELECTED = TransformersRule((5, 23))
+#: ``Qwen2_5_VLRotaryEmbedding.recomposition_frequencies`` joins the tables of three axes for all layers; before, each
+#: layer did.
+AXES_GATHERED_ONCE = TransformersRule((5, 17))
+#: Models with encoders return what these returned (``Qwen2_5_VLModel.forward: mm_encoder_outputs``).
+MODELS_RETURN_ENCODER_OUTPUTS = TransformersRule((5, 18))
+#: ``Gemma2PreTrainedModel._supports_sdpa`` is False: sdpa has no soft-capped scores.
+GEMMA_2_WITHOUT_SDPA = TransformersRule((5, 21))
 #: Liger's releases from 0.8 on require transformers 5, and accumulate the output layer's gradient without an fp32
 #: product (``ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward``); releases for transformers 4 make
 #: one.

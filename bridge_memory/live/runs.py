@@ -26,9 +26,10 @@ from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.readers.engines.torchtitan import read_torchtitan
 from bridge_memory.readers.engines.training_args import read_training_args
 from bridge_memory.readers.resolve import resolve_model
-from bridge_memory.releases import release_in
+from bridge_memory.releases import release_in, release_words
 from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec, SpecError, show
 from bridge_memory.spec.run import GROUPS
+from bridge_memory.spec.transformers import FAMILIES
 
 #: torch's dtypes by their last word.
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -306,7 +307,9 @@ def _loaded(model: Any, settings: Settings) -> None:
     attention = getattr(config, "_attn_implementation", None)
     if attention in ("eager", "sdpa", "flash_attention_2"):
         settings.set(transformers__attn_implementation=attention)
-    if getattr(inner, "is_gradient_checkpointing", False):
+    # The first name is transformers' from 5.23 on, which warns of the second.
+    on = getattr(inner, "is_activation_checkpointing", None)
+    if getattr(inner, "is_gradient_checkpointing", False) if on is None else on:
         settings.set(transformers__gradient_checkpointing=True)
     elif getattr(config, "use_cache", False) and settings.get("transformers", "use_cache") is None:
         settings.set(transformers__use_cache=True)
@@ -363,7 +366,11 @@ def _run(spec: ModelSpec, settings: Settings, model: Any) -> RunSpec:
         _loaded(model, settings)
     release = release_in(getattr(sys.modules.get("transformers"), "__version__", None))
     if release is not None:
-        settings.set(transformers__transformers_version=release)
+        last = FAMILIES[spec.model_type].until if spec.model_type in FAMILIES else release
+        if release > last:
+            installed, read = release_words(release), release_words(last)
+            settings.diagnostics.assume(f"layers as in transformers {read}: those of {installed} were not read")
+        settings.set(transformers__transformers_version=min(release, last))
     settings.diagnostics.check()
     given = fields_of(settings)
     apply_world_size(given, settings, world)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from bridge_memory.releases import (
     CHECKPOINTS_NOT_REENTRANT,
     FAMILIES_OF_5,
+    GEMMA_2_WITHOUT_SDPA,
     OLMO_IN_FP32,
     SHARED_MASKS,
     SHARED_MASKS_OF_GPT2,
@@ -22,7 +23,7 @@ from bridge_memory.spec.model import ModelSpec
 #: The default release of transformers.
 DEFAULT_TRANSFORMERS = (4, 57)
 #: First and last supported release: those whose sources were read.
-KNOWN_TRANSFORMERS = ((4, 51), (5, 12))
+KNOWN_TRANSFORMERS = ((4, 51), (5, 24))
 #: ``liger_kernel/transformers/monkey_patch.py: apply_liger_kernel_to_*``; Gemma's gated kernel is geglu.
 LIGER_KERNELS = ("rope", "rms_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
 _LIGER = ("rope", "rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
@@ -138,7 +139,8 @@ class Family(NamedTuple):
     #: every layer picks cos and sin of the positions (Phi-3.5-MoE before 5); "polar": as complex numbers
     #: (DeepSeek-V2); "torchtune": pairs in fp32.
     rotary: str = "halves"
-    #: 3: cos and sin are made for time, height and width of every sequence; layers gather theirs (Qwen2.5-VL).
+    #: 3: cos and sin are made for time, height and width of every sequence (Qwen2.5-VL); "gathered": layers gather
+    #: theirs, else the model does once.
     rotary_axes: int = 1
     #: The share of ``rotary_dim`` that cos and sin have.
     rotary_share: float = 1.0
@@ -218,8 +220,8 @@ class Family(NamedTuple):
     attention: tuple[str, ...] = ("eager", "sdpa", "flash_attention_2")
     #: The first release that has the class.
     since: tuple[int, int] = (4, 51)
-    #: The last release whose class was read, if it is later than that of ``KNOWN_TRANSFORMERS``.
-    until: tuple[int, int] = (4, 51)
+    #: The last release whose class was read.
+    until: tuple[int, int] = KNOWN_TRANSFORMERS[1]
     #: Kernels that Liger 0.8.5 has for the class (``MODEL_TYPE_TO_APPLY_LIGER_FN``), and whether its norm writes the
     #: gradient of the input over that of the output.
     liger: tuple[str, ...] = ()
@@ -286,10 +288,10 @@ FAMILIES["bloom"] = Family(
 )
 #: Its class is remote code, which was not read; its shapes are DeepSeek-V3's, whose class can run it.
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
-FAMILIES["qwen3_next"] = Family(norm="gemma", since=(4, 57))
+FAMILIES["qwen3_next"] = Family(norm="gemma", since=(4, 57), until=(5, 12))
 FAMILIES["nemotron_h"] = Family(
     embedding="embeddings", final_norm="norm_f", layer="nemotron_h", moe="deepseek", mamba="mixer",
-    wide_logits=True, since=(5, 3),
+    wide_logits=True, since=(5, 3), until=(5, 14),
 )
 _HUNYUAN = Family(qk_norm="rotated", qk_norms=("query_layernorm", "key_layernorm"), moe="hunyuan", since=(4, 56))
 FAMILIES["hunyuan_v1_dense"] = FAMILIES["hunyuan_v1_moe"] = _HUNYUAN
@@ -298,19 +300,19 @@ _LFM2: dict[str, Any] = dict(
     norms=("operator_norm", "", "ffn_norm", ""), final_norm="embedding_norm", mlp="feed_forward",
     linears=("w1", "w3", "w2"), output="out_proj", qk_norms=("q_layernorm", "k_layernorm"),
 )
-FAMILIES["lfm2"] = Family(**_LFM2, since=(4, 54))
-FAMILIES["lfm2_moe"] = Family(**_LFM2, moe="lfm2", since=(5, 0))
+FAMILIES["lfm2"] = Family(**_LFM2, since=(4, 54), until=(5, 14))
+FAMILIES["lfm2_moe"] = Family(**_LFM2, moe="lfm2", since=(5, 0), until=(5, 14))
 FAMILIES["granitemoehybrid"] = Family(
     scaled_embeddings="embedding", scaled_residuals=True, moe="granite", fused_gate_up=True, mlp="shared_mlp",
-    linears=("input_linear", "output_linear"), typed_masks=True, wide_logits=True,
+    linears=("input_linear", "output_linear"), typed_masks=True, wide_logits=True, until=(5, 12),
 )
 FAMILIES["bamba"] = Family(
     norms=("input_layernorm", "", "pre_ff_layernorm", ""), final_norm="final_layernorm", mlp="feed_forward",
-    rotary="joined", rotary_share=0.5, typed_masks=True,
+    rotary="joined", rotary_share=0.5, typed_masks=True, until=(5, 14),
 )
 FAMILIES["jamba"] = Family(
     norms=("input_layernorm", "", "pre_ff_layernorm", ""), final_norm="final_layernorm", mlp="feed_forward",
-    moe="jamba", normalized_router=False, since=(5, 0),
+    moe="jamba", normalized_router=False, since=(5, 0), until=(5, 14),
 )
 FAMILIES["phimoe"] = Family(
     norm="layernorm", moe="phimoe", normalized_router=False, own_masks=True, own_attention=True, rotary="gathered",
@@ -321,7 +323,7 @@ FAMILIES["apertus"] = Family(
 FAMILIES["minimax_m2"] = Family(moe="minimax", since=(5, 0))
 #: From 5.23 on the router's weight and dt_bias are in fp32 in models of any dtype: 2 bytes more for each of their
 #: elements, which are not counted.
-FAMILIES["kimi_linear"] = Family(moe="deepseek", latent="unrotated", since=(5, 17), until=(5, 24))
+FAMILIES["kimi_linear"] = Family(moe="deepseek", latent="unrotated", since=(5, 17))
 FAMILIES["longcat_flash"] = Family(
     moe="longcat", rotary="deepseek", scaled_latents=True, normalized_router=False, looped_experts=True,
     layer="longcat_flash", since=(4, 57),
@@ -391,6 +393,8 @@ def family_of(model_type: str, spec: TransformersSpec) -> Family:
     if not shared_masks(spec):
         family = family._replace(own_masks=True, **_BEFORE_SHARED_MASKS.get(model_type, {}))
         return family if OLMO_IN_FP32(spec) else family._replace(**_BEFORE_4_52.get(model_type, {}))
+    if model_type == "gemma2" and GEMMA_2_WITHOUT_SDPA(spec):
+        family = family._replace(attention=("eager", "flash_attention_2"))
     return family._replace(**_FROM_5.get(model_type, {})) if FAMILIES_OF_5(spec) else family
 
 

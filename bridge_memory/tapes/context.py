@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from bridge_memory.processes import whole_in_forks
 from bridge_memory.releases import (
+    AXES_GATHERED_ONCE,
     EXPERTS_IN_ONE_PARAMETER,
     MTP_CHECKPOINT_DIFFERENTIATES,
     MTP_DEPTHS_RECOMPUTED,
@@ -490,7 +491,7 @@ def _torch_layers(run: RunSpec) -> TorchLayers:
     own = {"torchtitan": TORCHTITAN, "torchtune": TORCHTUNE}
     family = own.get(run.implementation.transformer_impl) or family_of(run.model.model_type, spec)
     if any(encoder.structure is not None and encoder.structure.kind == "qwen2_5_vl" for encoder in run.model.encoders):
-        family = family._replace(rotary="gathered", rotary_axes=3)
+        family = family._replace(rotary=family.rotary if AXES_GATHERED_ONCE(spec) else "gathered", rotary_axes=3)
     return TorchLayers(
         spec, family, DTYPE_BYTES[spec.autocast or run.compute_dtype],
         run.model.share_embeddings_and_output_weights, DTYPE_BYTES[run.adapters_compute_dtype],

@@ -18,13 +18,14 @@ from bridge_memory.rehearsal.torch.modules import (
     Routed,
     as_on_cuda,
     build,
-    in_autocast,
+    layer_in_autocast,
 )
 from bridge_memory.rehearsal.tracker import SavedRecord, Tracker
 from bridge_memory.spec.transformers import TransformersSpec
 
 __all__ = [
-    "DTYPES", "META", "AutocastOnMeta", "Measured", "Routed", "as_on_cuda", "build", "in_autocast", "measure", "passes",
+    "DTYPES", "META", "AutocastOnMeta", "Measured", "Routed", "as_on_cuda", "build", "layer_in_autocast", "measure",
+    "passes",
 ]  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def measure(
     if spec.autocast:
         for module in model.modules():
             if type(module).__name__ in (model._no_split_modules or ()):
-                module.forward = in_autocast(module.forward, DTYPES[spec.autocast])
+                layer_in_autocast(module, DTYPES[spec.autocast])
     ids = torch.zeros(batch, seq, dtype=torch.long, device=META)
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
     if spec.attention_mask != "none":

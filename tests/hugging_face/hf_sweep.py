@@ -23,7 +23,8 @@ CLOSE = 0.005
 def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """A family's config and a way to run it that the installed release has."""
     fails = {"deepseek_v2"} if INSTALLED >= (5, 0) else set()  # its group_limited_greedy, in transformers itself
-    there = [n for n in sorted(CONFIGS) if FAMILIES[CONFIGS[n]["model_type"]].since <= INSTALLED and n not in fails]
+    families = {name: FAMILIES[CONFIGS[name]["model_type"]] for name in sorted(CONFIGS) if name not in fails}
+    there = [name for name, family in families.items() if family.since <= INSTALLED <= family.until]
     name = rng.choice(there)
     options: dict[str, Any] = {
         "batch": rng.choice([1, 2, 3]), "seq": rng.choice([64, 128, 192, 320]),

@@ -16,6 +16,7 @@ from bridge_memory.inventory.encoders.ops import EncoderOps, encoder_trains
 from bridge_memory.inventory.layer_links import fully_recomputed, recomputed_together
 from bridge_memory.inventory.torch.checkpoints import checkpointed
 from bridge_memory.inventory.torch.ops import FP32, Array
+from bridge_memory.releases import MODELS_RETURN_ENCODER_OUTPUTS
 from bridge_memory.spec.adapters import is_target
 from bridge_memory.spec.encoders import MEGATRON_KINDS, EncoderStructure, features
 from bridge_memory.tapes.alive import BlockCost
@@ -127,6 +128,16 @@ def torch_encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
             links.append((link.with_gradients(waiting) if ctx.adapters is None else link, count))
         links.append((plain_link(_joined(ctx, run, i), Label.ENCODER), 1))
     return links
+
+
+def returned_by_encoders(ctx: BlockContext) -> Any:
+    """Bytes of the encoders' last hidden states and features, which the model returns beside its own hidden states
+    (``modeling_outputs.py: MultimodalBaseModelOutputWithPast.image_outputs``)."""
+    assert ctx.torch_layers is not None
+    if not MODELS_RETURN_ENCODER_OUTPUTS(ctx.torch_layers.spec):
+        return 0
+    sizes = [sizes_of_encoder(run, ctx) for run in ctx.encoders if run.items]
+    return sum(size.hidden + size.features for size in sizes)
 
 
 def encoder_layers(ctx: BlockContext) -> Iterator[tuple[str, ParameterList, int]]:
@@ -252,12 +263,13 @@ class _Measure:
 
 def sizes_of_encoder(run: EncoderRun, ctx: BlockContext) -> _Sizes:
     t = EncoderOps(_Measure(ctx), run)  # type: ignore[arg-type]
-    s = run.structure
+    s, recorders = run.structure, RECORDERS[run.structure.kind]
+    t.layers_reached = _reached(ctx, run, (*recorders.stem_modules, *recorders.layer_modules))
     pixel = s.mel_bins if s.audio else s.channels * s.temporal_patch_size * s.patch_size**2
     hidden = _inputs(t) * t.compute_width
     made = t.samples * features(s, run.items) * s.out_size * t.compute_width
     angles = t.patches * s.head_dim * FP32
-    return _Sizes(RECORDERS[s.kind].held(t), hidden, t.patches * pixel * FP32, made, angles)
+    return _Sizes(recorders.held(t), hidden, t.patches * pixel * FP32, made, angles)
 
 
 def _embeddings(ctx: BlockContext) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from bridge_memory.inventory.encoders.ops import INT64, EncoderOps
 from bridge_memory.inventory.torch.attention import rotate_halves
 from bridge_memory.inventory.torch.ops import FP32, Array
-from bridge_memory.releases import FAMILIES_OF_5
+from bridge_memory.releases import ENCODERS_RETURN_WHAT_IS_SELECTED, ENCODERS_SHARE_TABLES, FAMILIES_OF_5
 
 
 class Tables(NamedTuple):
@@ -20,19 +20,29 @@ class Tables(NamedTuple):
     sin: Array
 
 
-def tables_of(t: EncoderOps) -> Tables:
-    """The tables as an input of a layer; what holds them counts them."""
+def tables_of(t: EncoderOps, width: int | None = None) -> Tables:
+    """The tables as an input of a layer; what holds them counts them. ``width``: that of the module if None."""
     elements = t.patches * t.s.head_dim
     cos, sin = (
-        t.input(f"rotary table: {name}", elements, t.parameter_width, grad=False, counted=False)
+        t.input(f"rotary table: {name}", elements, width or t.parameter_width, grad=False, counted=False)
         for name in ("cos", "sin")
     )
     return Tables(cos, sin)
 
 
+def shared_tables(t: EncoderOps) -> None:
+    """Tables in fp32, which layers save as they are (``Qwen2_5_VLVisionRotaryEmbedding.forward``); before, a table had
+    the dtype of the module, and each layer saved a copy of its own in fp32."""
+    if ENCODERS_SHARE_TABLES(t.hf.spec):
+        for name in ("cos", "sin"):
+            kept_by_layers(t, t.constant(f"rotary table: {name}", t.patches * t.s.head_dim, FP32))
+
+
 def table_bytes(t: EncoderOps) -> Any:
     """Bytes of the tables, which the encoder's forward holds in the dtype that the module was cast to
-    (megatron-core ``transformer/module.py: Float16Module`` casts buffers too)."""
+    (megatron-core ``transformer/module.py: Float16Module`` casts buffers too); none if layers save them."""
+    if ENCODERS_SHARE_TABLES(t.hf.spec):
+        return 0 if t.layers_reached else 2 * t.patches * t.s.head_dim * FP32
     return 2 * t.patches * t.s.head_dim * t.parameter_width
 
 
@@ -53,7 +63,7 @@ def gated_layer(t: EncoderOps, x: Array, *, segment: int, qkv_bias: bool, bias: 
     """``Qwen2_5_VLVisionBlock.forward``, ``Glm4vVisionBlock.forward``: RMSNorms, joined queries, keys and values, a
     gated MLP. [n, h] -> [n, h]."""
     s, n, h = t.s, t.patches, t.s.hidden_size
-    tables = tables_of(t)
+    tables = tables_of(t, FP32 if ENCODERS_SHARE_TABLES(t.hf.spec) else None)
     entered = t.rms_norm("blocks.*.norm1", x, n, h)
     y = _attention(t, entered, tables, segment=segment, qkv_bias=qkv_bias, bias=bias)
     t.keep_alive(entered)
@@ -108,6 +118,7 @@ def indexed(t: EncoderOps, name: str, x: Array, rows: Any) -> Array:
 
 def qwen2_5_stem(t: EncoderOps) -> Array:
     """Patches, in the order of the windows."""
+    shared_tables(t)
     x = patch_embedding(t, bias=False)
     return indexed(t, "patches by window", x, t.patches // t.s.merge_size**2)
 
@@ -150,6 +161,7 @@ def glm4v_stem(t: EncoderOps) -> Array:
     """Patches with a norm, plus positions that are sampled from a learned grid in fp32
     (``Glm4vVisionEmbeddings.forward``)."""
     s, n, h = t.s, t.patches, t.s.hidden_size
+    shared_tables(t)
     x = t.rms_norm("post_conv_layernorm", patch_embedding(t, bias=True), n, h)
     name = "embeddings.position_embedding.weight"
     t.parameter(name, (s.positions, h))
@@ -300,8 +312,10 @@ def kept_by_layers(t: EncoderOps, made: Array) -> None:
 
 
 def pixtral_held(t: EncoderOps) -> Any:
-    """``patch_embeds_list``; and the hidden states of every layer, which ``get_image_features`` asks for."""
-    return (1 + t.s.num_layers) * t.patches * t.s.hidden_size * t.compute_width
+    """``patch_embeds_list``; and the hidden states of every layer, which ``get_image_features`` asks for, or of
+    the last one alone (``select_hidden_states``)."""
+    asked = 0 if ENCODERS_RETURN_WHAT_IS_SELECTED(t.hf.spec) else t.s.num_layers
+    return (1 + asked) * t.patches * t.s.hidden_size * t.compute_width
 
 
 def pixtral_layer(t: EncoderOps, x: Array) -> Array:
@@ -349,6 +363,7 @@ def qwen3_omni_stem(t: EncoderOps) -> Array:
     """``Qwen3OmniMoeVisionEncoder.forward``: patches plus positions, each the weighted sum of four learned ones, in
     fp32."""
     s, n, h = t.s, t.patches, t.s.hidden_size
+    shared_tables(t)
     x = patch_embedding(t, bias=True)
     t.parameter("pos_embed.weight", (s.positions, h))
     trains = t.trains("pos_embed.weight")
@@ -370,7 +385,7 @@ def qwen3_omni_stem(t: EncoderOps) -> Array:
 def qwen3_omni_layer(t: EncoderOps, x: Array) -> Array:
     """``Qwen3OmniMoeVisionBlock.forward``."""
     s, n, h = t.s, t.patches, t.s.hidden_size
-    tables = tables_of(t)
+    tables = tables_of(t, FP32 if ENCODERS_SHARE_TABLES(t.hf.spec) else None)
     entered = t.layer_norm("blocks.*.norm1", x, n, h)
     y = _attention(t, entered, tables, segment=longest(t, whole=True), qkv_bias=True, bias=True)
     t.keep_alive(entered)

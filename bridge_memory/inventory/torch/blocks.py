@@ -66,7 +66,7 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
             x = t.scale("input embeddings, scaled", x)
         # torchtitan's and torchtune's table is a buffer (workspaces/persistent.py: rotary_tables).
         made = int(rotary * family.rotary_share) if family.rotary not in ("complex", "torchtune") else 0
-        rows = positions_of(t) * family.rotary_axes
+        rows = positions_of(t) * (family.rotary_axes if family.rotary == "gathered" else 1)
         tables = [(name, rows * made // table_share(t)) for name in (_table_names(t) if made else ())]
         if alibi and t.hf.spec.gradient_checkpointing:
             tables.append(("slopes of the positions", tokens * alibi))

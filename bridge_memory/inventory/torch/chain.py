@@ -7,7 +7,7 @@ GradientCheckpointingLayer``, ``masking_utils.py``.
 from __future__ import annotations
 
 from bridge_memory.components import Part, Provenance
-from bridge_memory.inventory.encoders.chain import torch_encoder_links
+from bridge_memory.inventory.encoders.chain import returned_by_encoders, torch_encoder_links
 from bridge_memory.inventory.torch.attention import needs_mask
 from bridge_memory.inventory.torch.blocks import (
     embedding_block,
@@ -53,6 +53,7 @@ def torch_chunk(
         )
         masks = unused
     links: list[tuple[Link, int]] = [(embedding, 1), *torch_encoder_links(ctx)]
+    returned = returned_by_encoders(ctx)
     # ``inputs_embeds`` is a variable of the model's forward; scaled embeddings are a separate tensor.
     unscaled = ctx.hidden_bytes if scaled_embeddings(model, ctx) == "model" else 0
     if model.position_embedding_type == "learned_absolute":
@@ -74,12 +75,12 @@ def torch_chunk(
     cast += [0] * (len(layers) - len(cast))
     checkpointed = spec.gradient_checkpointing or spec.selective_ac_option == "op"
     kept = checkpointed or layer_block(shape.layers[0][0], ctx).cost.input_retained
-    held = masks + idle + (unscaled or (0 if kept else ctx.hidden_bytes))
+    held = masks + idle + returned + (unscaled or (0 if kept else ctx.hidden_bytes))
     if spec.gradient_checkpointing:
         held += _returned(shape.layers[0][0], ctx)  # of the layer before
     for i, (link, count) in enumerate(layers):
         if i == 0:
-            links.append((_with_variables(link, masks + idle + unscaled), 1))
+            links.append((_with_variables(link, masks + idle + unscaled + returned), 1))
             held += cast[0]
             count -= 1
         for _ in range(count if cast[i] else bool(count)):
@@ -87,7 +88,8 @@ def torch_chunk(
             held += cast[i]
     links.append((_with_variables(plain_link(final_norm_block(ctx), Label.FINAL_NORM), held), 1))
     loss = plain_link(output_block(model.output_bias, not tied, ctx), Label.LOSS)
-    links.append((_with_variables(loss, sum(n * count for n, (_, count) in zip(cast, layers, strict=True))), 1))
+    held = returned + sum(n * count for n, (_, count) in zip(cast, layers, strict=True))
+    links.append((_with_variables(loss, held), 1))
     makes_logits = not (ctx.torch_layers.liger("fused_linear_cross_entropy") or spec.cut_cross_entropy)
     if ctx.torch_layers.clones_outputs and makes_logits:
         logits = ctx.tokens * ctx.padded_vocab * ctx.torch_layers.compute_width

@@ -1,6 +1,6 @@
 """Hugging Face's TrainingArguments, as JSON or YAML -> settings of a run.
 
-Sources: transformers ``training_args.py: TrainingArguments`` (4.57 and 5.12), ``trainer.py: Trainer``,
+Sources: transformers ``training_args.py: TrainingArguments`` (4.57, 5.12 and 5.24), ``trainer.py: Trainer``,
 ``trainer_optimizer.py``, ``modeling_utils.py: gradient_checkpointing_enable``; ``hf_argparser.py: parse_dict`` for
 refused keys.
 """
@@ -74,7 +74,8 @@ HARMLESS: dict[str, str] = {
     """,
     "how data are read": """
         dataloader_drop_last dataloader_num_workers dataloader_prefetch_factor dataloader_pin_memory
-        dataloader_persistent_workers remove_unused_columns ignore_data_skip group_by_length length_column_name
+        dataloader_persistent_workers dataloader_in_order dataloader_multiprocessing_context remove_unused_columns
+        ignore_data_skip group_by_length length_column_name
         train_sampling_strategy
     """,
     "how processes are launched": """
@@ -96,10 +97,11 @@ OF_SCRIPTS = """
 """
 _READ = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
-    "gradient_checkpointing_kwargs", "bf16", "fp16", "optim", "adafactor", "fsdp", "fsdp_config", "deepspeed",
-    "torch_compile", "max_grad_norm", "use_liger_kernel", "liger_kernel_config", "ddp_find_unused_parameters",
-    "ddp_bucket_cap_mb", "ddp_static_graph", "use_cache", "accelerator_config", "parallelism_config", "use_cpu",
-    "auto_find_batch_size", "max_length", "max_seq_length", "packing",
+    "gradient_checkpointing_kwargs", "activation_checkpointing", "activation_checkpointing_kwargs", "bf16", "fp16",
+    "optim", "adafactor", "fsdp", "fsdp_config", "deepspeed", "torch_compile", "max_grad_norm", "use_liger_kernel",
+    "liger_kernel_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_static_graph", "use_cache",
+    "accelerator_config", "parallelism_config", "use_cpu", "auto_find_batch_size", "max_length", "max_seq_length",
+    "packing",
 )  # fmt: skip
 
 
@@ -188,12 +190,20 @@ def _optimizer(top: Section, settings: Settings, specified: Specified) -> str:
 
 
 def _checkpointing(top: Section, settings: Settings, loaded: Loaded) -> bool:
-    on: bool = top.flag("gradient_checkpointing", bool(loaded.checkpointing))
-    kwargs = top.table("gradient_checkpointing_kwargs")
+    # From 5.23 on the names with "activation" come first (``TrainingArguments.__post_init__``).
+    old = top.flag("gradient_checkpointing", bool(loaded.checkpointing))
+    on: bool = top.flag("activation_checkpointing", old)
+    tables = top.table("gradient_checkpointing_kwargs"), top.table("activation_checkpointing_kwargs")
+    kwargs = tables[1] if top.raw("activation_checkpointing_kwargs") is not None else tables[0]
     if on:
         settings.set(transformers__gradient_checkpointing=True,
                      transformers__use_reentrant=kwargs.flag("use_reentrant", None))
-    kwargs.ignore("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
+        kwargs.unmodelled("every_n_layers", 1, Effect.UP, "what layers keep that are not checkpointed",
+                          order="the activations of all layers but every n-th")
+        kwargs.unmodelled("offload", False, Effect.DOWN, "inputs of checkpoints in host memory",
+                          order="layers x sequence x hidden elements")
+    kwargs.ignore("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop", "every_n_layers",
+                  "offload")
     kwargs.refuse_unread(("use_reentrant", "preserve_rng_state"), "torch's checkpoint refuses it")
     return on
 

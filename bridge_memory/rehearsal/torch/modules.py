@@ -221,6 +221,14 @@ def in_autocast(forward: Any, dtype: torch.dtype) -> Any:
     return run
 
 
+def layer_in_autocast(layer: Any, dtype: torch.dtype) -> None:
+    """A decoder layer's forward under autocast, inside of its checkpoint if it has one."""
+    checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
+    if checkpoint is not None and hasattr(type(layer).forward, "__wrapped__"):  # from 5.23 on: around forward
+        layer._gradient_checkpointing_func = lambda forward, *args: checkpoint(in_autocast(forward, dtype), *args)
+    layer.forward = in_autocast(layer.forward, dtype)
+
+
 @contextmanager
 def _tables_of_whole_sequences() -> Iterator[None]:
     """Phi-3.5-MoE's rotary embedding reads how long a sequence is from positions, which have no values here."""

@@ -232,7 +232,7 @@ def _to_host() -> Iterator[None]:
 
 def _model(run: RunSpec, config: Mapping[str, Any]) -> Any:
 
-    from bridge_memory.rehearsal.torch.modules import DTYPES, build, in_autocast
+    from bridge_memory.rehearsal.torch.modules import DTYPES, build, layer_in_autocast
 
     t = run.transformers
     given = {k: v for k, v in config.items() if k not in ("dtype", "torch_dtype", "quantization_config", "auto_map")}
@@ -255,7 +255,7 @@ def _model(run: RunSpec, config: Mapping[str, Any]) -> Any:
 
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                module.forward = in_autocast(module.forward, DTYPES[t.autocast])
+                layer_in_autocast(module, DTYPES[t.autocast])
     return model
 
 

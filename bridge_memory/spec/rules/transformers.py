@@ -89,9 +89,8 @@ def check_transformers(run: RunSpec) -> None:
                 f"{name} ({size}) is not supported with transformer_impl transformers, whose modules are whole on "
                 "every rank; set it to 1, or use transformer_impl transformer_engine"
             )
-    first, last = KNOWN_TRANSFORMERS
     family = family_of(kind, spec)
-    last = max(last, family.until)
+    first, last = KNOWN_TRANSFORMERS[0], family.until
     if not first <= spec.transformers_version <= last:
         raise SpecError(
             f"transformers_version ({'.'.join(map(str, spec.transformers_version))}) is not one of the "

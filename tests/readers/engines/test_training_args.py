@@ -88,6 +88,17 @@ def test_optim(tmp_path: Path, word: str) -> None:
     assert (o.optimizer, o.torch_implementation, o.paged) == OPTIMIZERS[word]
 
 
+def test_checkpointing_has_two_names(tmp_path: Path) -> None:
+    """The newer one goes before the older (transformers 5.24 ``TrainingArguments.__post_init__``)."""
+    new = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
+    run = read(tmp_path, gradient_checkpointing=False, **new)
+    assert run.transformers.gradient_checkpointing and run.transformers.use_reentrant
+    off = read(tmp_path, gradient_checkpointing=True, activation_checkpointing=False)
+    assert not off.transformers.gradient_checkpointing
+    partly = read(tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs={"every_n_layers": 2})
+    assert any("every_n_layers (2)" in feature for feature in partly.not_modelled)
+
+
 @pytest.mark.parametrize(("args", "words"), [
     ({"bf16": True, "fp16": True}, "fp16 is true, and so is bf16"),
     ({"optim": "adamw_trch"}, "did you mean adamw_torch"),
