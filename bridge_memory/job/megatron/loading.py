@@ -10,8 +10,8 @@ Resuming has three moments (megatron-core ``optimizer/distrib_optimizer.py``; TE
 3. ``load_state_dict`` gives the states to ``FusedAdam.load_state_dict`` again: unscaled anew, cast to the dtype of the
    parameter, and copied into states that are new again, while the state dict refers to what it has filled.
 
-Megatron Bridge 0.6.2 has FusedAdam take fp32 states as they are, so that there is no second copy (``training/optim.py:
-memory_efficient_fp32_optimizer_state_loading``, pull request 4936); who loads is not known here, so that it is a range.
+Megatron Bridge from 0.6 has FusedAdam take fp32 moments as they are in 1 and in 3, so that there is no second copy
+(``releases.BRIDGE_ADOPTS_OPTIM_STATES``); Megatron-LM does not (``CheckpointSpec.adopt_optim_states``).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from bridge_memory.job.host import sharded_elements
 from bridge_memory.job.megatron.building import built, copied_one_by_one, stage_parameters
 from bridge_memory.outside.amount import Amount, exactly, total
 from bridge_memory.spec import DTYPE_BYTES, LayerSpec, MambaSpec, RunSpec
+from bridge_memory.spec.canonical import adopts_optim_states
 from bridge_memory.spec.model import GatedDeltaNetSpec, MLPSpec, MoESpec
 from bridge_memory.tapes.parameters import Parameter
 
@@ -56,9 +57,6 @@ _MERGED = "dist_checkpointing/mapping.py: apply_factory_merges"
 _DEQUANTIZED = "dist_checkpointing/serialization.py: load, stream_ckpt_dequant"
 _EXCHANGED = "dist_checkpointing/exchange_utils.py: exchange_loaded_tensors_broadcast"
 _REFERRED = "states that the state dict refers to"
-_ADOPTED = "none in Bridge 0.6.2: training/optim.py: memory_efficient_fp32_optimizer_state_loading"
-#: The megatron-core of the release of Bridge that has the loader named above.
-_ADOPTS = (0, 19)
 #: Releases without and with ``stream_ckpt_dequant``; between them it is not known.
 _UPFRONT, _STREAMS = (0, 16), (0, 19)
 
@@ -261,41 +259,32 @@ def _in_dict(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     return tuple(a for a in found if a.most)
 
 
-def _may_adopt(run: RunSpec) -> bool:
-    """Whether FusedAdam may take the states of the state dict for its own, as it does in Megatron Bridge 0.6.2, whose
-    megatron-core is 0.19, and not in Megatron-LM."""
-    core = run.implementation.megatron_core
-    distributed = run.data_parallel.use_distributed_optimizer and DTYPE_BYTES[run.precision.params_dtype] == 2
-    return distributed and not run.optimizer.use_precision_aware_optimizer and (core is None or core >= _ADOPTS)
-
-
 def _resuming(run: RunSpec, stage: int) -> Iterator[tuple[Amount, ...]]:
     """The moments of a resume after all is read: what is alive beside the built model.
 
     Merged weights count in the first moment too, which is before they are made: the third is always higher.
     """
-    held, adopts = optimizers(run, stage), _may_adopt(run)
+    held, adopts = optimizers(run, stage), adopts_optim_states(run)
     distributed, in_place = run.data_parallel.use_distributed_optimizer, _in_place(run)
     merged = 0 if distributed else sum(4 * 3 * p.numel for p in _in_parts(run, stage))
     for at, one in enumerate(held):
         others = [h for h in held if h is not one]
         unscaled = sum(h.unscaled_in_dict for h in held) if in_place else 0
         # Of optimizers before this one what is in the state dict is alive beside the new states.
-        before = sum(h.own_in_dict for h in held[:at] if in_place)
+        before = sum(h.own_in_dict for h in held[:at] if in_place and not adopts)
         kept = sum(h.nbytes for h in others)
         again = sum(s.unscaled for s in one.states)
         cast = sum(s.cast(one.parameters) for s in one.states)
         # In the one of the checkpoint, or in FusedAdam's own, which has fp32 copies of the rest.
         in_dict = one.own_in_dict if in_place else sum(s.nbytes for s in one.states if not s.unscaled)
         common = (
-            Amount("states of optimizers", kept + (0 if adopts else before), kept + before, Provenance.FORMULA, _ADAM),
+            exactly("states of optimizers", kept + before, Provenance.FORMULA, _ADAM),
             exactly("fp32 states in the state dict", unscaled, Provenance.FORMULA, _UNSCALED),
             exactly("states in the state dict, put together", merged, Provenance.FORMULA, _MERGED),
             exactly("fp32 copies of states", again, Provenance.FORMULA, _UNSCALED),
         )
         own = exactly("states", one.nbytes, Provenance.FORMULA, _ADAM)
-        source = _ADOPTED if adopts else _ADAM
-        referred = Amount(_REFERRED, 0 if adopts else in_dict, in_dict, Provenance.FORMULA, source)
+        referred = exactly(_REFERRED, 0 if adopts else in_dict, Provenance.FORMULA, _ADAM)
         for more in (exactly("states in the dtype of parameters", cast, Provenance.FORMULA, _ADAM), referred):
             yield tuple(a for a in (*common, own, more) if a.most)
 
