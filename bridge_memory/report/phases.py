@@ -84,8 +84,8 @@ def by_verdict(job: Job, unit: str = "GiB", stage: int | None = None) -> Pairs:
             peaks[0] += f" (stage {found[0].stage})"
         if peaks:
             pairs.append((str(verdict), "; ".join(peaks)))
-    if (words := _resume(job, unit)) is not None and _worse(job, phases):
-        pairs.append(("resume", words))
+    if job.copied is not None and _worse(job, phases):
+        pairs.append(("resume", f"in Megatron-LM {_copied(job, unit)}: {COPIED_FLAG}"))
     if (words := _routing(job)) is not None:
         pairs.append(("routing", words))
     if job.not_modelled:
@@ -174,8 +174,11 @@ def _notes(job: Job, unit: str) -> list[str]:
     judged = "" if job.host_verdict is None else f": {job.host_verdict}"
     while_it = {Phase.SAVE: ", while it saves", Phase.LOAD: ", while it loads"}.get(host.phase, "")
     notes.append(f"host memory of a node of {host.ranks}{while_it}: {_short(host.node, unit)}{of} {unit}{judged}")
-    if (words := _resume(job, unit)) is not None:
-        notes.append(f"resume: {words}")
+    if job.copied is not None:
+        release = f"Megatron Bridge from {release_words(BRIDGE_ADOPTS_OPTIM_STATES)}"
+        notes.append(
+            f"resume: as in {release}; Megatron-LM copies Adam's moments: {_copied(job, unit)} ({COPIED_FLAG})"
+        )
     if job.to_try is not None:
         notes.append(f"resume: try first: {job.to_try.flag} ({_number(job.to_try.less, unit)} {unit} less)")
     notes += [f"not modelled: {reason}" for reason in job.not_modelled]
@@ -197,13 +200,10 @@ def _routing(job: Job) -> str | None:
     )
 
 
-def _resume(job: Job, unit: str) -> str | None:
-    """"as in Megatron Bridge 0.6; Megatron-LM copies Adam's moments: 182.5, does not fit (--no-adopt-optim-states)"."""
-    if job.copied is None:
-        return None
-    there = f"{_short(job.copied.driver, unit)}, {job.copied.verdict(job.gpu.capacity_bytes)}"
-    release = release_words(BRIDGE_ADOPTS_OPTIM_STATES)
-    return f"as in Megatron Bridge {release}; Megatron-LM copies Adam's moments: {there} ({COPIED_FLAG})"
+def _copied(job: Job, unit: str) -> str:
+    """"167.0-182.5, does not fit"."""
+    assert job.copied is not None
+    return f"{_short(job.copied.driver, unit)}, {job.copied.verdict(job.gpu.capacity_bytes)}"
 
 
 def _worse(job: Job, phases: Sequence[PhaseMemory]) -> bool:

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from job_oracle import forward_only, job
 
+from bridge_memory import estimate
+from bridge_memory.components import MADE_BY_FIRST_STEP
 from bridge_memory.job.megatron.building import building, built
 from bridge_memory.job.megatron.evaluation import forward_passes
 from bridge_memory.job.megatron.loading import How, loading, refusal
@@ -126,6 +128,28 @@ def test_resume_and_save(run: RunSpec, stage: int) -> None:
         assert real.phases["save"].peak == real.phases["resume"].after
         return
     within(_states(saving(run, stage)), real.phases["save"].peak)
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32 gradients", "bf16 gradients"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_what_steps_of_a_partly_offloaded_optimizer_leave(wide: bool, share: float) -> None:
+    """Two moments, and of bf16 gradients an fp32 copy, of the parameters that stay on the GPU: whole shards of them,
+    so that up to the largest fewer are there than the share says."""
+    run = RunSpec(
+        model=replace(UNTIED, vocab_size=1024), parallel=ParallelSpec(world_size=2),
+        data_parallel=DataParallelSpec(grad_reduce_in_fp32=wide),
+        optimizer=OptimizerSpec(
+            use_precision_aware_optimizer=True, optimizer_cpu_offload=True, optimizer_offload_fraction=share
+        ),
+    )
+    with job(run) as real:
+        real.steps(2)
+    left = real.phases["steps"].after - real.phases["build"].after
+    ours = {c.state: c.bytes for c in estimate(run).stages[0].components if c.state in MADE_BY_FIRST_STEP}
+    states = 2 if wide else 3
+    assert len(ours) == states
+    largest = 4 * 2 * 4096 * 14336 * states if share else 0
+    assert 0 <= sum(ours.values()) - left <= largest
 
 
 #: megatron-core gathers in host memory here, which has data.
