@@ -27,6 +27,7 @@ from bridge_memory.engines.megatron_ddp import experts_apart
 from bridge_memory.engines.optimizer_states import optimizer_states
 from bridge_memory.estimation import stage_parts
 from bridge_memory.job.host import sharded_elements
+from bridge_memory.job.megatron import loading_fsdp
 from bridge_memory.job.megatron.building import built, copied_one_by_one, stage_parameters
 from bridge_memory.outside.amount import Amount, exactly, total
 from bridge_memory.spec import DTYPE_BYTES, LayerSpec, MambaSpec, RunSpec
@@ -145,6 +146,8 @@ def _elements(lines: Sequence[Component], state: State, widths: dict[State, int]
 def why_not_resumed(run: RunSpec) -> str | None:
     """Why save and resume are not modelled, in addition to ``building.why_not``; None where it is."""
     o = run.optimizer
+    if run.data_parallel.fsdp:
+        return loading_fsdp.why_not_resumed(run)
     if (reason := why_not_read(run)) is not None:
         return reason
     if not run.checkpoint.resumes_optimizer:
@@ -171,6 +174,8 @@ def refusal(run: RunSpec) -> str | None:
     py: _update_fp32_params_by_new_state``.
     """
     held, c = run.optimizer, run.checkpoint
+    if run.data_parallel.fsdp:
+        return loading_fsdp.refusal(run)
     if held.optimizer_cpu_offload and c.resumes_optimizer and held.optimizer == "adam":
         if held.fused_main_parameters and DTYPE_BYTES[run.precision.params_dtype] == 2:
             return None
@@ -219,6 +224,8 @@ def loading(run: RunSpec, stage: int, how: How) -> tuple[Amount, ...] | None:
         return ready
     if how is How.HUGGING_FACE:
         return (*ready, *_imported(run, stage))
+    if run.data_parallel.fsdp:
+        return loading_fsdp.resuming(run, stage) if how is How.RESUME else ready
     if why_not_read(run) is not None:
         return None
     weights, received = _loaded_weights(run, stage), exchanged(run, stage)
@@ -411,6 +418,8 @@ def _imported(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     """Tensor by tensor from host memory. The first tensor-parallel rank holds the shards of all ranks and its own,
     beside what it made of the tensor before; what ranks replicate is copied whole."""
     width, p = DTYPE_BYTES[run.precision.params_dtype], run.parallel
+    if run.data_parallel.fsdp:  # into main parameters
+        width = 4
     tied = run.model.share_embeddings_and_output_weights
     parameters = [
         (_import_key(at, one.name), one) for at, chunk in enumerate(stage_parameters(run, stage)) for one in chunk

@@ -17,6 +17,7 @@ from bridge_memory.components import Provenance, Role
 from bridge_memory.engines.megatron_ddp import bucket_elements, experts_apart
 from bridge_memory.engines.optimizer_states import gradient_width
 from bridge_memory.estimation import stage_parts
+from bridge_memory.job.megatron import loading_fsdp
 from bridge_memory.job.megatron.building import built, stage_parameters
 from bridge_memory.job.megatron.exporting import exported
 from bridge_memory.job.megatron.loading import HeldBy, is_fused, optimizers, why_not_resumed
@@ -127,6 +128,8 @@ def host_of_saving(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     Staged tensors are pinned, in blocks of powers of two that the process keeps (torch ``CachingHostAllocator``): the
     upper end. Raises SpecError: there is no such stage.
     """
+    if run.data_parallel.fsdp:
+        return loading_fsdp.host_of_saving(run, stage)
     if built(run, stage) is None or _why_not(run) is not None:
         stage_parts(run, stage)
         return None
