@@ -568,6 +568,13 @@ FLASH_IS_DETERMINISTIC = since(te=(1, 6))
 #: (``context_parallel.py: flash_attn_a2a_communicate``; by indices in 2.11; not read between).
 PACKS_EXCHANGED_BY_KERNEL = since(te=(2, 20))
 
+#: States that an optimizer in host memory gets from a fully reshardable checkpoint reach its part on the device
+#: (``distrib_optimizer.py: load_parameter_state_from_fully_reshardable``; read in 0.16 and 0.19).
+WHOLE_STATES_SENT_TO_DEVICE = since(core=(0, 19))
+#: FusedAdam makes the states of a DTensor as large as this rank's part (``fused_adam.py: FusedAdam._initialize_state``;
+#: read in 2.11, where they are as large as the whole parameter, and in 2.20).
+FUSED_ADAM_KNOWS_DTENSORS = since(te=(2, 20))
+
 # ---- PyTorch ----
 
 #: cuBLAS workspaces are in torch's allocator (``aten/src/ATen/cuda/CublasHandlePool.cpp``, pull request 86645: no

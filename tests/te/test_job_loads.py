@@ -11,7 +11,7 @@ from bridge_memory import estimate
 from bridge_memory.components import MADE_BY_FIRST_STEP
 from bridge_memory.job.megatron.building import building, built
 from bridge_memory.job.megatron.evaluation import forward_passes
-from bridge_memory.job.megatron.loading import How, loading, refusal
+from bridge_memory.job.megatron.loading import How, loading, refusal, why_not_resumed
 from bridge_memory.job.megatron.saving import saving
 from bridge_memory.outside.amount import Amount, total
 from bridge_memory.readers import resolve_model
@@ -183,6 +183,26 @@ def test_an_optimizer_in_host_memory_without_fp32_copies_of_its_own_does_not_com
     with job(run) as real, pytest.raises(KeyError):
         real.load(with_optimizer=True)
     within(building(run, 0), real.phases["build"].peak)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_whole_states_of_an_optimizer_in_host_memory(share: float) -> None:
+    """Gathered on the device to be saved, wherever they are; and sent there anew when they are loaded."""
+    run = released(RunSpec(
+        model=replace(TINY, layers=TINY.layers * 2), parallel=ParallelSpec(world_size=2), checkpoint=RESHARDABLE,
+        optimizer=OptimizerSpec(
+            use_precision_aware_optimizer=True, optimizer_cpu_offload=True, optimizer_offload_fraction=share
+        ),
+    ))  # fmt: skip
+    if why_not_resumed(run) is not None:
+        pytest.skip("not modelled for this release")
+    with job(run) as real:
+        real.load(with_optimizer=True)
+        after = real.phases["resume"].after
+        real.save()
+    within(loading(run, 0, How.RESUME), real.phases["resume"].peak)
+    gathered = total(a for a in saving(run, 0) or () if a.name == "gathered states")
+    assert gathered.most == pytest.approx(real.phases["save"].peak - after, rel=0.003)
 
 
 def test_states_gathered_over_gloo_are_not_on_the_gpu() -> None:

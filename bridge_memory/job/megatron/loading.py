@@ -30,6 +30,7 @@ from bridge_memory.job.host import sharded_elements
 from bridge_memory.job.megatron import loading_fsdp
 from bridge_memory.job.megatron.building import built, copied_one_by_one, stage_parameters
 from bridge_memory.outside.amount import Amount, exactly, total
+from bridge_memory.releases import WHOLE_STATES_SENT_TO_DEVICE
 from bridge_memory.spec import DTYPE_BYTES, LayerSpec, MambaSpec, RunSpec
 from bridge_memory.spec.canonical import adopts_optim_states
 from bridge_memory.spec.model import GatedDeltaNetSpec, MLPSpec, MoESpec
@@ -54,6 +55,7 @@ _ADAM = "TE fused_adam.py: FusedAdam.load_state_dict"
 _UNSCALED = "TE fused_adam.py: FusedAdam.get_unscaled_state"
 _DUMMY = "hybrid_optimizer.py: HybridDeviceOptimizer.dummy_step"
 _ANEW = "hybrid_optimizer.py: post_load_state_dict_hook"
+_SENT = "hybrid_optimizer.py: HybridDeviceOptimizer._move_new_state_to_right_device"
 _MERGED = "dist_checkpointing/mapping.py: apply_factory_merges"
 _DEQUANTIZED = "dist_checkpointing/serialization.py: load, stream_ckpt_dequant"
 _EXCHANGED = "dist_checkpointing/exchange_utils.py: exchange_loaded_tensors_broadcast"
@@ -154,8 +156,11 @@ def why_not_resumed(run: RunSpec) -> str | None:
         return None
     if o.optimizer != "adam":
         return f"optimizer {o.optimizer}: save and resume are modelled for Adam only"
-    if o.optimizer_cpu_offload and not _in_place(run):
-        return "optimizer_cpu_offload with dist_ckpt_optim_fully_reshardable: save and resume are not modelled"
+    if o.optimizer_cpu_offload and not _in_place(run) and not WHOLE_STATES_SENT_TO_DEVICE(run.implementation):
+        return (
+            f"optimizer_cpu_offload with dist_ckpt_optim_fully_reshardable before {WHOLE_STATES_SENT_TO_DEVICE}: save "
+            "and resume are not modelled"
+        )
     return None
 
 
@@ -299,13 +304,18 @@ def _resuming(run: RunSpec, stage: int) -> Iterator[tuple[Amount, ...]]:
 def _resuming_on_host(run: RunSpec, stage: int, weights: tuple[Amount, ...]) -> Iterator[tuple[Amount, ...]]:
     """The moments of a resume of an optimizer that is partly in host memory: a step with random gradients, which makes
     its states; and its second making anew, each of which has new fp32 parameters and keeps those before in its states.
-    Gradients of the first ones stay too."""
+    Gradients of the first ones stay too. Whole states then come from host memory as new tensors, main parameters too,
+    while the state dict keeps the ones before."""
     width, own = DTYPE_BYTES[run.precision.params_dtype], sharded_elements(run, stage)
     states = _new_states(run, stage)
     yield (*states, exactly("random gradients", width * own, Provenance.FORMULA, _DUMMY))
     on_gpu = sum(c.bytes for c in stage_parts(run, stage).persistent if c.state is State.MAIN_PARAMETERS)
     again = exactly("main parameters of optimizers made anew", 2 * on_gpu, Provenance.FORMULA, _ANEW)
     yield tuple(a for a in (*weights, *states, again, copied_one_by_one(run, stage)) if a.most)
+    if not _in_place(run):
+        first = exactly("main parameters of the optimizer before", on_gpu, Provenance.FORMULA, _ANEW)
+        sent = exactly("states from host memory", total(states[:1]).most + on_gpu, Provenance.FORMULA, _SENT)
+        yield tuple(a for a in (*weights, *states, first, sent) if a.most)
 
 
 def _new_states(run: RunSpec, stage: int) -> tuple[Amount, ...]:

@@ -18,6 +18,7 @@ from bridge_memory.engines.optimizer_states import copied_states
 from bridge_memory.estimation import stage_parts
 from bridge_memory.job.megatron.building_fsdp import buckets_of, built
 from bridge_memory.outside.amount import Amount, exactly, total
+from bridge_memory.releases import FUSED_ADAM_KNOWS_DTENSORS
 from bridge_memory.spec import RunSpec
 
 _DUMMY = "distrib_optimizer.py: _init_optimizer_states_with_dummy_values"
@@ -35,6 +36,8 @@ def why_not_resumed(run: RunSpec) -> str | None:
         return None
     if o.optimizer != "adam" or o.optimizer_cpu_offload:
         return "engine megatron_fsdp: resume is modelled for Adam on the GPU only"
+    if not FUSED_ADAM_KNOWS_DTENSORS(run.implementation):
+        return f"engine megatron_fsdp: resume is not modelled before {FUSED_ADAM_KNOWS_DTENSORS}"
     if o.use_precision_aware_optimizer and "fp8" in (o.exp_avg_dtype, o.exp_avg_sq_dtype):
         return "engine megatron_fsdp: resume of moments in fp8 is not modelled"
     if not any(s.state is State.MAIN_PARAMETERS and s.width == 4 for s in fsdp_states(run)):

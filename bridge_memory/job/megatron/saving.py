@@ -65,10 +65,11 @@ def _gathers(run: RunSpec) -> bool:
 def _states(run: RunSpec, stage: int) -> list[Amount]:
     """What is made of optimizer states: first fp32 copies of all that one optimizer holds in fewer bits, for a state
     dict without them, then what is saved."""
-    if run.optimizer.optimizer_cpu_offload:  # states are saved as they are
+    offloaded = run.optimizer.optimizer_cpu_offload
+    if offloaded and not _gathers(run):  # states are saved as they are
         return []
     held = optimizers(run, stage)
-    copies = max((sum(s.unscaled for s in one.states) for one in held), default=0)
+    copies = 0 if offloaded else max((sum(s.unscaled for s in one.states) for one in held), default=0)
     first = exactly("fp32 copies of states", copies, Provenance.FORMULA, "TE fused_adam.py: FusedAdam.state_dict")
     if not run.data_parallel.use_distributed_optimizer:
         then = exactly("fp32 states in the state dict", 0)
