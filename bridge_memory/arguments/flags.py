@@ -347,6 +347,8 @@ FLAGS = (
          "resume with fp32 moments as loaded (Megatron Bridge from 0.6), not copied (Megatron-LM)"),
     Flag("--also-save-hf-checkpoint", "checkpoint.also_save_hf_checkpoint",
          "with each checkpoint also the weights as Hugging Face has them"),
+    Flag("--experts-in-one-tensor", "checkpoint.experts_in_one_tensor",
+         "experts of a layer are one tensor, saved transposed"),
 )
 
 #: Megatron's switches that say one value of a field: spelling -> (field, value).

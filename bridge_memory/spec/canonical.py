@@ -179,6 +179,8 @@ def idle_checkpoint_options(run: RunSpec) -> dict[str, str]:
         idle["stream_ckpt_dequant"] = "parameters in fp8 or fp4"
     elif run.precision.recipe == "tensorwise":
         idle["stream_ckpt_dequant"] = "another fp8_recipe than tensorwise"
+    if not (run.model.has_experts and run.data_parallel.engine == "megatron_ddp"):
+        idle["experts_in_one_tensor"] = "experts under megatron_ddp"
     if (needed := _adopting_needs(run)) is not None:
         idle["adopt_optim_states"] = needed
     if run.parallel.data_parallel_size * run.parallel.cp == 1:

@@ -48,6 +48,9 @@ class CheckpointSpec(Checked):
     adopt_optim_states: bool | None = flag(None)
     #: A save also writes the weights as Hugging Face has them, each put together on the GPU (Megatron Bridge).
     also_save_hf_checkpoint: bool = flag(False)
+    #: The weights of a layer's experts are one tensor, saved transposed, as of megatron-core's removed GroupedMLP and
+    #: experts over torch._grouped_mm; a load transposes them and puts them together.
+    experts_in_one_tensor: bool = flag(False)
 
     @property
     def resumes_optimizer(self) -> bool:

@@ -21,7 +21,7 @@ from bridge_memory.job.megatron.saving import host_of_saving, saving
 from bridge_memory.job.megatron.to_try import to_try
 from bridge_memory.outside.amount import Amount, total
 from bridge_memory.spec import DataParallelSpec, ImplementationSpec, OptimizerSpec, PrecisionSpec
-from bridge_memory.spec.model import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
+from bridge_memory.spec.model import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec
 
 LAYER = LayerSpec(
     mixer=AttentionSpec(num_attention_heads=4, num_query_groups=4, kv_channels=64),
@@ -204,6 +204,17 @@ def test_the_load_of_a_warm_start_is_explained() -> None:
 
 
 RESHARDABLE_RUN = run_of(2, checkpoint=RESHARDABLE)
+
+
+def test_experts_in_one_tensor_are_loaded_three_times() -> None:
+    """Of 2 layers with 4 of 8 experts on a rank: 2 bytes x 3 x 256 x 512 each, transposed, and put together."""
+    layer = LayerSpec(AttentionSpec(8, 4, 32), MoESpec(8, 2, 512))
+    model = ModelSpec(name="x", model_type="test", hidden_size=256, vocab_size=1024, layers=(layer,) * 2)
+    run = RunSpec(model=model, parallel=ParallelSpec(world_size=2, expert_model_parallel_size=2))
+    one = run.with_fields(experts_in_one_tensor=True)
+    more = bytes_of(loading(one, 0, How.TORCH_DIST)) - bytes_of(loading(run, 0, How.TORCH_DIST))
+    fc1, fc2 = 2 * 2 * 4 * 2 * 256 * 512, 2 * 2 * 4 * 256 * 512
+    assert more == fc1 + 2 * fc2  # halves of fc1 are put together either way
 
 
 def test_whole_states_over_gloo_stay_in_host_memory() -> None:

@@ -347,9 +347,16 @@ def _in_parts(run: RunSpec, stage: int) -> Iterator[Parameter]:
     mixers = any(isinstance(x.mixer, (MambaSpec, GatedDeltaNetSpec)) for x in _layers(run))
     for chunk in stage_parameters(run, stage):
         for p in chunk:
-            of_gated, of_mixer, transposed = _kinds(p.name)
+            of_gated, of_mixer, _ = _kinds(p.name)
+            transposed = _is_transposed(run, p)
             if (gated and of_gated) or (mixers and of_mixer) or transposed:
                 yield p
+
+
+def _is_transposed(run: RunSpec, p: Parameter) -> bool:
+    """Whether it is a part of one tensor of a layer's experts."""
+    _, _, transposed = _kinds(p.name)
+    return transposed or (run.checkpoint.experts_in_one_tensor and p.expert and len(p.shape) > 1)
 
 
 @lru_cache(maxsize=1 << 14)  # the names of a stage of 64 experts in each of 15 layers
@@ -368,7 +375,7 @@ def _loaded_weights(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     width = DTYPE_BYTES[run.precision.params_dtype]
     of = list(_in_parts(run, stage))
     merged = sum(width * p.numel for p in of)
-    transposed = sum(width * p.numel for p in of if _TRANSPOSED.search(p.name))
+    transposed = sum(width * p.numel for p in of if _is_transposed(run, p))
     found = [
         exactly("weights saved in parts, put together", merged, Provenance.FORMULA, _MERGED),
         exactly("weights of experts, transposed", transposed, Provenance.FORMULA, "experts.py: GroupedMLP"),
