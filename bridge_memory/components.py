@@ -62,10 +62,12 @@ class State(_Word):
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
     MOMENTUM = "momentum"
+    #: Of a 16-bit gradient, kept by an optimizer that is partly in host memory.
+    FP32_GRADIENTS = "fp32 gradients"
 
 
 #: Made by the optimizer's first step (torch.optim and TE FusedAdam: ``state`` is filled on the first ``step()``).
-MOMENTS = (State.EXP_AVG, State.EXP_AVG_SQ, State.MOMENTUM)
+MADE_BY_FIRST_STEP = (State.EXP_AVG, State.EXP_AVG_SQ, State.MOMENTUM, State.FP32_GRADIENTS)
 
 
 class Lifetime(_Word):

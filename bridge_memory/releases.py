@@ -483,6 +483,11 @@ BRIDGE_EXPERTS_OUTSIDE_TP = (0, 6)
 #: From this release of Megatron Bridge on Gemma 3's SigLIP is built without its pooling head, whatever its config says
 #: (``models/gemma_vl/modeling_gemma3_vl.py``); 0.3 builds it unless the config disables it.
 BRIDGE_DROPS_POOLING_HEAD = (0, 6)
+#: FusedAdam takes the fp32 moments of a checkpoint for its own (``training/optim.py:
+#: memory_efficient_fp32_optimizer_state_loading``, pull request 4936; in 0.6.0 to 0.6.2, not in 0.5.1).
+BRIDGE_ADOPTS_OPTIM_STATES = (0, 6)
+#: The megatron-core that goes with that release of Megatron Bridge.
+ADOPTED_BESIDE_CORE = since(core=(0, 19))
 #: Gemma 2's attention is torch's FlexAttention where there is neither a mask nor dropout (read in 0.3 and 0.6).
 BRIDGE_FLEX_ATTENTION = (0, 6)
 #: overlap_param_gather of DDP and of the optimizer are kept equal (``training/config.py:
@@ -562,6 +567,13 @@ FLASH_IS_DETERMINISTIC = since(te=(1, 6))
 #: Parts of packed sequences that ranks exchange (a2a) are put in order by one kernel, with the copies of other layouts
 #: (``context_parallel.py: flash_attn_a2a_communicate``; by indices in 2.11; not read between).
 PACKS_EXCHANGED_BY_KERNEL = since(te=(2, 20))
+
+#: States that an optimizer in host memory gets from a fully reshardable checkpoint reach its part on the device
+#: (``distrib_optimizer.py: load_parameter_state_from_fully_reshardable``; read in 0.16 and 0.19).
+WHOLE_STATES_SENT_TO_DEVICE = since(core=(0, 19))
+#: FusedAdam makes the states of a DTensor as large as this rank's part (``fused_adam.py: FusedAdam._initialize_state``;
+#: read in 2.11, where they are as large as the whole parameter, and in 2.20).
+FUSED_ADAM_KNOWS_DTENSORS = since(te=(2, 20))
 
 # ---- PyTorch ----
 

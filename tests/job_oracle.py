@@ -121,6 +121,16 @@ class Job:
         else:
             self.optimizer.reload_model_params()
 
+    def steps(self, number: int) -> None:
+        """Optimizer steps with the gradients that are in the buffers."""
+        for _ in range(number):
+            with torch.no_grad():
+                for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+                    one._copy_model_grads_to_main_grads()
+                    one.optimizer.step()
+            self.optimizer.zero_grad()
+        self._note("steps")
+
     def save(self) -> None:
         """Until the tensors are staged one by one."""
         with replaced(torch.Tensor, "cpu", lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu")):

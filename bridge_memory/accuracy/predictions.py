@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bridge_memory.accuracy.features import features_of, scale_of
 from bridge_memory.accuracy.records import Measurement, Record
 from bridge_memory.accuracy.runs import NotARun, NotComparable, run_of
-from bridge_memory.components import MOMENTS
+from bridge_memory.components import MADE_BY_FIRST_STEP
 from bridge_memory.estimation import StageEstimate, estimate, explain
 from bridge_memory.residual import relative
 from bridge_memory.spec import RunSpec, SpecError
@@ -157,7 +157,7 @@ def static_after(stage: StageEstimate, run: RunSpec, steps: int, *, dynamic_scal
 
 
 def _moments(stage: StageEstimate) -> int:
-    return sum(c.bytes for c in stage.components if c.state in MOMENTS)
+    return sum(c.bytes for c in stage.components if c.state in MADE_BY_FIRST_STEP)
 
 
 def _skipped(run: RunSpec, steps: int, dynamic_scale: bool) -> bool:

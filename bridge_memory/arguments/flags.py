@@ -343,8 +343,12 @@ FLAGS = (
          "load quantized weights one at a time (default: on)"),
     Flag("--load-optim", "checkpoint.load_optim", "load the optimizer when resuming (default: on)"),
     Flag("--save-optim", "checkpoint.save_optim", "save the optimizer (default: on)"),
+    Flag("--adopt-optim-states", "checkpoint.adopt_optim_states",
+         "resume with fp32 moments as loaded (Megatron Bridge from 0.6), not copied (Megatron-LM)"),
     Flag("--also-save-hf-checkpoint", "checkpoint.also_save_hf_checkpoint",
          "with each checkpoint also the weights as Hugging Face has them"),
+    Flag("--experts-in-one-tensor", "checkpoint.experts_in_one_tensor",
+         "experts of a layer are one tensor, saved transposed"),
 )
 
 #: Megatron's switches that say one value of a field: spelling -> (field, value).

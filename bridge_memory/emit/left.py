@@ -16,6 +16,8 @@ from bridge_memory.spec.run import GROUPS
 #: What the text leaves to be said elsewhere: "group.field" -> its value in the run.
 Left = Mapping[str, Any]
 
+#: Unset, the trainer decides.
+BY_TRAINER = "checkpoint.adopt_optim_states"
 _SUPPOSED = ImplementationSpec()
 #: Fields that are an environment variable of the job: field -> "NAME=value", of its value.
 _VARIABLES: Mapping[str, Callable[[Any], str]] = {
@@ -40,6 +42,8 @@ def left_out(run: RunSpec, read: RunSpec) -> dict[str, Any]:
             f"{group}.{f.name}": getattr(getattr(run, group), f.name)
             for f in fields(cls) if f.compare and getattr(one, f.name) != getattr(other, f.name)
         }  # fmt: skip
+    if BY_TRAINER in found:
+        found[BY_TRAINER] = ours.checkpoint.adopt_optim_states
     if run.teacher != read.teacher:
         found["teacher"] = run.teacher
     return found

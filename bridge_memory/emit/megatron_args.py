@@ -12,7 +12,7 @@ from typing import Any
 
 from bridge_memory.emit.architecture import LOSS_COEFFICIENT, architecture
 from bridge_memory.emit.commands import Emitted
-from bridge_memory.emit.left import beside, left_out, left_words
+from bridge_memory.emit.left import BY_TRAINER, beside, left_out, left_words
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.readers.megatron_args.arguments import (
     DESTINATIONS,
@@ -71,7 +71,8 @@ def megatron_arguments(run: RunSpec) -> Emitted:
         except SpecError as error:
             raise SpecError(f"Megatron-LM's arguments cannot say this run: read back, {error}") from None
         left = {MODEL: run.model.name, **beside(run), **left_out(run, read)}
-    rest = {name: value for name, value in left.items() if name != MODEL}
+    unset = {MODEL, BY_TRAINER} if run.checkpoint.adopt_optim_states is None else {MODEL}
+    rest = {name: value for name, value in left.items() if name not in unset}
     notes = [f"on {gpus} GPU{'s' * (gpus > 1)}"]
     if MODEL in left:
         notes.append(f"the model, which they cannot describe: {run.model.name}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provenance, Role, State
+from bridge_memory.components import MADE_BY_FIRST_STEP, Component, Lifetime, Part, Provenance, Role, State
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import ParallelSpec
 from bridge_memory.tapes.chain import EngineBytes
@@ -54,7 +54,7 @@ class Line(NamedTuple):
     def lifetime(self) -> Lifetime:
         if self.fresh:
             return Lifetime.BACKWARD
-        return Lifetime.FIRST_STEP if self.state in MOMENTS else Lifetime.MODEL
+        return Lifetime.FIRST_STEP if self.state in MADE_BY_FIRST_STEP else Lifetime.MODEL
 
     def component(self, nbytes: int, ranks: Mapping[str, int]) -> Component:
         """``ranks``: size of each of Megatron's groups; groups of one rank are not listed."""

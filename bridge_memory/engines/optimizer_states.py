@@ -88,6 +88,10 @@ def optimizer_states(run: RunSpec) -> tuple[OptimizerState, ...]:
     out += [
         OptimizerState(State.EXP_AVG, first, over, on_gpu), OptimizerState(State.EXP_AVG_SQ, second, over, on_gpu),
     ]
+    if half and o.optimizer_cpu_offload and o.fused_main_parameters and gradient_width(run) == 2:
+        # Its fp32 parameters on the GPU are no parameters that ``zero_grad`` knows: their gradients stay
+        # (``hybrid_optimizer.py: HybridDeviceOptimizer._set_sub_optimizer_grads``). Of fp32 buffers they are views.
+        out.append(OptimizerState(State.FP32_GRADIENTS, 4, on_gpu=on_gpu))
     return tuple(out)
 
 

@@ -31,12 +31,15 @@ from bridge_memory.outside.context import outside
 from bridge_memory.outside.phase import Phase
 from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec
+from bridge_memory.spec.canonical import adopts_optim_states
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.unmodelled import Unmodelled, bounds
 from bridge_memory.verdict import BEST_FIRST, Fit, MemoryLimit, Verdict, fits, reserved_bytes, within
 from bridge_memory.workspaces.caching_allocator import TooManyCalls, Trace
 
 SCHEMA = "bridge-memory/job/1"
+#: What says that a resume copies Adam's moments.
+COPIED_FLAG = "--no-adopt-optim-states"
 T = TypeVar("T")
 _FROM_TRAINING = (Phase.TRAINING, Phase.EVALUATION, Phase.SAVE, Phase.RESUME)
 _FIRST = (StepPhase.FIRST_FORWARD, StepPhase.FIRST_BACKWARD, StepPhase.STEP)
@@ -128,6 +131,9 @@ class Job:
     #: The lower end of training's reserved memory has the allocator return cached memory and try again, which takes
     #: time.
     retries: bool = False
+    #: The resume of a trainer that copies Adam's moments, as Megatron-LM does, where the run leaves open who trains
+    #: (``CheckpointSpec.adopt_optim_states``); None: it does not, or there is no difference.
+    copied: PhaseMemory | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -216,6 +222,7 @@ class Job:
             "try_first": self.to_try and {
                 "phase": str(Phase.RESUME), "flag": self.to_try.flag, "less_bytes": self.to_try.less,
             },
+            "resume_copied": self.copied and {"flag": COPIED_FLAG, "phase": self.copied.as_json(capacity)},
         }  # fmt: skip
 
 
@@ -350,8 +357,22 @@ def job_steps(
         tuple(filter(None, reasons)), not_replayed, card, host_bytes,
         tuple(feature for feature in result.unmodelled if not feature.of_job),
         option, option is not None and may_fit(estimate(option.run), gpu),
-        None if how is None else how.uneven, how is not None and how.retries,
+        None if how is None else how.uneven, how is not None and how.retries, _copied(run, gpu, stages),
     )
+
+
+def _copied(run: RunSpec, gpu: Gpu, stages: Sequence[_Stage]) -> PhaseMemory | None:
+    """``Job.copied``."""
+    if _of_torch(run) or run.checkpoint.adopt_optim_states is not None or not adopts_optim_states(run):
+        return None
+    other, found = run.with_fields(adopt_optim_states=False), list[PhaseMemory]()
+    for stage in stages:
+        resumed = loading.loading(other, stage.number, How.RESUME)
+        if resumed is None or Phase.RESUME not in stage.parts:
+            return None
+        parts = {Phase.BUILD: stage.parts[Phase.BUILD], Phase.RESUME: resumed}
+        found += [phase for phase in _phases(other, gpu, stage._replace(parts=parts)) if phase.phase is Phase.RESUME]
+    return _first_worst(found, gpu.capacity_bytes)
 
 
 def verdict_on(result: Estimate, gpu: Gpu) -> Verdict:

@@ -48,6 +48,8 @@ from bridge_memory.readers.encoders import describe_encoder
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.transformer_config import FALCON_H1, GEMMA4_DENSE, model_from_transformer_config, pattern_of
 from bridge_memory.releases import (
+    ADOPTED_BESIDE_CORE,
+    BRIDGE_ADOPTS_OPTIM_STATES,
     BRIDGE_EXPERTS_OUTSIDE_TP,
     BRIDGE_FLEX_ATTENTION,
     BRIDGE_FUSES_FSDP_GRADIENTS,
@@ -225,7 +227,7 @@ def run_of_container(
         optimizer=_optimizer(config, view),
         data_parallel=_data_parallel_spec(config, view, running),
         peft=_peft(getattr(config, "peft", None), container_part(config, "model")),
-        checkpoint=_checkpoint(getattr(config, "checkpoint", None), fsdp=view.fsdp, bridge=bridge is not None),
+        checkpoint=_checkpoint(getattr(config, "checkpoint", None), running, fsdp=view.fsdp, bridge=bridge),
         recompute=_recompute(view),
         implementation=_on_machine(
             _implementation(config, view, gpu_arch, running),
@@ -705,7 +707,7 @@ def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
     )
 
 
-def _checkpoint(c: Any, *, fsdp: bool, bridge: bool) -> CheckpointSpec:
+def _checkpoint(c: Any, running: Running, *, fsdp: bool, bridge: Release | None) -> CheckpointSpec:
     """``ConfigContainer.checkpoint``. Megatron-FSDP has one format, fsdp_dtensor; Bridge always streams."""
     alike = (
         "dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient", "also_save_hf_checkpoint"
@@ -716,9 +718,10 @@ def _checkpoint(c: Any, *, fsdp: bool, bridge: bool) -> CheckpointSpec:
         ckpt_fully_parallel_load=bool(_get(c, "fully_parallel_load", False)),
         # Without the persistent process it is switched off (``arguments.py: validate_args``).
         async_save=bool(_get(c, "async_save", False) and _get(c, "use_persistent_ckpt_worker", True)),
-        stream_ckpt_dequant=bridge or bool(_get(c, "stream_ckpt_dequant", True)),
+        stream_ckpt_dequant=bridge is not None or bool(_get(c, "stream_ckpt_dequant", True)),
         load_optim=bool(_get(c, "load_optim", True)) and not _get(c, "finetune", False),
         save_optim=bool(_get(c, "save_optim", True)),
+        adopt_optim_states=bridge is not None and bridge >= BRIDGE_ADOPTS_OPTIM_STATES and ADOPTED_BESIDE_CORE(running),
         **{name: bool(_get(c, name, False)) for name in alike},
     )
 

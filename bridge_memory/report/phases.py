@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bridge_memory.job.job import Job, PhaseMemory, worse_jobs
+from bridge_memory.job.job import COPIED_FLAG, Job, PhaseMemory, worse_jobs
 from bridge_memory.outside.amount import Range, total
 from bridge_memory.outside.phase import Phase
+from bridge_memory.releases import BRIDGE_ADOPTS_OPTIM_STATES, release_words
 from bridge_memory.report.document import Block, Column, Grid, Pairs, Words
 from bridge_memory.report.said import VERDICT_WORDS, names_of
 from bridge_memory.report.units import DECIMALS, format_ticks, ticks
@@ -83,6 +84,8 @@ def by_verdict(job: Job, unit: str = "GiB", stage: int | None = None) -> Pairs:
             peaks[0] += f" (stage {found[0].stage})"
         if peaks:
             pairs.append((str(verdict), "; ".join(peaks)))
+    if job.copied is not None and _worse(job, phases):
+        pairs.append(("resume", f"in Megatron-LM {_copied(job, unit)}: {COPIED_FLAG}"))
     if (words := _routing(job)) is not None:
         pairs.append(("routing", words))
     if job.not_modelled:
@@ -171,6 +174,11 @@ def _notes(job: Job, unit: str) -> list[str]:
     judged = "" if job.host_verdict is None else f": {job.host_verdict}"
     while_it = {Phase.SAVE: ", while it saves", Phase.LOAD: ", while it loads"}.get(host.phase, "")
     notes.append(f"host memory of a node of {host.ranks}{while_it}: {_short(host.node, unit)}{of} {unit}{judged}")
+    if job.copied is not None:
+        release = f"Megatron Bridge from {release_words(BRIDGE_ADOPTS_OPTIM_STATES)}"
+        notes.append(
+            f"resume: as in {release}; Megatron-LM copies Adam's moments: {_copied(job, unit)} ({COPIED_FLAG})"
+        )
     if job.to_try is not None:
         notes.append(f"resume: try first: {job.to_try.flag} ({_number(job.to_try.less, unit)} {unit} less)")
     notes += [f"not modelled: {reason}" for reason in job.not_modelled]
@@ -191,6 +199,18 @@ def _routing(job: Job) -> str | None:
         f"from scratch, first steps saw {FROM_SCRATCH.least:g} to {FROM_SCRATCH.most:g}"
     )
 
+
+def _copied(job: Job, unit: str) -> str:
+    """"167.0-182.5, does not fit"."""
+    assert job.copied is not None
+    return f"{_short(job.copied.driver, unit)}, {job.copied.verdict(job.gpu.capacity_bytes)}"
+
+
+def _worse(job: Job, phases: Sequence[PhaseMemory]) -> bool:
+    """Whether a resume that copies moments has a worse verdict than one of ``phases``."""
+    capacity = job.gpu.capacity_bytes
+    resume = next((phase.verdict(capacity) for phase in phases if phase.phase is Phase.RESUME), None)
+    return resume is not None and job.copied is not None and job.copied.verdict(capacity) is not resume
 
 
 def _fits(phase: PhaseMemory, capacity: int, unit: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from bridge_memory.releases import ADOPTED_BESIDE_CORE
 from bridge_memory.spec.checkpoint import CheckpointSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.layout_string import parse_layout_string
@@ -178,15 +179,39 @@ def idle_checkpoint_options(run: RunSpec) -> dict[str, str]:
         idle["stream_ckpt_dequant"] = "parameters in fp8 or fp4"
     elif run.precision.recipe == "tensorwise":
         idle["stream_ckpt_dequant"] = "another fp8_recipe than tensorwise"
+    if not (run.model.has_experts and run.data_parallel.engine == "megatron_ddp"):
+        idle["experts_in_one_tensor"] = "experts under megatron_ddp"
+    if (needed := _adopting_needs(run)) is not None:
+        idle["adopt_optim_states"] = needed
     if run.parallel.data_parallel_size * run.parallel.cp == 1:
         what = "more than one data-parallel rank"
         idle |= {"ckpt_fully_parallel_save": what, "ckpt_fully_parallel_load": what}
     return idle
 
 
+def _adopting_needs(run: RunSpec) -> str | None:
+    """What ``adopt_optim_states`` needs, in words; None where it has an effect (Bridge ``training/optim.py:
+    memory_efficient_fp32_optimizer_state_loading``)."""
+    o, d = run.optimizer, run.data_parallel
+    if not (d.engine == "megatron_ddp" and d.use_distributed_optimizer):
+        return "megatron_ddp's use_distributed_optimizer"
+    if o.optimizer != "adam" or o.use_precision_aware_optimizer or o.optimizer_cpu_offload:
+        return "Adam with fp32 moments on the GPU (no use_precision_aware_optimizer, no optimizer_cpu_offload)"
+    return None if run.checkpoint.resumes_optimizer else "load_optim and save_optim"
+
+
+def adopts_optim_states(run: RunSpec) -> bool:
+    """Whether a resume's fp32 moments are there once."""
+    wanted = run.checkpoint.adopt_optim_states
+    wanted = ADOPTED_BESIDE_CORE(run.implementation) if wanted is None else wanted
+    return wanted and _adopting_needs(run) is None
+
+
 def _checkpoint(run: RunSpec) -> CheckpointSpec:
     # Megatron-FSDP has one format.
-    return _reset(run.checkpoint, *idle_checkpoint_options(run), *["ckpt_format"] * run.data_parallel.fsdp)
+    idle = idle_checkpoint_options(run)
+    found = _reset(run.checkpoint, *idle, *["ckpt_format"] * run.data_parallel.fsdp)
+    return found if "adopt_optim_states" in idle else replace(found, adopt_optim_states=adopts_optim_states(run))
 
 
 def _recompute(r: RecomputeSpec) -> RecomputeSpec:

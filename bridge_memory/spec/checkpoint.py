@@ -42,8 +42,15 @@ class CheckpointSpec(Checked):
     #: Off: a resume loads weights only (``no_load_optim``, ``finetune``).
     load_optim: bool = flag(True)
     save_optim: bool = flag(True)
+    #: A resume's FusedAdam takes fp32 moments for its own as the checkpoint has filled them, as in Megatron Bridge from
+    #: 0.6; off: it copies them, so that they are there twice, as in Megatron-LM. None: as in the release of Megatron
+    #: Bridge that goes with the megatron-core.
+    adopt_optim_states: bool | None = flag(None)
     #: A save also writes the weights as Hugging Face has them, each put together on the GPU (Megatron Bridge).
     also_save_hf_checkpoint: bool = flag(False)
+    #: The weights of a layer's experts are one tensor, saved transposed, as of megatron-core's removed GroupedMLP and
+    #: experts over torch._grouped_mm; a load transposes them and puts them together.
+    experts_in_one_tensor: bool = flag(False)
 
     @property
     def resumes_optimizer(self) -> bool:

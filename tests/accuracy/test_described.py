@@ -405,7 +405,8 @@ def test_code_of_a_fork_is_listed_and_bends_nothing() -> None:
     assert len(layers) == 23
     assert all(layer.mixer.recompute_scan for layer in layers)
     as_stock = replace(mine.model, layers=theirs.model.layers)
-    assert mine.with_(model=as_stock, not_modelled=(), assumptions=()) == theirs.with_(
+    assert mine.checkpoint.experts_in_one_tensor  # as its source says of a load: no training step has to do with it
+    assert mine.with_(model=as_stock, checkpoint=theirs.checkpoint, not_modelled=(), assumptions=()) == theirs.with_(
         not_modelled=(), assumptions=()
     )
     assert [word.split()[0] for word in mine.not_modelled if word not in theirs.not_modelled] == [

@@ -39,6 +39,7 @@ MAY_LEAVE = {
     "megatron-args": BESIDE | {
         "batch.packed_sequences",  # of a data set
         "peft.scheme", "peft.dim", "peft.target_modules",  # Megatron-LM has no adapters
+        "checkpoint.adopt_optim_states",  # it copies them
         # Fields of its configs without an option in the parser of 0.19.2.
         "optimizer.store_param_remainders", "precision.fp8_dot_product_attention",
         "optimizer.use_layer_wise_distributed_optimizer", "implementation.deallocate_pipeline_outputs",

@@ -8,7 +8,7 @@ import pytest
 
 from bridge_memory.accuracy.predictions import predict
 from bridge_memory.accuracy.records import load_runs
-from bridge_memory.components import MOMENTS, Lifetime, Part, Role, State
+from bridge_memory.components import MADE_BY_FIRST_STEP, Lifetime, Part, Role, State
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
 from bridge_memory.engines.fsdp_buckets import Sharding, aligned_to_rows, places_of
@@ -358,7 +358,7 @@ def test_megatron_cores_own_fsdp(name: str) -> None:
         (b.size, b.numel, b.experts, b.unit) for b in found.buckets
     ]
     stage = engine_of(run).stage([units])
-    static = sum(n for line, n in stage.amounts if line.state not in MOMENTS)
+    static = sum(n for line, n in stage.amounts if line.state not in MADE_BY_FIRST_STEP)
     assert static == pytest.approx(found.static_bytes, rel=0.001)
     assert stage.gathered == pytest.approx(found.root_bytes, abs=MIB)
     inventory = chunk_inventory(run.model, shape, ctx, True, stage.concurrent[0])

@@ -14,6 +14,8 @@ from bridge_memory.components import Role
 from bridge_memory.job.job import Job
 from bridge_memory.job.megatron.evaluation import evaluation as of_megatron
 from bridge_memory.job.megatron.loading import How
+from bridge_memory.job.megatron.loading import loading as of_loading
+from bridge_memory.job.megatron.saving import host_of_saving
 from bridge_memory.job.torch import ENGINES
 from bridge_memory.job.torch.building import building, parameters, rank_of
 from bridge_memory.job.torch.evaluation import evaluation
@@ -148,8 +150,22 @@ def test_an_engine_of_megatron_beside_the_step_is_listed() -> None:
         engine="megatron_fsdp", world_size=8, data_parallel_sharding_strategy="optim_grads_params"
     )
     job = whole_job(replace(run), "H200")
-    assert [str(p.phase) for p in job.phases] == ["build", "first step", "training", "evaluation", "save"]
-    assert job.not_modelled == ("engine megatron_fsdp: load and resume are not modelled",)
+    assert len(job.phases) == len(Phase) and job.not_modelled == ()
+    job = whole_job(run.with_fields(data_parallel_sharding_strategy="no_shard"), "H200")
+    assert "resume" not in [str(p.phase) for p in job.phases] and "no_shard" in job.not_modelled[0]
+
+
+def test_a_resume_of_megatron_fsdp_has_moments_twice_and_its_save_stages_one_tensor() -> None:
+    """8 bytes of fp32 moments a parameter on 8 ranks, twice beside what is built; all that a rank writes is 12 bytes a
+    parameter, in host memory only if another process writes it."""
+    run = RunSpec(model="meta-llama/Llama-3.1-8B").with_fields(
+        engine="megatron_fsdp", world_size=8, data_parallel_sharding_strategy="optim_grads_params"
+    )
+    ready, resume = (total(of_loading(run, 0, how) or ()).most for how in (How.NONE, How.RESUME))
+    numel = 8_030_261_248 / 8
+    assert resume - ready == pytest.approx(16 * numel, rel=1e-3)
+    sync, beside = (total(host_of_saving(run.with_fields(async_save=on), 0) or ()).most for on in (False, True))
+    assert beside == pytest.approx(12 * numel, rel=1e-3) and sync < beside / 20
 
 
 def test_megatron_fsdp_evaluates_with_what_it_gathers_in_training() -> None:

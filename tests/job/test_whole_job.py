@@ -15,7 +15,7 @@ from bridge_memory.components import GIB, Component, Part, Provenance, Role
 from bridge_memory.job.job import Job, job_of
 from bridge_memory.outside.amount import Range, total
 from bridge_memory.outside.phase import Phase
-from bridge_memory.report.phases import job_blocks, job_words
+from bridge_memory.report.phases import by_verdict, job_blocks, job_table, job_words
 from bridge_memory.spec.unmodelled import Effect, Unmodelled
 from bridge_memory.verdict import Verdict
 
@@ -99,7 +99,8 @@ def test_a_save_after_training_is_not_blamed_for_what_training_reserved() -> Non
 
 def test_a_phase_that_decides_by_its_band_is_not_called_the_highest_without_it() -> None:
     job = whole_job(RunSpec(model="meta-llama/Llama-3.1-70B").with_fields(
-        world_size=64, tensor_model_parallel_size=8, pipeline_model_parallel_size=4), "H100")  # fmt: skip
+        world_size=64, tensor_model_parallel_size=8, pipeline_model_parallel_size=4,
+        adopt_optim_states=False), "H100")  # fmt: skip
     by = {p.phase: p for p in job.phases}
     assert job.tightest is by[Phase.TRAINING] and by[Phase.RESUME].driver.most > by[Phase.TRAINING].driver.most
     assert "training has the highest driver peak with its 90% band" in job_words(job)
@@ -226,6 +227,22 @@ def test_a_calibrated_peak_is_reserved_too() -> None:
         next(p for p in job_of(r, find_gpu("H100")).phases if p.phase is Phase.TRAINING) for r in (result, more)
     )
     assert calibrated.reserved.least == plain.reserved.least + 9 * GIB
+
+
+def test_who_trains_decides_a_resume_and_is_named_where_the_run_leaves_it_open() -> None:
+    """Adam's moments of 1.24 B parameters, 8 bytes each, are there once in Megatron Bridge and twice in Megatron-LM."""
+    run = RunSpec(model="meta-llama/Llama-3.2-1B")
+    job, told = whole_job(run, "H100"), whole_job(run.with_fields(adopt_optim_states=False), "H100")
+    assert job.copied is not None and job.copied.driver == told.phases[-1].driver and told.copied is None
+    assert whole_job(run.with_fields(adopt_optim_states=True), "H100").copied is None
+    more = total(job.copied.allocated).most - total(job.phases[-1].allocated).most
+    assert more == pytest.approx(8 * 1.236e9, rel=0.001)
+    between = (job.phases[-1].driver.most + job.copied.driver.least) // 2
+    small = replace(job, gpu=replace(job.gpu, capacity_bytes=between))
+    assert "--no-adopt-optim-states" in str(by_verdict(small).pairs)
+    assert "--no-adopt-optim-states" not in str(by_verdict(job).pairs)  # it fits either way
+    assert "--no-adopt-optim-states" in " ".join(job_table(job).notes)
+    assert job.as_json()["resume_copied"]["phase"]["name"] == "resume"
 
 
 def test_a_resume_that_does_not_fit_names_the_option_that_lowers_it() -> None:

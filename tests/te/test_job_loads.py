@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 from job_oracle import forward_only, job
 
+from bridge_memory import estimate
+from bridge_memory.components import MADE_BY_FIRST_STEP
 from bridge_memory.job.megatron.building import building, built
 from bridge_memory.job.megatron.evaluation import forward_passes
-from bridge_memory.job.megatron.loading import How, loading, refusal
+from bridge_memory.job.megatron.loading import How, loading, refusal, why_not_resumed
 from bridge_memory.job.megatron.saving import saving
 from bridge_memory.outside.amount import Amount, total
 from bridge_memory.readers import resolve_model
@@ -121,11 +123,33 @@ def test_resume_and_save(run: RunSpec, stage: int) -> None:
             return
         real.load(with_optimizer=True)
         real.save()
-    within(loading(run, stage, How.RESUME), real.phases["resume"].peak)
+    within(loading(run.with_fields(adopt_optim_states=False), stage, How.RESUME), real.phases["resume"].peak)
     if run.optimizer.optimizer_cpu_offload:  # until its first step it also keeps the parameters that were loaded
         assert real.phases["save"].peak == real.phases["resume"].after
         return
     within(_states(saving(run, stage)), real.phases["save"].peak)
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32 gradients", "bf16 gradients"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_what_steps_of_a_partly_offloaded_optimizer_leave(wide: bool, share: float) -> None:
+    """Two moments, and of bf16 gradients an fp32 copy, of the parameters that stay on the GPU: whole shards of them,
+    so that up to the largest fewer are there than the share says."""
+    run = RunSpec(
+        model=replace(UNTIED, vocab_size=1024), parallel=ParallelSpec(world_size=2),
+        data_parallel=DataParallelSpec(grad_reduce_in_fp32=wide),
+        optimizer=OptimizerSpec(
+            use_precision_aware_optimizer=True, optimizer_cpu_offload=True, optimizer_offload_fraction=share
+        ),
+    )
+    with job(run) as real:
+        real.steps(2)
+    left = real.phases["steps"].after - real.phases["build"].after
+    ours = {c.state: c.bytes for c in estimate(run).stages[0].components if c.state in MADE_BY_FIRST_STEP}
+    states = 2 if wide else 3
+    assert len(ours) == states
+    largest = 4 * 2 * 4096 * 14336 * states if share else 0
+    assert 0 <= sum(ours.values()) - left <= largest
 
 
 #: megatron-core gathers in host memory here, which has data.
@@ -161,6 +185,26 @@ def test_an_optimizer_in_host_memory_without_fp32_copies_of_its_own_does_not_com
     within(building(run, 0), real.phases["build"].peak)
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_whole_states_of_an_optimizer_in_host_memory(share: float) -> None:
+    """Gathered on the device to be saved, wherever they are; and sent there anew when they are loaded."""
+    run = released(RunSpec(
+        model=replace(TINY, layers=TINY.layers * 2), parallel=ParallelSpec(world_size=2), checkpoint=RESHARDABLE,
+        optimizer=OptimizerSpec(
+            use_precision_aware_optimizer=True, optimizer_cpu_offload=True, optimizer_offload_fraction=share
+        ),
+    ))  # fmt: skip
+    if why_not_resumed(run) is not None:
+        pytest.skip("not modelled for this release")
+    with job(run) as real:
+        real.load(with_optimizer=True)
+        after = real.phases["resume"].after
+        real.save()
+    within(loading(run, 0, How.RESUME), real.phases["resume"].peak)
+    gathered = total(a for a in saving(run, 0) or () if a.name == "gathered states")
+    assert gathered.most == pytest.approx(real.phases["save"].peak - after, rel=0.003)
+
+
 def test_states_gathered_over_gloo_are_not_on_the_gpu() -> None:
     run = GATHERED["fp32"].with_fields(distrib_optim_fully_reshardable_mem_efficient=True)
     with job(run) as real:
@@ -179,11 +223,12 @@ def test_a_resume_without_the_optimizer_loads_weights() -> None:
 
 @pytest.mark.parametrize("name", GATHERED)
 def test_resume_from_whole_states(name: str) -> None:
-    with job(GATHERED[name]) as real:
+    run = GATHERED[name].with_fields(adopt_optim_states=False)
+    with job(run) as real:
         real.load(with_optimizer=True)
         real.save()
-    within(loading(GATHERED[name], 0, How.RESUME), real.phases["resume"].peak)
-    within(_states(saving(GATHERED[name], 0)), real.phases["save"].peak)
+    within(loading(run, 0, How.RESUME), real.phases["resume"].peak)
+    within(_states(saving(run, 0)), real.phases["save"].peak)
 
 
 def _states(saved: tuple[Amount, ...] | None) -> tuple[Amount, ...]:

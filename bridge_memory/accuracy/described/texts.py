@@ -274,14 +274,21 @@ DISPATCHER: tuple[Phrase, ...] = (
     phrase("(?:flex ?)?(?P<backend>deep-?ep|hybrid-?ep)", _backend), DOUBT, phrase("backend|dispatcher"),
     phrase(r"(?P<n>\d{1,3}) sms?", lambda d, m: d.state("implementation.moe_flex_dispatcher_num_sms", int(m["n"]))),
 )  # fmt: skip
+def _of_a_fork(draft: Draft) -> None:
+    draft.state("checkpoint.experts_in_one_tensor", True)
+    draft.leave_out(
+        "moe_experts_impl (a fork's experts over torch._grouped_mm): counted as Transformer Engine's grouped MLP, with "
+        "the workspaces of its GEMM; as one tensor while they load",
+        Effect.EITHER, "what routed experts save and make, in every MoE layer",
+    )
+
+
 EXPERTS: tuple[Phrase, ...] = (
     phrase(r"te(?:[_ ]?grouped(?:[_ ]?(?:gemm|mlp))?)?|grouped(?:[_ ]?gemm)?", implementation__moe_grouped_gemm=True),
     phrase("sequential|local", implementation__moe_grouped_gemm=False),
     phrase(
         r"torch[_ ]grouped(?:[_ ]mm)?|torch\._grouped_mm(?: experts)?|(?:repo-specific|fork|custom|own) experts",
-        lambda d, m: d.leave_out(
-            "moe_experts_impl (a fork's experts over torch._grouped_mm): counted as Transformer Engine's grouped MLP, "
-            "with the workspaces of its GEMM", Effect.EITHER, "what routed experts save and make, in every MoE layer")),
+        lambda d, m: _of_a_fork(d)),
     phrase("repo-specific|fork|custom|experts|impl"),
 )  # fmt: skip
 

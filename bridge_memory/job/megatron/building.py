@@ -33,7 +33,7 @@ _BUFFERS = "param_and_grad_buffer.py: _ParamAndGradBuffer.__init__"
 def why_not(run: RunSpec) -> str | None:
     """Why the phases beside the step are not modelled for ``run``; None where they are."""
     if run.data_parallel.engine == "megatron_fsdp":
-        return "engine megatron_fsdp: load and resume are not modelled"
+        return building_fsdp.why_not(run)
     if run.data_parallel.engine != "megatron_ddp":
         return f"engine {run.data_parallel.engine}: build, load, save and resume are not modelled"
     if run.optimizer.use_layer_wise_distributed_optimizer:
@@ -49,7 +49,7 @@ def building(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     Raises SpecError: there is no such stage.
     """
     if run.data_parallel.engine == "megatron_fsdp":
-        return None if run.teacher is not None else building_fsdp.building(run, stage)
+        return building_fsdp.building(run, stage)
     done = built(run, stage)
     if done is None:
         return None
@@ -62,6 +62,8 @@ def built(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
 
     Moments of Adam's are made by the first step or a resume. Raises SpecError: there is no such stage.
     """
+    if run.data_parallel.engine == "megatron_fsdp":
+        return building_fsdp.built(run, stage)
     parts = stage_parts(run, stage)
     if why_not(run) is not None:
         return None

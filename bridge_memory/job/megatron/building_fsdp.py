@@ -22,19 +22,36 @@ from bridge_memory.tapes.context import context_of
 _BUCKETS = "param_and_grad_buffer.py: _init_each_parameter_group_buffers"
 
 
-def building(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
-    """What is alive at the highest moment; None for weights that are fp8 tensors, adapters, and weights that are not in
-    buffers. Raises SpecError: there is no such stage."""
-    parts, sharding = stage_parts(run, stage), Sharding(run)
-    if sharding.fp8_param or run.peft.freezes or not sharding.shards["optim"]:
+def why_not(run: RunSpec) -> str | None:
+    """Why phases beside the step are not modelled; None where they are."""
+    sharding = Sharding(run)
+    if run.teacher is not None or sharding.fp8_param or run.peft.freezes or not sharding.shards["optim"]:
+        what = "a teacher, adapters, fp8 weights or no_shard"
+        return f"engine megatron_fsdp with {what}: load and resume are not modelled"
+    return None
+
+
+def built(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
+    """What is alive once model and optimizer are built; None if it is not modelled. Raises SpecError: there is no such
+    stage."""
+    parts = stage_parts(run, stage)
+    if why_not(run) is not None:
         return None
-    main = sum(s.width for s in fsdp_states(run) if s.state is State.MAIN_PARAMETERS)
-    chunks = _chunks(run, stage, sharding)
-    left = sum(_in_modules(bucket, sharding) for chunk in chunks for bucket in chunk)
-    highest = tuple(
+    return tuple(
         exactly(c.name, c.bytes, c.provenance) for c in parts.persistent
         if c.lifetime is Lifetime.MODEL and (c.role is Role.GRADIENTS or c.state in _EARLY) and c.bytes
     )  # fmt: skip
+
+
+def building(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
+    """What is alive at the highest moment; None if it is not modelled. Raises SpecError: there is no such stage."""
+    highest = built(run, stage)
+    if highest is None:
+        return None
+    sharding = Sharding(run)
+    main = sum(s.width for s in fsdp_states(run) if s.state is State.MAIN_PARAMETERS)
+    chunks = _chunks(run, stage, sharding)
+    left = sum(_in_modules(bucket, sharding) for chunk in chunks for bucket in chunk)
     weights = mains = gradients = 0
     for chunk in chunks:
         for bucket in chunk:
@@ -55,6 +72,11 @@ def building(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
 
 
 _EARLY = (State.PARAMETERS, State.MAIN_PARAMETERS)
+
+
+def buckets_of(run: RunSpec, stage: int) -> list[Bucket]:
+    """Those of every virtual stage."""
+    return [bucket for chunk in _chunks(run, stage, Sharding(run)) for bucket in chunk]
 
 
 def _chunks(run: RunSpec, stage: int, sharding: Sharding) -> list[list[Bucket]]:

@@ -10,8 +10,8 @@ Resuming has three moments (megatron-core ``optimizer/distrib_optimizer.py``; TE
 3. ``load_state_dict`` gives the states to ``FusedAdam.load_state_dict`` again: unscaled anew, cast to the dtype of the
    parameter, and copied into states that are new again, while the state dict refers to what it has filled.
 
-Megatron Bridge 0.6.2 has FusedAdam take fp32 states as they are, so that there is no second copy (``training/optim.py:
-memory_efficient_fp32_optimizer_state_loading``, pull request 4936); who loads is not known here, so that it is a range.
+Megatron Bridge from 0.6 has FusedAdam take fp32 moments as they are in 1 and in 3, so that there is no second copy
+(``releases.BRIDGE_ADOPTS_OPTIM_STATES``); Megatron-LM does not (``CheckpointSpec.adopt_optim_states``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ from bridge_memory.engines.megatron_ddp import experts_apart
 from bridge_memory.engines.optimizer_states import optimizer_states
 from bridge_memory.estimation import stage_parts
 from bridge_memory.job.host import sharded_elements
+from bridge_memory.job.megatron import loading_fsdp
 from bridge_memory.job.megatron.building import built, copied_one_by_one, stage_parameters
 from bridge_memory.outside.amount import Amount, exactly, total
+from bridge_memory.releases import WHOLE_STATES_SENT_TO_DEVICE
 from bridge_memory.spec import DTYPE_BYTES, LayerSpec, MambaSpec, RunSpec
+from bridge_memory.spec.canonical import adopts_optim_states
 from bridge_memory.spec.model import GatedDeltaNetSpec, MLPSpec, MoESpec
 from bridge_memory.tapes.parameters import Parameter
 
@@ -52,13 +55,11 @@ _ADAM = "TE fused_adam.py: FusedAdam.load_state_dict"
 _UNSCALED = "TE fused_adam.py: FusedAdam.get_unscaled_state"
 _DUMMY = "hybrid_optimizer.py: HybridDeviceOptimizer.dummy_step"
 _ANEW = "hybrid_optimizer.py: post_load_state_dict_hook"
+_SENT = "hybrid_optimizer.py: HybridDeviceOptimizer._move_new_state_to_right_device"
 _MERGED = "dist_checkpointing/mapping.py: apply_factory_merges"
 _DEQUANTIZED = "dist_checkpointing/serialization.py: load, stream_ckpt_dequant"
 _EXCHANGED = "dist_checkpointing/exchange_utils.py: exchange_loaded_tensors_broadcast"
 _REFERRED = "states that the state dict refers to"
-_ADOPTED = "none in Bridge 0.6.2: training/optim.py: memory_efficient_fp32_optimizer_state_loading"
-#: The megatron-core of the release of Bridge that has the loader named above.
-_ADOPTS = (0, 19)
 #: Releases without and with ``stream_ckpt_dequant``; between them it is not known.
 _UPFRONT, _STREAMS = (0, 16), (0, 19)
 
@@ -147,14 +148,19 @@ def _elements(lines: Sequence[Component], state: State, widths: dict[State, int]
 def why_not_resumed(run: RunSpec) -> str | None:
     """Why save and resume are not modelled, in addition to ``building.why_not``; None where it is."""
     o = run.optimizer
+    if run.data_parallel.fsdp:
+        return loading_fsdp.why_not_resumed(run)
     if (reason := why_not_read(run)) is not None:
         return reason
     if not run.checkpoint.resumes_optimizer:
         return None
     if o.optimizer != "adam":
         return f"optimizer {o.optimizer}: save and resume are modelled for Adam only"
-    if o.optimizer_cpu_offload and not _in_place(run):
-        return "optimizer_cpu_offload with dist_ckpt_optim_fully_reshardable: save and resume are not modelled"
+    if o.optimizer_cpu_offload and not _in_place(run) and not WHOLE_STATES_SENT_TO_DEVICE(run.implementation):
+        return (
+            f"optimizer_cpu_offload with dist_ckpt_optim_fully_reshardable before {WHOLE_STATES_SENT_TO_DEVICE}: save "
+            "and resume are not modelled"
+        )
     return None
 
 
@@ -173,6 +179,8 @@ def refusal(run: RunSpec) -> str | None:
     py: _update_fp32_params_by_new_state``.
     """
     held, c = run.optimizer, run.checkpoint
+    if run.data_parallel.fsdp:
+        return loading_fsdp.refusal(run)
     if held.optimizer_cpu_offload and c.resumes_optimizer and held.optimizer == "adam":
         if held.fused_main_parameters and DTYPE_BYTES[run.precision.params_dtype] == 2:
             return None
@@ -221,6 +229,8 @@ def loading(run: RunSpec, stage: int, how: How) -> tuple[Amount, ...] | None:
         return ready
     if how is How.HUGGING_FACE:
         return (*ready, *_imported(run, stage))
+    if run.data_parallel.fsdp:
+        return loading_fsdp.resuming(run, stage) if how is How.RESUME else ready
     if why_not_read(run) is not None:
         return None
     weights, received = _loaded_weights(run, stage), exchanged(run, stage)
@@ -261,41 +271,32 @@ def _in_dict(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     return tuple(a for a in found if a.most)
 
 
-def _may_adopt(run: RunSpec) -> bool:
-    """Whether FusedAdam may take the states of the state dict for its own, as it does in Megatron Bridge 0.6.2, whose
-    megatron-core is 0.19, and not in Megatron-LM."""
-    core = run.implementation.megatron_core
-    distributed = run.data_parallel.use_distributed_optimizer and DTYPE_BYTES[run.precision.params_dtype] == 2
-    return distributed and not run.optimizer.use_precision_aware_optimizer and (core is None or core >= _ADOPTS)
-
-
 def _resuming(run: RunSpec, stage: int) -> Iterator[tuple[Amount, ...]]:
     """The moments of a resume after all is read: what is alive beside the built model.
 
     Merged weights count in the first moment too, which is before they are made: the third is always higher.
     """
-    held, adopts = optimizers(run, stage), _may_adopt(run)
+    held, adopts = optimizers(run, stage), adopts_optim_states(run)
     distributed, in_place = run.data_parallel.use_distributed_optimizer, _in_place(run)
     merged = 0 if distributed else sum(4 * 3 * p.numel for p in _in_parts(run, stage))
     for at, one in enumerate(held):
         others = [h for h in held if h is not one]
         unscaled = sum(h.unscaled_in_dict for h in held) if in_place else 0
         # Of optimizers before this one what is in the state dict is alive beside the new states.
-        before = sum(h.own_in_dict for h in held[:at] if in_place)
+        before = sum(h.own_in_dict for h in held[:at] if in_place and not adopts)
         kept = sum(h.nbytes for h in others)
         again = sum(s.unscaled for s in one.states)
         cast = sum(s.cast(one.parameters) for s in one.states)
         # In the one of the checkpoint, or in FusedAdam's own, which has fp32 copies of the rest.
         in_dict = one.own_in_dict if in_place else sum(s.nbytes for s in one.states if not s.unscaled)
         common = (
-            Amount("states of optimizers", kept + (0 if adopts else before), kept + before, Provenance.FORMULA, _ADAM),
+            exactly("states of optimizers", kept + before, Provenance.FORMULA, _ADAM),
             exactly("fp32 states in the state dict", unscaled, Provenance.FORMULA, _UNSCALED),
             exactly("states in the state dict, put together", merged, Provenance.FORMULA, _MERGED),
             exactly("fp32 copies of states", again, Provenance.FORMULA, _UNSCALED),
         )
         own = exactly("states", one.nbytes, Provenance.FORMULA, _ADAM)
-        source = _ADOPTED if adopts else _ADAM
-        referred = Amount(_REFERRED, 0 if adopts else in_dict, in_dict, Provenance.FORMULA, source)
+        referred = exactly(_REFERRED, 0 if adopts else in_dict, Provenance.FORMULA, _ADAM)
         for more in (exactly("states in the dtype of parameters", cast, Provenance.FORMULA, _ADAM), referred):
             yield tuple(a for a in (*common, own, more) if a.most)
 
@@ -303,13 +304,18 @@ def _resuming(run: RunSpec, stage: int) -> Iterator[tuple[Amount, ...]]:
 def _resuming_on_host(run: RunSpec, stage: int, weights: tuple[Amount, ...]) -> Iterator[tuple[Amount, ...]]:
     """The moments of a resume of an optimizer that is partly in host memory: a step with random gradients, which makes
     its states; and its second making anew, each of which has new fp32 parameters and keeps those before in its states.
-    Gradients of the first ones stay too."""
+    Gradients of the first ones stay too. Whole states then come from host memory as new tensors, main parameters too,
+    while the state dict keeps the ones before."""
     width, own = DTYPE_BYTES[run.precision.params_dtype], sharded_elements(run, stage)
     states = _new_states(run, stage)
     yield (*states, exactly("random gradients", width * own, Provenance.FORMULA, _DUMMY))
     on_gpu = sum(c.bytes for c in stage_parts(run, stage).persistent if c.state is State.MAIN_PARAMETERS)
     again = exactly("main parameters of optimizers made anew", 2 * on_gpu, Provenance.FORMULA, _ANEW)
     yield tuple(a for a in (*weights, *states, again, copied_one_by_one(run, stage)) if a.most)
+    if not _in_place(run):
+        first = exactly("main parameters of the optimizer before", on_gpu, Provenance.FORMULA, _ANEW)
+        sent = exactly("states from host memory", total(states[:1]).most + on_gpu, Provenance.FORMULA, _SENT)
+        yield tuple(a for a in (*weights, *states, first, sent) if a.most)
 
 
 def _new_states(run: RunSpec, stage: int) -> tuple[Amount, ...]:
@@ -341,9 +347,16 @@ def _in_parts(run: RunSpec, stage: int) -> Iterator[Parameter]:
     mixers = any(isinstance(x.mixer, (MambaSpec, GatedDeltaNetSpec)) for x in _layers(run))
     for chunk in stage_parameters(run, stage):
         for p in chunk:
-            of_gated, of_mixer, transposed = _kinds(p.name)
+            of_gated, of_mixer, _ = _kinds(p.name)
+            transposed = _is_transposed(run, p)
             if (gated and of_gated) or (mixers and of_mixer) or transposed:
                 yield p
+
+
+def _is_transposed(run: RunSpec, p: Parameter) -> bool:
+    """Whether it is a part of one tensor of a layer's experts."""
+    _, _, transposed = _kinds(p.name)
+    return transposed or (run.checkpoint.experts_in_one_tensor and p.expert and len(p.shape) > 1)
 
 
 @lru_cache(maxsize=1 << 14)  # the names of a stage of 64 experts in each of 15 layers
@@ -362,7 +375,7 @@ def _loaded_weights(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     width = DTYPE_BYTES[run.precision.params_dtype]
     of = list(_in_parts(run, stage))
     merged = sum(width * p.numel for p in of)
-    transposed = sum(width * p.numel for p in of if _TRANSPOSED.search(p.name))
+    transposed = sum(width * p.numel for p in of if _is_transposed(run, p))
     found = [
         exactly("weights saved in parts, put together", merged, Provenance.FORMULA, _MERGED),
         exactly("weights of experts, transposed", transposed, Provenance.FORMULA, "experts.py: GroupedMLP"),
@@ -422,6 +435,8 @@ def _imported(run: RunSpec, stage: int) -> tuple[Amount, ...]:
     """Tensor by tensor from host memory. The first tensor-parallel rank holds the shards of all ranks and its own,
     beside what it made of the tensor before; what ranks replicate is copied whole."""
     width, p = DTYPE_BYTES[run.precision.params_dtype], run.parallel
+    if run.data_parallel.fsdp:  # into main parameters
+        width = 4
     tied = run.model.share_embeddings_and_output_weights
     parameters = [
         (_import_key(at, one.name), one) for at, chunk in enumerate(stage_parameters(run, stage)) for one in chunk

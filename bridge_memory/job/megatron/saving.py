@@ -17,6 +17,7 @@ from bridge_memory.components import Provenance, Role
 from bridge_memory.engines.megatron_ddp import bucket_elements, experts_apart
 from bridge_memory.engines.optimizer_states import gradient_width
 from bridge_memory.estimation import stage_parts
+from bridge_memory.job.megatron import loading_fsdp
 from bridge_memory.job.megatron.building import built, stage_parameters
 from bridge_memory.job.megatron.exporting import exported
 from bridge_memory.job.megatron.loading import HeldBy, is_fused, optimizers, why_not_resumed
@@ -64,10 +65,11 @@ def _gathers(run: RunSpec) -> bool:
 def _states(run: RunSpec, stage: int) -> list[Amount]:
     """What is made of optimizer states: first fp32 copies of all that one optimizer holds in fewer bits, for a state
     dict without them, then what is saved."""
-    if run.optimizer.optimizer_cpu_offload:  # states are saved as they are
+    offloaded = run.optimizer.optimizer_cpu_offload
+    if offloaded and not _gathers(run):  # states are saved as they are
         return []
     held = optimizers(run, stage)
-    copies = max((sum(s.unscaled for s in one.states) for one in held), default=0)
+    copies = 0 if offloaded else max((sum(s.unscaled for s in one.states) for one in held), default=0)
     first = exactly("fp32 copies of states", copies, Provenance.FORMULA, "TE fused_adam.py: FusedAdam.state_dict")
     if not run.data_parallel.use_distributed_optimizer:
         then = exactly("fp32 states in the state dict", 0)
@@ -127,6 +129,8 @@ def host_of_saving(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     Staged tensors are pinned, in blocks of powers of two that the process keeps (torch ``CachingHostAllocator``): the
     upper end. Raises SpecError: there is no such stage.
     """
+    if run.data_parallel.fsdp:
+        return loading_fsdp.host_of_saving(run, stage)
     if built(run, stage) is None or _why_not(run) is not None:
         stage_parts(run, stage)
         return None
