@@ -26,9 +26,10 @@ def record_compressed_attention(r: Recorder, spec: CompressedAttentionSpec, x: T
     """From one stream [T, h] to the output of linear_proj [T, h] (input norm included)."""
     ctx, tape = r.ctx, r.tape
     a, d, h = spec.num_attention_heads, spec.head_dim, ctx.hidden_size
-    recompute_norm = ctx.recomputes("layernorm")
+    recompute_norm = ctx.recomputes("layernorm") and not r.discards_streams
     with r.offload("attn_norm"), tape.discardable("input_layernorm", (x,), enabled=recompute_norm) as norm_region:
         normed = r.hold(r.norm("input_layernorm", x, h, ctx.tokens))
+    r.discard_streams(normed)
     down = r.plain_linear("self_attention.linear_q_down_proj", normed, ctx.tokens, h, spec.q_lora_rank)
     latent = r.norm("self_attention.q_layernorm", down, spec.q_lora_rank, ctx.tokens)
     recompute = ctx.recomputes("mla_up_proj")

@@ -136,9 +136,10 @@ def ranks_per_token(spec: MoESpec, ep: int) -> float:
 def record_moe(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
     """From the residual stream [T_sp, h] to the MoE output [T_sp, h] (pre_mlp_layernorm included)."""
     ctx, tape = r.ctx, r.tape
-    recompute_norm = ctx.recomputes("layernorm")
+    recompute_norm = ctx.recomputes("layernorm") and not r.discards_streams
     with r.offload("mlp_norm"), tape.discardable("pre_mlp_layernorm", (x,), enabled=recompute_norm) as region:
         normed = r.hold(r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
+    r.discard_streams(normed)
     tape.landmark("router")
     with tape.checkpoint("moe", (normed,), enabled=ctx.recomputes("moe")):
         y = moe_layer(r, spec, normed)
