@@ -17,9 +17,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
-
 from megatron.core.tensor_parallel import random  # noqa: E402
+from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
 from bridge_memory.inventory.layer import layer_block  # noqa: E402
 from bridge_memory.inventory.layer_links import layer_links  # noqa: E402

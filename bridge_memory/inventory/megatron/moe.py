@@ -241,7 +241,7 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
     index = tape.tensor("top-k indices", n.entering * spec.topk * 8, grad=False)
     routing_map = tape.tensor("routing map", n.entering * experts, grad=False)
     probs = tape.tensor("routing probabilities", table)
-    if ctx.impl.moe_router_fusion:
+    if ctx.impl.moe_router_fusion and not spec.experts_by_token:
         own = 4 if FUSED_ROUTER_SCORES_IN_FP32(ctx.impl) else width
         scores = tape.tensor("router scores", n.entering * experts * own, grad=False)
         tape.op("top-k", logits, (probs, routing_map, scores), saves=(routing_map, scores))
@@ -279,7 +279,8 @@ def _scores(r: Recorder, spec: MoESpec, logits: Tensor, n: _Tokens, width: int) 
     The softmax is of the k chosen logits in fp32 (of all logits if k is 1); the sigmoid is of all logits in fp32, and
     so is the root of the softplus, which saves those logits too. With an expert bias, the scores before it, the chosen
     scores and their sums are saved too, in the router's dtype until 0.17 and in fp32 from then on (``moe_utils.py:
-    topk_routing_with_score_function``).
+    topk_routing_with_score_function``). Experts that a table has for each token: scores of all experts, and the chosen
+    ones and their sums (Megatron-LM ``router.py: TopKRouter._hash_routing``).
     """
     tape = r.tape
     everything, chosen = n.entering * spec.num_experts, n.entering * spec.topk
@@ -293,7 +294,7 @@ def _scores(r: Recorder, spec: MoESpec, logits: Tensor, n: _Tokens, width: int) 
     if ROUTER_SCORES_IN_FP32(r.ctx.impl):
         width = 4
     scores = wide if width == 4 else tape.make("router scores, cast", wide, everything * width)
-    if spec.router_score_function == "softmax" or not spec.router_enable_expert_bias:
+    if spec.router_score_function == "softmax" or not (spec.router_enable_expert_bias or spec.experts_by_token):
         return scores, ()
     return scores, (scores, tape.tensor("chosen scores", (chosen + n.entering) * width, grad=False))
 
