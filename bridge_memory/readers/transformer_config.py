@@ -294,6 +294,11 @@ def _assumptions_of_compressed(c: ConfigAttributes) -> Iterator[str]:
             "apply_dsa_kernel_fusion is off: attention gathers the keys of every query, once more in fp32, "
             "which is most of its memory"
         )
+    if c.flag("enable_hyper_connections") and not c.flag("use_fused_mhc"):
+        yield (
+            "use_fused_mhc is off, which Megatron Bridge turns on where it sees a Blackwell GPU: hyper-connections "
+            "save an fp32 copy of the streams in both blocks of every layer"
+        )
 
 
 def pattern_of(config: object, name: str = "TransformerConfig") -> HybridPattern | None:

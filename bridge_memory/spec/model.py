@@ -106,7 +106,7 @@ class CompressedAttentionSpec:
     indexer: IndexerSpec | None = None
     #: Whether the fused kernels of FlashMLA and cuDNN are used (``apply_dsa_kernel_fusion``).
     fused: bool = False
-    #: Whether the fused kernels' loss of the indexer is that of the chosen keys alone (``dsa_indexer_use_sparse_loss``).
+    #: Whether their loss of the indexer is that of the chosen keys alone (``dsa_indexer_use_sparse_loss``).
     sparse_loss: bool = False
     add_output_bias: bool = False
 
