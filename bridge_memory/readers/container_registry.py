@@ -194,6 +194,13 @@ def _biases_of_images(asked: ArgumentValues) -> int:
     return scores * (2 * width * in_flight + 4 + width)
 
 
+def _inner_activations(asked: ArgumentValues) -> int:
+    """The bias and the GeLU of Transformer Engine's ``LayerNormMLP`` step by step, as without torch.compile: four
+    tensors of the inner width."""
+    inner = int(asked["ffn_hidden_size"] or 4 * int(asked["hidden_size"] or 0))
+    return 4 * _tokens(asked) * inner * _width(asked) // int(asked["tensor_model_parallel_size"] or 1)
+
+
 def _quantizes_otherwise(asked: ArgumentValues, recipe: Any) -> bool:
     """Whether a quantisation layer by layer differs, in training, from the run's own: each of its configurations is
     compared, since layers that none covers keep the run's (``extensions/transformer_engine.py:
@@ -224,8 +231,11 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
     "model": {
         "parallel_output": Feature(True, UP, "logits that are gathered over tensor-parallel ranks",
                                       order="s b V elements beside the s b V / t that are counted"),
-        "use_transformer_engine_full_layer_spec": Feature(False, EITHER, "Transformer Engine's whole layer",
-                                                             order="as large as what a layer saves, in every layer"),
+        # models/gpt_full_te_layer_autocast_spec.py: it saves the same tensors (a test compares both)
+        "use_transformer_engine_full_layer_spec": Feature(
+            False, UP, "temporaries of Transformer Engine's whole layer", most=_inner_activations,
+            order="4 tensors [s b, f / t] of one layer",
+        ),
         "restore_modelopt_state": Feature(False, EITHER, "ModelOpt's quantizers",
                                              order="a copy of the largest quantized tensor, and what is clipped of it"),
         "moe_hybridep_pad_uneven_dispatch_inputs": UNMODELLED_ARGUMENTS[
