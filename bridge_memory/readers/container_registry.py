@@ -195,10 +195,10 @@ def _biases_of_images(asked: ArgumentValues) -> int:
 
 
 def _inner_activations(asked: ArgumentValues) -> int:
-    """The bias and the GeLU of Transformer Engine's ``LayerNormMLP`` step by step, as without torch.compile: five
+    """The bias and the GeLU of Transformer Engine's ``LayerNormMLP`` step by step, as without torch.compile: six
     tensors of the inner width in backward."""
     inner = int(asked["ffn_hidden_size"] or 4 * int(asked["hidden_size"] or 0))
-    return 5 * _tokens(asked) * inner * _width(asked) // int(asked["tensor_model_parallel_size"] or 1)
+    return 6 * _tokens(asked) * inner * _width(asked) // int(asked["tensor_model_parallel_size"] or 1)
 
 
 def _quantizes_otherwise(asked: ArgumentValues, recipe: Any) -> bool:
@@ -234,7 +234,7 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
         # models/gpt_full_te_layer_autocast_spec.py: it saves the same tensors (a test compares both)
         "use_transformer_engine_full_layer_spec": Feature(
             False, UP, "temporaries of Transformer Engine's whole layer", most=_inner_activations,
-            order="5 tensors [s b, f / t] of one layer",
+            order="6 tensors [s b, f / t] of one layer",
         ),
         "restore_modelopt_state": Feature(False, EITHER, "ModelOpt's quantizers",
                                              order="a copy of the largest quantized tensor, and what is clipped of it"),

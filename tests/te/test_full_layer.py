@@ -74,14 +74,15 @@ def test_it_saves_what_megatron_cores_modules_save(tp: int) -> None:
     )
     run = RunSpec(
         model=model, parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=tp),
-        batch=BatchSpec(seq_length=2048, micro_batch_size=2), implementation=ImplementationSpec(transformer_engine=HERE),
+        batch=BatchSpec(seq_length=2048, micro_batch_size=2),
+        implementation=ImplementationSpec(transformer_engine=HERE),
     )
     with replaced(rehearsed, "gpt_block_spec", whole_layers):
         found = rehearse_layer(run, 1)
     cost = layer_block(layer, context_of(run)).cost
     assert cost.retained == pytest.approx(found.saved_bytes, rel=1e-5)
     # The bias and the GeLU, which torch.compile fuses on a GPU and nothing fuses here: the bound that a recipe gets,
-    # five tensors [s b, f / t].
-    most = 1.01 * 5 * 2 * 2048 * 2 * 8192 // tp
+    # six tensors [s b, f / t].
+    most = 1.01 * 6 * 2 * 2048 * 2 * 8192 // tp
     assert -0.01 * cost.forward_peak <= found.forward_bytes - cost.forward_peak <= most
     assert -0.01 * cost.backward_peak <= found.backward_bytes - cost.backward_peak <= most
