@@ -291,8 +291,8 @@ def _assumptions_of_compressed(c: ConfigAttributes) -> Iterator[str]:
         )
     if not c.flag("apply_dsa_kernel_fusion"):
         yield (
-            "apply_dsa_kernel_fusion is off: attention gathers the keys of every query, once more in fp32, "
-            "which is most of its memory"
+            "apply_dsa_kernel_fusion is off: attention gathers the keys of every query, once more in fp32, which is "
+            "most of its memory; by torch.gather, whose backward expands the keys (the latest commits select rows)"
         )
     if c.flag("enable_hyper_connections") and not c.flag("use_fused_mhc"):
         yield (
