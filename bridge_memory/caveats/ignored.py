@@ -158,6 +158,7 @@ def idle_modules(model: ModelSpec, te: bool) -> dict[str, str]:
         "moe_act": (experts, "a model with experts"),
         "shared_experts": (limits.shared_experts, "a model with shared experts"),
         "mlp": (limits.dense, "a model with dense MLP layers"),
+        "mhc": (model.residual_streams > 1, "hyper-connections"),
         # Transformer Engine's norms before linears are part of them; only those before experts and MLA are modules.
         "layernorm": (experts or limits.mla or not te, "experts, multi-latent attention or transformer_impl local"),
     }

@@ -53,6 +53,7 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
 
     def record(r: Recorder) -> None:
         r.without_gradients = r.ctx.recomputes_fully
+        r.discards_streams = r.ctx.residual_streams > 1 and r.ctx.recomputes("mhc")
         r.tape.part = Part.LAYER_INPUT
         x = r.tape.input("hidden_states", r.ctx.hidden_bytes, requires_grad=reached)
         r.tape.output(_record_layer(r, layer, x))

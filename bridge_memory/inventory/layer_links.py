@@ -89,6 +89,9 @@ def layer_links(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
         if beyond - first - sent > 0:
             _append(links, layer_link(kind, ctx), beyond - first - sent)
         at = beyond
+    if links and (cost := links[0][0].cost) is not None and cost.input_discarded:
+        link, count = links[0]  # its input is not the output of a checkpoint
+        links[0:1] = [(link.keeping(cost.input_bytes, Part.LAYER_INPUT), 1)] + [(link, count - 1)] * (count > 1)
     return links
 
 

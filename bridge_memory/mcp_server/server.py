@@ -74,7 +74,7 @@ class Run(BaseModel):
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
     recompute_modules: list[str] | None = Field(None, description="core_attn, moe_act, layernorm, mla_up_proj, mlp, "
-                                                "moe, shared_experts")  # fmt: skip
+                                                "moe, shared_experts, mhc")  # fmt: skip
     gradient_checkpointing: bool | None = Field(None, description="of Hugging Face's layers")
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] | None = None
     megatron_core: str | None = Field(None, description='the release whose rules hold, such as "0.19"')

@@ -775,7 +775,6 @@ def _peft(peft: Any, model: Any) -> PeftSpec:
 #: Modules of selective recomputation in newer releases that are not modelled -> what they recompute.
 _RECOMPUTED_ELSEWHERE = {
     "gdn_norm_out": "the gated norm of gated delta nets (megatron-core 0.19), counted as kept",
-    "mhc": "hyper-connections",
 }
 
 

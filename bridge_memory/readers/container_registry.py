@@ -7,6 +7,8 @@ have. ``tests/readers/test_container_registry.py`` checks it against the install
 
 from __future__ import annotations
 
+from typing import Any
+
 from bridge_memory.readers.megatron_args.harmless import HARMLESS as HARMLESS_ARGUMENTS
 from bridge_memory.readers.megatron_args.sizes import ORDER_OF
 from bridge_memory.readers.megatron_args.unmodelled import UNMODELLED as UNMODELLED_ARGUMENTS
@@ -192,18 +194,57 @@ def _biases_of_images(asked: ArgumentValues) -> int:
     return scores * (2 * width * in_flight + 4 + width)
 
 
+def _inner_activations(asked: ArgumentValues) -> int:
+    """The bias and the GeLU of Transformer Engine's ``LayerNormMLP`` step by step, as without torch.compile: six
+    tensors of the inner width in backward."""
+    inner = int(asked["ffn_hidden_size"] or 4 * int(asked["hidden_size"] or 0))
+    return 6 * _tokens(asked) * inner * _width(asked) // int(asked["tensor_model_parallel_size"] or 1)
+
+
+def _quantizes_otherwise(asked: ArgumentValues, recipe: Any) -> bool:
+    """Whether a quantisation layer by layer differs, in training, from the run's own: each of its configurations is
+    compared, since layers that none covers keep the run's (``extensions/transformer_engine.py:
+    _get_fp8_autocast_for_quant_recipe``; a layer outside of fp8 stays there)."""
+    configs = getattr(recipe, "configs", None)
+    if not isinstance(configs, dict) or asked["fp8"] is None:
+        return True
+    own = {"fp8_quantization_recipe": _plain(asked["fp8_recipe"]), "fp8_format": _plain(asked["fp8"])}
+    for config in configs.values():
+        given = config.get("training_recipe") if isinstance(config, dict) else None
+        found = {key: _plain(value) for key, value in given.items()} if isinstance(given, dict) else {}
+        if {"fp8_format": "e4m3", **found} != own:
+            return True
+    return False
+
+
+def _plain(value: Any) -> str:
+    """A string, or an enum's."""
+    return str(getattr(value, "value", value))
+
+
+def _divides_sequences(asked: ArgumentValues, value: Any) -> bool:
+    return int(asked["context_parallel_size"] or 1) > 1
+
+
 #: Part -> field -> its unmodelled feature. Fields with an argument's name are in ``UNMODELLED_ARGUMENTS``.
 UNMODELLED: dict[str, dict[str, Feature]] = {
     "model": {
         "parallel_output": Feature(True, UP, "logits that are gathered over tensor-parallel ranks",
                                       order="s b V elements beside the s b V / t that are counted"),
-        "use_transformer_engine_full_layer_spec": Feature(False, EITHER, "Transformer Engine's whole layer",
-                                                             order="as large as what a layer saves, in every layer"),
+        # models/gpt_full_te_layer_autocast_spec.py: it saves the same tensors (a test compares both)
+        "use_transformer_engine_full_layer_spec": Feature(
+            False, UP, "temporaries of Transformer Engine's whole layer", most=_inner_activations,
+            order="6 tensors [s b, f / t] of one layer",
+        ),
         "restore_modelopt_state": Feature(False, EITHER, "ModelOpt's quantizers",
                                              order="a copy of the largest quantized tensor, and what is clipped of it"),
         "moe_hybridep_pad_uneven_dispatch_inputs": UNMODELLED_ARGUMENTS[
             "moe_hybridep_pad_uneven_dispatch_inputs"
         ]._replace(when=_unaligned),
+        "quant_recipe": UNMODELLED_ARGUMENTS["quant_recipe"]._replace(when=_quantizes_otherwise),
+        # DeepSeek-V4's: ranks hold whole parts of sequences, and exchange the tokens at their ends
+        "cp_partition_mode": Feature("zigzag", UP, "what neighbouring ranks exchange", _divides_sequences,
+                                        order="a window and a compressed group of tokens, s b h elements at most"),
         "variable_seq_lengths": UNMODELLED_ARGUMENTS["variable_seq_lengths"]._replace(when=_not_of_packs),
         "teacher": Feature(None, UP, "the teacher of a distillation", order=ORDER_OF["export_kd_teacher_load"]),
         "kd_config": Feature(None, UP, "the losses of a distillation",

@@ -161,9 +161,11 @@ def model_from_transformer_config(
     unmodelled += stack.unmodelled
     streams = c.size("num_residual_streams", 4) if c.flag("enable_hyper_connections") else 1
     if _variant(c) == "dsv4_hybrid":
-        unmodelled += _unmodelled_of_compressed(c)
         assumptions = (*assumptions, *_assumptions_of_compressed(c))
     layers, depths = stack.layers, stack.depths
+    hashed = c.get("moe_n_hash_layers", 0)
+    mtp_layer = stack.mtp_layer or layers[-1]
+    layers = [_by_token(x) if i < hashed else x for i, x in enumerate(layers)]
     if post_layernorms or not pre_layernorms:
         layers = [replace(x, post_layernorms=post_layernorms, pre_layernorms=pre_layernorms) for x in layers]
     if router_in_fp32:
@@ -199,13 +201,20 @@ def model_from_transformer_config(
         softcapped_logits=bool(provider) and c.get("final_logit_softcapping") is not None,
         mtp_num_layers=depths,
         # gpt_layer_specs.get_gpt_mtp_block_spec: the last decoder layer's spec.
-        mtp_layer=(stack.mtp_layer or layers[-1]) if depths else None,
+        mtp_layer=mtp_layer if depths else None,
         mtp_use_repeated_layer=c.flag("mtp_use_repeated_layer"),
         hybrid=pattern is not None or provider == FALCON_H1,
         pattern_splits_pipeline=pattern is not None and pattern.splits_pipeline,
         assumptions=assumptions,
         not_modelled=tuple(unmodelled),
     )
+
+
+def _by_token(layer: LayerSpec) -> LayerSpec:
+    """Experts by a table of the vocabulary, without an expert bias (Megatron-LM ``router.py: TopKRouter.__init__``)."""
+    if not isinstance(layer.ffn, MoESpec):
+        return layer
+    return replace(layer, ffn=replace(layer.ffn, experts_by_token=True, router_enable_expert_bias=False))
 
 
 class _Stack(NamedTuple):
@@ -282,22 +291,14 @@ def _assumptions_of_compressed(c: ConfigAttributes) -> Iterator[str]:
         )
     if not c.flag("apply_dsa_kernel_fusion"):
         yield (
-            "apply_dsa_kernel_fusion is off: attention gathers the keys of every query, once more in fp32, "
-            "which is most of its memory"
+            "apply_dsa_kernel_fusion is off: attention gathers the keys of every query, once more in fp32, which is "
+            "most of its memory; by torch.gather, whose backward expands the keys (the latest commits select rows)"
         )
-
-
-def _unmodelled_of_compressed(c: ConfigAttributes) -> Iterator[Unmodelled]:
-    if c.get("moe_n_hash_layers", 0):
-        yield Unmodelled(
-            f"moe_n_hash_layers ({c.get('moe_n_hash_layers')}): layers whose router looks experts up by the token, "
-            "counted as one that chooses them",
-            Effect.DOWN,
-            order="what the router saves: some 4 bytes for each token and expert, in these layers",
+    if c.flag("enable_hyper_connections") and not c.flag("use_fused_mhc"):
+        yield (
+            "use_fused_mhc is off, which Megatron Bridge turns on where it sees a Blackwell GPU: hyper-connections "
+            "save an fp32 copy of the streams in both blocks of every layer"
         )
-    if c.flag("apply_dsa_kernel_fusion"):
-        yield Unmodelled("apply_dsa_kernel_fusion: scratch of FlashMLA's and cuDNN's kernels", Effect.UP,
-                  order="up to 2 GiB, and the key's gradient in fp32, of one layer")  # fmt: skip
 
 
 def pattern_of(config: object, name: str = "TransformerConfig") -> HybridPattern | None:
@@ -520,6 +521,7 @@ def _compressed(c: ConfigAttributes, layer: int) -> CompressedAttentionSpec:
         compress_ratio=ratio,
         indexer=indexer,
         fused=c.flag("apply_dsa_kernel_fusion"),
+        sparse_loss=c.flag("dsa_indexer_use_sparse_loss"),
         add_output_bias=c.flag("add_bias_linear", True),
     )
 

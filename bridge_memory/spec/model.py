@@ -106,6 +106,8 @@ class CompressedAttentionSpec:
     indexer: IndexerSpec | None = None
     #: Whether the fused kernels of FlashMLA and cuDNN are used (``apply_dsa_kernel_fusion``).
     fused: bool = False
+    #: Whether their loss of the indexer is that of the chosen keys alone (``dsa_indexer_use_sparse_loss``).
+    sparse_loss: bool = False
     add_output_bias: bool = False
 
 
@@ -324,6 +326,8 @@ class MoESpec:
     shortcut_ffn_hidden_size: int = 0
     #: As ``MLPSpec.clamp_value``.
     clamp_value: float | None = None
+    #: A fixed table has the experts of every token of the vocabulary (DeepSeek-V4's first layers).
+    experts_by_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ TORCH_OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "lion", "lion_8bit")
 #: What Megatron-FSDP shards over data-parallel ranks (``--data-parallel-sharding-strategy``).
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 #: ``TransformerConfig.recompute_modules``.
-RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "mhc")
 #: ``TransformerConfig.offload_modules`` of fine-grained activation offloading.
 OFFLOAD_MODULES = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear")
 #: ``TransformerConfig.cuda_graph_modules`` (``transformer/enums.py: CudaGraphModule``).

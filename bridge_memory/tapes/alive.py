@@ -205,8 +205,8 @@ class Structure:
     """What is alive when on one tape, whatever its sizes are."""
 
     __slots__ = (
-        "backward", "backward_held", "forward", "input_retained", "inputs", "no_grad", "no_grad_retained",
-        "offloaded", "output_reached", "outputs", "retained", "tensors",
+        "backward", "backward_held", "discarded", "forward", "input_discarded", "input_retained", "inputs", "no_grad",
+        "no_grad_retained", "offloaded", "output_reached", "outputs", "retained", "tensors",
     )
 
     def __init__(self, tape: Tape, atoms: Atoms, *, without_gradients: bool = True) -> None:
@@ -219,14 +219,19 @@ class Structure:
         offloaded_units = sum(plan.units[i] for i in offloaded)
         # Outputs that nothing saves belong to the caller.
         unsaved_outputs = sum(plan.units[i] for i in set(plan.output_storages) if run.refs[i] == run.scope[i])
-        self.retained = atoms.positions(run.alive - unsaved_outputs - offloaded_units)
-        self.offloaded = atoms.positions(offloaded_units)
         saved = [i for i in run.order if run.refs[i] > run.scope[i]]
+        discarded = plan.discarded_between_passes.intersection(saved) - run.discarded - offloaded
+        discarded_units = sum(plan.units[i] for i in discarded)
+        self.retained = atoms.positions(run.alive - unsaved_outputs - offloaded_units - discarded_units)
+        self.offloaded = atoms.positions(offloaded_units)
+        self.discarded = atoms.positions(discarded_units)
+        gone = run.discarded | offloaded | discarded
         self.tensors = tuple(
             (t.name, t.part, t.provenance, atoms.positions(t.units)[0])
-            for i in saved if i not in run.discarded and i not in offloaded and (t := plan.tensors[i]).units
+            for i in saved if i not in gone and (t := plan.tensors[i]).units
         )
         self.input_retained = bool(plan.inputs) and plan.inputs[0] in saved
+        self.input_discarded = bool(plan.inputs) and plan.inputs[0] in discarded
         self.inputs = atoms.positions(sum(t.units for t in tape.input_tensors))
         self.outputs = atoms.positions(sum(t.units for t in tape.output_tensors))
         self.output_reached = any(t.has_gradient for t in tape.output_tensors)
@@ -248,8 +253,8 @@ class Structure:
     def sums(self) -> dict[str, Sequence[int]]:
         """Properties of ``BlockCost`` that are sums -> positions of the sizes to add up."""
         return {
-            "retained": self.retained, "offloaded": self.offloaded, "input_bytes": self.inputs,
-            "output_bytes": self.outputs, "no_grad_retained": self.no_grad_retained,
+            "retained": self.retained, "offloaded": self.offloaded, "discarded": self.discarded,
+            "input_bytes": self.inputs, "output_bytes": self.outputs, "no_grad_retained": self.no_grad_retained,
         }  # fmt: skip
 
     def peak_candidates(self) -> dict[str, tuple[_PeakCandidates, _PeakCandidates]]:
@@ -293,6 +298,16 @@ class BlockCost:
     def offloaded(self) -> int:
         """Bytes in host memory between forward and backward; not part of ``retained``."""
         return self._sum(self._structure.offloaded)
+
+    @property
+    def discarded(self) -> int:
+        """Bytes of saved tensors without storage between the chunk's passes; not part of ``retained``."""
+        return self._sum(self._structure.discarded)
+
+    @property
+    def input_discarded(self) -> bool:
+        """Whether the input is one of these."""
+        return self._structure.input_discarded
 
     @property
     def input_bytes(self) -> int:
@@ -493,6 +508,8 @@ class _Plan:
         self.outputs = list(map(self._number.__getitem__, tape.output_tensors))
         self.steps, _ = self._steps(tape.nodes)
         self.output_storages = [self.storage[i] for i in self.outputs]
+        between = [self._number[t] for t in tape.discarded_between_passes]
+        self.discarded_between_passes = {self.storage[i] for i in between}
 
     def _number_all(self, nodes: Sequence[Node]) -> None:
         for node in nodes:

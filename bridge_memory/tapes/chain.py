@@ -58,6 +58,9 @@ class Link(NamedTuple):
     more: Parts = ()
     #: Bytes in host memory between the passes.
     offloaded: int = 0
+    #: Bytes of saved tensors, beyond ``retained``, that lose their storage once the last link of the chunk that has any
+    #: of these has run forward, and are recomputed, all of the chunk, when that link runs backward.
+    discarded: int = 0
     #: ``forward_peak`` up to its last router, if the graph of that router's probabilities reaches the chunk's input.
     routed_peak: int = 0
     #: Bytes carried over from its backward to its next forward, and of these the gradient of its input.
@@ -112,6 +115,11 @@ class Link(NamedTuple):
             gradients=held.gradients,
             freed=freed,
         )
+
+    def keeping(self, nbytes: int, part: Part) -> Link:
+        """The same link, which keeps ``nbytes`` of what it would discard."""
+        more = (*self.more, ((part, Provenance.FORMULA), nbytes))
+        return self._replace(retained=self.retained + nbytes, discarded=self.discarded - nbytes, more=more)
 
     def kept_on_gpu(self) -> Link:
         """The same link without offloading."""
@@ -214,12 +222,14 @@ class ChunkInventory(NamedTuple):
         highest = self.backward_peak if backward else self.forward_peak
         passed: list[tuple[Link, int]] = []
         for link, before, forward, back in peaks_by_link(self):
+            present = before - sum([one.retained for one, _ in passed])
             if (back if backward else forward) == highest:
                 gradients, freed = (link.gradients, link.freed) if backward else (0, 0)
                 kept = self.kept if backward else 0
-                if highest - before - kept - gradients + freed >= link.retained:
+                if highest - before - kept - gradients + freed >= link.retained + link.discarded:
                     passed.append((link, 1))
-                return AtPeak(tuple(passed), kept, gradients, freed)
+                    present += link.discarded
+                return AtPeak(tuple(passed), kept, gradients, freed, present)
             passed.append((link, 1))
         return AtPeak(self.links, self.kept, 0, 0)  # the peak is between forward and backward
 
@@ -235,10 +245,17 @@ class AtPeak(NamedTuple):
     #: (``Concurrent``).
     gradients: int
     freed: int
+    #: Tensors without storage between the passes (``Link.discarded``) that are there.
+    present: int = 0
 
     def parts(self) -> dict[tuple[Part, Provenance], int]:
-        """Retained bytes by part of the model and provenance."""
-        return parts_of(self.links, self.kept)
+        """Retained bytes by part of the model and provenance, and what is there of the tensors without storage between
+        the passes: streams, and the norms of what was aggregated from them."""
+        found = parts_of(self.links, self.kept)
+        if self.present:
+            key = (Part.HYPER_CONNECTIONS, Provenance.FORMULA)
+            found[key] = found.get(key, 0) + self.present
+        return found
 
 
 def parts_of(links: Iterable[tuple[Link, int]], kept: int = 0) -> dict[tuple[Part, Provenance], int]:
@@ -259,7 +276,7 @@ def plain_link(found: Block, label: Label) -> Link:
     c = found.cost
     return Link(
         label, c.retained, c.forward_peak, c.backward_peak, c.backward_peak_held, c.forward_name, c.backward_name, c,
-        (), c.offloaded, c.before_landmark_forward,
+        (), c.offloaded, c.discarded, c.before_landmark_forward,
     )
 
 
@@ -301,9 +318,11 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0, *, kept: i
     chunk's backward pass (``schedules.py: backward_step``). It is added to all links but the last, which counts the
     gradient of its own output itself. ``kept``: bytes of the output, if it stays until the chunk's backward pass is
     over. Bytes that links carry over from backward are alive while the links before them run backward, and in the next
-    forward pass until the link's own router runs.
+    forward pass until the link's own router runs. What links discard between the passes is alive during both, until the
+    last of these links has run forward.
     """
     before = 0
+    discarding = _discarding(links)
     forward = backward = 0
     forward_name = backward_name = _nothing
     carried = all_carried = sum(count * link.carried_over for link, count in links)
@@ -314,8 +333,9 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0, *, kept: i
         ends = {count - 1}
         if count > 1 and (all_carried or (output_bytes and position == number)):
             ends |= {count - 2, 0} if link.carried_over else {count - 2}
+        held = link.retained + link.discarded
         for k in ends:
-            base, after = before + k * link.retained, carried - (k + 1) * link.carried_over
+            base, after = before + k * held, carried - (k + 1) * link.carried_over
             forward, forward_name = higher(forward, forward_name, base + link.forward_peak + after, link.forward_name)
             following = link if k < count - 1 else links[position][0] if position < number else None
             after -= following.carried_over_gradient if following else 0  # is the gradient of this link's output
@@ -323,13 +343,21 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0, *, kept: i
             if output_bytes and position == number and k == count - 1:
                 back = base + after + link.backward_peak_held
             backward, backward_name = higher(backward, backward_name, back, link.backward_name)
-        before += count * link.retained
+        before += count * held
         carried -= count * link.carried_over
+        if position == discarding:
+            before = sum(n * one.retained for one, n in links[:position])
     retained = before + kept
     return ChunkInventory(
         retained, largest(forward, retained), forward_name, largest(backward + kept, retained), backward_name,
         tuple(links), output_bytes, all_carried, kept,
     )
+
+
+def _discarding(links: Sequence[tuple[Link, int]]) -> int:
+    """Position, from 1, of the last link that discards between the passes; 0: none does."""
+    every = [type(link.discarded) is not int or link.discarded > 0 for link, _ in links]
+    return max([i for i, discards in enumerate(every, 1) if discards], default=0)
 
 
 T = TypeVar("T")
@@ -347,7 +375,7 @@ def higher(best: Any, what: T, other: Any, what_else: T) -> tuple[Any, T]:
 
 
 class LinkPeaks(NamedTuple):
-    """One link of a chunk, in bytes of one microbatch: ``before``: retained by the links before it; ``forward`` and
+    """One link of a chunk, in bytes of one microbatch: ``before``: held by the links before it; ``forward`` and
     ``backward``: everything alive at its peaks, with that."""
 
     link: Link
@@ -361,6 +389,7 @@ def peaks_by_link(chunk: ChunkInventory) -> Iterator[LinkPeaks]:
     be it."""
     before, carried = 0, sum(count * link.carried_over for link, count in chunk.links)
     every = [link for link, count in chunk.links for _ in range(count)]
+    discarding = _discarding([(link, 1) for link in every])
     for position, link in enumerate(every):
         carried -= link.carried_over
         following = every[position + 1] if position + 1 < len(every) else None
@@ -369,4 +398,6 @@ def peaks_by_link(chunk: ChunkInventory) -> Iterator[LinkPeaks]:
             back = link.backward_peak_held + chunk.kept
         left = carried - (following.carried_over_gradient if following else 0)
         yield LinkPeaks(link, before, before + carried + link.forward_peak, before + left + back)
-        before += link.retained
+        before += link.retained + link.discarded
+        if position + 1 == discarding:
+            before = sum([one.retained for one in every[:discarding]])

@@ -40,7 +40,7 @@ class TooLarge(Exception):
     """Sizes are more bytes than arrays hold exactly."""
 
 
-FLAGS = ("input_retained", "output_reached")
+FLAGS = ("input_discarded", "input_retained", "output_reached")
 #: Peaks before the landmark, in the order of ``BlockCost.before_landmark``.
 _BEFORE = ("before_forward", "before_backward", "before_held", "before_no_grad")
 
@@ -49,8 +49,9 @@ class ManyCost:
     """As ``alive.BlockCost``, of many runs."""
 
     __slots__ = (
-        "backward_peak", "backward_peak_held", "forward_peak", "input_bytes", "input_retained", "no_grad_peak",
-        "no_grad_retained", "offloaded", "output_bytes", "output_reached", "retained", *_BEFORE,
+        "backward_peak", "backward_peak_held", "discarded", "forward_peak", "input_bytes", "input_discarded",
+        "input_retained", "no_grad_peak", "no_grad_retained", "offloaded", "output_bytes", "output_reached", "retained",
+        *_BEFORE,
     )  # fmt: skip
 
     def __init__(self, columns: dict[str, Any]) -> None:

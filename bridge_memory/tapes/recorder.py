@@ -55,10 +55,17 @@ class Recorder:
         self.without_gradients = False
         #: Whether linears stay in the dtype of the parameters where others compute in fp8 (``LayerSpec.unquantized``).
         self.unquantized = False
+        #: Whether streams of hyper-connections and norms lose their storage between the chunk's passes.
+        self.discards_streams = False
         #: Whether norms are written in torch (``torch_norm``).
         self.torch_norms = False
         self._repeated: list[Parameter] | None = None
         self._variables: list[Tensor] = []
+
+    def discard_streams(self, *tensors: Tensor) -> None:
+        """Tensors that recompute_modules (mhc) recomputes for the whole chunk, if it does."""
+        if self.discards_streams:
+            self.tape.discard_between_passes(*tensors)
 
     # ---- parameters and persistent buffers ----
 

@@ -13,6 +13,8 @@ What a tape can hold, with its source:
 * ``discardable``: as a checkpoint, and the region's outputs lose their storage once consumed; when the gradient of
   the consumer arrives they are recomputed, and stay until the consumer and the region have run backward (``random.py:
   CheckpointWithoutOutput``). Releases that copy the recomputed outputs into the old storage (``refills``) hold both.
+* ``discard_between_passes``: tensors that lose their storage when the whole chunk has run forward, and get it back,
+  recomputed, when its backward begins (Megatron-LM ``random.py: MHCCheckpointManager``). Within the block they count.
 * ``keep_alive``: a Python variable still holds tensors here.
 * ``delays``: weight gradients of the operations inside are made only when all of these have run backward; their inputs
   stay until then (Transformer Engine ``module/_common.py: WeightGradStore``).
@@ -202,6 +204,8 @@ class Tape:
         self._stack: list[Region] = [self._root]
         self.input_tensors: list[Tensor] = []
         self.output_tensors: list[Tensor] = []
+        #: Tensors without storage between the chunk's passes.
+        self.discarded_between_passes: list[Tensor] = []
         #: Outputs of operations that a selective checkpoint around the block keeps (torchtitan's).
         self.kept_by_checkpoint: list[Tensor] = []
         self._offloading = False
@@ -310,6 +314,10 @@ class Tape:
     def keep_alive(self, *tensors: Tensor) -> None:
         """Keep tensors alive to this point of the forward pass (a Python variable still holds them)."""
         self._stack[-1].nodes.append(Op("scope", tensors, (), alias=True, scope=True))
+
+    def discard_between_passes(self, *tensors: Tensor) -> None:
+        """These tensors have no storage from the end of the chunk's forward to the beginning of its backward."""
+        self.discarded_between_passes.extend(tensors)
 
     def landmark(self, name: str) -> None:
         """Peaks of the forward pass up to here, and of the backward pass from here on, are found separately

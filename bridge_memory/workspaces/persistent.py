@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Part
 from bridge_memory.inventory.stack import chunk_scratch, stage_scratch
-from bridge_memory.spec import MLASpec, RunSpec
+from bridge_memory.spec import MLASpec, ModelSpec, MoESpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape
 from bridge_memory.tapes.context import BlockContext
 from bridge_memory.tapes.recorder import Scratch
@@ -23,6 +23,8 @@ class ChunkFacts(NamedTuple):
     experts: list[ExpertLayers]
     #: Layers with multi-latent attention.
     latent: int
+    #: Bytes of the tables of experts by token.
+    tables: int
     uses: LibraryUse
     embedding: bool
 
@@ -30,7 +32,7 @@ class ChunkFacts(NamedTuple):
 def chunk_facts(run: RunSpec, shape: ChunkShape, ctx: BlockContext) -> ChunkFacts:
     return ChunkFacts(
         chunk_scratch(run.model, shape, ctx), expert_layers(run.model, shape, ctx), _latent_layers(run, shape),
-        library_use(shape), shape.embedding,
+        expert_tables(run.model, shape), library_use(shape), shape.embedding,
     )
 
 
@@ -47,6 +49,9 @@ def persistent_buffers(
         tables = rotary_tables(run, chunks)
         if tables:
             yield buffer("rotary embedding tables", tables, Part.ROTARY)
+    by_token = sum([chunk.tables for chunk in chunks])
+    if by_token:
+        yield buffer("tables of experts by token", by_token, Part.MOE_ROUTER)
     experts = [layers for chunk in chunks for layers in chunk.experts]
     yield from library_workspaces(ctx, [chunk.uses for chunk in chunks], experts_here=bool(experts))
     if experts and ctx.torch_layers is None:
@@ -76,6 +81,16 @@ def rotary_tables(run: RunSpec, chunks: Sequence[ChunkFacts]) -> int:
         return 4 * run.model.rotary_dim * positions
     table = 4 * run.model.rotary_dim * run.batch.seq_length // run.parallel.cp
     return table * (sum([chunk.latent for chunk in chunks]) or len(chunks))
+
+
+def expert_tables(model: ModelSpec, shape: ChunkShape) -> int:
+    """Bytes of the tables of experts by token, int32 [vocabulary, k] a layer (Megatron-LM ``router.py: TopKRouter.
+    __init__``: tid2eid)."""
+    each = [
+        count * kind.ffn.topk for kind, count in shape.layers
+        if isinstance(kind.ffn, MoESpec) and kind.ffn.experts_by_token
+    ]
+    return 4 * model.vocab_size * sum(each)
 
 
 def _latent_layers(run: RunSpec, shape: ChunkShape) -> int:

@@ -38,7 +38,8 @@ from bridge_memory.spec import SpecError  # noqa: E402
 #: on its provider beside the fields, and recipes under names that nothing reads.
 LATER = {
     "model": {
-        "actual_vocab_size", "apply_dsa_kernel_fusion", "csa_compress_ratios", "csa_compress_rotary_base",
+        "actual_vocab_size", "apply_dsa_kernel_fusion", "cp_partition_mode", "csa_compress_ratios",
+        "csa_compress_rotary_base",
         "csa_dense_mode", "csa_window_size", "enable_hyper_connections", "mhc_sinkhorn_iterations", "moe_n_hash_layers",
         "d_inner", "moe_a2a_overlap", "mtp_eval_in_bf16",
         "norm_topk_prob", "num_residual_streams", "o_groups", "o_lora_rank", "rotary_percents", "swiglu_limits",
@@ -231,6 +232,31 @@ def test_details_without_their_option_are_not_listed() -> None:
         "model.clone_scatter_output_in_embedding"
     ]
     assert feature_of("ddp", "reuse_grad_buf_for_mxfp8_param_ag") is None  # said once, of the optimizer
+
+
+@pytest.mark.parametrize(
+    ("training", "listed"),
+    [
+        ({"fp8_quantization_recipe": "mxfp8"}, False),  # DeepSeek-V4's: what the run does anyway
+        ({"fp8_quantization_recipe": "mxfp8", "fp8_format": "hybrid"}, True),
+        ({"fp8_quantization_recipe": "mxfp8", "fp8_param": True}, True),
+        ({"fp8_quantization_recipe": "blockwise"}, True),
+        ({}, True),  # bf16
+    ],
+)
+def test_a_quantisation_by_layer_that_says_what_the_run_says_is_not_listed(
+    training: dict[str, Any], listed: bool
+) -> None:
+    configs = {"all": {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": training}}
+    model = SimpleNamespace(fp8="e4m3", fp8_recipe="mxfp8", quant_recipe=SimpleNamespace(configs=configs, matchers=[]))
+    assert bool(list(not_modelled({"model": model}))) is listed
+
+
+def test_parts_of_sequences_matter_where_ranks_share_one() -> None:
+    model = SimpleNamespace(cp_partition_mode="contiguous", context_parallel_size=1)
+    assert not list(not_modelled({"model": model}))
+    model.context_parallel_size = 2
+    assert [feature.split(" ")[0] for feature in not_modelled({"model": model})] == ["model.cp_partition_mode"]
 
 
 class GPTModelProvider:

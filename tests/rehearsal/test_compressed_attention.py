@@ -7,6 +7,8 @@ the rehearsal runs megatron-core's, and the indexer's loss is megatron-core 0.19
 
 from __future__ import annotations
 
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +17,20 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from megatron.core.tensor_parallel import random  # noqa: E402
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
 from bridge_memory.inventory.layer import layer_block  # noqa: E402
+from bridge_memory.inventory.layer_links import layer_links  # noqa: E402
 from bridge_memory.rehearsal import compiled  # noqa: E402
 from bridge_memory.rehearsal.passes import Enter, Leave, run_backward  # noqa: E402
 from bridge_memory.rehearsal.patches.fusion import as_a_kernel  # noqa: E402
-from bridge_memory.rehearsal.patches.replace import META  # noqa: E402
+from bridge_memory.rehearsal.patches.recomputation import (  # noqa: E402
+    gradients_of_checkpoints,
+    recomputation_without_te,
+    storage_shared_without_extension,
+)
+from bridge_memory.rehearsal.patches.replace import META, replaced  # noqa: E402
 from bridge_memory.rehearsal.tracker import Tracker  # noqa: E402
 from bridge_memory.rehearsal.world import installed_release, quiet  # noqa: E402
 from bridge_memory.spec import (  # noqa: E402
@@ -31,8 +40,11 @@ from bridge_memory.spec import (  # noqa: E402
     LayerSpec,
     ModelSpec,
     ParallelSpec,
+    RecomputeSpec,
     RunSpec,
 )
+from bridge_memory.spec.layout import ChunkShape  # noqa: E402
+from bridge_memory.tapes.chain import compose  # noqa: E402
 from bridge_memory.tapes.context import context_of  # noqa: E402
 
 if (installed_release() or (0, 0)) < (0, 19):
@@ -159,8 +171,9 @@ def attend(query: Any, keys: Any, sink: Any, index: Any) -> Any:
     return out.permute(2, 0, 1, 3).contiguous().reshape(s, b, a * d)
 
 
-def attention(spec: CompressedAttentionSpec, one: Any) -> Any:
-    x = norm(one)
+def attention(spec: CompressedAttentionSpec, one: Any, manager: Any) -> Any:
+    gain = weight(one.shape[-1])
+    x = manager.checkpoint(lambda t: _Norm.apply(t, gain), one)
     s, b, _ = x.shape
     a, d, c = spec.num_attention_heads, spec.head_dim, spec.compress_ratio
     latent = norm(linear(x, spec.q_lora_rank))
@@ -230,7 +243,36 @@ class _Views(torch.autograd.Function):
         return torch.empty_like(gradients[0])
 
 
-def around(streams: Any, block: Any) -> Any:
+class Plain:
+    """Nothing is recomputed."""
+
+    def checkpoint(self, function: Any, *args: Any) -> Any:
+        return function(*args)
+
+
+class Recomputed:
+    """What ``MHCCheckpointManager`` does with megatron-core's own checkpoints: all outputs lose their storage at the
+    end of the block, and come back in forward order with the gradient of its output."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def checkpoint(self, function: Any, *args: Any) -> Any:
+        from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+        self.made.append(CheckpointWithoutOutput())
+        return self.made[-1].checkpoint(function, *args)
+
+    def discard(self, out: Any) -> None:
+        for one in self.made:
+            for made in one.outputs:
+                made.untyped_storage().resize_(0)
+        out.register_hook(lambda gradient: [one._recompute(None) for one in self.made] and None)
+
+
+def around(streams: Any, block: Any, manager: Any = None, *, last: bool = False) -> Any:
+    """``manager`` recomputes what is aggregated, and what is mixed unless the block is the ``last``."""
+    manager = manager or Plain()
     s, b, _ = streams.shape
     first, second, third = _Views.apply(streams)
     x = first.reshape(s * b, -1).to(torch.float32)
@@ -240,8 +282,13 @@ def around(streams: Any, block: Any) -> Any:
                             weight(width, dtype=torch.float32))  # fmt: skip
     res = _Sinkhorn.apply(res.view(s, b, N, N))
     pre, post, res = (t.to(BF16) for t in (pre, post, res))
-    y = block(kernel(aggregate, second.view(s, b, N, H), pre))
-    return kernel(mixed, res, third.view(s, b, N, H), post, y).view(s, b, N * H)
+    one = manager.checkpoint(lambda x, w: kernel(aggregate, x.view(s, b, N, H), w), second, pre)
+    y = block(one, manager)
+
+    def merged(w: Any, x: Any, v: Any, y: Any) -> Any:
+        return kernel(mixed, w, x.view(s, b, N, H), v, y).view(s, b, N * H)
+
+    return (Plain() if last else manager).checkpoint(merged, res, third, post, y)
 
 
 def spec_of(c: int) -> CompressedAttentionSpec:
@@ -249,13 +296,24 @@ def spec_of(c: int) -> CompressedAttentionSpec:
     return CompressedAttentionSpec(16, 128, 64, 512, 4, 256, 128, c, indexer)
 
 
-def passes(c: int) -> tuple[Any, list[Any], Any, Any]:
-    """(the inventory's cost, what was saved, both peaks) of a layer that is attention alone."""
+def run_of(c: int, *, layers: int = 1, recompute: bool = False) -> RunSpec:
+    layer = LayerSpec(spec_of(c), None)
+    return RunSpec(
+        model=ModelSpec("streams", "test", H, 4096, (layer,) * layers, residual_streams=N), parallel=ParallelSpec(),
+        batch=BatchSpec(seq_length=S),
+        recompute=RecomputeSpec(granularity="selective", modules=("mhc",)) if recompute else RecomputeSpec(),
+    )
+
+
+def passes(c: int, layers: int = 1, *, recompute: bool = False) -> tuple[list[Any], Any, Any]:
+    """(what was saved, both peaks) of layers that are attention alone."""
     spec = spec_of(c)
-    model = ModelSpec("streams", "test", H, 4096, (LayerSpec(spec, None),), residual_streams=N)
-    run = RunSpec(model=model, parallel=ParallelSpec(), batch=BatchSpec(seq_length=S))
-    cost = layer_block(model.layers[0], context_of(run)).cost
-    with quiet(), torch.device(META):
+    with quiet(), torch.device(META), ExitStack() as stack:
+        for patch in (recomputation_without_te(), gradients_of_checkpoints(), storage_shared_without_extension(META)):
+            stack.enter_context(patch)
+        stack.enter_context(replaced(random, "_get_all_rng_states", tuple))
+        stack.enter_context(replaced(random, "_set_all_rng_states", lambda *states: None))
+        stack.enter_context(replaced(random, "_fork_rng", nullcontext))
         MASKS[S // 4] = torch.empty((1, S, S // 4), dtype=torch.float32, device=META)
         tracker = Tracker(MASKS.values())
         with tracker.watching(torch.nn.Linear(1, 1)):
@@ -272,9 +330,12 @@ def passes(c: int) -> tuple[Any, list[Any], Any, Any]:
             globals()["weight"] = made
             try:
                 tracker.reset_peak()
-                streams = Enter.apply(anchor, (S, 1, N * H), BF16)
-                out = around(streams, lambda one: attention(spec, one))
-                del streams
+                out = Enter.apply(anchor, (S, 1, N * H), BF16)
+                manager = Recomputed() if recompute else Plain()
+                for number in range(layers):
+                    out = around(out, partial(attention, spec), manager, last=number + 1 == layers)
+                if recompute:
+                    manager.discard(out)
                 end = Leave.apply(out)
                 del out
                 forward = tracker.peak()
@@ -287,12 +348,26 @@ def passes(c: int) -> tuple[Any, list[Any], Any, Any]:
                 backward = tracker.peak()
             finally:
                 globals()["weight"] = weight_of
-    return cost, saved, forward, backward
+    return saved, forward, backward
 
 
 @pytest.mark.parametrize("c", [0, 4, 128])
 def test_a_layers_attention_through_streams(c: int) -> None:
-    cost, saved, forward, backward = passes(c)
+    run = run_of(c)
+    cost = layer_block(run.model.layers[0], context_of(run)).cost
+    saved, forward, backward = passes(c)
     assert cost.retained == pytest.approx(sum(record.bytes for record in saved), rel=0.005)
     assert cost.forward_peak == pytest.approx(forward.bytes, rel=0.005), forward
     assert cost.backward_peak == pytest.approx(backward.bytes, rel=0.005), backward
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputing_streams_frees_them_between_a_chunks_passes(recompute: bool) -> None:
+    """Three layers: all but the first one's input goes, and comes back at once."""
+    run = run_of(128, layers=3, recompute=recompute)
+    layers = ChunkShape(((run.model.layers[0], 3),), False, False, 0, False)
+    chunk = compose(layer_links(run.model, layers, context_of(run)))
+    saved, forward, backward = passes(128, 3, recompute=recompute)
+    assert chunk.retained == pytest.approx(sum(record.bytes for record in saved), rel=0.005)
+    assert chunk.forward_peak == pytest.approx(forward.bytes, rel=0.005), forward
+    assert chunk.backward_peak == pytest.approx(backward.bytes, rel=0.005), backward

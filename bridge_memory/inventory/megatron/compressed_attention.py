@@ -3,13 +3,15 @@
 Source: Megatron-LM's main branch of 2026, not yet in megatron-core 0.19: ``experimental_attention_variant/
 deepseek_v4_hybrid_attention.py: DSv4HybridSelfAttention``, ``csa.py: CompressedSparseAttention, Compressor,
 CSAIndexer, unfused_compressed_sparse_attn``, ``dsa.py: FusedDSAIndexerLoss``. The indexer's loss is that of
-megatron-core 0.19. Fused kernels (FlashMLA, cuDNN's DSA) save the arguments of their autograd function: query, keys,
-output, statistics and indices.
+megatron-core 0.19. Fused kernels (FlashMLA, cuDNN's DSA; ``csa_utils/fused_sparse_attention.py``) save the arguments of
+their autograd function (query, keys, indices), output and statistics, and the indexer's gradients.
 Shapes: one key of width d serves all a heads; T = s b, c tokens per compressed key, k keys per query, n = s + s / c
 keys. Tensor parallelism is 1.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from bridge_memory.inventory.megatron.attention import cosine_and_sine
 from bridge_memory.spec import CompressedAttentionSpec, IndexerSpec
@@ -26,9 +28,10 @@ def record_compressed_attention(r: Recorder, spec: CompressedAttentionSpec, x: T
     """From one stream [T, h] to the output of linear_proj [T, h] (input norm included)."""
     ctx, tape = r.ctx, r.tape
     a, d, h = spec.num_attention_heads, spec.head_dim, ctx.hidden_size
-    recompute_norm = ctx.recomputes("layernorm")
+    recompute_norm = ctx.recomputes("layernorm") and not r.discards_streams
     with r.offload("attn_norm"), tape.discardable("input_layernorm", (x,), enabled=recompute_norm) as norm_region:
         normed = r.hold(r.norm("input_layernorm", x, h, ctx.tokens))
+    r.discard_streams(normed)
     down = r.plain_linear("self_attention.linear_q_down_proj", normed, ctx.tokens, h, spec.q_lora_rank)
     latent = r.norm("self_attention.q_layernorm", down, spec.q_lora_rank, ctx.tokens)
     recompute = ctx.recomputes("mla_up_proj")
@@ -190,10 +193,34 @@ def _choose(
     weights = tape.make("indexer weights", weights, 4 * ctx.tokens * heads)
     chosen = tape.tensor("chosen compressed keys", 8 * ctx.tokens * count, grad=False)
     pairs = ctx.tokens * (ctx.seq // spec.compress_ratio)
-    scratch = 0 if spec.fused else 3 * 4 * pairs * spec.num_attention_heads + 2 * query.bytes
+    if spec.fused:
+        return _loss_of_kernels(r, spec, (q, k, weights), count, pairs)
+    scratch = 3 * 4 * pairs * spec.num_attention_heads + 2 * query.bytes
     loss = tape.make(
         "indexer loss", (q, k, weights), 4, saves=(q, k, weights, query, compressed, chosen), also=(chosen,),
         workspace=scratch, backward_workspace=scratch,
     )
     tape.keep_alive(q, k, weights, loss)
+    return chosen
+
+
+def _loss_of_kernels(
+    r: Recorder, spec: CompressedAttentionSpec, inputs: tuple[Tensor, ...], count: Any, pairs: Any
+) -> Tensor:
+    """As ``_choose``, by cuDNN's kernels, which compute the gradients of the indexer's query, keys and weights together
+    with the loss and save these alone. Alive with the scores of all compressed keys in fp32: as many bytes of the
+    prediction, the target, the terms of the divergence, and copies for the gradients; of the chosen keys alone with
+    ``sparse_loss``.
+
+    Source: Megatron-LM ``csa_utils/fused_sparse_attention.py: FusedIndexerSparseAttnFunc``.
+    """
+    tape = r.tape
+    chosen = tape.tensor("chosen compressed keys", 4 * r.ctx.tokens * count, grad=False)
+    made = tuple(
+        tape.tensor(f"gradient of the {name}", t.bytes, grad=False)
+        for name, t in zip(("indexer query", "indexer keys", "indexer weights"), inputs, strict=True)
+    )
+    terms = 8 * (chosen.bytes if spec.sparse_loss else 4 * pairs)
+    loss = tape.make("indexer loss", inputs, 4, saves=made, also=(*made, chosen), workspace=4 * pairs + terms)
+    tape.keep_alive(*inputs, loss)
     return chosen

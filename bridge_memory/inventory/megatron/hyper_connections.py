@@ -3,6 +3,13 @@
 Source: Megatron-LM's main branch of 2026, not yet in megatron-core 0.19: ``transformer/hyper_connection.py:
 HyperConnectionModule, learned_output_contract``, ``multi_token_prediction.py``. Streams are [T, n h]. In torch the
 weights are computed from an fp32 copy; fused kernels read the streams directly. The mixing itself is compiled.
+
+recompute_modules (mhc), ``tensor_parallel/random.py: MHCCheckpointManager``, ``transformer_block.py:
+_build_mhc_recompute_layer_plan``, ``transformer_layer.py: HyperConnectionTransformerLayer``: the aggregated stream,
+its norm, and the mixed streams of both blocks are outputs of checkpoints (``CheckpointWithoutOutput``). All of a
+chunk's lose their storage when its last layer has run forward, and are recomputed together when that layer's backward
+begins. The first layer's input and the last one's output stay, and so do the weights of the streams with what computing
+them saves, the fp32 copy included: they are not recomputed. MTP depths are outside of the block, and counted with everything.
 """
 
 from __future__ import annotations
@@ -32,6 +39,7 @@ def through_streams(r: Recorder, name: str, streams: Tensor, block: Callable[[Te
     logits = tape.make("mixing weights in fp32", source, small, saves=(source, kept), also=(kept,), save_output=True)
     mixing = tape.make("mixing weights", logits, tokens * width * ctx.act)
     one = tape.make("aggregated streams", (streams, mixing), tokens * h * ctx.act, saves=(streams, mixing))
+    r.discard_streams(streams, one)
     y = block(one)
     tape.part = before
     out = tape.make("mixed streams", (streams, mixing, y), ctx.hidden_bytes, saves=(streams, mixing, y))

@@ -136,9 +136,10 @@ def ranks_per_token(spec: MoESpec, ep: int) -> float:
 def record_moe(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
     """From the residual stream [T_sp, h] to the MoE output [T_sp, h] (pre_mlp_layernorm included)."""
     ctx, tape = r.ctx, r.tape
-    recompute_norm = ctx.recomputes("layernorm")
+    recompute_norm = ctx.recomputes("layernorm") and not r.discards_streams
     with r.offload("mlp_norm"), tape.discardable("pre_mlp_layernorm", (x,), enabled=recompute_norm) as region:
         normed = r.hold(r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
+    r.discard_streams(normed)
     tape.landmark("router")
     with tape.checkpoint("moe", (normed,), enabled=ctx.recomputes("moe")):
         y = moe_layer(r, spec, normed)
@@ -240,7 +241,7 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
     index = tape.tensor("top-k indices", n.entering * spec.topk * 8, grad=False)
     routing_map = tape.tensor("routing map", n.entering * experts, grad=False)
     probs = tape.tensor("routing probabilities", table)
-    if ctx.impl.moe_router_fusion:
+    if ctx.impl.moe_router_fusion and not spec.experts_by_token:
         own = 4 if FUSED_ROUTER_SCORES_IN_FP32(ctx.impl) else width
         scores = tape.tensor("router scores", n.entering * experts * own, grad=False)
         tape.op("top-k", logits, (probs, routing_map, scores), saves=(routing_map, scores))
@@ -278,7 +279,8 @@ def _scores(r: Recorder, spec: MoESpec, logits: Tensor, n: _Tokens, width: int) 
     The softmax is of the k chosen logits in fp32 (of all logits if k is 1); the sigmoid is of all logits in fp32, and
     so is the root of the softplus, which saves those logits too. With an expert bias, the scores before it, the chosen
     scores and their sums are saved too, in the router's dtype until 0.17 and in fp32 from then on (``moe_utils.py:
-    topk_routing_with_score_function``).
+    topk_routing_with_score_function``). Experts that a table has for each token: scores of all experts, and the chosen
+    ones and their sums (Megatron-LM ``router.py: TopKRouter._hash_routing``).
     """
     tape = r.tape
     everything, chosen = n.entering * spec.num_experts, n.entering * spec.topk
@@ -292,7 +294,7 @@ def _scores(r: Recorder, spec: MoESpec, logits: Tensor, n: _Tokens, width: int) 
     if ROUTER_SCORES_IN_FP32(r.ctx.impl):
         width = 4
     scores = wide if width == 4 else tape.make("router scores, cast", wide, everything * width)
-    if spec.router_score_function == "softmax" or not spec.router_enable_expert_bias:
+    if spec.router_score_function == "softmax" or not (spec.router_enable_expert_bias or spec.experts_by_token):
         return scores, ()
     return scores, (scores, tape.tensor("chosen scores", (chosen + n.entering) * width, grad=False))
 

@@ -98,6 +98,14 @@ def _check_modules(run: RunSpec, limits: Limits) -> None:
             "recompute_modules (mlp) does not go with biases of the MLP (add_bias_linear): the backward pass of "
             "megatron-core's checkpoint calls itself without end; drop mlp, or use recompute_granularity full"
         )
+    if "mhc" in r.modules:
+        # Megatron-LM's main branch of 2026, TC.
+        if run.model.residual_streams == 1:
+            raise SpecError("recompute_modules (mhc) needs a model with hyper-connections; drop it")
+        if "mlp" in r.modules:
+            raise SpecError("recompute_modules (mhc) does not go with mlp; drop one of them")
+        if i.offload_modules:
+            raise SpecError("recompute_modules (mhc) does not go with offload_modules; drop one of them")
     if "mla_up_proj" in r.modules and not limits.mla:
         raise SpecError("recompute_modules (mla_up_proj) needs a model with multi-latent attention; drop it")
     if run.precision.fp8 and run.precision.fp8_recipe == "delayed" and DELAYED_FP8_EXCLUDES_RECOMPUTED_PARTS(i):
