@@ -38,6 +38,123 @@ CASES: dict[str, tuple[dict[str, Any], int, str | None, tuple[int, int, int]]] =
     "Qwen3-VL, recomputed": ({"deepstack_visual_indexes": [0, 1], "depth": 4}, 2, "full", (1, 32, 48)),
 }
 
+#: Case -> (sizes of RADIO, TP, whether as Nemotron-Omni runs it, images or tiles, frozen modules).
+RADIO: dict[str, tuple[dict[str, Any], int, bool, int, tuple[str, ...]]] = {
+    "tiles": ({"num_layers": 2}, 1, False, 3, ()),
+    "tiles, TP 4": ({"num_layers": 3}, 4, False, 13, ()),
+    "tiles, another width": (
+        {"num_layers": 2, "hidden_size": 1024, "ffn_hidden_size": 4096, "kv_channels": 64}, 2, False, 5, (),
+    ),
+    "images": ({"num_layers": 2}, 2, True, 2, ()),
+    "images, another width": (
+        {"num_layers": 3, "hidden_size": 768, "ffn_hidden_size": 3072, "num_attention_heads": 12,
+         "num_query_groups": 12, "kv_channels": 64}, 1, True, 1, (),
+    ),
+    "images, projector alone trains": ({"num_layers": 3}, 2, True, 2, ("vision_model",)),
+}  # fmt: skip
+#: Height and width of an image in patches; the projector's widths.
+GRID, PROJECTED = (32, 48), (20480, 2048)
+
+
+def llava(sizes: dict[str, Any], tp: int, omni: bool) -> Any:
+    """What Megatron Bridge's provider makes, of RADIO with these sizes and without a language model."""
+    from unittest import mock
+
+    from megatron.bridge.models.nemotron_omni import nemotron_omni_provider as omni_module
+    from megatron.bridge.models.nemotron_vl import nemotron_vl_provider as vl_module
+
+    module = omni_module if omni else vl_module
+    real = module.LLaVAModel
+
+    def encoder_alone(**given: Any) -> Any:
+        for name, value in sizes.items():
+            setattr(given["vision_transformer_config"], name, value)
+        return real(**{**given, "add_decoder": False})
+
+    common = {
+        "hidden_size": PROJECTED[1], "ffn_hidden_size": 4096, "num_attention_heads": 16, "num_query_groups": 8,
+        "kv_channels": 128, "hybrid_layer_pattern": "M-", "vocab_size": 4096, "tensor_model_parallel_size": tp,
+        "seq_length": 4096, "perform_initialization": False, "bf16": True, "params_dtype": torch.bfloat16,
+        "gradient_accumulation_fusion": False,
+    }  # fmt: skip
+    if omni:  # as ``nemotron_omni_bridge.py: provider_bridge`` sets them
+        provider = omni_module.NemotronOmniModelProvider(
+            **common, image_token_index=18, vision_class_token_len=10, use_vision_backbone_fp8_arch=False,
+            radio_interpolate_only_cpe=False,
+        )
+    else:
+        provider = vl_module.NemotronVLModelProvider(**common)
+    provider.finalize()
+    with mock.patch.object(module, "LLaVAModel", encoder_alone):
+        return provider.provide().llava_model.to(torch.bfloat16).to("meta").train()
+
+
+def measured_radio(name: str) -> Any:
+    from megatron.bridge.training.nemotron_omni_step import _build_vision_packed_seq_params
+
+    sizes, tp, omni, number, frozen = RADIO[name]
+    (height, width), more = GRID, {}
+    if omni:
+        pixels = torch.empty(1, number * height * width, 768, dtype=torch.bfloat16, device="meta")
+        images = torch.tensor([[16 * height, 16 * width]] * number)
+        more = {"imgs_sizes": images, "vision_packed_seq_params": _build_vision_packed_seq_params(images)}
+    else:
+        pixels = torch.empty(number, 3, 512, 512, dtype=torch.bfloat16, device="meta")
+    silence = torch.empty(0, device="meta")
+
+    def encoded(model: Any) -> Any:
+        return model(pixels, None, None, None, sound_clips=silence, **more)[0]
+
+    return passes_of(lambda: llava(sizes, tp, omni), run_of(tp), frozen, pixels, encoded)
+
+
+def passes_of(build: Any, run: Any, frozen: tuple[str, ...], pixels: Any, encoded: Any) -> Any:
+    """Shapes of the parameters, and a record of both passes."""
+    from bridge_memory.rehearsal.passes import Leave, measured_passes
+    from bridge_memory.rehearsal.rank import on_rank
+    from bridge_memory.rehearsal.tracker import Tracker
+
+    with on_rank(run, 0):
+        model = build()
+        for parameter, p in model.named_parameters():
+            p.requires_grad = not parameter.startswith(frozen) if frozen else True
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        for p in model.parameters():
+            p.main_grad = torch.empty(p.shape, dtype=torch.float32, device="meta")
+            p.grad_added_to_main_grad = False
+        tracker = Tracker([pixels, *(p.main_grad for p in model.parameters()), *model.parameters(), *model.buffers()])
+        with tracker.watching(model):
+
+            def forward() -> torch.Tensor:
+                end: torch.Tensor = Leave.apply(encoded(model))
+                return end
+
+            record = measured_passes(tracker, forward)
+    return shapes, record
+
+
+def predicted_radio(name: str) -> Any:
+    from bridge_memory.inventory.encoders.chain import encoder_chain
+    from bridge_memory.spec import BatchSpec, EncoderSpec, EncoderStructure
+    from bridge_memory.tapes.chain import compose
+    from bridge_memory.tapes.context import context_of
+
+    sizes, tp, omni, number, frozen = RADIO[name]
+    (height, width), hidden = GRID, sizes.get("hidden_size", 1280)
+    structure = EncoderStructure(
+        kind="radio", hidden_size=hidden, ffn_hidden_size=sizes.get("ffn_hidden_size", 5120),
+        num_layers=sizes["num_layers"], num_heads=sizes.get("num_attention_heads", 16), out_size=PROJECTED[1],
+        merger_size=PROJECTED[0], patch_size=16, merge_size=2, positions=128 * 128, class_tokens=10 if omni else 16,
+        image_size=0 if omni else 512, tiles=0 if omni else 12, projector_bias=False,
+    )
+    batch = BatchSpec(seq_length=4096, images_per_sample=number, image_size=f"{16 * width}x{16 * height}")
+    if not omni:
+        batch = BatchSpec(seq_length=4096, patches_per_image=1024 * number)
+    encoder = EncoderSpec("vision", 1, structure=structure, frozen=frozen)
+    run = run_of(tp, encoders=(encoder,), normalization="RMSNorm").with_(batch=batch)
+    ctx = context_of(run)
+    return compose(encoder_chain(ctx, ctx.encoders[0], 0)), run
+
 
 def vision_model(sizes: dict[str, Any], run: Any, recompute: str | None) -> Any:
     """``Qwen3VLModel.__init__``: the vision model of a provider."""
@@ -118,40 +235,22 @@ class Join(torch.autograd.Function):
 
 
 def measured(name: str) -> Any:
-    from bridge_memory.rehearsal.passes import Leave, measured_passes
-    from bridge_memory.rehearsal.rank import on_rank
-    from bridge_memory.rehearsal.tracker import Tracker
-
     sizes, tp, recompute, (frames, height, width) = CASES[name]
     sizes = SIZES | sizes
-    run = run_of(tp)
-    with on_rank(run, 0):
-        frozen = sizes.pop("frozen", ())
-        model = vision_model(sizes, run, recompute)
-        for parameter, p in model.named_parameters():
-            p.requires_grad = not parameter.startswith(frozen) if frozen else True
-        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        for p in model.parameters():
-            p.main_grad = torch.empty(p.shape, dtype=torch.float32, device="meta")
-            p.grad_added_to_main_grad = False
-        grid = torch.tensor([[frames, height, width]])
-        pixels = torch.empty(
-            frames * height * width, sizes["in_channels"] * sizes["temporal_patch_size"] * sizes["patch_size"] ** 2,
-            device="meta",
-        )
-        tracker = Tracker([pixels, *(p.main_grad for p in model.parameters()), *model.parameters(), *model.buffers()])
-        held: list[Any] = []
-        with tracker.watching(model):
+    frozen, run = sizes.pop("frozen", ()), run_of(tp)
+    grid = torch.tensor([[frames, height, width]])
+    pixels = torch.empty(
+        frames * height * width, sizes["in_channels"] * sizes["temporal_patch_size"] * sizes["patch_size"] ** 2,
+        device="meta",
+    )
+    held: list[Any] = []
 
-            def forward() -> torch.Tensor:
-                out, deep = model(pixels, grid)
-                held.append(deep)
-                end: torch.Tensor = Leave.apply(Join.apply(out, *deep))
-                del out
-                return end
+    def encoded(model: Any) -> Any:
+        out, deep = model(pixels, grid)
+        held.append(deep)
+        return Join.apply(out, *deep)
 
-            record = measured_passes(tracker, forward)
-    return shapes, record
+    return passes_of(lambda: vision_model(sizes, run, recompute), run, frozen, pixels, encoded)
 
 
 def predicted(name: str) -> Any:
@@ -178,8 +277,8 @@ def answer(name: str) -> dict[str, Any]:
     from bridge_memory.inventory.encoders.chain import encoder_parameters
     from bridge_memory.tapes.context import context_of
 
-    shapes, record = measured(name)
-    ours, run = predicted(name)
+    shapes, record = (measured_radio if name in RADIO else measured)(name)
+    ours, run = (predicted_radio if name in RADIO else predicted)(name)
     ctx = context_of(run)
     rows = encoder_parameters(ctx, ctx.encoders[0], 0)
     counted = sum(sum(p.numel for p in row.parameters) * row.times for row in rows)
@@ -195,7 +294,7 @@ def answer(name: str) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     start()
-    print_answers(names or CASES, answer)
+    print_answers(names or [*CASES, *RADIO], answer)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,15 @@ ENCODER_KINDS = {
     "siglip": "SiglipVisionModel with Gemma 3's projector",
     "pixtral": "PixtralVisionModel with Mistral 3's projector",
     "qwen3_vl": "Qwen3VLVisionModel of Megatron Bridge, of megatron-core's modules",
+    "radio": "RADIOViTModel of megatron-core with LLaVAModel's projector",
     "qwen3_omni_vision": "Qwen3OmniMoeVisionEncoder",
     "qwen3_omni_audio": "Qwen3OmniMoeAudioEncoder",
     "qwen2_audio": "Qwen2AudioEncoder with its projector",
 }
 AUDIO_KINDS = ("qwen2_audio", "qwen3_omni_audio")
-#: Encoders of megatron-core's modules, which tensor parallelism divides and full recomputation recomputes.
-MEGATRON_KINDS = ("qwen3_vl",)
+#: Encoders of megatron-core's modules, which tensor parallelism divides; those that recompute as the language model.
+MEGATRON_KINDS = ("qwen3_vl", "radio")
+RECOMPUTED_KINDS = ("qwen3_vl",)
 #: Kind -> (width and height in pixels of the largest image that reaches it where the run states no size, who bounds
 #: it).
 LARGEST_IMAGES = {
@@ -36,6 +38,7 @@ LARGEST_IMAGES = {
     "qwen3_omni_vision": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
     "qwen3_vl": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
     "glm4v": ((2436, 2408), "the 28 x 28 x 15,000 pixels of two frames in transformers' Glm4vImageProcessor"),
+    "radio": ((2048, 2048), "RADIO's table of positions, for 2,048 x 2,048 pixels,"),
     "pixtral": ((1036, 1036), "the longest edge of transformers' PixtralImageProcessor, 1,024 pixels"),
 }
 #: Seconds of audio of a sample, to which Qwen2-Audio's processor pads.
@@ -77,6 +80,10 @@ class EncoderStructure:
     positions: int = 0
     #: Side of every image, in pixels; 0: images have any size.
     image_size: int = 0
+    #: Tiles of that size into which the largest image is cut; 0: images are whole.
+    tiles: int = 0
+    #: Tokens before the patches of each image or tile, which the projector does not get.
+    class_tokens: int = 0
     #: Side of an attention window in pixels (0: none), and the layers that attend to the whole image.
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
@@ -149,6 +156,8 @@ def items_of(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
         return _sounds(structure, batch)
     count = 1 if batch.images_per_sample is None else batch.images_per_sample
     height, width = _grid(structure, batch)
+    if structure.tiles:
+        count *= _tiles(structure, batch)
     items = [Item(count, 1, height, width)] if count else []
     if batch.video_frames:
         items.append(Item(1, -(-batch.video_frames // structure.temporal_patch_size), height, width))
@@ -158,6 +167,29 @@ def items_of(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
         fix = "lower images_per_sample or image_size, or raise seq_length"
         raise SpecError(f"seq_length ({batch.seq_length}) is less than the {found} visual tokens of a sample; {fix}")
     return tuple(items)
+
+
+def _tiles(structure: EncoderStructure, batch: BatchSpec) -> int:
+    """Tiles of an image: of the grids of at most ``tiles`` the one whose sides have the image's ratio, of equals the
+    largest that is no more than twice the image; and the whole image as one more (``NemotronNanoVLV2ImageProcessor``,
+    InternVL's ``dynamic_preprocess``). Without a stated size as many as the sequence has room for."""
+    most, side = structure.tiles, structure.image_size
+    if batch.image_size is not None:
+        width, height = image_pixels(batch.image_size)
+        best = (1, 1)
+        grids = sorted(((x, y) for x in range(1, most + 1) for y in range(1, most // x + 1)), key=lambda g: g[0] * g[1])
+        for x, y in grids:
+            nearer = abs(width / height - x / y) - abs(width / height - best[0] / best[1])
+            if nearer < 0 or (nearer == 0 and 2 * width * height > side * side * x * y):
+                best = x, y
+        found = best[0] * best[1]
+    elif batch.patches_per_image is not None:
+        return max(1, -(-batch.patches_per_image // (side // structure.patch_size) ** 2))
+    else:
+        each = (side // structure.patch_size // structure.merge_size) ** 2
+        room = batch.seq_length // each // max(1, batch.images_per_sample or 1)
+        found = min(most, max(1, room - 1))
+    return found + (found > 1)
 
 
 def _grid(structure: EncoderStructure, batch: BatchSpec) -> tuple[int, int]:
@@ -196,6 +228,17 @@ def features(structure: EncoderStructure, items: tuple[Item, ...] | list[Item]) 
     return sum(item.patches for item in items) // structure.merge_size**2
 
 
+def pixels_of(structure: EncoderStructure, items: tuple[Item, ...]) -> int:
+    """Numbers of a sample's pixels or spectrograms as the encoder gets them."""
+    if structure.audio:
+        return structure.mel_bins * sum(item.patches for item in items)
+    depth = structure.temporal_patch_size
+    if structure.kind != "radio":  # which embeds images and pairs of frames each with a linear of its own
+        return sum(item.patches for item in items) * structure.channels * depth * structure.patch_size**2
+    frames = sum(item.patches * (depth if item.frames > 1 else 1) for item in items)
+    return frames * structure.channels * structure.patch_size**2
+
+
 def audio_chunks(structure: EncoderStructure, item: Item) -> tuple[int, ...]:
     """Features of each chunk of one sound, after three convolutions with stride 2."""
     chunk = structure.chunk_frames or item.frames
@@ -215,8 +258,11 @@ def default_words(structure: EncoderStructure, batch: BatchSpec) -> str:
         supposed = batch.audio_seconds is None and structure.kind != "qwen2_audio"
         return f"{DEFAULT_SECONDS:g} seconds of audio per sample (--audio-seconds)" if supposed else ""
     number = "one image per sample (--images-per-sample)" if batch.images_per_sample is None else ""
-    stated = structure.image_size or batch.image_size is not None or batch.patches_per_image is not None
-    if stated:
+    stated = batch.image_size is not None or batch.patches_per_image is not None
+    if structure.tiles and not stated:
+        size = f"images of {structure.tiles} tiles and a thumbnail, or as many as the sequence allows (--image-size)"
+        return " and ".join(filter(None, (number, size)))
+    if stated or structure.image_size:
         return number
     bound = LARGEST_IMAGES[structure.kind][1]
     size = f"images as large as {bound} and the sequence allow (--image-size)"

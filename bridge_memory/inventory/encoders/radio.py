@@ -1,0 +1,165 @@
+"""RADIO in megatron-core's blocks with a projector, as Megatron Bridge's Nemotron-VL and Nemotron-Omni run it.
+
+Source: megatron-core 0.19 ``models/vision/radio.py: RADIOViTModel.forward``, ``models/multimodal/llava_model.py:
+LLaVAModel.forward, pixel_shuffle``, ``models/vision/multimodal_projector.py``; megatron-bridge 0.6.2
+``models/nemotron_{vl,omni}/*_provider.py``: LayerNorm, biases, no sequence and no context parallelism, no
+recomputation; fusions are the language model's.
+
+An image of Nemotron-VL is cut into tiles of one size, a sequence each, and its positions are sampled from a random crop
+of the table. Nemotron-Omni packs images, or pairs of frames, of any size into one row, and interpolates positions.
+Class tokens go before each tile or image. Shapes: [s, tiles, h], or [n, 1, h].
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from bridge_memory.components import Part
+from bridge_memory.inventory.encoders.megatron import inside, recorded
+from bridge_memory.inventory.encoders.ops import EncoderOps
+from bridge_memory.inventory.encoders.vision import added
+from bridge_memory.inventory.layer import record_parts
+from bridge_memory.inventory.megatron.mlp import activation
+from bridge_memory.inventory.torch.ops import FP32, Array
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec
+from bridge_memory.tapes.context import BlockContext
+from bridge_memory.tapes.parameters import Use
+from bridge_memory.tapes.recorder import Recorder
+from bridge_memory.tapes.tape import Tensor
+
+#: Modules by the names that LLaVAModel gives them.
+VISION, PROJECTION = "vision_model", "vision_projection"
+
+
+def images(t: EncoderOps) -> Any:
+    """Tiles, images and steps of videos of the microbatch, each with class tokens."""
+    return t.samples * sum(item.number * item.frames for item in t.run.items)
+
+
+def rows(t: EncoderOps) -> Any:
+    """Rows of the hidden states of layers: patches and class tokens."""
+    return t.patches + images(t) * t.s.class_tokens
+
+
+def held(t: EncoderOps) -> Any:
+    """Bytes of ``pos_enc``, a variable of ``RADIOViTModel.forward``, where tiles share one size."""
+    return t.patches * t.s.hidden_size * t.parameter_width if t.s.tiles else 0
+
+
+def stem(t: EncoderOps) -> Array:
+    """Patches through a linear, whose output is gathered, plus positions, after class tokens."""
+    s, n, h = t.s, t.patches, t.s.hidden_size
+    width, tp = t.parameter_width, t.r.ctx.tp
+    t.parameter(f"{VISION}.class_token", (s.class_tokens, h))
+    t.parameter(f"{VISION}.position_embeddings", (1, s.positions, h))
+    inner = s.channels * s.patch_size**2
+    pixels = t.input("pixel values", n * inner, width, grad=False, counted=False)
+    entering = t.copy("pixels by patch", pixels) if s.tiles else pixels
+    embedders = [f"{VISION}.embedder"]
+    if s.temporal_patch_size > 1:
+        embedders.append(f"{VISION}.video_embedder")
+    for at, name in enumerate(embedders):
+        frames = s.temporal_patch_size if at else 1
+        t.r.parameter(
+            f"{name}.weight", (h // tp, frames * inner), sharded=tp > 1, use=Use.ROUTER, trains=t._exception(name)
+        )
+    trains = t.trains(f"{VISION}.embedder")
+    y = t.make(
+        "embedded patches on this rank", (entering,), n * h // tp, width, trains=trains,
+        saves=(entering.tensor,) if trains else (), backward_workspace=inner * h // tp * width if trains else 0,
+    )
+    if tp > 1:
+        y = t.make("embedded patches", (y,), n * h, width, workspace=n * h * width)
+    x = _positioned(t, y)
+    class_trains = t.trains(f"{VISION}.class_token")
+    joined = t.make("patches after class tokens", (x,), rows(t) * h, width, trains=class_trains, alias=True)
+    t.keep_alive(x)
+    return t.copy("patches by position", joined) if s.tiles else joined
+
+
+def _positioned(t: EncoderOps, x: Array) -> Array:
+    """``RADIOViTModel.apply_pos_enc``: the table of positions in fp32, of which an image's are taken."""
+    s, n, h = t.s, t.patches, t.s.hidden_size
+    trains = t.trains(f"{VISION}.position_embeddings")
+    table = t.make(
+        "positions in fp32", (), s.positions * h, FP32, trains=trains,
+        backward_workspace=s.positions * h * t.parameter_width if trains else 0,
+    )
+    if s.tiles:
+        grid = t.constant("places in the table of positions", 2 * n, FP32)
+        # ``grid_sampler_2d_backward`` makes the gradient of the expanded table: one for each tile.
+        found = t.make(
+            "positions of the tiles in fp32", (table, grid), n * h, FP32, saves=(table.tensor, grid.tensor),
+            backward_workspace=images(t) * s.positions * h * FP32 if trains else 0,
+        )
+        t.keep_alive(table)
+        places = t.cast("positions of the tiles", found, x.width)
+        t.keep_alive(found)
+        return added(t, "patches and positions", x, places)
+    side = max((max(item.height, item.width) for item in t.run.items), default=0)
+    square = side * side * h
+    wide = t.make("interpolated positions in fp32", (table,), square, FP32)
+    t.keep_alive(table)
+    narrow = t.cast("interpolated positions", wide, x.width)
+    t.keep_alive(wide)
+    out = added(t, "patches and positions by image", x, narrow)
+    return added(t, "patches and positions", out, x)
+
+
+def layer(t: EncoderOps, x: Array) -> Array:
+    """A TransformerLayer of megatron-core (``vit_layer_specs.py``)."""
+    s, n, h = t.s, rows(t), t.s.hidden_size
+    attention = AttentionSpec(s.num_heads, s.num_heads, s.head_dim, add_qkv_bias=True, add_output_bias=True)
+    spec = LayerSpec(attention, MLPSpec(s.ffn_hidden_size, gated=False, activation="fast_gelu", add_bias=True))
+
+    def body(r: Recorder) -> Tensor:
+        return record_parts(r, spec, x.tensor)
+
+    out = recorded(t, f"{VISION}.decoder.layers", _inside(t, n, h), body, n * h)
+    t.r.tape.part = Part.ENCODER
+    return out
+
+
+def _inside(t: EncoderOps, number: Any, width: int) -> BlockContext:
+    """The context of blocks, with the language model's fusions but that of biases and activations."""
+    ctx, impl = inside(t, number, width), t.r.ctx.impl
+    ctx.rotary = False
+    ctx.impl = replace(impl, bias_activation_fusion=False, tp_comm_overlap=False)
+    if t.s.tiles:
+        ctx.packed, ctx.batch = False, images(t)
+        ctx.seq = number // ctx.batch
+    return ctx
+
+
+def head(t: EncoderOps, x: Array) -> Array:
+    """Class tokens dropped, 2 x 2 patches joined, and ``MultimodalProjector.forward``."""
+    s, n, h = t.s, t.patches, t.s.hidden_size
+    if s.tiles:
+        x = t.copy("patches by tile", x)
+    y = t.slice("patches without class tokens", x, n * h)
+    if s.tiles:
+        y = t.copy("patches, shuffled along rows", y)
+        y = t.copy("patches, shuffled along columns", y)
+        y = t.copy("joined patches by position", y)
+    else:
+        y = t.copy("joined patches of all images", y)
+    return _projected(t, y)
+
+
+def _projected(t: EncoderOps, x: Array) -> Array:
+    """A norm fused with the first of two linears, of the language model's kind."""
+    s = t.s
+    wide, number = s.hidden_size * s.merge_size**2, t.patches // s.merge_size**2
+    ctx = copy(_inside(t, number, s.out_size))
+    ctx.normalization = t.r.ctx.normalization
+    inner = s.merger_size // ctx.tp
+
+    def body(r: Recorder) -> Tensor:
+        at = f"{PROJECTION}.encoder"
+        mid = r.column_linear(f"{at}.linear_fc1", x.tensor, wide, inner, bias=s.projector_bias, fused_norm=True)
+        act = activation(r, f"{at} activation", mid, number, inner, gated=False, bias=s.projector_bias, kind="")
+        return r.row_linear(f"{at}.linear_fc2", act, inner, s.out_size, bias=s.projector_bias)
+
+    return recorded(t, PROJECTION, ctx, body, number * s.out_size)
