@@ -83,7 +83,7 @@ def llava(sizes: dict[str, Any], tp: int, omni: bool) -> Any:
             radio_interpolate_only_cpe=False,
         )
     else:
-        provider = vl_module.NemotronVLModelProvider(**common)
+        provider = vl_module.NemotronVLModelProvider(**common, activation_func=vl_module.squared_relu)
     provider.finalize()
     with mock.patch.object(module, "LLaVAModel", encoder_alone):
         return provider.provide().llava_model.to(torch.bfloat16).to("meta").train()
@@ -152,6 +152,7 @@ def predicted_radio(name: str) -> Any:
         batch = BatchSpec(seq_length=4096, patches_per_image=1024 * number)
     encoder = EncoderSpec("vision", 1, structure=structure, frozen=frozen)
     run = run_of(tp, encoders=(encoder,), normalization="RMSNorm").with_(batch=batch)
+    run = run.with_(implementation=replace(run.implementation, gradient_accumulation_fusion=False))
     ctx = context_of(run)
     return compose(encoder_chain(ctx, ctx.encoders[0], 0)), run
 

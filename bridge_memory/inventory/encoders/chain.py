@@ -45,6 +45,8 @@ class Recorders(NamedTuple):
     kinds: Callable[[EncoderStructure], list[LayerKind]] = lambda s: [()] * s.num_layers
     #: Bytes that the encoder's forward holds beside its layers.
     held: Callable[[EncoderOps], Any] = lambda t: 0
+    #: Whether the head runs after that forward.
+    projects: bool = False
     #: What makes features of its own from the output of ``deepstack_layers``.
     beside: Callable[[EncoderOps, Array], Array] | None = None
     #: Rows of the hidden states of layers.
@@ -82,7 +84,8 @@ RECORDERS: dict[str, Recorders] = {
     "radio": Recorders(
         radio.stem, radio.layer, radio.head,
         tuple(f"{radio.VISION}.{name}" for name in ("embedder", "video_embedder", "class_token", "position_embed")),
-        (f"{radio.VISION}.decoder.layers",), (radio.PROJECTION,), held=radio.held, rows=radio.rows,
+        (f"{radio.VISION}.decoder.layers",), (radio.PROJECTION,), held=radio.held, projects=True,
+        rows=radio.rows,
     ),
     "qwen2_audio": Recorders(
         audio.qwen2_audio_stem, audio.qwen2_audio_layer, audio.qwen2_audio_head, ("conv1", "conv2"), ("layers",),
@@ -195,7 +198,8 @@ def encoder_chain(ctx: BlockContext, run: EncoderRun, number: int) -> list[tuple
             continue
         close()
         link = plain_link(found, Label.ENCODER)
-        link = link._replace(forward_peak=link.forward_peak + (held if name != "stem" else 0))
+        outside = name == "stem" or (name == "head" and RECORDERS[s.kind].projects)
+        link = link._replace(forward_peak=link.forward_peak + (0 if outside else held))
         if name == "stem" and recomputed:  # an argument of every checkpoint
             angles = sizes.angles
             link = link._replace(

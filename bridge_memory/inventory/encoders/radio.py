@@ -83,29 +83,29 @@ def _positioned(t: EncoderOps, x: Array) -> Array:
     """``RADIOViTModel.apply_pos_enc``: the table of positions in fp32, of which an image's are taken."""
     s, n, h = t.s, t.patches, t.s.hidden_size
     trains = t.trains(f"{VISION}.position_embeddings")
-    table = t.make(
-        "positions in fp32", (), s.positions * h, FP32, trains=trains,
-        backward_workspace=s.positions * h * t.parameter_width if trains else 0,
-    )
+    own = s.positions * h * t.parameter_width if trains else 0
+    table = t.make("positions in fp32", (), s.positions * h, FP32, trains=trains, backward_workspace=own)
     if s.tiles:
         grid = t.constant("places in the table of positions", 2 * n, FP32)
-        # ``grid_sampler_2d_backward`` makes the gradient of the expanded table: one for each tile.
-        found = t.make(
-            "positions of the tiles in fp32", (table, grid), n * h, FP32, saves=(table.tensor, grid.tensor),
-            backward_workspace=images(t) * s.positions * h * FP32 if trains else 0,
-        )
+        # ``grid_sampler_2d_backward`` makes a gradient of the table for each tile.
+        every = t.spread("positions of all tiles", table, images(t) * s.positions * h)
+        found = t.make("positions by tile, in fp32", (every, grid), n * h, FP32, saves=(table.tensor, grid.tensor))
         t.keep_alive(table)
-        places = t.cast("positions of the tiles", found, x.width)
+        places = t.cast("positions by tile", found, x.width)
         t.keep_alive(found)
         return added(t, "patches and positions", x, places)
+    # Image by image: to a square, of which the image's part is taken. The sums of those before wait.
     side = max((max(item.height, item.width) for item in t.run.items), default=0)
-    square = side * side * h
-    wide = t.make("interpolated positions in fp32", (table,), square, FP32)
+    patches = max((item.height * item.width for item in t.run.items), default=0)
+    others = t.make("patches and positions of the other images", (x,), (n - patches) * h, x.width)
+    square = t.make("positions of a square in fp32", (table,), side * side * h, FP32)
     t.keep_alive(table)
-    narrow = t.cast("interpolated positions", wide, x.width)
-    t.keep_alive(wide)
-    out = added(t, "patches and positions by image", x, narrow)
-    return added(t, "patches and positions", out, x)
+    narrow = t.cast("positions of a square", square, x.width)
+    t.keep_alive(square)
+    one = added(t, "patches and positions of an image", x, narrow)
+    out = t.make("patches and positions", (others, one), n * h, x.width, alias=True)
+    t.keep_alive(x, others, one)
+    return out
 
 
 def layer(t: EncoderOps, x: Array) -> Array:
@@ -145,6 +145,9 @@ def head(t: EncoderOps, x: Array) -> Array:
         y = t.copy("joined patches by position", y)
     else:
         y = t.copy("joined patches of all images", y)
+        out = _projected(t, y)
+        t.keep_alive(x)  # of which ``chunks`` are views
+        return out
     return _projected(t, y)
 
 
