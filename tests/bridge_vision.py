@@ -51,12 +51,17 @@ RADIO: dict[str, tuple[dict[str, Any], int, bool, int, tuple[str, ...]]] = {
          "num_query_groups": 12, "kv_channels": 64}, 1, True, 1, (),
     ),
     "images, projector alone trains": ({"num_layers": 3}, 2, True, 2, ("vision_model",)),
+    "many images, projector alone trains": ({"num_layers": 3}, 1, True, 5, ("vision_model",)),
+    "video": ({"num_layers": 2}, 2, True, 8, ()),
+    "video, frozen but for the projector": ({"num_layers": 2}, 4, True, 8, ("vision_model",)),
 }  # fmt: skip
 #: Height and width of an image in patches; the projector's widths.
 GRID, PROJECTED = (32, 48), (20480, 2048)
+#: Fields of a provider whose videos are embedded in pairs of frames.
+VIDEO = {"temporal_patch_dim": 2, "separate_video_embedder": True}
 
 
-def llava(sizes: dict[str, Any], tp: int, omni: bool) -> Any:
+def llava(sizes: dict[str, Any], tp: int, omni: bool, video: bool) -> Any:
     """What Megatron Bridge's provider makes, of RADIO with these sizes and without a language model."""
     from unittest import mock
 
@@ -80,7 +85,7 @@ def llava(sizes: dict[str, Any], tp: int, omni: bool) -> Any:
     if omni:  # as ``nemotron_omni_bridge.py: provider_bridge`` sets them
         provider = omni_module.NemotronOmniModelProvider(
             **common, image_token_index=18, vision_class_token_len=10, use_vision_backbone_fp8_arch=False,
-            radio_interpolate_only_cpe=False,
+            radio_interpolate_only_cpe=False, **(VIDEO if video else {}),
         )
     else:
         provider = vl_module.NemotronVLModelProvider(**common, activation_func=vl_module.squared_relu)
@@ -93,11 +98,14 @@ def measured_radio(name: str) -> Any:
     from megatron.bridge.training.nemotron_omni_step import _build_vision_packed_seq_params
 
     sizes, tp, omni, number, frozen = RADIO[name]
-    (height, width), more = GRID, {}
+    video = name.startswith("video")
+    (height, width), more = (32, 32) if video else GRID, {}
     if omni:
         pixels = torch.empty(1, number * height * width, 768, dtype=torch.bfloat16, device="meta")
         images = torch.tensor([[16 * height, 16 * width]] * number)
         more = {"imgs_sizes": images, "vision_packed_seq_params": _build_vision_packed_seq_params(images)}
+        if video:
+            more["num_frames"] = [number]
     else:
         pixels = torch.empty(number, 3, 512, 512, dtype=torch.bfloat16, device="meta")
     silence = torch.empty(0, device="meta")
@@ -105,7 +113,7 @@ def measured_radio(name: str) -> Any:
     def encoded(model: Any) -> Any:
         return model(pixels, None, None, None, sound_clips=silence, **more)[0]
 
-    return passes_of(lambda: llava(sizes, tp, omni), run_of(tp), frozen, pixels, encoded)
+    return passes_of(lambda: llava(sizes, tp, omni, video), run_of(tp), frozen, pixels, encoded)
 
 
 def passes_of(build: Any, run: Any, frozen: tuple[str, ...], pixels: Any, encoded: Any) -> Any:
@@ -140,14 +148,18 @@ def predicted_radio(name: str) -> Any:
     from bridge_memory.tapes.context import context_of
 
     sizes, tp, omni, number, frozen = RADIO[name]
-    (height, width), hidden = GRID, sizes.get("hidden_size", 1280)
+    video = name.startswith("video")
+    (height, width), hidden = (32, 32) if video else GRID, sizes.get("hidden_size", 1280)
     structure = EncoderStructure(
         kind="radio", hidden_size=hidden, ffn_hidden_size=sizes.get("ffn_hidden_size", 5120),
         num_layers=sizes["num_layers"], num_heads=sizes.get("num_attention_heads", 16), out_size=PROJECTED[1],
         merger_size=PROJECTED[0], patch_size=16, merge_size=2, positions=128 * 128, class_tokens=10 if omni else 16,
         image_size=0 if omni else 512, tiles=0 if omni else 12, projector_bias=False,
+        temporal_patch_size=2 if video else 1,
     )
     batch = BatchSpec(seq_length=4096, images_per_sample=number, image_size=f"{16 * width}x{16 * height}")
+    if video:
+        batch = replace(batch, images_per_sample=0, video_frames=number)
     if not omni:
         batch = BatchSpec(seq_length=4096, patches_per_image=1024 * number)
     encoder = EncoderSpec("vision", 1, structure=structure, frozen=frozen)

@@ -94,9 +94,9 @@ def _of_block(
 
 
 def _products(parameters: Iterable[Parameter], rows: Any) -> Iterator[Product]:
-    """Of every matrix and convolution; tables of positions are added or looked up."""
+    """Of every matrix and convolution; tables of positions are added or looked up, class tokens are put before."""
     for p in parameters:
-        if len(p.shape) > 1 and "pos_embed" not in p.name and "position_embedding" not in p.name:
+        if len(p.shape) > 1 and not any(name in p.name for name in ("pos_embed", "position_embedding", "class_token")):
             yield Product(rows, p.shape[0], prod(p.shape[1:]), quantized=False)
 
 
@@ -111,8 +111,8 @@ def _attention(s: EncoderStructure, items: Iterable[Item], layer: int) -> float:
     side = s.window_size // s.patch_size // s.merge_size * s.merge_size
     flops = 0.0
     for item in items:
-        reached = item.height * item.width
+        own = reached = item.height * item.width + s.class_tokens
         if not whole:
             reached = min(item.height, side) * min(item.width, side)
-        flops += 4.0 * item.patches * reached * s.hidden_size
+        flops += 4.0 * item.number * item.frames * own * reached * s.hidden_size
     return flops

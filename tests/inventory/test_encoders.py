@@ -48,6 +48,20 @@ def test_a_layer_by_hand() -> None:
     assert of_encoder(more) - one == 400 * layer
 
 
+@pytest.mark.parametrize(("kind", "tables"), [("qwen3_vl", 4), ("radio", 0)])
+def test_a_layer_of_megatrons_blocks_by_hand(kind: str, tables: int) -> None:
+    """A row keeps: two norms 2 x (2 h + 2 h + 8), queries, keys and values 6 h, attention's output 2 h, the sums of its
+    scores 4 a, two arrays of the MLP 4 f; and tables of the rotation in fp32, 4 d each. All is the encoder's part."""
+    layer = 8 * H + 16 + 6 * H + 2 * H + 4 * HEADS + 4 * F + tables * 4 * (H // HEADS)
+    structure = replace(STRUCTURE, kind=kind, num_layers=LAYERS)
+
+    def of(layers: int) -> int:
+        encoder = EncoderSpec("visual", 1, structure=replace(structure, num_layers=layers))
+        return of_encoder(RunSpec(model=replace(BASE, encoders=(encoder,)), batch=BatchSpec(patches_per_image=400)))
+
+    assert of(LAYERS + 1) - of(LAYERS) == 400 * layer
+
+
 def test_it_is_held_once_a_microbatch_in_flight_on_the_first_stage() -> None:
     sizes = {"world_size": 4, "pipeline_model_parallel_size": 4, "global_batch_size": 8}
     alone, piped = of_encoder(run()), run(**sizes)

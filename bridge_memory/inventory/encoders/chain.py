@@ -82,8 +82,7 @@ RECORDERS: dict[str, Recorders] = {
         held=vision.table_bytes, beside=vision.qwen3_deep_merger,
     ),
     "radio": Recorders(
-        radio.stem, radio.layer, radio.head,
-        tuple(f"{radio.VISION}.{name}" for name in ("embedder", "video_embedder", "class_token", "position_embed")),
+        radio.stem, radio.layer, radio.head, radio.STEM,
         (f"{radio.VISION}.decoder.layers",), (radio.PROJECTION,), held=radio.held, projects=True,
         rows=radio.rows,
     ),

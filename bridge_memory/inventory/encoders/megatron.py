@@ -14,7 +14,6 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from bridge_memory.components import Part
 from bridge_memory.inventory.encoders.ops import INT64, EncoderOps
 from bridge_memory.inventory.encoders.vision import added, patch_embedding
 from bridge_memory.inventory.layer import record_parts
@@ -49,7 +48,7 @@ def recorded(
 ) -> Array:
     """What ``body`` records of a ``module`` of the encoder with its context."""
     r = t.r
-    outer, before, first = r.ctx, (r.unquantized, r.frozen, r.tape.part), len(r.rows)
+    outer, before, first = r.ctx, (r.unquantized, r.frozen), len(r.rows)
     trains = t.trains(module)
     if outer.adapters is None or outer.adapters.scheme != "lora":
         ctx.adapters = None if trains else PeftSpec(scheme="frozen", target_modules=())
@@ -57,7 +56,7 @@ def recorded(
     r.ctx, r.unquantized = ctx, True
     with r.tape.freezing(r.frozen):
         out = body(r)
-    r.ctx, (r.unquantized, r.frozen, r.tape.part) = outer, before
+    r.ctx, (r.unquantized, r.frozen) = outer, before
     if trains is (outer.adapters is not None):  # named where it is not as with the run's other weights
         r.rows[first:] = [
             Repeated(tuple(replace(p, trains=trains) for p in parameters), times)
@@ -102,9 +101,7 @@ def qwen3_layer(t: EncoderOps, x: Array) -> Array:
     def body(r: Recorder) -> Tensor:
         return record_parts(r, layer, x.tensor)
 
-    out = recorded(t, "decoder.layers", inside(t, n, h), body, n * h)
-    t.r.tape.part = Part.ENCODER
-    return out
+    return recorded(t, "decoder.layers", inside(t, n, h), body, n * h)
 
 
 def deep_merger(t: EncoderOps, x: Array) -> Array:

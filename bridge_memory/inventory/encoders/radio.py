@@ -16,7 +16,6 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from bridge_memory.components import Part
 from bridge_memory.inventory.encoders.megatron import inside, recorded
 from bridge_memory.inventory.encoders.ops import EncoderOps
 from bridge_memory.inventory.encoders.vision import added
@@ -31,6 +30,8 @@ from bridge_memory.tapes.tape import Tensor
 
 #: Modules by the names that LLaVAModel gives them.
 VISION, PROJECTION = "vision_model", "vision_projection"
+#: What runs before the layers.
+STEM = tuple(f"{VISION}.{name}" for name in ("embedder", "video_embedder", "class_token", "position_embeddings"))
 
 
 def images(t: EncoderOps) -> Any:
@@ -44,8 +45,13 @@ def rows(t: EncoderOps) -> Any:
 
 
 def held(t: EncoderOps) -> Any:
-    """Bytes of ``pos_enc``, a variable of ``RADIOViTModel.forward``, where tiles share one size."""
-    return t.patches * t.s.hidden_size * t.parameter_width if t.s.tiles else 0
+    """Bytes of the variables of ``RADIOViTModel.forward``: of tiles of one size ``pos_enc``; else the lists of images
+    with positions (``chunks``) and of these before class tokens (``out``), and with pairs of frames those before
+    positions (``embedded_chunks``). Also the input of the first layer, unless that saves it."""
+    arrays = 1 if t.s.tiles else 2 + (t.s.temporal_patch_size > 1)
+    frozen = t.r.ctx.adapters is None and not any(t.trains(module) for module in (*STEM, f"{VISION}.decoder.layers"))
+    number = arrays * t.patches + (rows(t) if frozen else 0)
+    return number * t.s.hidden_size * t.parameter_width
 
 
 def stem(t: EncoderOps) -> Array:
@@ -65,14 +71,28 @@ def stem(t: EncoderOps) -> Array:
         t.r.parameter(
             f"{name}.weight", (h // tp, frames * inner), sharded=tp > 1, use=Use.ROUTER, trains=t._exception(name)
         )
-    trains = t.trains(f"{VISION}.embedder")
+    depth = s.temporal_patch_size
+    video = depth > 1 and any(item.frames > 1 for item in t.run.items)
+    embedder = embedders[video]
+    inner *= depth if video else 1
+    parts = [entering]
+    if video:  # ``_apply_temporal_grouping``: pairs of frames, the last of which is a variable of ``forward``
+        last = max(item.height * item.width for item in t.run.items)
+        made = (("pixels by pair of frames", n - last), ("pixels of the last pair", last))
+        parts = [t.make(name, (entering,), patches * inner, width) for name, patches in made]
+    trains = t.trains(embedder)
     y = t.make(
-        "embedded patches on this rank", (entering,), n * h // tp, width, trains=trains,
-        saves=(entering.tensor,) if trains else (), backward_workspace=inner * h // tp * width if trains else 0,
+        "embedded patches on this rank", parts, n * h // tp, width, trains=trains,
+        saves=[part.tensor for part in parts] if trains else (),
+        backward_workspace=inner * h // tp * width if trains else 0,
     )
     if tp > 1:
         y = t.make("embedded patches", (y,), n * h, width, workspace=n * h * width)
-    x = _positioned(t, y)
+    if depth > 1:
+        x = _positioned(t, t.copy("embedded patches of all images", y))
+        t.keep_alive(y, parts[-1])
+    else:
+        x = _positioned(t, y)
     class_trains = t.trains(f"{VISION}.class_token")
     joined = t.make("patches after class tokens", (x,), rows(t) * h, width, trains=class_trains, alias=True)
     t.keep_alive(x)
@@ -117,9 +137,7 @@ def layer(t: EncoderOps, x: Array) -> Array:
     def body(r: Recorder) -> Tensor:
         return record_parts(r, spec, x.tensor)
 
-    out = recorded(t, f"{VISION}.decoder.layers", _inside(t, n, h), body, n * h)
-    t.r.tape.part = Part.ENCODER
-    return out
+    return recorded(t, f"{VISION}.decoder.layers", _inside(t, n, h), body, n * h)
 
 
 def _inside(t: EncoderOps, number: Any, width: int) -> BlockContext:
@@ -139,16 +157,18 @@ def head(t: EncoderOps, x: Array) -> Array:
     if s.tiles:
         x = t.copy("patches by tile", x)
     y = t.slice("patches without class tokens", x, n * h)
-    if s.tiles:
+    if s.temporal_patch_size > 1:
+        y = t.copy("patches by pair of frames", y)
+    if s.tiles or s.temporal_patch_size > 1:
         y = t.copy("patches, shuffled along rows", y)
         y = t.copy("patches, shuffled along columns", y)
         y = t.copy("joined patches by position", y)
     else:
         y = t.copy("joined patches of all images", y)
-        out = _projected(t, y)
+    out = _projected(t, y)
+    if not s.tiles:
         t.keep_alive(x)  # of which ``chunks`` are views
-        return out
-    return _projected(t, y)
+    return out
 
 
 def _projected(t: EncoderOps, x: Array) -> Array:
