@@ -94,7 +94,8 @@ class EncoderStructure:
     #: Whether the projection of queries, keys and values has biases; likewise the projector.
     qkv_bias: bool = True
     projector_bias: bool = True
-    #: Rows of a mel spectrogram; columns of one chunk of it, and chunks to which attention reaches.
+    #: Rows of a mel spectrogram, whose convolutions have ``channels``; columns of one chunk of it, and chunks to which
+    #: attention reaches.
     mel_bins: int = 0
     chunk_frames: int = 0
     chunks_attended: int = 0
@@ -243,11 +244,31 @@ def audio_chunks(structure: EncoderStructure, item: Item) -> tuple[int, ...]:
     """Features of each chunk of one sound, after three convolutions with stride 2."""
     chunk = structure.chunk_frames or item.frames
     whole, left = divmod(item.frames, chunk)
-    return tuple(_after_convolutions(n) for n in [chunk] * whole + [left] * bool(left))
+    return tuple(after_convolutions(n) for n in [chunk] * whole + [left] * bool(left))
 
 
-def _after_convolutions(frames: int) -> int:
-    for _ in range(3):
+def longest_window(structure: EncoderStructure, items: tuple[Item, ...]) -> int:
+    """Features of the longest window to which attention reaches: ``chunks_attended`` whole chunks
+    (``modeling_qwen3_omni_moe.py: get_audio_cu_seqlens``)."""
+    return max((max(audio_windows(structure, item)) for item in items), default=0)
+
+
+def audio_windows(structure: EncoderStructure, item: Item) -> tuple[int, ...]:
+    """Features of each window of one sound."""
+    chunks = audio_chunks(structure, item)
+    whole, left = divmod(sum(chunks), size := max(chunks) * max(1, structure.chunks_attended))
+    return (size,) * whole + (left,) * bool(left)
+
+
+def padded_chunk(structure: EncoderStructure, items: tuple[Item, ...]) -> int:
+    """Columns to which every chunk of a spectrogram is padded: those of the longest."""
+    longest = max((item.frames for item in items), default=0)
+    return min(structure.chunk_frames, longest) if structure.chunk_frames else longest
+
+
+def after_convolutions(frames: int, number: int = 3) -> int:
+    """Columns, or rows, after ``number`` convolutions with stride 2."""
+    for _ in range(number):
         frames = (frames - 1) // 2 + 1
     return frames
 

@@ -91,6 +91,10 @@ RECORDERS: dict[str, Recorders] = {
         ("layer_norm", "multi_modal_projector"),
         rows=audio.frames,
     ),
+    "qwen3_omni_audio": Recorders(
+        audio.qwen3_omni_stem, audio.qwen3_omni_layer, audio.qwen3_omni_head, ("conv2d", "conv_out"), ("layers",),
+        ("ln_post", "proj1", "proj2"), held=audio.qwen3_omni_held, rows=audio.qwen3_omni_frames,
+    ),
 }
 
 
