@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any
 
 from bridge_memory.readers.container_registry import PROVIDERS, REFUSED, feature_of, known
-from bridge_memory.readers.encoders import encoder_of
+from bridge_memory.readers.encoders import OF_THINKER, encoder_of, of_thinker
 from bridge_memory.readers.fields import shown
 from bridge_memory.readers.megatron_args.sizes import ORDER_OF
 from bridge_memory.readers.megatron_args.unmodelled import ArgumentValues
@@ -98,6 +98,8 @@ _FROZEN = {
     "radio": (("vision_model",), ("vision_projection",)),
     "siglip": (("embeddings", "encoder", "post_layernorm", "head"), ("multi_modal_projector",)),
     "pixtral": (("patch_conv", "ln_pre", "transformer"), ("multi_modal_projector",)),
+    "qwen3_omni_vision": (("patch_embed", "pos_embed", "blocks", "merger"), ()),
+    "qwen3_omni_audio": (("conv", "layers", "ln_post", "proj"), ()),
     "qwen2_audio": (("conv1", "conv2", "embed_positions", "layers", "layer_norm"), ("multi_modal_projector",)),
 }
 
@@ -134,6 +136,8 @@ def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
     provider = provider_of(model)
     if provider in OF_NEMOTRON:
         return tuple(replace(found, frozen=_frozen(model, found)) for found in encoders_of_nemotron(model))
+    if provider == "Qwen3OmniModelProvider":
+        return tuple(_of_thinker(model))
     if provider not in _WRAPPERS:
         return ()
     path, *others = PROVIDERS[provider]
@@ -148,6 +152,15 @@ def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
     bridge = release_in(getattr(sys.modules.get("megatron.bridge"), "__version__", None)) or DEFAULT_MEGATRON_BRIDGE
     found = encoder_of(config, f"model.{path}", keeps_head=bridge < BRIDGE_DROPS_POOLING_HEAD)
     return () if found is None else (replace(found, frozen=_frozen(model, found)),)
+
+
+def _of_thinker(model: Any) -> Iterator[EncoderSpec]:
+    for key in OF_THINKER:
+        part = _as_mapping(_at(model, f"thinker_config.{key}"))
+        config = of_thinker({"hidden_size": getattr(model, "hidden_size", None)}, key, part)
+        found = encoder_of(config, f"model.thinker_config.{key}")
+        if found is not None:
+            yield replace(found, frozen=_frozen(model, found))
 
 
 def _as_mapping(config: Any) -> dict[str, Any]:

@@ -313,6 +313,31 @@ def test_gemma4s_encoder_has_the_parameters_of_its_module(sizes: tuple[int, ...]
     assert spec is not None and (spec.parameters, spec.projector) == (theirs + own, own)
 
 
+@pytest.mark.parametrize(("h", "f", "layers", "bias"), [(96, 200, 2, True), (160, 416, 3, False)])
+def test_parakeet_has_the_parameters_of_its_module(h: int, f: int, layers: int, bias: bool) -> None:
+    """As Megatron Bridge's ``BridgeSoundEncoder`` makes it for Nemotron-Omni, which freezes it."""
+    pytest.importorskip("transformers.models.parakeet")
+    from types import SimpleNamespace
+
+    from transformers.models.parakeet.modeling_parakeet import ParakeetEncoder
+
+    from bridge_memory.readers.nemotron_provider import encoders_of_nemotron
+
+    sizes = {"hidden_size": h, "num_hidden_layers": layers, "intermediate_size": f, "num_mel_bins": 80,
+             "subsampling_factor": 8, "conv_kernel_size": 9}  # fmt: skip
+    config = _config("parakeet", "ParakeetEncoderConfig", **sizes, num_attention_heads=4, attention_bias=bias,
+                     convolution_bias=bias)  # fmt: skip
+    with torch.device("meta"):
+        theirs = sum(p.numel() for p in ParakeetEncoder(config).parameters())
+    model = SimpleNamespace(
+        hidden_size=512, vision_model_type="radio", has_sound=True, sound_hidden_size=h,
+        sound_config={**sizes, "convolution_bias": bias},
+    )
+    _, sound = encoders_of_nemotron(model)
+    assert sound.parameters - sound.projector == theirs
+    assert sound.projector == h + 4096 * (h + 512)
+
+
 @pytest.mark.parametrize("size", ["small", pytest.param("wide", marks=SLOW)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_operations_of_a_forward_pass_are_those_that_torch_counts(
