@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from bridge_child import pairs, print_answers
@@ -38,6 +39,21 @@ CASES: dict[str, tuple[dict[str, Any], int, str | None, tuple[int, int, int]]] =
     "Qwen3-VL, recomputed": ({"deepstack_visual_indexes": [0, 1], "depth": 4}, 2, "full", (1, 32, 48)),
 }
 
+#: Sizes of EXAONE 4.5's encoder, and its cases, as above.
+EXAONE = {
+    "depth": 3, "hidden_size": 1024, "intermediate_size": 2736, "num_heads": 16, "num_key_value_heads": 4,
+    "patch_size": 14, "temporal_patch_size": 2, "in_channels": 3, "spatial_merge_size": 2, "out_hidden_size": 2048,
+    "fullatt_block_indexes": [1], "window_size": 112,
+}  # fmt: skip
+EXAONE_CASES: dict[str, tuple[dict[str, Any], int, str | None, tuple[int, int, int]]] = {
+    "EXAONE 4.5": ({}, 1, None, (1, 32, 48)),
+    "EXAONE 4.5, TP 4": ({"depth": 2}, 4, None, (1, 40, 40)),
+    "EXAONE 4.5, another width": (
+        {"hidden_size": 1280, "intermediate_size": 3420, "num_key_value_heads": 8, "out_hidden_size": 5120}, 2, None,
+        (1, 24, 56),
+    ),
+    "EXAONE 4.5, recomputed": ({}, 2, "full", (1, 32, 48)),
+}
 #: Case -> (sizes of RADIO, TP, whether as Nemotron-Omni runs it, images or tiles, frozen modules).
 RADIO: dict[str, tuple[dict[str, Any], int, bool, int, tuple[str, ...]]] = {
     "tiles": ({"num_layers": 2}, 1, False, 3, ()),
@@ -63,8 +79,6 @@ VIDEO = {"temporal_patch_dim": 2, "separate_video_embedder": True}
 
 def llava(sizes: dict[str, Any], tp: int, omni: bool, video: bool) -> Any:
     """What Megatron Bridge's provider makes, of RADIO with these sizes and without a language model."""
-    from unittest import mock
-
     from megatron.bridge.models.nemotron_omni import nemotron_omni_provider as omni_module
     from megatron.bridge.models.nemotron_vl import nemotron_vl_provider as vl_module
 
@@ -169,6 +183,20 @@ def predicted_radio(name: str) -> Any:
     return compose(encoder_chain(ctx, ctx.encoders[0], 0)), run
 
 
+def language_config(run: Any, recompute: str | None) -> Any:
+    """The language model's, of which the encoder's takes some fields."""
+    from bridge_memory.rehearsal.megatron_config import transformer_config
+
+    language = transformer_config(run, initialize=False)
+    language.recompute_granularity = recompute
+    language.recompute_method, language.recompute_num_layers = ("uniform", 1) if recompute == "full" else (None, None)
+    for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_use_single_mempool",
+                 "cuda_graph_retain_backward_graph", "cuda_graph_warmup_steps", "cuda_graph_scope"):
+        if not hasattr(language, name):
+            setattr(language, name, 0)
+    return language
+
+
 def vision_model(sizes: dict[str, Any], run: Any, recompute: str | None) -> Any:
     """``Qwen3VLModel.__init__``: the vision model of a provider."""
     from types import SimpleNamespace
@@ -181,16 +209,7 @@ def vision_model(sizes: dict[str, Any], run: Any, recompute: str | None) -> Any:
     from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_transformer_engine_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from bridge_memory.rehearsal.megatron_config import transformer_config
-
-    language = transformer_config(run, initialize=False)
-    language.recompute_granularity = recompute
-    language.recompute_method, language.recompute_num_layers = ("uniform", 1) if recompute == "full" else (None, None)
-    for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_use_single_mempool",
-                 "cuda_graph_retain_backward_graph", "cuda_graph_warmup_steps"):
-        if not hasattr(language, name):
-            setattr(language, name, 0)
-    config = get_vision_model_config(SimpleNamespace(**sizes), language)
+    config = get_vision_model_config(SimpleNamespace(**sizes), language_config(run, recompute))
     config.perform_initialization = False
     config.params_dtype, config.bf16 = torch.bfloat16, True
     spec = get_vit_layer_with_transformer_engine_spec()
@@ -247,9 +266,43 @@ class Join(torch.autograd.Function):
         return grad, *(torch.empty(shape, dtype=grad.dtype, device=grad.device) for shape in ctx.shapes)
 
 
+def exaone_model(sizes: dict[str, Any], run: Any, recompute: str | None) -> Any:
+    """``Exaone45Model.__init__``: the vision model of a provider."""
+    from types import SimpleNamespace
+
+    from megatron.bridge.models.exaone.exaone45.modelling_exaone45 import vision_model
+    from megatron.bridge.models.exaone.exaone45.modelling_exaone45.transformer_config import get_vision_model_config
+    from megatron.bridge.models.exaone.exaone45.modelling_exaone45.utils import PatchMergerSubmodules
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_transformer_engine_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    config = get_vision_model_config(SimpleNamespace(**sizes), language_config(run, recompute))
+    config.perform_initialization = False
+    config.params_dtype, config.bf16 = torch.bfloat16, True
+    merger = PatchMergerSubmodules(
+        patch_norm=TENorm, linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear
+    )
+    model = vision_model.Exaone45VisionModel(
+        config, get_vit_layer_with_transformer_engine_spec(), merger, pre_process=True, post_process=True,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    return model.to(torch.bfloat16).to("meta").train()
+
+
+def packed(rows: int) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor([0, rows], dtype=torch.int32)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=rows, max_seqlen_kv=rows
+    )
+
+
 def measured(name: str) -> Any:
-    sizes, tp, recompute, (frames, height, width) = CASES[name]
-    sizes = SIZES | sizes
+    exaone = name in EXAONE_CASES
+    sizes, tp, recompute, (frames, height, width) = (EXAONE_CASES if exaone else CASES)[name]
+    sizes = (EXAONE if exaone else SIZES) | sizes
     frozen, run = sizes.pop("frozen", ()), run_of(tp)
     grid = torch.tensor([[frames, height, width]])
     pixels = torch.empty(
@@ -259,11 +312,16 @@ def measured(name: str) -> Any:
     held: list[Any] = []
 
     def encoded(model: Any) -> Any:
+        if exaone:  # ends of windows without values; no size depends on them
+            model.get_packed_seq_params = lambda *_: packed(frames * height * width)
+            with mock.patch.object(torch, "unique_consecutive", lambda ends: ends):
+                return model(pixels, grid)
         out, deep = model(pixels, grid)
         held.append(deep)
         return Join.apply(out, *deep)
 
-    return passes_of(lambda: vision_model(sizes, run, recompute), run, frozen, pixels, encoded)
+    make = exaone_model if exaone else vision_model
+    return passes_of(lambda: make(sizes, run, recompute), run, frozen, pixels, encoded)
 
 
 def predicted(name: str) -> Any:
@@ -273,10 +331,12 @@ def predicted(name: str) -> Any:
     from bridge_memory.tapes.chain import compose
     from bridge_memory.tapes.context import context_of
 
-    sizes, tp, recompute, (_, height, width) = CASES[name]
-    sizes = SIZES | sizes
+    exaone = name in EXAONE_CASES
+    sizes, tp, recompute, (_, height, width) = (EXAONE_CASES if exaone else CASES)[name]
+    sizes = (EXAONE if exaone else SIZES) | sizes
     encoder = encoder_of(
-        {"model_type": "qwen3_vl", "vision_config": sizes, "text_config": {"hidden_size": 1024}}, "vision_config"
+        {"model_type": "exaone4_5" if exaone else "qwen3_vl", "vision_config": sizes,
+         "text_config": {"hidden_size": 1024}}, "vision_config",
     )
     frozen = sizes.pop("frozen", ())
     encoder = replace(encoder, frozen=frozen)
@@ -307,7 +367,7 @@ def answer(name: str) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     start()
-    print_answers(names or [*CASES, *RADIO], answer)
+    print_answers(names or [*CASES, *EXAONE_CASES, *RADIO], answer)
 
 
 if __name__ == "__main__":

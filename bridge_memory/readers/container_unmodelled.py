@@ -95,6 +95,7 @@ _FROZEN = {
     "qwen2_5_vl": (("patch_embed", "blocks"), ("merger",)),
     "glm4v": (("patch_embed", "blocks"), ("merger",)),
     "qwen3_vl": (("patch_embed", "pos_embed", "decoder.layers"), ("merger", "decoder.deepstack_merger_list")),
+    "exaone4_5": (("patch_embed", "decoder.layers"), ("merger",)),
     "radio": (("vision_model",), ("vision_projection",)),
     "siglip": (("embeddings", "encoder", "post_layernorm", "head"), ("multi_modal_projector",)),
     "pixtral": (("patch_conv", "ln_pre", "transformer"), ("multi_modal_projector",)),

@@ -345,6 +345,14 @@ def _structure_qwen2_5(v: Fields, text: int, outer: Fields) -> EncoderStructure:
     )
 
 
+def _structure_exaone(v: Fields, text: int, outer: Fields) -> EncoderStructure:
+    """Windows have the sides that the class gives them, whatever the config says."""
+    return replace(
+        _structure_qwen2_5(v, text, outer), kind="exaone4_5", window_size=112,
+        num_query_groups=_of(v, "num_key_value_heads", _of(v, "num_heads")),
+    )
+
+
 def _structure_qwen3(v: Fields, text: int, outer: Fields) -> EncoderStructure:
     return EncoderStructure(
         kind="qwen3_vl", hidden_size=_of(v, "hidden_size"), ffn_hidden_size=_of(v, "intermediate_size"),
@@ -457,6 +465,7 @@ _PROJECTORS: dict[str, Callable[[Fields, int], tuple[int, int]]] = {
 #: returns its structure.
 _STRUCTURES: dict[str, Callable[[Fields, int, Fields], EncoderStructure]] = {
     "qwen2_5_vl": _structure_qwen2_5,
+    "exaone4_5": _structure_exaone,
     "glm4v_moe": _structure_glm4v,
     "qwen3_vl": _structure_qwen3,
     "qwen3_vl_moe": _structure_qwen3,

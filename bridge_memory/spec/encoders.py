@@ -22,6 +22,7 @@ ENCODER_KINDS = {
     "siglip": "SiglipVisionModel with Gemma 3's projector",
     "pixtral": "PixtralVisionModel with Mistral 3's projector",
     "qwen3_vl": "Qwen3VLVisionModel of Megatron Bridge, of megatron-core's modules",
+    "exaone4_5": "Exaone45VisionModel of Megatron Bridge, of megatron-core's modules",
     "radio": "RADIOViTModel of megatron-core with LLaVAModel's projector",
     "qwen3_omni_vision": "Qwen3OmniMoeVisionEncoder",
     "qwen3_omni_audio": "Qwen3OmniMoeAudioEncoder",
@@ -29,14 +30,15 @@ ENCODER_KINDS = {
 }
 AUDIO_KINDS = ("qwen2_audio", "qwen3_omni_audio")
 #: Encoders of megatron-core's modules, which tensor parallelism divides; those that recompute as the language model.
-MEGATRON_KINDS = ("qwen3_vl", "radio")
-RECOMPUTED_KINDS = ("qwen3_vl",)
+MEGATRON_KINDS = ("qwen3_vl", "exaone4_5", "radio")
+RECOMPUTED_KINDS = ("qwen3_vl", "exaone4_5")
 #: Kind -> (width and height in pixels of the largest image that reaches it where the run states no size, who bounds
 #: it).
 LARGEST_IMAGES = {
     "qwen2_5_vl": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
     "qwen3_omni_vision": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
     "qwen3_vl": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
+    "exaone4_5": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
     "glm4v": ((2436, 2408), "the 28 x 28 x 15,000 pixels of two frames in transformers' Glm4vImageProcessor"),
     "radio": ((2048, 2048), "RADIO's table of positions, for 2,048 x 2,048 pixels,"),
     "pixtral": ((1036, 1036), "the longest edge of transformers' PixtralImageProcessor, 1,024 pixels"),
@@ -68,6 +70,8 @@ class EncoderStructure:
     num_heads: int
     #: Width of the features that the language model gets.
     out_size: int
+    #: Heads of keys and values; 0: as many as of queries.
+    num_query_groups: int = 0
     #: Pixels of a patch's side, and frames of a patch.
     patch_size: int = 0
     temporal_patch_size: int = 1

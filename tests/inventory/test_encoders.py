@@ -168,6 +168,10 @@ WRAPPERS = {
         "depth": 3, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "out_hidden_size": 512,
         "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "window_size": 112,
         "fullatt_block_indexes": [1]}},
+    "exaone4_5": {"vision_config": {
+        "depth": 3, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "num_key_value_heads": 2,
+        "out_hidden_size": 512, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3,
+        "window_size": 112, "fullatt_block_indexes": [1]}},
     "glm4v_moe": {"vision_config": {
         "depth": 3, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "out_hidden_size": 512,
         "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "image_size": 224,

@@ -81,6 +81,10 @@ RECORDERS: dict[str, Recorders] = {
         vision.qwen3_omni_stem, vision.qwen3_omni_layer, vision.qwen3_omni_head, ("patch_embed", "pos_embed"),
         held=vision.table_bytes, beside=vision.qwen3_deep_merger,
     ),
+    "exaone4_5": Recorders(
+        megatron.exaone_stem, megatron.exaone_layer, megatron.exaone_head, ("patch_embed",), ("decoder.layers",),
+        held=megatron.exaone_held,
+    ),
     "radio": Recorders(
         radio.stem, radio.layer, radio.head, radio.STEM,
         (f"{radio.VISION}.decoder.layers",), (radio.PROJECTION,), held=radio.held, projects=True,
