@@ -116,7 +116,11 @@ _STEP = {
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3-VL-30B-A3B": {"text_config": "Qwen/Qwen3-30B-A3B"},
     "Qwen3-VL-235B-A22B": {"text_config": "Qwen/Qwen3-235B-A22B"},
-    "Qwen3-Omni-30B-A3B": {"thinker_config.text_config": "Qwen/Qwen3-30B-A3B"},
+    # Features are as wide as the language model; chunks are those that ``_get_feat_extract_output_lengths`` counts in.
+    "Qwen3-Omni-30B-A3B": {
+        "thinker_config.text_config": "Qwen/Qwen3-30B-A3B", "thinker_config.vision_config": {"out_hidden_size": 2048},
+        "thinker_config.audio_config": {"output_dim": 2048, "n_window": 50},
+    },
     "Qwen3.5-397B-A17B": {
         "text_config": {
             "num_hidden_layers": 60, "layer_types": ["linear_attention"] * 3 + ["full_attention"],

@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from bridge_child import pairs, print_answers
@@ -38,6 +39,163 @@ CASES: dict[str, tuple[dict[str, Any], int, str | None, tuple[int, int, int]]] =
     "Qwen3-VL, recomputed": ({"deepstack_visual_indexes": [0, 1], "depth": 4}, 2, "full", (1, 32, 48)),
 }
 
+#: Sizes of EXAONE 4.5's encoder, and its cases, as above.
+EXAONE = {
+    "depth": 3, "hidden_size": 1024, "intermediate_size": 2736, "num_heads": 16, "num_key_value_heads": 4,
+    "patch_size": 14, "temporal_patch_size": 2, "in_channels": 3, "spatial_merge_size": 2, "out_hidden_size": 2048,
+    "fullatt_block_indexes": [1], "window_size": 112,
+}  # fmt: skip
+EXAONE_CASES: dict[str, tuple[dict[str, Any], int, str | None, tuple[int, int, int]]] = {
+    "EXAONE 4.5": ({}, 1, None, (1, 32, 48)),
+    "EXAONE 4.5, TP 4": ({"depth": 2}, 4, None, (1, 40, 40)),
+    "EXAONE 4.5, another width": (
+        {"hidden_size": 1280, "intermediate_size": 3420, "num_key_value_heads": 8, "out_hidden_size": 5120}, 2, None,
+        (1, 24, 56),
+    ),
+    "EXAONE 4.5, recomputed": ({}, 2, "full", (1, 32, 48)),
+}
+#: Case -> (sizes of RADIO, TP, whether as Nemotron-Omni runs it, images or tiles, frozen modules).
+RADIO: dict[str, tuple[dict[str, Any], int, bool, int, tuple[str, ...]]] = {
+    "tiles": ({"num_layers": 2}, 1, False, 3, ()),
+    "tiles, TP 4": ({"num_layers": 3}, 4, False, 13, ()),
+    "tiles, another width": (
+        {"num_layers": 2, "hidden_size": 1024, "ffn_hidden_size": 4096, "kv_channels": 64}, 2, False, 5, (),
+    ),
+    "images": ({"num_layers": 2}, 2, True, 2, ()),
+    "images, another width": (
+        {"num_layers": 3, "hidden_size": 768, "ffn_hidden_size": 3072, "num_attention_heads": 12,
+         "num_query_groups": 12, "kv_channels": 64}, 1, True, 1, (),
+    ),
+    "images, projector alone trains": ({"num_layers": 3}, 2, True, 2, ("vision_model",)),
+    "many images, projector alone trains": ({"num_layers": 3}, 1, True, 5, ("vision_model",)),
+    "video": ({"num_layers": 2}, 2, True, 8, ()),
+    "video, frozen but for the projector": ({"num_layers": 2}, 4, True, 8, ("vision_model",)),
+}  # fmt: skip
+#: Height and width of an image in patches; the projector's widths.
+GRID, PROJECTED = (32, 48), (20480, 2048)
+#: Fields of a provider whose videos are embedded in pairs of frames.
+VIDEO = {"temporal_patch_dim": 2, "separate_video_embedder": True}
+
+
+def llava(sizes: dict[str, Any], tp: int, omni: bool, video: bool) -> Any:
+    """What Megatron Bridge's provider makes, of RADIO with these sizes and without a language model."""
+    from megatron.bridge.models.nemotron_omni import nemotron_omni_provider as omni_module
+    from megatron.bridge.models.nemotron_vl import nemotron_vl_provider as vl_module
+
+    module = omni_module if omni else vl_module
+    real = module.LLaVAModel
+
+    def encoder_alone(**given: Any) -> Any:
+        for name, value in sizes.items():
+            setattr(given["vision_transformer_config"], name, value)
+        return real(**{**given, "add_decoder": False})
+
+    common = {
+        "hidden_size": PROJECTED[1], "ffn_hidden_size": 4096, "num_attention_heads": 16, "num_query_groups": 8,
+        "kv_channels": 128, "hybrid_layer_pattern": "M-", "vocab_size": 4096, "tensor_model_parallel_size": tp,
+        "seq_length": 4096, "perform_initialization": False, "bf16": True, "params_dtype": torch.bfloat16,
+        "gradient_accumulation_fusion": False,
+    }  # fmt: skip
+    if omni:  # as ``nemotron_omni_bridge.py: provider_bridge`` sets them
+        provider = omni_module.NemotronOmniModelProvider(
+            **common, image_token_index=18, vision_class_token_len=10, use_vision_backbone_fp8_arch=False,
+            radio_interpolate_only_cpe=False, **(VIDEO if video else {}),
+        )
+    else:
+        provider = vl_module.NemotronVLModelProvider(**common, activation_func=vl_module.squared_relu)
+    provider.finalize()
+    with mock.patch.object(module, "LLaVAModel", encoder_alone):
+        return provider.provide().llava_model.to(torch.bfloat16).to("meta").train()
+
+
+def measured_radio(name: str) -> Any:
+    from megatron.bridge.training.nemotron_omni_step import _build_vision_packed_seq_params
+
+    sizes, tp, omni, number, frozen = RADIO[name]
+    video = name.startswith("video")
+    (height, width), more = (32, 32) if video else GRID, {}
+    if omni:
+        pixels = torch.empty(1, number * height * width, 768, dtype=torch.bfloat16, device="meta")
+        images = torch.tensor([[16 * height, 16 * width]] * number)
+        more = {"imgs_sizes": images, "vision_packed_seq_params": _build_vision_packed_seq_params(images)}
+        if video:
+            more["num_frames"] = [number]
+    else:
+        pixels = torch.empty(number, 3, 512, 512, dtype=torch.bfloat16, device="meta")
+    silence = torch.empty(0, device="meta")
+
+    def encoded(model: Any) -> Any:
+        return model(pixels, None, None, None, sound_clips=silence, **more)[0]
+
+    return passes_of(lambda: llava(sizes, tp, omni, video), run_of(tp), frozen, pixels, encoded)
+
+
+def passes_of(build: Any, run: Any, frozen: tuple[str, ...], pixels: Any, encoded: Any) -> Any:
+    """Shapes of the parameters, and a record of both passes."""
+    from bridge_memory.rehearsal.passes import Leave, measured_passes
+    from bridge_memory.rehearsal.rank import on_rank
+    from bridge_memory.rehearsal.tracker import Tracker
+
+    with on_rank(run, 0):
+        model = build()
+        for parameter, p in model.named_parameters():
+            p.requires_grad = not parameter.startswith(frozen) if frozen else True
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        for p in model.parameters():
+            p.main_grad = torch.empty(p.shape, dtype=torch.float32, device="meta")
+            p.grad_added_to_main_grad = False
+        tracker = Tracker([pixels, *(p.main_grad for p in model.parameters()), *model.parameters(), *model.buffers()])
+        with tracker.watching(model):
+
+            def forward() -> torch.Tensor:
+                end: torch.Tensor = Leave.apply(encoded(model))
+                return end
+
+            record = measured_passes(tracker, forward)
+    return shapes, record
+
+
+def predicted_radio(name: str) -> Any:
+    from bridge_memory.inventory.encoders.chain import encoder_chain
+    from bridge_memory.spec import BatchSpec, EncoderSpec, EncoderStructure
+    from bridge_memory.tapes.chain import compose
+    from bridge_memory.tapes.context import context_of
+
+    sizes, tp, omni, number, frozen = RADIO[name]
+    video = name.startswith("video")
+    (height, width), hidden = (32, 32) if video else GRID, sizes.get("hidden_size", 1280)
+    structure = EncoderStructure(
+        kind="radio", hidden_size=hidden, ffn_hidden_size=sizes.get("ffn_hidden_size", 5120),
+        num_layers=sizes["num_layers"], num_heads=sizes.get("num_attention_heads", 16), out_size=PROJECTED[1],
+        merger_size=PROJECTED[0], patch_size=16, merge_size=2, positions=128 * 128, class_tokens=10 if omni else 16,
+        image_size=0 if omni else 512, tiles=0 if omni else 12, projector_bias=False,
+        temporal_patch_size=2 if video else 1,
+    )
+    batch = BatchSpec(seq_length=4096, images_per_sample=number, image_size=f"{16 * width}x{16 * height}")
+    if video:
+        batch = replace(batch, images_per_sample=0, video_frames=number)
+    if not omni:
+        batch = BatchSpec(seq_length=4096, patches_per_image=1024 * number)
+    encoder = EncoderSpec("vision", 1, structure=structure, frozen=frozen)
+    run = run_of(tp, encoders=(encoder,), normalization="RMSNorm").with_(batch=batch)
+    run = run.with_(implementation=replace(run.implementation, gradient_accumulation_fusion=False))
+    ctx = context_of(run)
+    return compose(encoder_chain(ctx, ctx.encoders[0], 0)), run
+
+
+def language_config(run: Any, recompute: str | None) -> Any:
+    """The language model's, of which the encoder's takes some fields."""
+    from bridge_memory.rehearsal.megatron_config import transformer_config
+
+    language = transformer_config(run, initialize=False)
+    language.recompute_granularity = recompute
+    language.recompute_method, language.recompute_num_layers = ("uniform", 1) if recompute == "full" else (None, None)
+    for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_use_single_mempool",
+                 "cuda_graph_retain_backward_graph", "cuda_graph_warmup_steps", "cuda_graph_scope"):
+        if not hasattr(language, name):
+            setattr(language, name, 0)
+    return language
+
 
 def vision_model(sizes: dict[str, Any], run: Any, recompute: str | None) -> Any:
     """``Qwen3VLModel.__init__``: the vision model of a provider."""
@@ -51,16 +209,7 @@ def vision_model(sizes: dict[str, Any], run: Any, recompute: str | None) -> Any:
     from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_transformer_engine_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from bridge_memory.rehearsal.megatron_config import transformer_config
-
-    language = transformer_config(run, initialize=False)
-    language.recompute_granularity = recompute
-    language.recompute_method, language.recompute_num_layers = ("uniform", 1) if recompute == "full" else (None, None)
-    for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_use_single_mempool",
-                 "cuda_graph_retain_backward_graph", "cuda_graph_warmup_steps"):
-        if not hasattr(language, name):
-            setattr(language, name, 0)
-    config = get_vision_model_config(SimpleNamespace(**sizes), language)
+    config = get_vision_model_config(SimpleNamespace(**sizes), language_config(run, recompute))
     config.perform_initialization = False
     config.params_dtype, config.bf16 = torch.bfloat16, True
     spec = get_vit_layer_with_transformer_engine_spec()
@@ -117,41 +266,62 @@ class Join(torch.autograd.Function):
         return grad, *(torch.empty(shape, dtype=grad.dtype, device=grad.device) for shape in ctx.shapes)
 
 
+def exaone_model(sizes: dict[str, Any], run: Any, recompute: str | None) -> Any:
+    """``Exaone45Model.__init__``: the vision model of a provider."""
+    from types import SimpleNamespace
+
+    from megatron.bridge.models.exaone.exaone45.modelling_exaone45 import vision_model
+    from megatron.bridge.models.exaone.exaone45.modelling_exaone45.transformer_config import get_vision_model_config
+    from megatron.bridge.models.exaone.exaone45.modelling_exaone45.utils import PatchMergerSubmodules
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_transformer_engine_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    config = get_vision_model_config(SimpleNamespace(**sizes), language_config(run, recompute))
+    config.perform_initialization = False
+    config.params_dtype, config.bf16 = torch.bfloat16, True
+    merger = PatchMergerSubmodules(
+        patch_norm=TENorm, linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear
+    )
+    model = vision_model.Exaone45VisionModel(
+        config, get_vit_layer_with_transformer_engine_spec(), merger, pre_process=True, post_process=True,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    return model.to(torch.bfloat16).to("meta").train()
+
+
+def packed(rows: int) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor([0, rows], dtype=torch.int32)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=rows, max_seqlen_kv=rows
+    )
+
+
 def measured(name: str) -> Any:
-    from bridge_memory.rehearsal.passes import Leave, measured_passes
-    from bridge_memory.rehearsal.rank import on_rank
-    from bridge_memory.rehearsal.tracker import Tracker
+    exaone = name in EXAONE_CASES
+    sizes, tp, recompute, (frames, height, width) = (EXAONE_CASES if exaone else CASES)[name]
+    sizes = (EXAONE if exaone else SIZES) | sizes
+    frozen, run = sizes.pop("frozen", ()), run_of(tp)
+    grid = torch.tensor([[frames, height, width]])
+    pixels = torch.empty(
+        frames * height * width, sizes["in_channels"] * sizes["temporal_patch_size"] * sizes["patch_size"] ** 2,
+        device="meta",
+    )
+    held: list[Any] = []
 
-    sizes, tp, recompute, (frames, height, width) = CASES[name]
-    sizes = SIZES | sizes
-    run = run_of(tp)
-    with on_rank(run, 0):
-        frozen = sizes.pop("frozen", ())
-        model = vision_model(sizes, run, recompute)
-        for parameter, p in model.named_parameters():
-            p.requires_grad = not parameter.startswith(frozen) if frozen else True
-        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        for p in model.parameters():
-            p.main_grad = torch.empty(p.shape, dtype=torch.float32, device="meta")
-            p.grad_added_to_main_grad = False
-        grid = torch.tensor([[frames, height, width]])
-        pixels = torch.empty(
-            frames * height * width, sizes["in_channels"] * sizes["temporal_patch_size"] * sizes["patch_size"] ** 2,
-            device="meta",
-        )
-        tracker = Tracker([pixels, *(p.main_grad for p in model.parameters()), *model.parameters(), *model.buffers()])
-        held: list[Any] = []
-        with tracker.watching(model):
+    def encoded(model: Any) -> Any:
+        if exaone:  # ends of windows without values; no size depends on them
+            model.get_packed_seq_params = lambda *_: packed(frames * height * width)
+            with mock.patch.object(torch, "unique_consecutive", lambda ends: ends):
+                return model(pixels, grid)
+        out, deep = model(pixels, grid)
+        held.append(deep)
+        return Join.apply(out, *deep)
 
-            def forward() -> torch.Tensor:
-                out, deep = model(pixels, grid)
-                held.append(deep)
-                end: torch.Tensor = Leave.apply(Join.apply(out, *deep))
-                del out
-                return end
-
-            record = measured_passes(tracker, forward)
-    return shapes, record
+    make = exaone_model if exaone else vision_model
+    return passes_of(lambda: make(sizes, run, recompute), run, frozen, pixels, encoded)
 
 
 def predicted(name: str) -> Any:
@@ -161,10 +331,12 @@ def predicted(name: str) -> Any:
     from bridge_memory.tapes.chain import compose
     from bridge_memory.tapes.context import context_of
 
-    sizes, tp, recompute, (_, height, width) = CASES[name]
-    sizes = SIZES | sizes
+    exaone = name in EXAONE_CASES
+    sizes, tp, recompute, (_, height, width) = (EXAONE_CASES if exaone else CASES)[name]
+    sizes = (EXAONE if exaone else SIZES) | sizes
     encoder = encoder_of(
-        {"model_type": "qwen3_vl", "vision_config": sizes, "text_config": {"hidden_size": 1024}}, "vision_config"
+        {"model_type": "exaone4_5" if exaone else "qwen3_vl", "vision_config": sizes,
+         "text_config": {"hidden_size": 1024}}, "vision_config",
     )
     frozen = sizes.pop("frozen", ())
     encoder = replace(encoder, frozen=frozen)
@@ -178,8 +350,8 @@ def answer(name: str) -> dict[str, Any]:
     from bridge_memory.inventory.encoders.chain import encoder_parameters
     from bridge_memory.tapes.context import context_of
 
-    shapes, record = measured(name)
-    ours, run = predicted(name)
+    shapes, record = (measured_radio if name in RADIO else measured)(name)
+    ours, run = (predicted_radio if name in RADIO else predicted)(name)
     ctx = context_of(run)
     rows = encoder_parameters(ctx, ctx.encoders[0], 0)
     counted = sum(sum(p.numel for p in row.parameters) * row.times for row in rows)
@@ -195,7 +367,7 @@ def answer(name: str) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     start()
-    print_answers(names or CASES, answer)
+    print_answers(names or [*CASES, *EXAONE_CASES, *RADIO], answer)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def record_parts(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
         return _record_streams(r, mixer, ffn, x)
     if mixer is not None:
         biased = False
-        r.tape.part = _PARTS[type(mixer)]
+        _begin(r, mixer)
         if isinstance(mixer, AttentionSpec):
             y, name = record_attention(r, mixer, x, normed=not layer.pre_layernorms), "self_attn_bda"
             biased = mixer.add_output_bias
@@ -196,7 +196,7 @@ def record_parts(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
         x = r.bias_dropout_add(name, y, residual, bias=biased)
         r.tape.keep_alive(residual)
     if ffn is not None:
-        r.tape.part = _PARTS[type(ffn)]
+        _begin(r, ffn)
         if isinstance(ffn, MLPSpec):
             y, biased = record_mlp(r, ffn, x, normed=not layer.pre_layernorms), ffn.add_bias
         else:
@@ -207,6 +207,12 @@ def record_parts(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
         x = r.bias_dropout_add("mlp_bda", y, residual, bias=biased)
         r.tape.keep_alive(residual)
     return x
+
+
+def _begin(r: Recorder, block: object) -> None:
+    """What follows is part of this block; in an encoder all is the encoder's."""
+    if r.tape.part is not Part.ENCODER:
+        r.tape.part = _PARTS[type(block)]
 
 
 def _record_streams(r: Recorder, mixer: CompressedAttentionSpec, ffn: FeedForward | None, x: Tensor) -> Tensor:

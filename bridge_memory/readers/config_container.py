@@ -46,6 +46,7 @@ from bridge_memory.readers.container_unmodelled import (
 from bridge_memory.readers.diffusion_provider import is_diffusion, patches_of, wan_model
 from bridge_memory.readers.encoders import describe_encoder
 from bridge_memory.readers.environment import implementation_of
+from bridge_memory.readers.nemotron_provider import videos_of
 from bridge_memory.readers.transformer_config import FALCON_H1, GEMMA4_DENSE, model_from_transformer_config, pattern_of
 from bridge_memory.releases import (
     ADOPTED_BESIDE_CORE,
@@ -607,6 +608,7 @@ def _media(model: Any, dataset: Any) -> dict[str, Any]:
         return {}
     number, size = _get(dataset, "num_images"), _get(dataset, "image_size")
     found: dict[str, Any] = {}
+    found |= videos_of(_get(dataset, "task_encoder"))
     if type(number) is int and number >= 0:
         found["images_per_sample"] = number
     if isinstance(size, (tuple, list)) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
@@ -765,7 +767,7 @@ def _peft(peft: Any, model: Any) -> PeftSpec:
     if peft is None:
         return PeftSpec(scheme="frozen") if language_model_frozen(model) else PeftSpec()
     fields: dict[str, Any] = {}
-    if type(peft).__name__ == "LoRA":
+    if type(peft).__name__ in ("LoRA", "VLMLoRA"):
         fields["dim"] = int(_get(peft, "dim", 32))
         if _get(peft, "target_modules"):
             fields["target_modules"] = tuple(peft.target_modules)

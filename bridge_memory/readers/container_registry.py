@@ -258,6 +258,11 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
         ),
         "dist_train": Feature(None, EITHER, "modality encoders on separate ranks", _apart,
                               order="as large as the encoders' weights, their states and activations"),
+        **dict.fromkeys(
+            ("recompute_vision", "vit_gradient_checkpointing"),
+            Feature(False, DOWN, "recomputation in modality encoders, which are counted without it",
+                    order="as large as the encoders' activations"),
+        ),
         # MiniMax-M3: frozen weights that nothing runs (models/minimax_m3: lightning_indexer_layers)
         "lightning_indexer_layers": Feature(None, UP, "the frozen weights of an indexer that is not run",
                                                order="2 h (heads + 1) width bytes for each of these layers"),
@@ -313,6 +318,11 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
                                          order="the experts' adapters and their states, over a token's experts"),
         "dropout": Feature(0.0, UP, "dropout of the adapters' inputs",
                               order="a byte for each element of those inputs, and a scaled copy"),
+        **dict.fromkeys(
+            ("freeze_vision_model", "freeze_vision_projection"),
+            Feature(True, UP, "modality encoders that train beside adapters, counted as frozen",
+                    order="16 bytes or less for each of their weights, and activations"),
+        ),
         "freeze_language_model": Feature(True, UP, "a language model that trains beside its adapters",
                                             order="16 bytes or less for each weight that is counted as frozen"),
     },
@@ -364,14 +374,14 @@ REASONS: dict[str, dict[str, str]] = {
             language_max_sequence_length max_vision_cuda_graph_seq_length mm_tokens_per_image
             multimodal_attn_impl multimodal_projector_bias num_position_embeddings out_hidden_size patch_size
             position_id_per_seconds projector_hidden_size radio_cpe_aspect_ratio_select radio_disable_cpe
-            radio_force_cpe_eval_mode radio_force_eval_mode radio_interpolate_only_cpe recompute_vision return_dict
+            radio_force_cpe_eval_mode radio_force_eval_mode radio_interpolate_only_cpe return_dict
             seconds_per_chunk separate_video_embedder sound_config sound_hidden_size sound_model_type
             sound_projection_hidden_size spatial_merge_size talker_config temporal_ckpt_compat temporal_patch_dim
             temporal_patch_size text_config thinker_config token2wav_config use_hf_vision_model use_mg_vit
             use_vision_backbone_fp8_arch vision_class_token_len vision_config vision_cuda_graph_impl
             vision_cuda_graph_scope vision_dp_when_cp vision_model_type vision_proj_ffn_hidden_size
             vision_projector_config vision_recompute_granularity vision_recompute_method vision_recompute_num_layers
-            vision_soft_tokens_per_image vision_transformer_config vit_gradient_checkpointing
+            vision_soft_tokens_per_image vision_transformer_config
         """,
         _TOKENS: """
             audio_end_token_id audio_start_token_id audio_token_id ignore_index image_end_token_id
@@ -486,7 +496,6 @@ REASONS: dict[str, dict[str, str]] = {
         _SUPPLIED: """
             _alias_matches _alias_to_pattern _pattern_to_alias a2a_experimental canonical_mapping params_to_save
         """,
-        _ENCODER: "freeze_vision_model freeze_vision_projection",
     },
     "mixed_precision": {
         "the dtype of autocast, which Megatron's models do not use": "autocast_dtype autocast_enabled",

@@ -8,10 +8,12 @@ from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any
 
 from bridge_memory.readers.container_registry import PROVIDERS, REFUSED, feature_of, known
-from bridge_memory.readers.encoders import encoder_of
+from bridge_memory.readers.encoders import OF_THINKER, encoder_of, of_thinker
 from bridge_memory.readers.fields import shown
 from bridge_memory.readers.megatron_args.sizes import ORDER_OF
 from bridge_memory.readers.megatron_args.unmodelled import ArgumentValues
+from bridge_memory.readers.nemotron_provider import PROVIDERS as OF_NEMOTRON
+from bridge_memory.readers.nemotron_provider import encoders_of_nemotron
 from bridge_memory.releases import BRIDGE_DROPS_POOLING_HEAD, DEFAULT_MEGATRON_BRIDGE, release_in
 from bridge_memory.spec import EncoderSpec, SpecError
 from bridge_memory.spec.fields import MOST
@@ -93,8 +95,12 @@ _FROZEN = {
     "qwen2_5_vl": (("patch_embed", "blocks"), ("merger",)),
     "glm4v": (("patch_embed", "blocks"), ("merger",)),
     "qwen3_vl": (("patch_embed", "pos_embed", "decoder.layers"), ("merger", "decoder.deepstack_merger_list")),
+    "exaone4_5": (("patch_embed", "decoder.layers"), ("merger",)),
+    "radio": (("vision_model",), ("vision_projection",)),
     "siglip": (("embeddings", "encoder", "post_layernorm", "head"), ("multi_modal_projector",)),
     "pixtral": (("patch_conv", "ln_pre", "transformer"), ("multi_modal_projector",)),
+    "qwen3_omni_vision": (("patch_embed", "pos_embed", "blocks", "merger"), ()),
+    "qwen3_omni_audio": (("conv", "layers", "ln_post", "proj"), ()),
     "qwen2_audio": (("conv1", "conv2", "embed_positions", "layers", "layer_norm"), ("multi_modal_projector",)),
 }
 
@@ -102,8 +108,10 @@ _FROZEN = {
 def _frozen(model: Any, encoder: EncoderSpec) -> tuple[str, ...]:
     """The modules of an encoder that a provider freezes; "": all of an encoder whose modules are not known."""
     modality = "audio" if encoder.structure is not None and encoder.structure.audio else "vision"
-    whole = bool(getattr(model, f"freeze_{modality}_model", False))
-    projector = bool(getattr(model, f"freeze_{modality}_projection", False))
+    whole, projector = f"freeze_{modality}_model", f"freeze_{modality}_projection"
+    if encoder.name == "model.sound_config":
+        whole, projector = "freeze_sound_encoder", "freeze_sound_projection"
+    whole, projector = bool(getattr(model, whole, False)), bool(getattr(model, projector, False))
     if encoder.structure is None:
         return (*(("encoder",) if whole else ()), *(("projector",) if projector else ()))
     of_encoder, of_projector = _FROZEN[encoder.structure.kind]
@@ -127,6 +135,10 @@ def language_model_frozen(model: Any) -> bool:
 def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
     """The provider's modality encoder with its projector, if its size is known."""
     provider = provider_of(model)
+    if provider in OF_NEMOTRON:
+        return tuple(replace(found, frozen=_frozen(model, found)) for found in encoders_of_nemotron(model))
+    if provider == "Qwen3OmniModelProvider":
+        return tuple(_of_thinker(model))
     if provider not in _WRAPPERS:
         return ()
     path, *others = PROVIDERS[provider]
@@ -141,6 +153,15 @@ def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
     bridge = release_in(getattr(sys.modules.get("megatron.bridge"), "__version__", None)) or DEFAULT_MEGATRON_BRIDGE
     found = encoder_of(config, f"model.{path}", keeps_head=bridge < BRIDGE_DROPS_POOLING_HEAD)
     return () if found is None else (replace(found, frozen=_frozen(model, found)),)
+
+
+def _of_thinker(model: Any) -> Iterator[EncoderSpec]:
+    for key in OF_THINKER:
+        part = _as_mapping(_at(model, f"thinker_config.{key}"))
+        config = of_thinker({"hidden_size": getattr(model, "hidden_size", None)}, key, part)
+        found = encoder_of(config, f"model.thinker_config.{key}")
+        if found is not None:
+            yield replace(found, frozen=_frozen(model, found))
 
 
 def _as_mapping(config: Any) -> dict[str, Any]:

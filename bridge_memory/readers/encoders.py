@@ -8,12 +8,14 @@ activations are recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import isqrt
 from typing import Any, NamedTuple
 
 from bridge_memory.readers.fields import Fields, shown
 from bridge_memory.readers.nested_defaults import nested_width
 from bridge_memory.spec import EncoderSpec, EncoderStructure, SpecError
+from bridge_memory.spec.encoders import after_convolutions
 from bridge_memory.spec.unmodelled import ENCODER, Effect, Unmodelled
 
 #: Keys of the language model's config, outermost first (an omni model's "thinker" is itself a wrapper).
@@ -66,23 +68,49 @@ def split_multimodal(config: Mapping[str, Any], name: str) -> Encoders:
         return Encoders(config, "", (), ())
     text = {k: v for k, v in text.items() if k not in others}
     names = " and ".join(others) or "other modality encoders"
-    encoder = encoder_of(config, names, name)
-    if encoder is None:
-        assumptions = [f"language model only: the parameters and activations of {names} are left out"]
-    else:
+    encoders = encoders_of_wrapper(config, names, name)
+    assumptions = [] if encoders else [
+        f"language model only: the parameters and activations of {names} are left out"
+    ]
+    for encoder in encoders:
         words = f"{describe_encoder(encoder)}, on the first stage"
         recorded = encoder.structure is not None
-        assumptions = [words if recorded else f"{words}; activations are those of the language model only"]
+        assumptions.append(words if recorded else f"{words}; activations are those of the language model only")
     if left:
         assumptions.append(f"{' and '.join(left)}: Megatron Bridge builds the thinker alone")
     if config.get("model_type") in _WITHOUT_MTP and text.pop("num_nextn_predict_layers", None):
         assumptions.append("Megatron Bridge builds this model without MTP layers; mtp_num_layers 0")
-    if encoder is not None:
-        return Encoders(text, key, tuple(assumptions), (), (encoder,))
+    if encoders:
+        return Encoders(text, key, tuple(assumptions), (), encoders)
     count = encoder_parameters(config, name)
     held = f"{count} parameters" if count else "parameters"
     what = f"{names}: {held} with their gradients and optimizer state, and activations"
     return Encoders(text, key, tuple(assumptions), (Unmodelled(what, Effect.UP, order=ENCODER),))
+
+
+def encoders_of_wrapper(config: Mapping[str, Any], names: str, name: str = "config") -> tuple[EncoderSpec, ...]:
+    """The encoders of a wrapper's config: of an omni model's thinker one for each modality, else all as one; none if
+    the size of one is unknown."""
+    thinker = config.get("thinker_config")
+    if config.get("model_type") != "qwen3_omni_moe" or not isinstance(thinker, Mapping):
+        found = (encoder_of(config, names, name),)
+    else:
+        found = tuple(
+            encoder_of(of_thinker(thinker.get("text_config"), key, thinker[key]), key, name)
+            for key in OF_THINKER if thinker.get(key) is not None
+        )
+    return tuple(one for one in found if one is not None) if None not in found else ()
+
+
+#: Encoder's key in the config of Qwen3-Omni's thinker -> its own model_type.
+OF_THINKER = {
+    "vision_config": "qwen3_omni_moe_vision_encoder", "audio_config": "qwen3_omni_moe_audio_encoder",
+}  # fmt: skip
+
+
+def of_thinker(text: Any, key: str, encoder: Any) -> dict[str, Any]:
+    """The config of one encoder, as a wrapper's."""
+    return {"model_type": OF_THINKER[key], "text_config": text, key: encoder}
 
 
 def encoder_of(
@@ -291,6 +319,14 @@ def _qwen2_audio(v: Fields, text: int, outer: Fields) -> int:
     return convolutions + _of(v, "max_source_positions") * h + layers + 2 * h + _linear(h, text)
 
 
+def _qwen3_omni_audio(v: Fields, text: int, outer: Fields) -> int:
+    """Three convolutions and a linear, whose positions are no parameters; layers; two linears."""
+    h, f, c = _of(v, "d_model"), _of(v, "encoder_ffn_dim"), _of(v, "downsample_hidden_size")
+    block = 4 * h + 4 * _linear(h, h) + _linear(h, f) + _linear(f, h)
+    convolutions = _linear(9, c) + 2 * _linear(9 * c, c) + c * after_convolutions(_of(v, "num_mel_bins")) * h
+    return convolutions + _of(v, "encoder_layers") * block + 2 * h + _linear(h, h) + _linear(h, _of(v, "output_dim"))
+
+
 def _layers(v: Fields, key: str) -> tuple[int, ...]:
     """Layers by number, from 0; none where the list is absent."""
     numbers = v.items(key) or ()
@@ -309,6 +345,14 @@ def _structure_qwen2_5(v: Fields, text: int, outer: Fields) -> EncoderStructure:
     )
 
 
+def _structure_exaone(v: Fields, text: int, outer: Fields) -> EncoderStructure:
+    """Windows have the sides that the class gives them, whatever the config says."""
+    return replace(
+        _structure_qwen2_5(v, text, outer), kind="exaone4_5", window_size=112,
+        num_query_groups=_of(v, "num_key_value_heads", _of(v, "num_heads")),
+    )
+
+
 def _structure_qwen3(v: Fields, text: int, outer: Fields) -> EncoderStructure:
     return EncoderStructure(
         kind="qwen3_vl", hidden_size=_of(v, "hidden_size"), ffn_hidden_size=_of(v, "intermediate_size"),
@@ -317,6 +361,20 @@ def _structure_qwen3(v: Fields, text: int, outer: Fields) -> EncoderStructure:
         channels=_of(v, "in_channels", 3), merge_size=_of(v, "spatial_merge_size"),
         positions=_of(v, "num_position_embeddings"),
         deepstack_layers=_layers(v, "deepstack_visual_indexes"),
+    )
+
+
+def _structure_qwen3_omni(v: Fields, text: int, outer: Fields) -> EncoderStructure:
+    return replace(_structure_qwen3(v, text, outer), kind="qwen3_omni_vision")
+
+
+def _structure_qwen3_omni_audio(v: Fields, text: int, outer: Fields) -> EncoderStructure:
+    chunk = 2 * _of(v, "n_window")
+    return EncoderStructure(
+        kind="qwen3_omni_audio", hidden_size=_of(v, "d_model"), ffn_hidden_size=_of(v, "encoder_ffn_dim"),
+        num_layers=_of(v, "encoder_layers"), num_heads=_of(v, "encoder_attention_heads"), out_size=_of(v, "output_dim"),
+        channels=_of(v, "downsample_hidden_size"), mel_bins=_of(v, "num_mel_bins"), chunk_frames=chunk,
+        chunks_attended=max(1, _of(v, "n_window_infer") // chunk),
     )
 
 
@@ -382,6 +440,8 @@ _COUNTS: dict[str, Callable[[Fields, int, Fields], int]] = {
     "llama4": _llama4,
     "minimax_m3_vl": _minimax_m3,
     "qwen2_audio": _qwen2_audio,
+    "qwen3_omni_moe_vision_encoder": _qwen3,
+    "qwen3_omni_moe_audio_encoder": _qwen3_omni_audio,
 }
 #: Wrappers with known encoders that Megatron Bridge does not build.
 _NO_BRIDGE = ("glm4v", "llama4")
@@ -405,6 +465,7 @@ _PROJECTORS: dict[str, Callable[[Fields, int], tuple[int, int]]] = {
 #: returns its structure.
 _STRUCTURES: dict[str, Callable[[Fields, int, Fields], EncoderStructure]] = {
     "qwen2_5_vl": _structure_qwen2_5,
+    "exaone4_5": _structure_exaone,
     "glm4v_moe": _structure_glm4v,
     "qwen3_vl": _structure_qwen3,
     "qwen3_vl_moe": _structure_qwen3,
@@ -413,6 +474,8 @@ _STRUCTURES: dict[str, Callable[[Fields, int, Fields], EncoderStructure]] = {
     "gemma3": _structure_gemma3,
     "mistral3": _structure_mistral3,
     "qwen2_audio": _structure_qwen2_audio,
+    "qwen3_omni_moe_vision_encoder": _structure_qwen3_omni,
+    "qwen3_omni_moe_audio_encoder": _structure_qwen3_omni_audio,
 }
 #: model_type of a wrapper -> modules of its encoder that never train (``requires_grad_(False)`` in their class).
 _ALWAYS_FROZEN = {"qwen2_audio": ("embed_positions",)}

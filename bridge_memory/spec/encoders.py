@@ -22,20 +22,25 @@ ENCODER_KINDS = {
     "siglip": "SiglipVisionModel with Gemma 3's projector",
     "pixtral": "PixtralVisionModel with Mistral 3's projector",
     "qwen3_vl": "Qwen3VLVisionModel of Megatron Bridge, of megatron-core's modules",
+    "exaone4_5": "Exaone45VisionModel of Megatron Bridge, of megatron-core's modules",
+    "radio": "RADIOViTModel of megatron-core with LLaVAModel's projector",
     "qwen3_omni_vision": "Qwen3OmniMoeVisionEncoder",
     "qwen3_omni_audio": "Qwen3OmniMoeAudioEncoder",
     "qwen2_audio": "Qwen2AudioEncoder with its projector",
 }
 AUDIO_KINDS = ("qwen2_audio", "qwen3_omni_audio")
-#: Encoders of megatron-core's modules, which tensor parallelism divides and full recomputation recomputes.
-MEGATRON_KINDS = ("qwen3_vl",)
+#: Encoders of megatron-core's modules, which tensor parallelism divides; those that recompute as the language model.
+MEGATRON_KINDS = ("qwen3_vl", "exaone4_5", "radio")
+RECOMPUTED_KINDS = ("qwen3_vl", "exaone4_5")
 #: Kind -> (width and height in pixels of the largest image that reaches it where the run states no size, who bounds
 #: it).
 LARGEST_IMAGES = {
     "qwen2_5_vl": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
     "qwen3_omni_vision": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
     "qwen3_vl": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
+    "exaone4_5": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
     "glm4v": ((2436, 2408), "the 28 x 28 x 15,000 pixels of two frames in transformers' Glm4vImageProcessor"),
+    "radio": ((2048, 2048), "RADIO's table of positions, for 2,048 x 2,048 pixels,"),
     "pixtral": ((1036, 1036), "the longest edge of transformers' PixtralImageProcessor, 1,024 pixels"),
 }
 #: Seconds of audio of a sample, to which Qwen2-Audio's processor pads.
@@ -65,6 +70,8 @@ class EncoderStructure:
     num_heads: int
     #: Width of the features that the language model gets.
     out_size: int
+    #: Heads of keys and values; 0: as many as of queries.
+    num_query_groups: int = 0
     #: Pixels of a patch's side, and frames of a patch.
     patch_size: int = 0
     temporal_patch_size: int = 1
@@ -77,6 +84,10 @@ class EncoderStructure:
     positions: int = 0
     #: Side of every image, in pixels; 0: images have any size.
     image_size: int = 0
+    #: Tiles of that size into which the largest image is cut; 0: images are whole.
+    tiles: int = 0
+    #: Tokens before the patches of each image or tile, which the projector does not get.
+    class_tokens: int = 0
     #: Side of an attention window in pixels (0: none), and the layers that attend to the whole image.
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
@@ -87,7 +98,8 @@ class EncoderStructure:
     #: Whether the projection of queries, keys and values has biases; likewise the projector.
     qkv_bias: bool = True
     projector_bias: bool = True
-    #: Rows of a mel spectrogram; columns of one chunk of it, and chunks to which attention reaches.
+    #: Rows of a mel spectrogram, whose convolutions have ``channels``; columns of one chunk of it, and chunks to which
+    #: attention reaches.
     mel_bins: int = 0
     chunk_frames: int = 0
     chunks_attended: int = 0
@@ -149,6 +161,8 @@ def items_of(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
         return _sounds(structure, batch)
     count = 1 if batch.images_per_sample is None else batch.images_per_sample
     height, width = _grid(structure, batch)
+    if structure.tiles:
+        count *= _tiles(structure, batch)
     items = [Item(count, 1, height, width)] if count else []
     if batch.video_frames:
         items.append(Item(1, -(-batch.video_frames // structure.temporal_patch_size), height, width))
@@ -158,6 +172,29 @@ def items_of(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
         fix = "lower images_per_sample or image_size, or raise seq_length"
         raise SpecError(f"seq_length ({batch.seq_length}) is less than the {found} visual tokens of a sample; {fix}")
     return tuple(items)
+
+
+def _tiles(structure: EncoderStructure, batch: BatchSpec) -> int:
+    """Tiles of an image: of the grids of at most ``tiles`` the one whose sides have the image's ratio, of equals the
+    largest that is no more than twice the image; and the whole image as one more (``NemotronNanoVLV2ImageProcessor``,
+    InternVL's ``dynamic_preprocess``). Without a stated size as many as the sequence has room for."""
+    most, side = structure.tiles, structure.image_size
+    if batch.image_size is not None:
+        width, height = image_pixels(batch.image_size)
+        best = (1, 1)
+        grids = sorted(((x, y) for x in range(1, most + 1) for y in range(1, most // x + 1)), key=lambda g: g[0] * g[1])
+        for x, y in grids:
+            nearer = abs(width / height - x / y) - abs(width / height - best[0] / best[1])
+            if nearer < 0 or (nearer == 0 and 2 * width * height > side * side * x * y):
+                best = x, y
+        found = best[0] * best[1]
+    elif batch.patches_per_image is not None:
+        return max(1, -(-batch.patches_per_image // (side // structure.patch_size) ** 2))
+    else:
+        each = (side // structure.patch_size // structure.merge_size) ** 2
+        room = batch.seq_length // each // max(1, batch.images_per_sample or 1)
+        found = min(most, max(1, room - 1))
+    return found + (found > 1)
 
 
 def _grid(structure: EncoderStructure, batch: BatchSpec) -> tuple[int, int]:
@@ -196,15 +233,46 @@ def features(structure: EncoderStructure, items: tuple[Item, ...] | list[Item]) 
     return sum(item.patches for item in items) // structure.merge_size**2
 
 
+def pixels_of(structure: EncoderStructure, items: tuple[Item, ...]) -> int:
+    """Numbers of a sample's pixels or spectrograms as the encoder gets them."""
+    if structure.audio:
+        return structure.mel_bins * sum(item.patches for item in items)
+    depth = structure.temporal_patch_size
+    if structure.kind != "radio":  # which embeds images and pairs of frames each with a linear of its own
+        return sum(item.patches for item in items) * structure.channels * depth * structure.patch_size**2
+    frames = sum(item.patches * (depth if item.frames > 1 else 1) for item in items)
+    return frames * structure.channels * structure.patch_size**2
+
+
 def audio_chunks(structure: EncoderStructure, item: Item) -> tuple[int, ...]:
     """Features of each chunk of one sound, after three convolutions with stride 2."""
     chunk = structure.chunk_frames or item.frames
     whole, left = divmod(item.frames, chunk)
-    return tuple(_after_convolutions(n) for n in [chunk] * whole + [left] * bool(left))
+    return tuple(after_convolutions(n) for n in [chunk] * whole + [left] * bool(left))
 
 
-def _after_convolutions(frames: int) -> int:
-    for _ in range(3):
+def longest_window(structure: EncoderStructure, items: tuple[Item, ...]) -> int:
+    """Features of the longest window to which attention reaches: ``chunks_attended`` whole chunks
+    (``modeling_qwen3_omni_moe.py: get_audio_cu_seqlens``)."""
+    return max((max(audio_windows(structure, item)) for item in items), default=0)
+
+
+def audio_windows(structure: EncoderStructure, item: Item) -> tuple[int, ...]:
+    """Features of each window of one sound."""
+    chunks = audio_chunks(structure, item)
+    whole, left = divmod(sum(chunks), size := max(chunks) * max(1, structure.chunks_attended))
+    return (size,) * whole + (left,) * bool(left)
+
+
+def padded_chunk(structure: EncoderStructure, items: tuple[Item, ...]) -> int:
+    """Columns to which every chunk of a spectrogram is padded: those of the longest."""
+    longest = max((item.frames for item in items), default=0)
+    return min(structure.chunk_frames, longest) if structure.chunk_frames else longest
+
+
+def after_convolutions(frames: int, number: int = 3) -> int:
+    """Columns, or rows, after ``number`` convolutions with stride 2."""
+    for _ in range(number):
         frames = (frames - 1) // 2 + 1
     return frames
 
@@ -215,8 +283,11 @@ def default_words(structure: EncoderStructure, batch: BatchSpec) -> str:
         supposed = batch.audio_seconds is None and structure.kind != "qwen2_audio"
         return f"{DEFAULT_SECONDS:g} seconds of audio per sample (--audio-seconds)" if supposed else ""
     number = "one image per sample (--images-per-sample)" if batch.images_per_sample is None else ""
-    stated = structure.image_size or batch.image_size is not None or batch.patches_per_image is not None
-    if stated:
+    stated = batch.image_size is not None or batch.patches_per_image is not None
+    if structure.tiles and not stated:
+        size = f"images of {structure.tiles} tiles and a thumbnail, or as many as the sequence allows (--image-size)"
+        return " and ".join(filter(None, (number, size)))
+    if stated or structure.image_size:
         return number
     bound = LARGEST_IMAGES[structure.kind][1]
     size = f"images as large as {bound} and the sequence allow (--image-size)"

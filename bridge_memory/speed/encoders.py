@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 from bridge_memory.inventory.encoders.chain import blocks_of_encoder, sizes_of_encoder
 from bridge_memory.inventory.encoders.ops import encoder_trains
 from bridge_memory.spec import DataParallelSpec, ImplementationSpec, PrecisionSpec, RunSpec
-from bridge_memory.spec.encoders import MEGATRON_KINDS, EncoderStructure, Item, features
+from bridge_memory.spec.encoders import (
+    MEGATRON_KINDS,
+    EncoderStructure,
+    Item,
+    after_convolutions,
+    audio_chunks,
+    audio_windows,
+    features,
+    padded_chunk,
+)
 from bridge_memory.speed.megatron.work import Product
 from bridge_memory.speed.torch.work import Traffic
 from bridge_memory.tapes.blocks import Block, PlainTraces
@@ -83,7 +92,7 @@ def _of_block(
     if name in ("stem", "layer"):
         rows = sizes_of_encoder(encoder, ctx).hidden // (width * s.hidden_size)
     parameters = [p for of, number in recorder.rows for _ in range(number) for p in of]
-    products = tuple(_products(parameters, rows))
+    products = tuple(_products(parameters, rows, s, encoder.items))
     moved = sum(p.rows * (p.inner + p.columns) for p in products) * width
     return EncoderWork(
         times, products, _attention(s, encoder.items, before) if name == "layer" else 0.0,
@@ -93,16 +102,31 @@ def _of_block(
     )  # fmt: skip
 
 
-def _products(parameters: Iterable[Parameter], rows: Any) -> Iterator[Product]:
-    """Of every matrix and convolution; tables of positions are added or looked up."""
+def _products(
+    parameters: Iterable[Parameter], rows: Any, s: EncoderStructure, items: tuple[Item, ...]
+) -> Iterator[Product]:
+    """Of every matrix and convolution; tables of positions are added or looked up, class tokens are put before."""
     for p in parameters:
-        if len(p.shape) > 1 and "pos_embed" not in p.name and "position_embedding" not in p.name:
-            yield Product(rows, p.shape[0], prod(p.shape[1:]), quantized=False)
+        if len(p.shape) > 1 and not any(name in p.name for name in ("pos_embed", "position_embedding", "class_token")):
+            yield Product(_rows(p.name, rows, s, items), p.shape[0], prod(p.shape[1:]), quantized=False)
+
+
+def _rows(name: str, rows: Any, s: EncoderStructure, items: tuple[Item, ...]) -> Any:
+    """Rows of a product: those of its block, and before Qwen3-Omni's layers those of padded chunks."""
+    if s.kind != "qwen3_omni_audio" or not name.startswith("conv"):
+        return rows
+    chunks, columns = sum(item.number * len(audio_chunks(s, item)) for item in items), padded_chunk(s, items)
+    if name.startswith("conv_out"):
+        return chunks * after_convolutions(columns)
+    times = int(name[len("conv2d")])
+    return chunks * after_convolutions(columns, times) * after_convolutions(s.mel_bins, times)
 
 
 def _attention(s: EncoderStructure, items: Iterable[Item], layer: int) -> float:
     """Two products of every patch with those that it attends to: of its frame, or of its window. A mask leaves out
     nothing (Pixtral: all images of a sample in one row, ``modeling_pixtral.py: generate_block_attention_mask``)."""
+    if s.kind == "qwen3_omni_audio":
+        return sum(4.0 * item.number * window**2 * s.hidden_size for item in items for window in audio_windows(s, item))
     if s.audio:
         return sum(4.0 * item.number * (item.frames // 2) ** 2 * s.hidden_size for item in items)
     if s.kind == "pixtral":
@@ -111,8 +135,8 @@ def _attention(s: EncoderStructure, items: Iterable[Item], layer: int) -> float:
     side = s.window_size // s.patch_size // s.merge_size * s.merge_size
     flops = 0.0
     for item in items:
-        reached = item.height * item.width
+        own = reached = item.height * item.width + s.class_tokens
         if not whole:
             reached = min(item.height, side) * min(item.width, side)
-        flops += 4.0 * item.patches * reached * s.hidden_size
+        flops += 4.0 * item.number * item.frames * own * reached * s.hidden_size
     return flops

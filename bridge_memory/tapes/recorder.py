@@ -375,9 +375,11 @@ class Recorder:
                 workspace=layouts + (self.gathered(entering) if sp else 0), for_backward=layouts,
                 # With SP: the gathered norm output and the unsharded input gradient. Without: the norm's output is
                 # freed (``clear_tensor_data``) before the input's gradient is made from the norm output's, which is as
-                # large in bf16. A delayed weight gradient holds the norm's output.
+                # large in bf16 and is made for an input without a gradient too. A delayed weight gradient holds the
+                # norm's output.
                 backward_workspace=backward
-                + (self.gathered(entering, backward=True) + whole if sp else shard - (0 if later else normed.bytes)),
+                + (self.gathered(entering, backward=True) + whole if sp else shard - (0 if later else normed.bytes))
+                + (0 if sp or x.has_gradient else shard),
                 label=out_label,
                 delayed=self.delayed(
                     (normed,), ctx.tokens * out_features, wgrad,

@@ -151,12 +151,44 @@ def qwen2_audio(size: str, frozen: tuple[str, ...] = ()) -> tuple[EncoderStructu
     return structure, measured(Encoder(), lambda m: m(torch.zeros(number, mels, 2 * positions)), theirs)
 
 
-KINDS = {f.__name__: f for f in (qwen2_5_vl, glm4v, qwen3_omni_vision, pixtral, qwen2_audio)}
+#: Size -> (rows of a spectrogram, columns of each sound, of a window, channels of the convolutions).
+SOUNDS = {"small": (64, [330], 400, 24), "uneven": (80, [740, 740], 400, 40), "wide": (128, [1000], 800, 64)}
+
+
+def qwen3_omni_audio(size: str, frozen: tuple[str, ...] = ()) -> tuple[EncoderStructure, Measured]:
+    depth, h, heads, f, out = SIZES[size]
+    mels, sounds, window, channels = SOUNDS[size]
+    out = min(out, f)  # so that backward does not peak at the features, whose gradient the caller holds
+    half = 50  # which ``_get_feat_extract_output_lengths`` takes for granted
+    config = _config(
+        "qwen3_omni_moe", "Qwen3OmniMoeAudioEncoderConfig", d_model=h, encoder_ffn_dim=f, encoder_layers=depth,
+        encoder_attention_heads=heads, num_mel_bins=mels, output_dim=out, n_window=half, n_window_infer=window,
+        downsample_hidden_size=channels,
+    )  # fmt: skip
+    module = _class("qwen3_omni_moe", "Qwen3OmniMoeAudioEncoder")._from_config(config)
+    structure = EncoderStructure(
+        kind="qwen3_omni_audio", hidden_size=h, ffn_hidden_size=f, num_layers=depth, num_heads=heads, out_size=out,
+        mel_bins=mels, channels=channels, chunk_frames=2 * half, chunks_attended=window // (2 * half),
+    )
+
+    def call(m: Any) -> Any:
+        given = torch.zeros(mels, sum(sounds))
+        return (m(given.to(torch.bfloat16), feature_lens=torch.tensor(sounds)).last_hidden_state,)
+
+    return structure, measured(module, call, frozen)
+
+
+#: Qwen3-Omni's audio encoder attends in other pieces before transformers 5, which Megatron Bridge with it needs.
+KINDS = {
+    f.__name__: f for f in (qwen2_5_vl, glm4v, qwen3_omni_vision, pixtral, qwen2_audio, qwen3_omni_audio)
+    if INSTALLED >= (5, 0) or f is not qwen3_omni_audio
+}
 #: What Megatron Bridge's ``freeze_vision_model`` or ``freeze_audio_model`` freezes.
 FROZEN = {
     "qwen2_5_vl": ("patch_embed", "blocks"), "glm4v": ("patch_embed", "blocks"),
     "qwen3_omni_vision": ("patch_embed", "pos_embed", "blocks"), "pixtral": ("patch_conv", "ln_pre", "transformer"),
     "qwen2_audio": ("conv1", "conv2", "layers", "layer_norm"),
+    "qwen3_omni_audio": ("conv2d", "conv_out", "layers", "ln_post", "proj"),
 }  # fmt: skip
 
 
@@ -164,6 +196,8 @@ def items_of(kind: str, size: str) -> list[Item]:
     if kind == "qwen2_audio":
         positions, number = {"small": (200, 1), "uneven": (360, 2), "wide": (328, 3)}[size]
         return [Item(number, 2 * positions, 1, 1)]
+    if kind == "qwen3_omni_audio":
+        return [Item(1, frames, 1, 1) for frames in SOUNDS[size][1]]
     grids = IMAGES[size]
     if kind == "pixtral":
         grids = [_of_one_size(size)] * len(grids)
@@ -279,6 +313,31 @@ def test_gemma4s_encoder_has_the_parameters_of_its_module(sizes: tuple[int, ...]
     assert spec is not None and (spec.parameters, spec.projector) == (theirs + own, own)
 
 
+@pytest.mark.parametrize(("h", "f", "layers", "bias"), [(96, 200, 2, True), (160, 416, 3, False)])
+def test_parakeet_has_the_parameters_of_its_module(h: int, f: int, layers: int, bias: bool) -> None:
+    """As Megatron Bridge's ``BridgeSoundEncoder`` makes it for Nemotron-Omni, which freezes it."""
+    pytest.importorskip("transformers.models.parakeet")
+    from types import SimpleNamespace
+
+    from transformers.models.parakeet.modeling_parakeet import ParakeetEncoder
+
+    from bridge_memory.readers.nemotron_provider import encoders_of_nemotron
+
+    sizes = {"hidden_size": h, "num_hidden_layers": layers, "intermediate_size": f, "num_mel_bins": 80,
+             "subsampling_factor": 8, "conv_kernel_size": 9}  # fmt: skip
+    config = _config("parakeet", "ParakeetEncoderConfig", **sizes, num_attention_heads=4, attention_bias=bias,
+                     convolution_bias=bias)  # fmt: skip
+    with torch.device("meta"):
+        theirs = sum(p.numel() for p in ParakeetEncoder(config).parameters())
+    model = SimpleNamespace(
+        hidden_size=512, vision_model_type="radio", has_sound=True, sound_hidden_size=h,
+        sound_config={**sizes, "convolution_bias": bias},
+    )
+    _, sound = encoders_of_nemotron(model)
+    assert sound.parameters - sound.projector == theirs
+    assert sound.projector == h + 4096 * (h + 512)
+
+
 @pytest.mark.parametrize("size", ["small", pytest.param("wide", marks=SLOW)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_operations_of_a_forward_pass_are_those_that_torch_counts(
@@ -300,11 +359,13 @@ def test_operations_of_a_forward_pass_are_those_that_torch_counts(
 
     monkeypatch.setitem(KINDS[kind].__globals__, "measured", count)
     monkeypatch.setitem(IMAGES, size, IMAGES[size][:1])
+    monkeypatch.setitem(SOUNDS, size, (SOUNDS[size][0], SOUNDS[size][1][:1], *SOUNDS[size][2:]))
     structure, _ = KINDS[kind](size)
     (item,) = items_of(kind, size)
     side = structure.patch_size
     pixels = f"{item.width * side}x{item.height * side}"
-    image = {} if structure.audio else {"images_per_sample": 1, "image_size": pixels}
+    seconds = {"audio_seconds": item.frames / 100} if kind == "qwen3_omni_audio" else {}
+    image = seconds if structure.audio else {"images_per_sample": 1, "image_size": pixels}
     works = encoder_work(run_beside(structure, **image))
     ours = item.number**structure.audio * sum(w.times * (sum(p.flops for p in w.products) + w.attention) for w in works)
     assert ours == pytest.approx(counted[0], rel=0.01)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from bridge_memory.estimation import peaks
 from bridge_memory.inventory.encoders.chain import encoder_parameters
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.encoders import encoder_of
+from bridge_memory.readers.nemotron_provider import encoders_of_nemotron
 from bridge_memory.spec.encoders import items_of
 from bridge_memory.tapes.context import context_of
 
@@ -46,6 +49,20 @@ def test_a_layer_by_hand() -> None:
     whole = run()
     more = replace(whole, model=replace(whole.model, encoders=(EncoderSpec("visual", 1, structure=deeper),)))
     assert of_encoder(more) - one == 400 * layer
+
+
+@pytest.mark.parametrize(("kind", "tables"), [("qwen3_vl", 4), ("radio", 0)])
+def test_a_layer_of_megatrons_blocks_by_hand(kind: str, tables: int) -> None:
+    """A row keeps: two norms 2 x (2 h + 2 h + 8), queries, keys and values 6 h, attention's output 2 h, the sums of its
+    scores 4 a, two arrays of the MLP 4 f; and tables of the rotation in fp32, 4 d each. All is the encoder's part."""
+    layer = 8 * H + 16 + 6 * H + 2 * H + 4 * HEADS + 4 * F + tables * 4 * (H // HEADS)
+    structure = replace(STRUCTURE, kind=kind, num_layers=LAYERS)
+
+    def of(layers: int) -> int:
+        encoder = EncoderSpec("visual", 1, structure=replace(structure, num_layers=layers))
+        return of_encoder(RunSpec(model=replace(BASE, encoders=(encoder,)), batch=BatchSpec(patches_per_image=400)))
+
+    assert of(LAYERS + 1) - of(LAYERS) == 400 * layer
 
 
 def test_it_is_held_once_a_microbatch_in_flight_on_the_first_stage() -> None:
@@ -151,6 +168,10 @@ WRAPPERS = {
         "depth": 3, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "out_hidden_size": 512,
         "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "window_size": 112,
         "fullatt_block_indexes": [1]}},
+    "exaone4_5": {"vision_config": {
+        "depth": 3, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "num_key_value_heads": 2,
+        "out_hidden_size": 512, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3,
+        "window_size": 112, "fullatt_block_indexes": [1]}},
     "glm4v_moe": {"vision_config": {
         "depth": 3, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "out_hidden_size": 512,
         "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "image_size": 224,
@@ -160,6 +181,13 @@ WRAPPERS = {
     "qwen2_audio": {"audio_config": {
         "d_model": 128, "encoder_ffn_dim": 344, "encoder_layers": 3, "encoder_attention_heads": 4,
         "max_source_positions": 1500, "num_mel_bins": 128}},
+    "qwen3_omni_moe_vision_encoder": {"vision_config": {
+        "depth": 3, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "out_hidden_size": 512,
+        "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 576,
+        "deepstack_visual_indexes": [1]}},
+    "qwen3_omni_moe_audio_encoder": {"audio_config": {
+        "d_model": 128, "encoder_ffn_dim": 344, "encoder_layers": 3, "encoder_attention_heads": 4, "output_dim": 512,
+        "downsample_hidden_size": 48, "num_mel_bins": 80, "n_window": 50, "n_window_infer": 800}},
 }  # fmt: skip
 
 
@@ -172,6 +200,44 @@ def test_what_is_recorded_has_the_parameters_that_are_counted(kind: str) -> None
     ctx = context_of(one)
     (recorded,) = ctx.encoders
     assert sum(p.numel * n for few, n in encoder_parameters(ctx, recorded, 0) for p in few) == encoder.parameters
+
+
+def nemotron(**fields: object) -> SimpleNamespace:
+    return SimpleNamespace(hidden_size=512, vision_model_type="radio", **fields)
+
+
+@pytest.mark.parametrize("fields", [
+    {}, {"add_bias_linear": True, "normalization": "LayerNorm"},
+    {"radio_force_eval_mode": True, "use_vision_backbone_fp8_arch": False, "vision_class_token_len": 10,
+     "vision_proj_ffn_hidden_size": 1024, "dynamic_resolution": True, "temporal_patch_dim": 2,
+     "separate_video_embedder": True},
+])  # fmt: skip
+def test_radio_has_the_parameters_that_are_counted(fields: dict[str, object]) -> None:
+    """Those of the provider's code; bridge_vision.py compares the recorded ones with megatron-core's modules."""
+    (encoder,) = encoders_of_nemotron(nemotron(**fields))
+    kept = {"normalization": fields.get("normalization", "RMSNorm")}
+    one = RunSpec(model=replace(BASE, encoders=(encoder,), **kept))
+    ctx = context_of(one)
+    rows = encoder_parameters(ctx, ctx.encoders[0], 0)
+    assert sum(p.numel * n for few, n in rows for p in few) == encoder.parameters
+    divided = context_of(one.with_fields(world_size=4, tensor_model_parallel_size=4))
+    rows = encoder_parameters(divided, divided.encoders[0], 0)
+    on_rank = encoder.parameters - encoder.sharded + encoder.sharded // 4
+    assert sum(p.numel * n for few, n in rows for p in few) == on_rank
+
+
+@pytest.mark.parametrize(("given", "tiles"), [
+    ({}, 13), ({"seq_length": 2048}, 8), ({"image_size": "512x512"}, 1), ({"image_size": "1024x1024"}, 5),
+    ({"image_size": "2000x500"}, 5), ({"image_size": "1500x1000"}, 7), ({"patches_per_image": 3000}, 3),
+    ({"image_size": "4000x3000"}, 13),
+])  # fmt: skip
+def test_an_image_is_cut_into_tiles(given: dict[str, Any], tiles: int) -> None:
+    """The grid of at most 12 tiles whose ratio is nearest, and a thumbnail; 256 tokens each. 2000 x 500 is as wide as 4
+    tiles in a row, 1500 x 1000 as 3 x 2, since 6 tiles are no more than twice its pixels; 4000 x 3000 as 4 x 3."""
+    (encoder,) = encoders_of_nemotron(nemotron())
+    assert encoder.structure is not None
+    (item,) = items_of(encoder.structure, BatchSpec(**{"seq_length": 4096, **given}))
+    assert item == (tiles, 1, 32, 32)
 
 
 def test_a_published_config_has_its_text_fields_beside_the_encoders_or_leaves_defaults_out() -> None:

@@ -11,14 +11,14 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Part, Provenance
-from bridge_memory.inventory.encoders import audio, megatron, vision
+from bridge_memory.inventory.encoders import audio, megatron, radio, vision
 from bridge_memory.inventory.encoders.ops import EncoderOps, encoder_trains
 from bridge_memory.inventory.layer_links import fully_recomputed, recomputed_together
 from bridge_memory.inventory.torch.checkpoints import checkpointed
 from bridge_memory.inventory.torch.ops import FP32, Array
 from bridge_memory.releases import MODELS_RETURN_ENCODER_OUTPUTS
 from bridge_memory.spec.adapters import is_target
-from bridge_memory.spec.encoders import MEGATRON_KINDS, EncoderStructure, features
+from bridge_memory.spec.encoders import MEGATRON_KINDS, RECOMPUTED_KINDS, EncoderStructure, features, pixels_of
 from bridge_memory.tapes.alive import BlockCost
 from bridge_memory.tapes.blocks import Block, block
 from bridge_memory.tapes.chain import Label, Link, plain_link
@@ -46,6 +46,8 @@ class Recorders(NamedTuple):
     kinds: Callable[[EncoderStructure], list[LayerKind]] = lambda s: [()] * s.num_layers
     #: Bytes that the encoder's forward holds beside its layers.
     held: Callable[[EncoderOps], Any] = lambda t: 0
+    #: Whether the head runs after that forward.
+    projects: bool = False
     #: What makes features of its own from the output of ``deepstack_layers``.
     beside: Callable[[EncoderOps, Array], Array] | None = None
     #: Rows of the hidden states of layers.
@@ -80,10 +82,23 @@ RECORDERS: dict[str, Recorders] = {
         vision.qwen3_omni_stem, vision.qwen3_omni_layer, vision.qwen3_omni_head, ("patch_embed", "pos_embed"),
         held=vision.table_bytes, beside=vision.qwen3_deep_merger,
     ),
+    "exaone4_5": Recorders(
+        megatron.exaone_stem, megatron.exaone_layer, megatron.exaone_head, ("patch_embed",), ("decoder.layers",),
+        held=megatron.exaone_held,
+    ),
+    "radio": Recorders(
+        radio.stem, radio.layer, radio.head, radio.STEM,
+        (f"{radio.VISION}.decoder.layers",), (radio.PROJECTION,), held=radio.held, projects=True,
+        rows=radio.rows,
+    ),
     "qwen2_audio": Recorders(
         audio.qwen2_audio_stem, audio.qwen2_audio_layer, audio.qwen2_audio_head, ("conv1", "conv2"), ("layers",),
         ("layer_norm", "multi_modal_projector"),
         rows=audio.frames,
+    ),
+    "qwen3_omni_audio": Recorders(
+        audio.qwen3_omni_stem, audio.qwen3_omni_layer, audio.qwen3_omni_head, ("conv2d", "conv_out"), ("layers",),
+        ("ln_post", "proj1", "proj2"), held=audio.qwen3_omni_held, rows=audio.qwen3_omni_frames,
     ),
 }
 
@@ -165,7 +180,7 @@ def encoder_chain(ctx: BlockContext, run: EncoderRun, number: int) -> list[tuple
     """
     links: list[tuple[Link, int]] = []
     s, sizes = run.structure, sizes_of_encoder(run, ctx)
-    recomputed, size = fully_recomputed(s.num_layers, ctx) if s.kind in MEGATRON_KINDS else (0, 1)
+    recomputed, size = fully_recomputed(s.num_layers, ctx) if s.kind in RECOMPUTED_KINDS else (0, 1)
     group: list[BlockCost] = []
     deep: list[BlockCost] = []
     inside = False
@@ -201,7 +216,8 @@ def encoder_chain(ctx: BlockContext, run: EncoderRun, number: int) -> list[tuple
             continue
         close()
         link = plain_link(found, Label.ENCODER)
-        link = link._replace(forward_peak=link.forward_peak + (held if name != "stem" else 0))
+        outside = name == "stem" or (name == "head" and RECORDERS[s.kind].projects)
+        link = link._replace(forward_peak=link.forward_peak + (0 if outside else held))
         if name == "stem" and recomputed:  # an argument of every checkpoint
             angles = sizes.angles
             link = link._replace(
@@ -265,11 +281,11 @@ def sizes_of_encoder(run: EncoderRun, ctx: BlockContext) -> _Sizes:
     t = EncoderOps(_Measure(ctx), run)  # type: ignore[arg-type]
     s, recorders = run.structure, RECORDERS[run.structure.kind]
     t.layers_reached = _reached(ctx, run, (*recorders.stem_modules, *recorders.layer_modules))
-    pixel = s.mel_bins if s.audio else s.channels * s.temporal_patch_size * s.patch_size**2
+    width = t.parameter_width if s.kind == "radio" else FP32  # Bridge's collate_fn casts its pixels
     hidden = _inputs(t) * t.compute_width
     made = t.samples * features(s, run.items) * s.out_size * t.compute_width
     angles = t.patches * s.head_dim * FP32
-    return _Sizes(recorders.held(t), hidden, t.patches * pixel * FP32, made, angles)
+    return _Sizes(recorders.held(t), hidden, t.samples * pixels_of(s, run.items) * width, made, angles)
 
 
 def _embeddings(ctx: BlockContext) -> Any:
@@ -344,14 +360,14 @@ def _block(
 ) -> Block:
     """``reached``: whether its input has a gradient; None: it takes none."""
 
-    of_megatron = run.structure.kind in MEGATRON_KINDS
-    again = of_megatron and ctx.common_recompute(lambda rc: rc.granularity == "selective")
+    recomputes = run.structure.kind in RECOMPUTED_KINDS
+    again = recomputes and ctx.common_recompute(lambda rc: rc.granularity == "selective")
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.ENCODER
         t = EncoderOps(r, run)
         t.attention_again = again
-        r.without_gradients = of_megatron and r.ctx.recomputes_fully
+        r.without_gradients = recomputes and r.ctx.recomputes_fully
         recorders = RECORDERS[run.structure.kind]
         t.layers_reached = _reached(ctx, run, (*recorders.stem_modules, *recorders.layer_modules))
         if reached is None:

@@ -1,10 +1,12 @@
-"""Vision encoders that Megatron Bridge builds of megatron-core's modules: Qwen3-VL's and Qwen3.5-VL's.
+"""Vision encoders that Megatron Bridge builds of megatron-core's modules: those of Qwen3-VL, Qwen3.5-VL and EXAONE 4.5.
 
 Source: megatron-bridge 0.6.2 ``models/qwen_vl/modelling_qwen3_vl/{vision_model,transformer_block,attention,utils}.py``;
 its configuration is made anew (``transformer_config.py: get_vision_model_config``): LayerNorm, no sequence and no
 context parallelism, no fusions, no fp8, rotation in fp32. Tensor parallelism and full recomputation are the language
 model's; of its selective recomputation the granularity is copied and the modules are not, so that it is attention's.
-All frames are packed into one row of n patches, a sequence each. Shapes: [n, 1, h].
+All frames are packed into one row of n patches, a sequence each. Shapes: [n, 1, h]. EXAONE 4.5's
+(``models/exaone/exaone45/modelling_exaone45/{vision_model,transformer_config,utils}.py``) has Qwen2.5-VL's windows, a
+sequence each in most layers, RMSNorms, a gated MLP, and fewer keys and values than queries.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from bridge_memory.components import Part
 from bridge_memory.inventory.encoders.ops import INT64, EncoderOps
-from bridge_memory.inventory.encoders.vision import added, patch_embedding
+from bridge_memory.inventory.encoders.vision import added, indexed, patch_embedding
 from bridge_memory.inventory.layer import record_parts
 from bridge_memory.inventory.torch.ops import FP32, Array
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, PeftSpec
@@ -26,10 +27,10 @@ from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.tapes.tape import Tensor
 
 
-def inside(t: EncoderOps, rows: Any, width: int) -> BlockContext:
+def inside(t: EncoderOps, rows: Any, width: int, normalization: str = "LayerNorm") -> BlockContext:
     """The context of the encoder's blocks: ``rows`` of ``width`` instead of the language model's tokens."""
     ctx = copy(t.r.ctx)
-    ctx.hidden_size, ctx.normalization, ctx.rotary, ctx.rotary_dim = width, "LayerNorm", True, t.s.head_dim
+    ctx.hidden_size, ctx.normalization, ctx.rotary, ctx.rotary_dim = width, normalization, True, t.s.head_dim
     ctx.hidden_dropout = ctx.attention_dropout = 0.0
     ctx.fp8, ctx.fp8_param, ctx.fp8_attention, ctx.residual = None, False, False, ctx.act
     ctx.residual_streams, ctx.packed = 1, True
@@ -49,7 +50,7 @@ def recorded(
 ) -> Array:
     """What ``body`` records of a ``module`` of the encoder with its context."""
     r = t.r
-    outer, before, first = r.ctx, (r.unquantized, r.frozen, r.tape.part), len(r.rows)
+    outer, before, first = r.ctx, (r.unquantized, r.frozen), len(r.rows)
     trains = t.trains(module)
     if outer.adapters is None or outer.adapters.scheme != "lora":
         ctx.adapters = None if trains else PeftSpec(scheme="frozen", target_modules=())
@@ -57,7 +58,7 @@ def recorded(
     r.ctx, r.unquantized = ctx, True
     with r.tape.freezing(r.frozen):
         out = body(r)
-    r.ctx, (r.unquantized, r.frozen, r.tape.part) = outer, before
+    r.ctx, (r.unquantized, r.frozen) = outer, before
     if trains is (outer.adapters is not None):  # named where it is not as with the run's other weights
         r.rows[first:] = [
             Repeated(tuple(replace(p, trains=trains) for p in parameters), times)
@@ -102,9 +103,42 @@ def qwen3_layer(t: EncoderOps, x: Array) -> Array:
     def body(r: Recorder) -> Tensor:
         return record_parts(r, layer, x.tensor)
 
-    out = recorded(t, "decoder.layers", inside(t, n, h), body, n * h)
-    t.r.tape.part = Part.ENCODER
+    return recorded(t, "decoder.layers", inside(t, n, h), body, n * h)
+
+
+def exaone_stem(t: EncoderOps) -> Array:
+    """Patches, in the order of the windows."""
+    return indexed(t, "patches by window", patch_embedding(t, bias=False), t.patches // t.s.merge_size**2)
+
+
+def exaone_layer(t: EncoderOps, x: Array) -> Array:
+    """A TransformerLayer of megatron-core, with the sequences of windows or of frames."""
+    s, n, h = t.s, t.patches, t.s.hidden_size
+    attention = AttentionSpec(
+        s.num_heads, s.num_query_groups or s.num_heads, s.head_dim, add_qkv_bias=True, add_output_bias=True
+    )
+    layer = LayerSpec(attention, MLPSpec(s.ffn_hidden_size, gated=True, activation="silu", add_bias=True))
+
+    def body(r: Recorder) -> Tensor:
+        return record_parts(r, layer, x.tensor)
+
+    return recorded(t, "decoder.layers", inside(t, n, h, "RMSNorm"), body, n * h)
+
+
+def exaone_head(t: EncoderOps, x: Array) -> Array:
+    """The merger, whose rows are put in the order of the patches, split by image and concatenated."""
+    s = t.s
+    y = merger(t, "merger", x, normalization="RMSNorm")
+    ordered = indexed(t, "features in the order of the patches", y, t.patches // s.merge_size**2)
+    t.keep_alive(y)
+    out = t.copy("features of all images", ordered)
+    t.keep_alive(x, ordered)
     return out
+
+
+def exaone_held(t: EncoderOps) -> Any:
+    """Bytes of the angles [n, 1, 1, d] in fp32, a variable of ``Exaone45VisionModel.forward``."""
+    return t.patches * t.s.head_dim * FP32
 
 
 def deep_merger(t: EncoderOps, x: Array) -> Array:
@@ -114,12 +148,14 @@ def deep_merger(t: EncoderOps, x: Array) -> Array:
     return features
 
 
-def merger(t: EncoderOps, module: str, x: Array, *, after: bool = False) -> Array:
+def merger(
+    t: EncoderOps, module: str, x: Array, *, after: bool = False, normalization: str = "LayerNorm"
+) -> Array:
     """``Qwen3VLVisionPatchMerger.forward``; ``after``: it norms joined patches."""
     s, n = t.s, t.patches
     wide = s.hidden_size * s.merge_size**2
     rows = n // s.merge_size**2
-    ctx = inside(t, rows, wide)
+    ctx = inside(t, rows, wide, normalization)
 
     def body(r: Recorder) -> Tensor:
         y = r.norm(f"{module}.patch_norm", x.tensor, wide if after else s.hidden_size, rows if after else n)
