@@ -27,7 +27,6 @@ from bridge_memory.plan.megatron.space import (
     parallel_sizes,
     split_choices,
 )
-from bridge_memory.plan.megatron.waiting import waiting
 from bridge_memory.plan.reserve import Once, Reserve
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, show
 from bridge_memory.speed.constants import DEFAULT, Constants
@@ -140,12 +139,8 @@ def _balanced(
     if p.pp == 1:
         return row
 
-    def whole(one: Row[StepTime]) -> float:
-        """Step time, and what stages with uneven chunks wait for each other."""
-        return one.time.seconds + waiting(one.run, hardware, constants)
-
     kept, best = keeps(row), row
-    as_it_was = least = whole(row)
+    as_it_was = least = row.time.seconds
     free = int(row.headroom / (1 + FRAGMENTATION))
     within = max(described(row.run, hardware).seconds)
 
@@ -155,10 +150,8 @@ def _balanced(
         found = _row(run, hardware, limit, constants)
         if not isinstance(found, Row) or found.time.seconds >= seconds or not (keeps(found) or not kept):
             return False
-        here = whole(found)
-        if here < seconds:
-            best, least = found, here
-        return here < seconds
+        best, least = found, found.time.seconds
+        return True
 
     def balanced(run: RunSpec, seconds: float, within: float = within) -> bool:
         for capacity in (row.peak + free, row.peak):

@@ -29,6 +29,7 @@ from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.encoders import encoder_work
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.kernels import Kernels, kernels_of
+from bridge_memory.speed.megatron.waiting import waiting
 from bridge_memory.speed.megatron.work import (
     FUSED_BACKWARD,
     Product,
@@ -107,10 +108,17 @@ class StepTime(NamedTuple):
     #: Gradients reduced and parameters gathered that nothing hides.
     data_parallel: float
     optimizer: float
+    #: That stage's waiting in between, for stages whose virtual stages take longer than its own beside them.
+    waiting: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.passes.total + self.bubble + self.pipeline + self.data_parallel + self.optimizer
+        return self.passes.total + self.bubble + self.waiting + self.pipeline + self.data_parallel + self.optimizer
+
+    @property
+    def idle(self) -> float:
+        """All of its waiting for other stages."""
+        return self.bubble + self.waiting
 
     @property
     def exposed_communication(self) -> float:
@@ -258,12 +266,19 @@ class _Pass:
     def total(self) -> float:
         return self.forward_total + self.backward_total
 
-    def late(self, boundary: float) -> Any:
+    def late(self, boundary: float) -> tuple[Any, Any]:
         """Seconds of ``boundary``, which the host takes once forward and once backward beside what it launches, that
         the kernels do not hide: they run on while the host is behind by less than they take."""
+        if not boundary:
+            return 0.0, 0.0
         forward = self.launching + boundary - (self.forward_total - self.forward.host)
         backward = 2 * self.launching + boundary - (self.backward_total - self.backward.host)
-        return added(smallest(boundary, largest(0.0, behind)) for behind in (forward, backward))
+        return smallest(boundary, largest(0.0, forward)), smallest(boundary, largest(0.0, backward))
+
+    def timed(self, boundary: float) -> tuple[Any, Any]:
+        """Seconds forward and backward, with those that are ``late``."""
+        forward, backward = self.late(boundary)
+        return self.forward_total + forward, self.backward_total + backward
 
 
 class Step:
@@ -295,7 +310,7 @@ class Step:
             for shapes in dict.fromkeys(self._shapes)
         }
         boundary = self._boundary()
-        late = {x: x.late(boundary) if boundary else 0.0 for of in stages.values() for x, _ in of}
+        late = {x: added(x.late(boundary)) for of in stages.values() for x, _ in of}
         totals = {shapes: added((x.total + late[x]) * times for x, times in of) for shapes, of in stages.items()}
         hop = self._hop()
         # 1F1B receives before it can go on; interleaved schedules receive while another chunk runs.
@@ -318,7 +333,18 @@ class Step:
             sends = m * largest(0.0, p.vpp * hop - total)
         data_parallel = largest(*[self._data_parallel(shapes, of) for shapes, of in stages.items()])
         own = largest(*[self._own_elements(shapes) for shapes in stages])
-        return StepTime(Parts(*parts), recomputation, bubble, sends, data_parallel, self._optimizer(own))
+        waits = self.waiting(m)
+        return StepTime(Parts(*parts), recomputation, bubble, sends, data_parallel, self._optimizer(own), waits)
+
+    def waiting(self, microbatches: Any = None) -> Any:
+        """Seconds in which the slowest stage waits for others, beside the bubble; None: a microbatch of a long step."""
+        p = self.run.parallel
+        if p.pp == 1 or p.vpp == 1 or len(set(self._shapes)) == 1:
+            return 0.0
+        boundary, chunk = self._boundary(), self.passes.chunk
+        timed = {shape: chunk(shape).timed(boundary) for shapes in self._shapes for shape in shapes}
+        times = [[timed[shape] for shape in shapes] for shapes in self._shapes]
+        return waiting(times, microbatches, p.microbatch_group_size_per_vp_stage or p.pp)
 
     def _optimizer(self, own: Any) -> Any:
         """The optimizer's step over ``own`` elements. Of the offloaded share gradients go to the host in fp32, its
@@ -341,8 +367,8 @@ class Step:
     def _seconds_of_chunk(self, shape: ChunkShape) -> float:
         found = self._seconds.get(shape)
         if found is None:
-            boundary, x = self._boundary(), self.passes.chunk(shape)
-            found = self._seconds[shape] = x.total + (x.late(boundary) if boundary else 0.0)
+            x = self.passes.chunk(shape)
+            found = self._seconds[shape] = x.total + added(x.late(self._boundary()))
         return found
 
     def _boundary(self) -> float:
