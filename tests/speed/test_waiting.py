@@ -49,7 +49,7 @@ def test_whatever_the_chunks() -> None:
         pp, v = draw.choice((2, 3, 4)), draw.choice((2, 3, 4))
         times = [of(*[draw.choice((2, 2, 2, 3)) for _ in range(v)]) for _ in range(pp)]
         times[-1][-1] = draw.uniform(0.5, 5), draw.uniform(1, 10)
-        number = pp * draw.choice((2, 4, 6))
+        number = pp * draw.choice((6, 10))
         beyond = max(0.0, schedule_seconds(times, number) - usual(times, number))
         found = waiting(times, number, pp)
         assert found == pytest.approx(beyond, abs=0.01 * usual(times, number))
