@@ -104,6 +104,7 @@ def _record(b: Balanced, gpu: Gpu) -> dict[str, Any]:
         "account_for_embedding_in_pipeline_split": p.account_for_embedding_in_pipeline_split,
         "account_for_loss_in_pipeline_split": p.account_for_loss_in_pipeline_split,
         "peak_bytes": list(b.peaks), "microbatch_seconds": list(b.seconds),
+        "waiting_seconds": b.waiting,
         "verdict": of_estimate(b.run, gpu).verdict,
         "not_modelled": [str(feature) for feature in estimate(b.run).unmodelled],
     }  # fmt: skip
@@ -123,6 +124,7 @@ def _answer(found: dict[str, Balanced], base: RunSpec, gpu: Gpu) -> Words:
     if fastest is not None:
         words, fits = fit(fastest)
         time = f"{max(fastest.seconds):.3f} s per microbatch on its slowest stage"
+        time += f", which waits {fastest.waiting:.3f} s for others" if fastest.waiting >= 0.0005 else ""
         lines = [f"Fastest split: {_how(fastest)}; {time}", words, *lines]
     return Words("", tuple(lines), "good" if fits else "bad")
 
@@ -132,21 +134,23 @@ def _print(found: dict[str, Balanced], base: RunSpec, gpu: Gpu) -> None:
     from bridge_memory.report.printing import print_blocks
 
     rows = []
+    uneven = base.parallel.vpp > 1
     for title, b in found.items():
         time = f"{max(b.seconds):.3f}" if b.seconds else "?"
-        rows.append(
-            (title, f"{b.peak / GIB:.2f}", str(b.peaks.index(b.peak)), f"{min(b.peaks) / GIB:.2f}", time, _how(b))
-        )
+        waits = (f"{b.waiting:.3f}" if b.seconds else "?",) * uneven
+        peaks = f"{b.peak / GIB:.2f}", str(b.peaks.index(b.peak)), f"{min(b.peaks) / GIB:.2f}"
+        rows.append((title, *peaks, time, *waits, _how(b)))
     columns = (
         Column("split", words=True), Column("peak GiB"), Column("stage"), Column("least GiB"), Column("slowest s"),
-        Column("split as", words=True),
+        *(Column("waits s"),) * uneven, Column("split as", words=True),
     )  # fmt: skip
     p = base.parallel
     title = f"{base.model.num_layers} layers of {base.model.name} over {p.pp} stages"
     title += f" of {p.vpp} virtual stages" if p.vpp > 1 else ""
     notes = (
         "peak GiB, stage: the highest peak and its stage; least GiB: the lowest peak of a stage; slowest s: predicted "
-        "time of forward and backward of one microbatch on the slowest stage",
+        "time of forward and backward of one microbatch on the slowest stage"
+        + "; waits s: for how long that stage waits for others, for chunks that take unequal times" * uneven,
     )
     blocks: list[Any] = [_answer(found, base, gpu), Grid(title, columns, tuple(rows), None, notes)]
     layers = {title: ", ".join(map(str, b.layers)) for title, b in found.items()}

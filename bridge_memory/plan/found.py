@@ -226,6 +226,9 @@ class Found(NamedTuple):
     #: (how many mechanisms a row needs, such as a pipeline or recomputation; GPUs of a replica; other parts into which
     #: it cuts the model).
     mechanisms: Callable[[Row[Any]], tuple[int, ...]] | None = None
+    #: (what a row shares with those that differ in recomputation alone, its recomputation): of rows that share the one
+    #: and not the other, those that are not faster have to leave more memory.
+    alike: Callable[[Row[Any]], tuple[object, object]] | None = None
     #: Values of settings that were asked for and that no layout can have, and why.
     left_out: tuple[str, ...] = ()
 
@@ -234,7 +237,8 @@ class Found(NamedTuple):
 
         Evaluates at most ``LOOKED_FOR`` choices more, or ``LOOKED_FOR_ONE`` until one keeps the reserve, and then those
         that need less memory than every faster one. The fastest
-        ``IMPROVED`` are improved. Choices that ``refuses`` refuses are skipped, unless it refuses all. Row 1 is the
+        ``IMPROVED`` are improved. Choices that ``refuses`` refuses are skipped, unless it refuses all, and those that
+        leave no more memory than a faster one that is ``alike``. Row 1 is the
         fastest, or a simpler one (``SIMPLER``). A candidate for row 1 whose whole job is not ``certain`` to fit is
         listed after the rows that keep the reserve, if one of the first ``CANDIDATES`` is certain; or one of the front,
         if the jobs of all of these do not fit for sure.
@@ -246,13 +250,19 @@ class Found(NamedTuple):
         tight: list[Row[Any]] = []
         refused: Counter[str] = Counter()
         wanted = max(number, CANDIDATES)
+        free: dict[object, dict[object, int]] = {}
         for looked_at, row in enumerate(self.rows.choices()):
             if len(keeping) == wanted or looked_at >= (wanted + LOOKED_FOR if keeping else wanted + LOOKED_FOR_ONE):
                 break
+            kind, variant = self.alike(row) if self.alike else (looked_at, None)
+            others = free.setdefault(kind, {})
+            if any(variant != other and row.headroom <= left for other, left in others.items()):
+                continue
             reason = self.refuses(row, self) if self.refuses else None
             if reason is not None:
                 refused[reason] += 1
             else:
+                others[variant] = row.headroom
                 (keeping if self.keeps(row) else tight).append(row)
         if refused and not (keeping or tight):
             return self._replace(refuses=None).ranked(number)

@@ -59,7 +59,8 @@ class Constants(NamedTuple):
     exchange_latency: float = 1e-4
     #: Share of tensor parallelism's collectives that ``tp_comm_overlap`` does not hide.
     tensor_parallel_exposed: float = 0.4
-    #: Share of the exchanges with experts that ``overlap_moe_expert_parallel_comm`` does not hide.
+    #: Of exchanges with experts under ``overlap_moe_expert_parallel_comm``, the share that is not hidden where they are
+    #: no longer than what is computed beside them: kernels of both share multiprocessors and memory.
     expert_parallel_exposed: float = 0.4
     #: Share of the network's bandwidth that rings and messages between stages reach, and exchanges of all with all, by
     #: NCCL or by DeepEP and HybridEP. Seconds of one collective or message.
@@ -137,15 +138,15 @@ DEFAULT = Constants(
     launch_expert=1.51e-05,
     nvlink=0.41,
     nvlink_sharp=0.644,
-    nvlink_exchange=0.581,
+    nvlink_exchange=0.433,
     nvlink_latency=2.51e-05,
-    exchange_latency=0.000118,
+    exchange_latency=0.000139,
     tensor_parallel_exposed=0.417,
-    expert_parallel_exposed=0.616,
+    expert_parallel_exposed=0.353,
     network=0.811,
-    network_exchange=0.678,
+    network_exchange=0.732,
     network_latency=3.99e-05,
-    efa_exchange=0.292,
-    efa_latency=0.000965,
-    efa_latency_deepep=0.00259,
+    efa_exchange=0.302,
+    efa_latency=0.00108,
+    efa_latency_deepep=0.00271,
 )

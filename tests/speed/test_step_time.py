@@ -18,7 +18,7 @@ from bridge_memory.spec.layout import layout
 from bridge_memory.speed.constants import DEFAULT, FITTED_ON, Constants
 from bridge_memory.speed.hardware import HARDWARE, hardware_of
 from bridge_memory.speed.megatron.kernels import Kernels, kernels_of
-from bridge_memory.speed.megatron.step_time import LEAST_EXPOSED, Step, StepTime, not_timed, step_time
+from bridge_memory.speed.megatron.step_time import LEAST_EXPOSED, Parts, Step, StepTime, not_timed, step_time
 from bridge_memory.speed.megatron.work import Product, Work, layer_work, output_work
 from bridge_memory.tapes.context import context_of
 
@@ -333,12 +333,35 @@ def test_what_a_graph_launches_takes_no_host_time() -> None:
     assert host(16) == pytest.approx(fixed, rel=0.02) and host() > 2 * fixed
 
 
-def test_overlapped_exchanges_with_experts_show_in_part() -> None:
-    plain, hidden = (
-        step_time(experts(expert_model_parallel_size=16, overlap_moe_expert_parallel_comm=on), H100).passes
-        for on in (False, True)
-    )
-    assert hidden.expert_parallel == pytest.approx(DEFAULT.expert_parallel_exposed * plain.expert_parallel)
+def test_overlapped_exchanges_are_hidden_by_what_is_computed_beside_them() -> None:
+    """Inside of a node they are the shorter, between eight nodes the longer."""
+    def passes(ep: int, on: bool) -> Parts:
+        return step_time(experts(expert_model_parallel_size=ep, overlap_moe_expert_parallel_comm=on), H100).passes
+
+    near, far = ((passes(ep, False), passes(ep, True)) for ep in (4, 64))
+    shown = DEFAULT.expert_parallel_exposed
+    assert near[1].expert_parallel == pytest.approx(shown * near[0].expert_parallel)
+    computing = far[0].products + far[0].attention + far[0].traffic
+    assert far[0].expert_parallel > computing
+    # The output layer's share of what is computed has nothing beside it.
+    hidden = far[0].expert_parallel - far[1].expert_parallel
+    assert 0.8 * (1 - shown) * computing < hidden < (1 - shown) * computing
+
+
+def test_no_host_waits_for_the_counts_of_a_graph_of_the_iteration() -> None:
+    """Of Qwen3-30B-A3B's 48 layers each has two exchanges forward and two backward."""
+    def sent(**fields: object) -> float:
+        return step_time(experts(**fields), HARDWARE["GB200"]).passes.expert_parallel
+
+    graph = {"cuda_graph_impl": "full_iteration"}
+    assert sent() - sent(**graph) == pytest.approx(4 * 48 * 4 * DEFAULT.exchange_latency)
+
+
+def test_experts_fill_their_last_tile_by_half() -> None:
+    """1,024 rows on average are eight and a half tiles of 128, whole rows of a linear eight."""
+    rates = Step(experts(), H100).passes.rates
+    linear = Product(1024, 2048, 768, times=132)
+    assert rates.product(linear._replace(expert=True)) / rates.product(linear) == pytest.approx(8.5 / 8)
 
 
 def test_frozen_weights_have_no_gradient_products() -> None:

@@ -237,13 +237,13 @@ def _axes(space: Space) -> dict[str, list[str]]:
 
 def _cells(row: Row[StepTime], axes: Sequence[str]) -> tuple[str, ...]:
     p, r, t = row.run.parallel, row.run.recompute, row.time
-    compute = t.seconds - t.exposed_communication - t.bubble - t.recomputation
+    compute = t.seconds - t.exposed_communication - t.idle - t.recomputation
     return (
         str(p.tp), str(p.pp), str(p.vpp), str(p.cp), str(p.ep), str(p.etp),
         *(shown_word(axis, row.run) for axis in axes),
         str(row.run.batch.micro_batch_size), split_words(p), recompute_words(r), f"{row.peak / GIB:.2f}",
         f"{row.headroom / GIB:.2f}", f"{t.seconds:.2f}",
-        *(f"{part / t.seconds:.0%}" for part in (compute, t.exposed_communication, t.bubble, t.recomputation)),
+        *(f"{part / t.seconds:.0%}" for part in (compute, t.exposed_communication, t.idle, t.recomputation)),
     )  # fmt: skip
 
 
@@ -267,6 +267,7 @@ def _record(row: Row[StepTime]) -> dict[str, Any]:
         "mbs": row.run.batch.micro_batch_size, "split": split_words(p), "recompute": recompute_words(row.run.recompute),
         "peak_bytes": row.peak, "stage": row.stage, "headroom_bytes": row.headroom, "step_seconds": t.seconds,
         **{f"{name}_seconds": value for name, value in t.passes._asdict().items()},
-        "recomputation_seconds": t.recomputation, "bubble_seconds": t.bubble, "pipeline_seconds": t.pipeline,
+        "recomputation_seconds": t.recomputation, "bubble_seconds": t.bubble,
+        "waiting_seconds": t.waiting, "pipeline_seconds": t.pipeline,
         "data_parallel_seconds": t.data_parallel, "optimizer_seconds": t.optimizer,
     }  # fmt: skip

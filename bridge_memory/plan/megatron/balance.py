@@ -54,6 +54,8 @@ class Balanced(NamedTuple):
     peaks: tuple[int, ...]
     #: Seconds of one microbatch on every stage; empty without hardware.
     seconds: tuple[float, ...] = ()
+    #: Seconds of one microbatch in which the slowest stage waits for others, for virtual stages that are not even.
+    waiting: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -130,10 +132,12 @@ def described(run: RunSpec, hardware: Hardware | None = None) -> Balanced:
     stages = _stages(run)
     layers = tuple(stage[c].num_layers for c in range(len(stages[0])) for stage in stages)
     seconds: tuple[float, ...] = ()
+    waits = 0.0
     if hardware is not None:
         step = Step(run, hardware)
         seconds = tuple(step.seconds_of(tuple(c.shape(run.model) for c in stage)) for stage in stages)
-    return Balanced(run, layers, tuple(s.peak_bytes for s in peaks(run)), seconds)
+        waits = step.waiting()
+    return Balanced(run, layers, tuple(s.peak_bytes for s in peaks(run)), seconds, waits)
 
 
 def _stages(run: RunSpec) -> Sequence[Sequence[Chunk]]:

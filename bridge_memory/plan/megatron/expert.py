@@ -12,6 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from bridge_memory.plan.found import TIE, Found, Row
+from bridge_memory.plan.megatron.settings import SETTINGS, words_of
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.speed.megatron.step_time import StepTime
 
@@ -163,6 +164,15 @@ def mechanisms(row: Row[StepTime]) -> tuple[int, int, int, int, int]:
     by_hand = p.pipeline_model_parallel_layout is not None
     used = p.tp > 1, p.pp > 1, p.cp > 1, p.vpp > 1, by_hand, run.recompute.granularity is not None, again
     return sum(used), p.tp * p.pp * p.cp, p.cp, p.pp * p.vpp, p.ep
+
+
+def recomputation_apart(row: Row[StepTime]) -> tuple[object, object]:
+    """(a layout's sizes and settings, its recomputation; with experts that exchange nothing, its dispatcher too)."""
+    run, p = row.run, row.run.parallel
+    settings = dict(zip(SETTINGS, words_of(run), strict=True))
+    dispatcher = settings.pop("dispatcher") if p.ep * p.etp == 1 else None
+    sizes = p.tp, p.pp, p.cp, p.ep, p.etp, run.batch.micro_batch_size
+    return (sizes, *settings.values()), (run.recompute, dispatcher)
 
 
 def _cut_sequences(judged: Judged) -> str | None:

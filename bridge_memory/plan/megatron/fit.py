@@ -101,8 +101,8 @@ class Fitted(Found):
                 uncertain.append(row)
                 if len(uncertain) == CANDIDATES:
                     keeping, uncertain = self.led(uncertain, uncertain)
-        if not keeping:
-            keeping, uncertain = uncertain, []
+        if not keeping and uncertain:
+            keeping, uncertain = self.led(uncertain, uncertain)
         return Ranked((*keeping, *uncertain, *tight)[:number], min(len(keeping), number))
 
     def best(self, number: int | None = None) -> tuple[Row[Any], ...]:

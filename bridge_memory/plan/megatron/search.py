@@ -18,7 +18,7 @@ from bridge_memory.estimation import model_state, peaks
 from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import SIMPLER, Found, Limit, Listed, OneByOne, Refused, Row, Rows
 from bridge_memory.plan.jobs import spread
-from bridge_memory.plan.megatron.expert import PassedOver, mechanisms
+from bridge_memory.plan.megatron.expert import PassedOver, mechanisms, recomputation_apart
 from bridge_memory.plan.megatron.settings import words_of
 from bridge_memory.plan.megatron.space import (
     AXES,
@@ -27,7 +27,6 @@ from bridge_memory.plan.megatron.space import (
     parallel_sizes,
     split_choices,
 )
-from bridge_memory.plan.megatron.waiting import waiting
 from bridge_memory.plan.reserve import Once, Reserve
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, show
 from bridge_memory.speed.constants import DEFAULT, Constants
@@ -122,8 +121,9 @@ def _as_an_expert(found: Found, space: Space, hardware: Hardware, limit: Limit, 
         partial(_balanced, hardware=hardware, limit=limit, constants=constants, keeps=keeps, interleaves=free)
     )
     return found._replace(
-        keeps=keeps, refuses=PassedOver(), improves=None if "split" in space.fixed else improves, mechanisms=mechanisms
-    )
+        keeps=keeps, refuses=PassedOver(), improves=None if "split" in space.fixed else improves, mechanisms=mechanisms,
+        alike=recomputation_apart,
+    )  # fmt: skip
 
 
 def _balanced(
@@ -140,12 +140,8 @@ def _balanced(
     if p.pp == 1:
         return row
 
-    def whole(one: Row[StepTime]) -> float:
-        """Step time, and what stages with uneven chunks wait for each other."""
-        return one.time.seconds + waiting(one.run, hardware, constants)
-
     kept, best = keeps(row), row
-    as_it_was = least = whole(row)
+    as_it_was = least = row.time.seconds
     free = int(row.headroom / (1 + FRAGMENTATION))
     within = max(described(row.run, hardware).seconds)
 
@@ -155,10 +151,8 @@ def _balanced(
         found = _row(run, hardware, limit, constants)
         if not isinstance(found, Row) or found.time.seconds >= seconds or not (keeps(found) or not kept):
             return False
-        here = whole(found)
-        if here < seconds:
-            best, least = found, here
-        return here < seconds
+        best, least = found, found.time.seconds
+        return True
 
     def balanced(run: RunSpec, seconds: float, within: float = within) -> bool:
         for capacity in (row.peak + free, row.peak):

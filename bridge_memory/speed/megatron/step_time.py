@@ -29,6 +29,7 @@ from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.encoders import encoder_work
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.kernels import Kernels, kernels_of
+from bridge_memory.speed.megatron.waiting import waiting
 from bridge_memory.speed.megatron.work import (
     FUSED_BACKWARD,
     Product,
@@ -107,10 +108,17 @@ class StepTime(NamedTuple):
     #: Gradients reduced and parameters gathered that nothing hides.
     data_parallel: float
     optimizer: float
+    #: That stage's waiting in between, for stages whose virtual stages take longer than its own beside them.
+    waiting: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.passes.total + self.bubble + self.pipeline + self.data_parallel + self.optimizer
+        return self.passes.total + self.bubble + self.waiting + self.pipeline + self.data_parallel + self.optimizer
+
+    @property
+    def idle(self) -> float:
+        """All of its waiting for other stages."""
+        return self.bubble + self.waiting
 
     @property
     def exposed_communication(self) -> float:
@@ -146,6 +154,9 @@ class _Rates:
         self.nvlink_exchange = hardware.nvlink * c.nvlink_exchange
         self.network = hardware.network * c.network
         self.network_exchange = hardware.network * (c.efa_exchange if kernels.efa else c.network_exchange)
+        # A graph of the whole iteration has no host that waits for counts.
+        graph = run.implementation.cuda_graph_impl == "full_iteration"
+        self.counts_exchanged = 0.0 if graph else c.exchange_latency
         self.network_latency = c.network_latency
         if kernels.efa:
             deepep = run.implementation.moe_token_dispatcher_type == "flex"
@@ -153,19 +164,21 @@ class _Rates:
 
     def product(self, p: Product) -> Any:
         """Seconds of [rows, inner] by [inner, columns]."""
-        return self._product(p, p.rows, p.columns, p.inner)
+        return self._product(p, p.rows, p.columns, p.inner, uneven=p.expert)
 
     def gradients(self, p: Product, *, frozen: bool = False) -> Any:
         """Seconds of the products that give the gradients of its input and, unless ``frozen``, of its weight."""
-        of_input = self._product(p, p.rows, p.inner, p.columns)
+        of_input = self._product(p, p.rows, p.inner, p.columns, uneven=p.expert)
         return of_input if frozen else of_input + self._product(p, p.columns, p.inner, p.rows)
 
-    def _product(self, p: Product, rows: Any, columns: Any, inner: Any) -> Any:
+    def _product(self, p: Product, rows: Any, columns: Any, inner: Any, *, uneven: bool = False) -> Any:
         """A processor works on one tile of the result at a time, so that the last of several rounds may leave some idle
-        (NVIDIA, "Matrix Multiplication Background User's Guide": tile and wave quantization)."""
+        (NVIDIA, "Matrix Multiplication Background User's Guide": tile and wave quantization). ``uneven``: rows are of
+        experts, and differ from one to the next, so that the last tile of each is filled by half."""
         processors = self.hardware.processors
-        upright = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
-        lying = -(-rows // _TILE[1]) * -(-columns // _TILE[0])
+        high, low = ((rows / side + 0.5) if uneven else -(-rows // side) for side in _TILE)
+        upright = high * -(-columns // _TILE[1])
+        lying = low * -(-columns // _TILE[0])
         rounds = -(-(p.times * smallest(upright, lying)) // processors)
         flops = 2.0 * _TILE[0] * _TILE[1] * processors * rounds * (inner + self.c.gemm_half_inner)
         return flops / (self.quantized if p.quantized else self.flops)
@@ -207,7 +220,7 @@ class _Rates:
             inside = copy * (near - 1) / near * computed(taken, ranks)
         else:
             inside = w.expert_parallel * (near - 1) / largest(1, ranks - 1)
-        latency = c.exchange_latency + chosen(near < ranks, self.network_latency, c.nvlink_latency)
+        latency = self.counts_exchanged + chosen(near < ranks, self.network_latency, c.nvlink_latency)
         near_by = inside / self.nvlink_exchange
         seconds = largest(far / self.network_exchange, near_by) + w.expert_exchanges * latency
         return chosen(w.expert_parallel > 0, seconds, 0.0)
@@ -258,12 +271,19 @@ class _Pass:
     def total(self) -> float:
         return self.forward_total + self.backward_total
 
-    def late(self, boundary: float) -> Any:
+    def late(self, boundary: float) -> tuple[Any, Any]:
         """Seconds of ``boundary``, which the host takes once forward and once backward beside what it launches, that
         the kernels do not hide: they run on while the host is behind by less than they take."""
+        if not boundary:
+            return 0.0, 0.0
         forward = self.launching + boundary - (self.forward_total - self.forward.host)
         backward = 2 * self.launching + boundary - (self.backward_total - self.backward.host)
-        return added(smallest(boundary, largest(0.0, behind)) for behind in (forward, backward))
+        return smallest(boundary, largest(0.0, forward)), smallest(boundary, largest(0.0, backward))
+
+    def timed(self, boundary: float) -> tuple[Any, Any]:
+        """Seconds forward and backward, with those that are ``late``."""
+        forward, backward = self.late(boundary)
+        return self.forward_total + forward, self.backward_total + backward
 
 
 class Step:
@@ -295,7 +315,7 @@ class Step:
             for shapes in dict.fromkeys(self._shapes)
         }
         boundary = self._boundary()
-        late = {x: x.late(boundary) if boundary else 0.0 for of in stages.values() for x, _ in of}
+        late = {x: added(x.late(boundary)) for of in stages.values() for x, _ in of}
         totals = {shapes: added((x.total + late[x]) * times for x, times in of) for shapes, of in stages.items()}
         hop = self._hop()
         # 1F1B receives before it can go on; interleaved schedules receive while another chunk runs.
@@ -318,7 +338,18 @@ class Step:
             sends = m * largest(0.0, p.vpp * hop - total)
         data_parallel = largest(*[self._data_parallel(shapes, of) for shapes, of in stages.items()])
         own = largest(*[self._own_elements(shapes) for shapes in stages])
-        return StepTime(Parts(*parts), recomputation, bubble, sends, data_parallel, self._optimizer(own))
+        waits = self.waiting(m)
+        return StepTime(Parts(*parts), recomputation, bubble, sends, data_parallel, self._optimizer(own), waits)
+
+    def waiting(self, microbatches: Any = None) -> Any:
+        """Seconds in which the slowest stage waits for others, beside the bubble; None: a microbatch of a long step."""
+        p = self.run.parallel
+        if p.pp == 1 or p.vpp == 1 or len(set(self._shapes)) == 1:
+            return 0.0
+        boundary, chunk = self._boundary(), self.passes.chunk
+        timed = {shape: chunk(shape).timed(boundary) for shapes in self._shapes for shape in shapes}
+        times = [[timed[shape] for shape in shapes] for shapes in self._shapes]
+        return waiting(times, microbatches, p.microbatch_group_size_per_vp_stage or p.pp)
 
     def _optimizer(self, own: Any) -> Any:
         """The optimizer's step over ``own`` elements. Of the offloaded share gradients go to the host in fp32, its
@@ -341,8 +372,8 @@ class Step:
     def _seconds_of_chunk(self, shape: ChunkShape) -> float:
         found = self._seconds.get(shape)
         if found is None:
-            boundary, x = self._boundary(), self.passes.chunk(shape)
-            found = self._seconds[shape] = x.total + (x.late(boundary) if boundary else 0.0)
+            x = self.passes.chunk(shape)
+            found = self._seconds[shape] = x.total + added(x.late(self._boundary()))
         return found
 
     def _boundary(self) -> float:
@@ -473,17 +504,34 @@ class Passes:
 
     # ---- one chunk ----
 
-    def _half(self, work: Work) -> tuple[Parts, Parts]:
+    def _half(self, work: Work, beside: Work | None = None) -> tuple[Parts, Parts]:
+        """Forward and backward of ``work``; ``beside``: the other half of its layer."""
         found = self._halves.get(id(work))
         if found is None:
-            found = self._halves[id(work)] = work, (self._forward(work), self._backward(work))
+            forward, backward = self._forward(work), self._backward(work)
+            if beside is not None and self.run.implementation.overlap_moe_expert_parallel_comm:
+                forward, backward = self._overlapped(forward, backward, beside)
+            both = self._launched(work, 1, forward), self._launched(work, 2, backward)
+            found = self._halves[id(work)] = work, both
         return found[1]
+
+    def _overlapped(self, forward: Parts, backward: Parts, beside: Work) -> tuple[Parts, Parts]:
+        """With what is exposed of exchanges where one microbatch runs forward beside another backward, layer by layer
+        (``model_chunk_schedule_plan.py: TransformerLayerSchedulePlan.run``): exchanges of the one are hidden by no more
+        than what the other computes."""
+        exposed = []
+        computed_beside = (self._backward(beside), backward), (self._forward(beside), forward)
+        for own, others in zip((forward, backward), computed_beside, strict=True):
+            computing = added(part for other in others for part in other[:3])
+            hidden = (1 - self.c.expert_parallel_exposed) * smallest(own.expert_parallel, computing)
+            exposed.append(own._replace(expert_parallel=own.expert_parallel - hidden))
+        return exposed[0], exposed[1]
 
     def _forward(self, w: Work) -> Parts:
         r = self.rates
         attention = self._slower * w.attention / r.attention
         products, attended = added(map(r.product, w.products)), attention + w.scan / r.scan
-        return self._launched(w, 1, Parts(products, attended, w.traffic / r.memory, *self._sends(w, attention, 1)))
+        return Parts(products, attended, w.traffic / r.memory, *self._sends(w, attention, 1))
 
     def _backward(self, w: Work) -> Parts:
         r, frozen = self.rates, self.run.peft.freezes
@@ -491,7 +539,7 @@ class Passes:
         traffic = 2 * w.traffic + (0.0 if frozen else self._accumulated(w))
         products = added(r.gradients(p, frozen=frozen) for p in w.products)
         attended = attention + FUSED_BACKWARD * w.scan / r.scan
-        return self._launched(w, 2, Parts(products, attended, traffic / r.memory, *self._sends(w, attention, 2)))
+        return Parts(products, attended, traffic / r.memory, *self._sends(w, attention, 2))
 
     def _launched(self, w: Work, passed: int, kernels: Parts) -> Parts:
         """``kernels`` with the host's time that they do not hide: a fixed part, and what launching takes longer than
@@ -521,10 +569,7 @@ class Passes:
         tensor = self.rates.gathered(w.tensor_parallel * (p.tp - 1) / p.tp, w.tensor_collectives, p.tp)
         if self.kernels.tensor_parallel_overlap:
             tensor *= self.c.tensor_parallel_exposed
-        experts = self.rates.experts(w, p.ep, p.etp)
-        if self.run.implementation.overlap_moe_expert_parallel_comm:
-            experts *= self.c.expert_parallel_exposed
-        return tensor, experts, self._context(w, attention, passed)
+        return tensor, self.rates.experts(w, p.ep, p.etp), self._context(w, attention, passed)
 
     def _context(self, w: Work, attention: Any, passed: int) -> Any:
         """Context parallelism's communication that nothing hides (Transformer Engine's ``context_parallel.py``)."""
@@ -550,7 +595,7 @@ class Passes:
 
     def _of_layer(self, layer: LayerSpec, recomputed: Any) -> _Pass:
         mixer, ffn = self._once(layer, lambda: layer_work(layer, self.run, self.ctx, self.kernels))
-        (mixer_forward, mixer_backward), (ffn_forward, ffn_backward) = self._half(mixer), self._half(ffn)
+        (mixer_forward, mixer_backward), (ffn_forward, ffn_backward) = self._half(mixer), self._half(ffn, mixer)
         forward, backward = mixer_forward.plus(ffn_forward), mixer_backward.plus(ffn_backward)
         recomputation = self._recomputation(layer, mixer_forward, ffn_forward)
         recomputation = Parts(*[chosen(recomputed, a, b) for a, b in zip(forward, recomputation, strict=True)])

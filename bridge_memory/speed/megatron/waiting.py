@@ -1,0 +1,137 @@
+"""How long stages wait for each other in Megatron's interleaved schedule, beside its bubble.
+
+The slowest stage and the bubble are all of a schedule in which one stage is the slowest in every virtual stage. Others
+wait in addition: a stage of 1, 2 and 4 layers beside others of 2, 2 and 2 is the slower one during one chunk, and the
+faster one during another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from bridge_memory.schedule.events import num_warmup, schedule_table
+from bridge_memory.tapes.symbolic import any_nonzero, chosen, largest
+
+#: Seconds of a chunk's passes forward and backward: numbers, or arrays with one entry per run.
+ChunkTimes = tuple[Any, Any]
+#: Of every stage's chunks.
+Times = Sequence[Sequence[ChunkTimes]]
+#: What is less of a chunk's time is rounding.
+_ROUNDING = 1e-9
+
+
+def waiting(times: Times, microbatches: Any, group: int) -> Any:
+    """Seconds of a step in which the slowest stage waits for others, filling and draining aside; messages take none.
+    ``microbatches``: None for the seconds that each adds in a long step.
+
+    ``group``: microbatches that pass a chunk before the next one runs (``microbatch_group_size_per_vp_stage``). Groups
+    add as much each, from the second on, so that the schedule is followed for two and for three.
+    """
+    pp, v = len(times), len(times[0])
+    if pp == 1 or v == 1:
+        return 0.0
+    led = _led(times)
+    if not any_nonzero(chosen(led, 0, 1)):
+        return 0.0
+    totals = [added_up(stage) for stage in times]
+    slowest = largest(*totals)
+    others = added_up([(total, -slowest) for total in totals]) + (pp - 1) * slowest
+
+    def beyond(groups: int) -> Any:
+        number = groups * group
+        return schedule_seconds(times, number, group) - number * slowest - others / v
+
+    two, three = beyond(2), beyond(3)
+    each = (three - two) / group
+    found = each if microbatches is None else two + each * (microbatches - 2 * group)
+    return chosen(led, 0.0, largest(0.0, found))
+
+
+def added_up(chunks: Sequence[ChunkTimes]) -> Any:
+    """Seconds of a stage's chunks."""
+    total: Any = 0.0
+    for forward, backward in chunks:
+        total = total + (forward + backward)
+    return total
+
+
+def _led(times: Times) -> Any:
+    """Whether in every stretch of time one and the same stage is the slowest: then it waits for no other."""
+    last = len(times) - 1
+    kinds = {(rank == last, *map(id, stage)): (stage, rank == last) for rank, stage in enumerate(times)}
+    alike = {key: [{(id(stage[f]), id(stage[b])) for f, b in some} for some in _slots(stage, is_last)]
+             for key, (stage, is_last) in kinds.items()}  # fmt: skip
+    of = {id(chunk): chunk for stage, _ in kinds.values() for chunk in stage}
+    #: Of slots that are compared: whether the first takes no less than the second.
+    known: dict[tuple[tuple[int, int], tuple[int, int]], Any] = {}
+
+    def as_long(a: tuple[int, int], b: tuple[int, int]) -> Any:
+        if (a, b) not in known:
+            one, other = (of[forward][0] + of[backward][1] for forward, backward in (a, b))
+            known[a, b] = one >= other * (1 - _ROUNDING)
+        return known[a, b]
+
+    led: Any = False
+    for leader in alike.values():
+        pairs = {
+            (a, b) for other in alike.values() for mine, theirs in zip(leader, other, strict=True)
+            for a in mine for b in theirs if a != b
+        }  # fmt: skip
+        leads: Any = True
+        for a, b in pairs:
+            leads = leads & as_long(a, b)
+        led = led | leads
+    return led
+
+
+def _slots(stage: Sequence[ChunkTimes], last: bool) -> list[set[tuple[int, int]]]:
+    """While the schedule is full a stage runs a chunk forward and then one backward, the same two for as long as a
+    group takes. For each of these stretches of time, which chunks these are: of the last stage two; of others, which
+    begin with the next chunk earlier and end later, any two of these four."""
+    v = len(stage)
+    if last:
+        return [{((q - 1) % v, v - 1 - q)} for q in range(v)]
+    return [{(i % v, j % v) for i in (q - 1, q) for j in (v - 1 - q, v - q)} for q in range(v)]
+
+
+def schedule_seconds(times: Times, number: int, group: int | None = None) -> Any:
+    """Until the last pass has ended: each begins when its stage is free and its input is there. ``group``: None for as
+    many microbatches as stages."""
+    pp, v = len(times), len(times[0])
+    free: list[Any] = [0.0] * pp
+    done: dict[tuple[bool, int, int], Any] = {}
+    for rank, backward, m, chunk, before in _order(pp, v, number, group or pp):
+        begins = free[rank] if before is None else largest(free[rank], done[before])
+        free[rank] = done[backward, m, chunk] = begins + times[rank][chunk // pp][backward]
+    return largest(*free)
+
+
+@lru_cache(maxsize=16)
+def _order(pp: int, v: int, number: int, group: int) -> tuple[tuple[int, bool, int, int, Any], ...]:
+    """(stage, whether backward, microbatch, chunk of the model, the pass whose result it takes) of every pass, each
+    after those that it waits for."""
+    table = schedule_table(number, v, group)
+    todo = []
+    for rank in range(pp):
+        there = [(False, m, c * pp + rank) for m, c in table]
+        back = [(True, m, (v - 1 - c) * pp + rank) for m, c in table]
+        warm = num_warmup(pp, rank, number, v, group)
+        both = [one for pair in zip(there[warm:], back, strict=False) for one in pair]
+        todo.append([*there[:warm], *both, *back[len(table) - warm :]][::-1])
+    done = set()
+    order: list[tuple[int, bool, int, int, Any]] = []
+    while any(todo):
+        for rank in range(pp):
+            while todo[rank]:
+                backward, m, chunk = todo[rank][-1]
+                ends = chunk == pp * v - 1 if backward else chunk == 0
+                before: Any = (not backward, m, chunk) if ends else (backward, m, chunk + 1 if backward else chunk - 1)
+                if ends and not backward:
+                    before = None
+                elif before not in done:
+                    break
+                order.append((rank, backward, m, chunk, before))
+                done.add(todo[rank].pop())
+    return tuple(order)
