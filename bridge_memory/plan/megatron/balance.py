@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 from bridge_memory.estimation import peaks, stage_peaks
@@ -288,14 +289,13 @@ def _interleaved(
     number = SIZES_TRIED.get(v, 4)
     low = max(1, base + 1 - number // 2)
     tried = list(range(low, low + number))
-    begins = list(product(*[
-        [at for at in range(len(pattern.kinds)) if at >= min(pattern.prefix, c * pp)] for c in range(1, v)
-    ]))  # fmt: skip
-    if len(begins) > MOST_BEGINNINGS:
+    places = [[at for at in range(len(pattern.kinds)) if at >= min(pattern.prefix, c * pp)] for c in range(1, v)]
+    if (ways := prod(map(len, places))) > MOST_BEGINNINGS:  # 10^23 of a model whose every sixth layer differs
         raise SpecError(
             f"virtual_pipeline_model_parallel_size ({v}) with kinds of layers that repeat after {pattern.period} has "
-            f"{len(begins)} ways to begin, more than {MOST_BEGINNINGS}; lower it"
+            f"{ways} ways to begin, more than {MOST_BEGINNINGS}; lower it"
         )
+    begins = list(product(*places))
     some = _stages(run)
     known: dict[tuple[int, StageShape], float] = {}
 
