@@ -295,6 +295,11 @@ class _Alike:
         self.few: list[tuple[float, float, tuple[int, ...], StageShape]] = []
         self._best: list[tuple[float, float, tuple[int, ...]]] | None = None
 
+    @property
+    def least(self) -> tuple[float, float]:
+        """No size takes less (seconds, or is more even)."""
+        return min([one[0] for one in self.few]), min([one[1] for one in self.few])
+
     def best(self, price: Callable[[StageShape], float]) -> list[tuple[float, float, tuple[int, ...]]]:
         """(cost, how uneven, sizes) of those that no other is better than in both."""
         if self._best is None:
@@ -415,6 +420,10 @@ def _interleaved(
                 found.setdefault(one.on[:-1] if rank == pp - 1 else (), []).append(one)
         return found
 
+    def ends(bare: bool, begin: tuple[int, ...], places: tuple[int, ...], total: int) -> bool:
+        """Whether the last stage can hold what is left."""
+        return any(total + one.number == layers for one in sizes_of(pp - 1, bare, places).get(begin, ()))
+
     # First the lowest highest cost, then of the splits that stay within it the evenest.
     for even, bare, begin in product((False, True), (False, True), begins):
         #: (where each row of chunks goes on, layers given out) -> (highest cost, how uneven, sizes by stage).
@@ -426,9 +435,14 @@ def _interleaved(
             for (places, total), (high, uneven, rows) in states.items():
                 left = layers - total - v * (pp - 1 - rank) + bare
                 for alike in sizes_of(rank, bare, places).get(begin if last else (), ()):
-                    if alike.number > left or (last and total + alike.number != layers):
-                        continue
                     key = alike.on, total + alike.number
+                    if alike.number > left or (last and key[1] != layers):
+                        continue
+                    # Memory is not asked for where the last stage cannot take the rest, or the best stays the best.
+                    if rank == pp - 2 and not ends(bare, begin, *key):
+                        continue
+                    if last and (best[0] if even else max(high, alike.least[0]), uneven + alike.least[1]) >= best[:2]:
+                        continue
                     for here, more, sizes in alike.best(partial(price, rank)):
                         both = 0.0 if even else max(high, here), uneven + more
                         if here <= best[0] and (key not in after or both < after[key][:2]):
