@@ -497,6 +497,7 @@ class Memory:
         self._costs = costs
         if costs is not None:
             costs.take_up(self.grid.bare_grid())
+        #: What model state is made of, of the last pipeline size.
         self._states: dict[int, Pieces] = {}
         #: Of a pipeline size, sizes and a micro batch, by their places.
         self._alone: dict[tuple[int, int, int], Callable[[StageShape], StageState]] = {}
@@ -544,7 +545,9 @@ class Memory:
             def made(part: Subgrid) -> StageContents:
                 return self._contents(pipeline._replace(fields={}), part, bare=True)
 
-            pieces = self._states[pp] = Pieces(self._with_pipeline(pp), made)
+            # The pipelines of one size follow each other, and need what another's state was made of no more.
+            pieces = Pieces(self._with_pipeline(pp), made)
+            self._states = {pp: pieces}
 
         def state(holds: StageContents) -> tuple[Any, ...]:
             found = holds.state(shapes)
@@ -987,6 +990,10 @@ def _held(peaks: np.ndarray, limit: MemoryLimit) -> np.ndarray:
     return held
 
 
+#: Layouts that are sorted at a time by more than their step time.
+_SORTED = 1 << 18
+
+
 class Sorted:
     """Layouts by step time, of equal ones by peak, of equal ones as the space lists them."""
 
@@ -995,19 +1002,20 @@ class Sorted:
         #: Of each of ``found`` the number of its first layout, where they are counted one after the other.
         self._starts = np.cumsum([0, *[len(few.at) for _, few in found]])
         seconds = self._each([few.seconds for _, few in found])
-        order = np.argsort(seconds, kind="stable")
+        order = np.argsort(seconds, kind="stable").astype(np.int32 if len(seconds) < 1 << 31 else np.int64)
         seconds = seconds[order]
-        alike = np.zeros(len(order) + 1, bool)
-        alike[1:-1] = seconds[1:] == seconds[:-1]
-        alike = alike[1:] | alike[:-1]
-        ties, seconds = order[alike], seconds[alike]
-        peaks, sheets, listed = (np.zeros(len(ties), np.int64) for _ in range(3))
         known: dict[int, int] = {}
-        for (sheet, few), here, at in self._by_group(ties):
-            peaks[here], sheets[here] = few.peaks[at], known.setdefault(id(sheet), len(known))
-            listed[here] = few.order(sheet, at)
-        order[alike] = ties[np.lexsort((listed, sheets, peaks, seconds))]
-        self._order = order.astype(np.int32 if len(order) < 1 << 31 else np.int64)
+        start = 0
+        while start < len(order):
+            end = int(np.searchsorted(seconds, seconds[min(start + _SORTED, len(order)) - 1], "right"))
+            some = order[start:end]
+            peaks, sheets, listed = (np.zeros(len(some), np.int64) for _ in range(3))
+            for (sheet, few), here, at in self._by_group(some):
+                peaks[here], sheets[here] = few.peaks[at], known.setdefault(id(sheet), len(known))
+                listed[here] = few.order(sheet, at)
+            order[start:end] = some[np.lexsort((listed, sheets, peaks, seconds[start:end]))]
+            start = end
+        self._order = order
 
     def __len__(self) -> int:
         return len(self._order)
