@@ -84,7 +84,7 @@ def batched(case: Case) -> dict[str, Any]:
     for _ in range(ONE_BY_ONE):
         few = chance.choice(groups)
         i = chance.randrange(len(few.peaks))
-        run = sheet.run(few.pipeline, few.sizes[i], few.batch[i], few.recompute[i])
+        run = sheet.run(few.pipeline, *few.places(i))
         fields = {g: _changed(getattr(run, g), getattr(space.base, g)) for g in ("parallel", "batch", "recompute")}
         drawn.append((fields, int(few.peaks[i]), float(few.seconds[i])))
     return {"warm": warm, "looked_at": found.looked_at, "fit": len(found.rows), "drawn": drawn}

@@ -30,12 +30,13 @@ from bridge_memory.engines.torch_modules import (
     parameter_width,
     rounded,
 )
-from bridge_memory.engines.zero_buckets import Flat, Gradient, Held, Reductions, Replay, Widths, contiguous
+from bridge_memory.engines.zero_buckets import Flat, Gradients, Held, Plan, Replay, Widths, contiguous, replay
 from bridge_memory.inventory.stack import Unit, chunk_units
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.tapes.chain import Concurrent
 from bridge_memory.tapes.context import context_of
+from bridge_memory.tapes.parameters import ParameterList
 
 #: Elements: partitions start at multiples of it (``nccl_start_alignment_factor``).
 ALIGNMENT = 2
@@ -166,8 +167,8 @@ class ZeRO12:
             return 0
         if not contiguous(self.run):
             return self._whole(model)
-        size = self.run.deepspeed.reduce_bucket_size
-        others = [g.numel for g in self._gradients_of(model) if not flat.own_part(g.start, g.numel)]
+        size, made = self.run.deepspeed.reduce_bucket_size, self._gradients_of(model)
+        others = [n for start, n in zip(made.starts, made.numels, strict=True) if not flat.own_part(start, n)]
         small = sum(n for n in others if n <= size)
         buckets = min(-(-small // size), 2 if self.overlaps else 1)
         return buckets * rounded(size * self.own_width) + sum(rounded(n * self.own_width) for n in others if n > size)
@@ -209,7 +210,7 @@ class ZeRO12:
                 if most > found[0].least_backward:
                     found[0] = found[0]._replace(least_backward=most, freed_at_least=held.freed if many else 0)
             return found
-        return self._in_hooks(model, flat, gradients, bucket)
+        return self._in_hooks(model, flat, bucket)
 
     def _with_casts(self, model: Model, found: list[Concurrent], *, many: bool) -> None:
         """Each gradient is cast when it is made: those of a layer stay in that form; the embedding's follows its sum.
@@ -229,22 +230,19 @@ class ZeRO12:
     def _at_end(self, model: Model, flat: Flat, gradients: int) -> Held:
         """Bytes while unsharded gradients, which are counted elsewhere, are reduced after backward. Gradients that are
         copied into the bucket are freed; one larger than the bucket stays, unless it is this rank's."""
-        found = Reductions(self.run, flat, self.widths, partitioned=False, counted_elsewhere=True, own=gradients)
-        reductions = found.replay(self._gradients_of(model), hooks=False).reductions
+        plan = self._plan(flat, gradients, hooks=False, partitioned=False, counted_elsewhere=True)
+        reductions = replay(self._gradients_of(model), plan).reductions
         return max((r.held for r in reductions), key=lambda held: held.most - held.freed, default=Held())
 
-    def _gradients_of(self, model: Model) -> list[Gradient]:
-        """Gradients in the order of the model; ``start``: position among the flat parameters
-        (``_round_robin_reorder``).
-        """
-        each = [
-            (module.place, p.numel) for module in model.modules for p, times in module.trained_parameters()
-            for _ in range(times)
-        ]  # fmt: skip
-        starts, at = [0] * len(each), 0
-        for i in order_of(len(each), self.ranks if self.run.deepspeed.round_robin_gradients else 1):
-            starts[i], at = at, at + each[i][1]
-        return [Gradient(place, start, numel) for (place, numel), start in zip(each, starts, strict=True)]
+    def _plan(self, flat: Flat, own: int, *, hooks: bool, partitioned: bool, counted_elsewhere: bool) -> Plan:
+        z = self.run.deepspeed
+        return Plan(
+            flat, self.widths, z.reduce_bucket_size, contiguous(self.run), z.reduce_scatter, self.overlaps, hooks,
+            partitioned, counted_elsewhere, own,
+        )  # fmt: skip
+
+    def _gradients_of(self, model: Model) -> Gradients:
+        return gradients_of(model, self.ranks if self.run.deepspeed.round_robin_gradients else 1)
 
     def flat(self, model: Model) -> Flat:
         """The flat parameters of the rank with the most memory: of the one with the largest gradients in its partition,
@@ -265,30 +263,25 @@ class ZeRO12:
         if not self.in_hooks:
             held = self._at_end(model, flat, gradients)
             return 0, held.most - held.freed
-        events = self._hooked(model, flat, gradients).reductions
+        events = self._hooked(model, flat).reductions
         return sum(r.held.stays for r in events), max((r.held.most - r.held.freed for r in events), default=0)
 
-    def _hooked(self, model: Model, flat: Flat, gradients: int) -> Replay:
+    def _hooked(self, model: Model, flat: Flat) -> Replay:
         """Reductions during the last microbatch's backward."""
-        return self.kinds.of(f"hooked {flat}", model.modules, lambda: self._reductions(model, flat, gradients))
-
-    def _reductions(self, model: Model, flat: Flat, gradients: int) -> Replay:
         many = accumulates(self.run)
         #: Gradients of the partition, if not alive throughout.
-        new = gradients if self._is_fresh(many=many) or not self.compact else 0
-        found = Reductions(
-            self.run, flat, self.widths, partitioned=self.stage_number == 2,
-            counted_elsewhere=many and self.stage_number == 1, own=new,
-        )  # fmt: skip
-        return found.replay(reversed(self._gradients_of(model)))
+        new = self._gradients(flat) if self._is_fresh(many=many) or not self.compact else 0
+        second = self.stage_number == 2
+        plan = self._plan(flat, new, hooks=True, partitioned=second, counted_elsewhere=many and not second)
+        return replay(self._gradients_of(model), plan)
 
-    def _in_hooks(self, model: Model, flat: Flat, gradients: int, bucket: int) -> list[Concurrent]:
+    def _in_hooks(self, model: Model, flat: Flat, bucket: int) -> list[Concurrent]:
         """Buckets, and what reductions during backward make and leave."""
         many = accumulates(self.run)
         fresh, last_alone = self._is_fresh(many=many), self.run.num_microbatches == 2
         #: Stage 1 allocates its buckets in the first microbatch.
         waits = bucket if many and self.stage_number == 1 else 0
-        events, before = self._hooked(model, flat, gradients)
+        events, before = self._hooked(model, flat)
 
         def net(held: Held) -> tuple[int, int]:
             """(bytes in addition to what is counted elsewhere, how much of that is freed). Before the last of several
@@ -350,19 +343,33 @@ class ZeRO12:
         return most, name if most == flattened else f"{name} and the optimizer's temporaries"
 
 
-def order_of(number: int, ranks: int) -> list[int]:
-    """Positions of parameters when they are assigned to ``ranks`` round-robin."""
-    return [i for rank in range(ranks) for i in range(rank, number, ranks)]
+def gradients_of(model: Model, dealt: int) -> Gradients:
+    """Of all trained parameters. ``dealt``: to so many ranks in turn (``_round_robin_reorder``)."""
+    return _gradients(tuple([(module.place, module.trained) for module in model.modules]), dealt)
+
+
+@lru_cache(maxsize=8)  # the same for all configurations of a search
+def _gradients(modules: tuple[tuple[int, ParameterList], ...], dealt: int) -> Gradients:
+    places, numels = list[int](), list[int]()
+    for place, trained in modules:
+        before = len(numels)
+        for parameters, times in trained.rows:
+            for p in parameters:
+                numels += [p.numel] * times
+        places += [place] * (len(numels) - before)
+    starts, at = [0] * len(numels), 0
+    for rank in range(dealt):
+        for i in range(rank, len(numels), dealt):
+            starts[i], at = at, at + numels[i]
+    return Gradients(tuple(places), tuple(numels), tuple(starts))
 
 
 def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False, rank: int | None = None) -> Flat:
     """The flat parameters in the order of the model, the order of the optimizer's only group; or assigned to the ranks
     round-robin (``dealt``; ``_round_robin_reorder``). ``rank``: whose partition; None: the rank with the most memory.
     """
-    each = [p.numel for m in model.modules for p, times in m.trained_parameters() for _ in range(times)]
-    if dealt:
-        each = [each[i] for i in order_of(len(each), ranks)]
-    numel, padded, partition, touched, largest = _partitioned(tuple(each), ranks)
+    made = gradients_of(model, ranks if dealt else 1)
+    numel, padded, partition, touched, largest = _partitioned(made, ranks)
     frozen = sum(
         times * rounded(p.numel * width) for m in model.modules for parameters, times in m.frozen.rows
         for p in parameters
@@ -376,19 +383,18 @@ def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False, rank: 
 
 
 @lru_cache(maxsize=64)  # the same for all configurations of a search
-def _partitioned(each: tuple[int, ...], ranks: int) -> tuple[int, int, int, list[int], list[int]]:
+def _partitioned(made: Gradients, ranks: int) -> tuple[int, int, int, list[int], list[int]]:
     """(elements of all parameters, padded, of one partition; of every rank, elements of the parameters that its
     partition touches, and of the largest part in it)."""
-    numel = sum(each)
+    numel = sum(made.numels)
     padded = -(-numel // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
     partition = padded // ranks
-    touched, largest, at = [0] * ranks, [0] * ranks, 0
-    for n in each:
+    touched, largest = [0] * ranks, [0] * ranks
+    for at, n in zip(made.starts, made.numels, strict=True):
         low, high = at // partition, (at + n - 1) // partition
         for r in range(low, high + 1):
             touched[r] += n
             largest[r] = max(largest[r], min(at + n, (r + 1) * partition) - max(at, r * partition))
-        at += n
     return numel, padded, partition, touched, largest
 
 

@@ -12,7 +12,11 @@ _add_to_grad_partition_buffer, buffered_reduce_fallback``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from bridge_memory.engines.torch_modules import rounded
@@ -47,13 +51,14 @@ class Widths(NamedTuple):
     compact: bool
 
 
-class Gradient(NamedTuple):
-    """A gradient that is reduced; sizes in elements."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Gradients:
+    """The gradients of a model in its order, of each the place of its module, and in elements its size and the position
+    of its parameter among the flat parameters."""
 
-    place: int
-    #: Position of its parameter among the flat parameters.
-    start: int
-    numel: int
+    places: tuple[int, ...]
+    numels: tuple[int, ...]
+    starts: tuple[int, ...]
 
 
 class Held(NamedTuple):
@@ -91,134 +96,183 @@ def contiguous(run: RunSpec) -> bool:
     return run.deepspeed.contiguous_gradients or run.deepspeed.offload_optimizer_device != "none"
 
 
-class Reductions:
-    """All reductions of one backward pass, in the order in which gradients are made.
+class Plan(NamedTuple):
+    """How gradients are reduced.
 
-    ``partitioned``: stage 2, which frees gradients of other partitions. ``counted_elsewhere``: gradients are of earlier
-    microbatches, or made before the first reduction, and the caller counts them. ``own``: bytes of this rank's
-    gradients once the first of them is reduced.
+    ``hooks``: in hooks, in the order of backward, so that each gradient has just been made when it is visited; else
+    after it, in the model's. ``partitioned``: stage 2, which frees gradients of other partitions.
+    ``counted_elsewhere``: gradients are of earlier microbatches, or made before the first reduction, and the caller
+    counts them. ``own``: bytes of this rank's gradients once the first of them is reduced.
     """
 
-    def __init__(
-        self, run: RunSpec, flat: Flat, widths: Widths, *, partitioned: bool, counted_elsewhere: bool, own: int
-    ) -> None:  # fmt: skip
-        self.run, self.flat, self.widths = run, flat, widths
-        self.partitioned, self.counted_elsewhere, self.own = partitioned, counted_elsewhere, own
-        self.contiguous = contiguous(run)
-        self.limit = run.deepspeed.reduce_bucket_size
-        self.bucket: list[Gradient] = []
-        self.elements = 0
+    flat: Flat
+    widths: Widths
+    #: ``reduce_bucket_size``, elements.
+    limit: int
+    contiguous: bool
+    reduce_scatter: bool
+    overlaps: bool
+    hooks: bool
+    partitioned: bool
+    counted_elsewhere: bool
+    own: int
+
+
+@lru_cache(maxsize=64)  # the same for all configurations of a search
+def replay(gradients: Gradients, plan: Plan) -> Replay:
+    """All reductions of one backward pass."""
+    return _Reductions(gradients, plan).replay()
+
+
+class _Reductions:
+    """The state of a replay. Gradients have the numbers of the order in which they are visited."""
+
+    def __init__(self, gradients: Gradients, plan: Plan) -> None:
+        self.plan, flat = plan, plan.flat
+        order = slice(None, None, -1 if plan.hooks else 1)
+        self.places, self.numels = gradients.places[order], gradients.numels[order]
+        self.starts = gradients.starts[order]
+        self.bytes_of = {n: rounded(n * plan.widths.gradient) for n in set(self.numels)}
+        #: This rank's gradients, in order, and how many elements of each are in its partition.
+        low = flat.fullest * flat.partition
+        high = low + flat.partition
+        self.own = {
+            i: flat.own_part(start, n)
+            for i, (start, n) in enumerate(zip(self.starts, self.numels, strict=True))
+            if start < high and start + n > low
+        }
+        self.owned = list(self.own)
         #: Bytes in separate tensors; of these, freed at the next reduction, and staying until the step.
         self.loose = self.lingering = self.staying = 0
         #: Bytes in this rank's buffer; bytes freed of what is counted elsewhere.
         self.kept = self.freed = 0
         self.found: list[Reduction] = []
 
-    def replay(self, gradients: Iterable[Gradient], *, hooks: bool = True) -> Replay:
-        """``hooks``: reductions run in hooks, so that each gradient has just been made when it is visited."""
+    def replay(self) -> Replay:
+        plan, number = self.plan, len(self.numels)
+        # One that is copied into the bucket is freed, if it is counted elsewhere; another is in a tensor, if not.
+        counts = {
+            n: size * ((plan.contiguous and n <= plan.limit) == plan.counted_elsewhere)
+            for n, size in self.bytes_of.items()
+        }
+        counted = [0, *accumulate([counts[n] for n in self.numels])]
+        elements = [0, *accumulate(self.numels)]
+        #: Of each place the first gradient.
+        firsts = dict(zip(reversed(self.places), range(number - 1, -1, -1), strict=True))
+        begins = sorted((i, place) for place, i in firsts.items())
         before: dict[int, Held] = {}
-        for g in gradients:
-            before.setdefault(g.place, self._held(0))
-            nbytes = self._bytes(g)
-            if self.elements and self.elements + g.numel > self.limit:
-                self._reduce(g.place, nbytes if hooks else 0)
-            self.bucket.append(g)
-            self.elements += g.numel
-            if self.contiguous and g.numel <= self.limit:
-                self.freed += nbytes if self.counted_elsewhere else 0
-            elif not self.counted_elsewhere:
-                self.loose += nbytes
-        if self.elements:
-            self._reduce(-1, 0)
-        return Replay(self.found, before)
+        at = 0
 
-    def _bytes(self, gradient: Gradient) -> int:
-        return rounded(gradient.numel * self.widths.gradient)
+        def count(end: int) -> None:
+            """Those before ``end`` are made."""
+            nonlocal at
+            if plan.counted_elsewhere:
+                self.freed += counted[end] - counted[at]
+            else:
+                self.loose += counted[end] - counted[at]
+            at = end
+
+        start = 0
+        while start < number:
+            end = max(start + 1, bisect_right(elements, elements[start] + plan.limit) - 1)
+            # The gradient that triggers a reduction is visited before it.
+            while begins and begins[0][0] <= end:
+                first, place = begins.pop(0)
+                count(first)
+                before[place] = self._held(0)
+            count(end)
+            if end < number:
+                self._reduce(start, end, self.places[end], self.bytes_of[self.numels[end]] if plan.hooks else 0)
+            else:
+                self._reduce(start, end, -1, 0)
+            start = end
+        return Replay(self.found, before)
 
     def _held(self, more: int) -> Held:
         return Held(self.loose + self.kept + more, self.kept + self.staying, self.freed)
 
-    def _reduce(self, place: int, trigger: int) -> None:
+    def _reduce(self, start: int, end: int, place: int, trigger: int) -> None:
+        """Those from ``start`` to before ``end``, which are in the bucket."""
+        plan = self.plan
         made = self._held(trigger)
         self.loose -= self.lingering
         self.lingering = 0
-        mine = [self.flat.own_part(g.start, g.numel) > 0 for g in self.bucket]
-        joined, added = self._copied()
+        mine = self.owned[bisect_left(self.owned, start) : bisect_left(self.owned, end)]
+        joined, added = self._copied(start, end, mine)
         found = max(made, self._held(trigger + joined))
-        if any(mine) and (self.contiguous or self.widths.compact):
-            self.kept = self.own
-            if not self.widths.compact:
+        if mine and (plan.contiguous or plan.widths.compact):
+            self.kept = plan.own
+            if not plan.widths.compact:
                 added = 0
-            elif self.contiguous and self.run.deepspeed.reduce_scatter:
+            elif plan.contiguous and plan.reduce_scatter:
                 added = max(joined, added)  # the buffer is allocated before gradients are added to it
             found = max(found, self._held(trigger + added))
         self.found.append(Reduction(place, trigger, found))
-        for g, own in zip(self.bucket, mine, strict=True):
-            if not self.contiguous or g.numel > self.limit:
-                self._after_reduction(self._bytes(g), own=own)
-        self.bucket, self.elements = [], 0
+        if not plan.contiguous or self.numels[start] > plan.limit:
+            own = sum([self.bytes_of[self.numels[i]] for i in mine])
+            self._after_reduction(own, own=True)
+            self._after_reduction(sum([self.bytes_of[n] for n in self.numels[start:end]]) - own, own=False)
 
     def _after_reduction(self, nbytes: int, *, own: bool) -> None:
-        """Frees a gradient in a separate tensor after its reduction, or counts it as lingering or staying."""
-        if own and self.contiguous and (not self.widths.compact or not self.partitioned):
+        """Frees gradients in separate tensors after their reduction, or counts them as lingering or staying."""
+        plan = self.plan
+        compact = plan.widths.compact
+        if own and plan.contiguous and (not compact or not plan.partitioned):
             freed = True  # moved into this rank's buffer, or added to it and cleared
         elif own:
             freed = False
-            self.staying += 0 if self.widths.compact or self.counted_elsewhere else nbytes
-        elif self.partitioned and self.run.deepspeed.overlap_comm and not self.contiguous:
+            self.staying += 0 if compact or plan.counted_elsewhere else nbytes
+        elif plan.partitioned and plan.overlaps and not plan.contiguous:
             freed = False
             self.lingering += nbytes
         else:
-            freed = self.partitioned
-        if freed and self.counted_elsewhere:
+            freed = plan.partitioned
+        if freed and plan.counted_elsewhere:
             self.freed += nbytes
         elif freed:
             self.loose -= nbytes
 
-    def _copied(self) -> tuple[int, int]:
+    def _copied(self, start: int, end: int, mine: Sequence[int]) -> tuple[int, int]:
         """(bytes of concatenated gradients and their cast, bytes of the cast and what is added in fp32)."""
-        each = [
-            _copied(self.widths, sum(n for n, _ in group), len(group) > 1, max(added for _, added in group))
-            for group in self._collectives()
-        ]
+        each = [_copied(self.plan.widths, *group) for group in self._collectives(start, end, mine)]
         return max(joined for joined, _ in each), max(added for _, added in each)
 
-    def _collectives(self) -> Iterable[list[tuple[int, int]]]:
-        """Slices of each collective: (elements, elements of this rank that are added together). Slices are collected
-        until a collective has more elements than a bucket may have (``allreduce_and_scatter``): partitions of a
-        larger parameter are reduced separately, and a single slice is not copied."""
-        if not self.contiguous:
-            yield [(g.numel, self.flat.own_part(g.start, g.numel)) for g in self.bucket]
+    def _collectives(self, start: int, end: int, mine: Sequence[int]) -> Iterable[tuple[int, bool, int]]:
+        """Of each collective (elements, whether slices are concatenated, elements of the largest that this rank adds).
+        Slices are collected until a collective has more elements than a bucket may have (``allreduce_and_scatter``):
+        partitions of a larger parameter are reduced separately, and a single slice is not copied."""
+        plan = self.plan
+        if not (plan.contiguous and plan.reduce_scatter):
+            joined = not plan.contiguous and end - start > 1
+            yield sum(self.numels[start:end]), joined, max([self.own[i] for i in mine], default=0)
             return
-        if not self.run.deepspeed.reduce_scatter:
-            yield [(self.elements, max(self.flat.own_part(g.start, g.numel) for g in self.bucket))]
-            return
-        group: list[tuple[int, int]] = []
-        for elements, own in self._slices():
-            group.append((elements, elements if own else 0))
-            if sum(n for n, _ in group) > self.limit:
-                yield group
-                group = []
-        if group:
-            yield group
+        elements = number = most = 0
+        for n, own in self._slices(start, end):
+            elements, number, most = elements + n, number + 1, max(most, n if own else 0)
+            if elements > plan.limit:
+                yield elements, number > 1, most
+                elements = number = most = 0
+        if number:
+            yield elements, number > 1, most
 
-    def _slices(self) -> Iterable[tuple[int, bool]]:
+    def _slices(self, start: int, end: int) -> Iterable[tuple[int, bool]]:
         """(elements, whether this rank's) of each gradient by partition; consecutive slices of one partition are
         merged, unless each is added to this rank's buffer separately."""
+        partition, fullest, compact = self.plan.flat.partition, self.plan.flat.fullest, self.plan.widths.compact
         last, elements = -1, 0
-        for g in self.bucket:
-            low, end = g.start, g.start + g.numel
-            while low < end:
-                rank = low // self.flat.partition
-                high = min(end, (rank + 1) * self.flat.partition)
-                if rank == last and not (self.widths.compact and rank == self.flat.fullest):
+        for low, n in zip(self.starts[start:end], self.numels[start:end], strict=True):
+            stop = low + n
+            while low < stop:
+                rank = low // partition
+                high = min(stop, (rank + 1) * partition)
+                if rank == last and not (compact and rank == fullest):
                     elements += high - low
                 else:
                     if elements:
-                        yield elements, last == self.flat.fullest
+                        yield elements, last == fullest
                     last, elements = rank, high - low
                 low = high
-        yield elements, last == self.flat.fullest
+        yield elements, last == fullest
 
 
 def _copied(widths: Widths, elements: int, joined: bool, added: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from bridge_memory.cli.megatron.search import WITHOUT_NUMPY
 from bridge_memory.outside.amount import Range
 from bridge_memory.outside.context import outside_bytes_of
 from bridge_memory.plan.found import Found, Limit, OneByOne, Refused
-from bridge_memory.plan.megatron.many import Sheet, fitting, sorted_batches
+from bridge_memory.plan.megatron.many import Sheet, Sorted, fitting
 from bridge_memory.plan.megatron.search import search
 from bridge_memory.plan.megatron.space import Space, layouts
 from bridge_memory.spec.gpus import find_gpu
@@ -148,12 +148,16 @@ def test_random_layouts_are_those_of_peaks_and_step_time(name: str, number: int)
     for _ in range(number):
         few = chance.choice(groups)
         i = chance.randrange(len(few.peaks))
-        run = sheet.run(few.pipeline, few.sizes[i], few.batch[i], few.recompute[i])
+        run = sheet.run(few.pipeline, *few.places(i))
         assert few.peaks[i] == max(stage.peak_bytes for stage in peaks(run)), run
         assert few.seconds[i] == step_time(run, H100).seconds, run
-    one, at, of_all = sorted_batches([(sheet, group) for group in groups])
-    times = [groups[a].seconds[b] for a, b in zip(one[:999], at[:999], strict=True)]
-    assert times == sorted(times) and len(of_all) == sum(len(few.peaks) for few in groups)
+    rows = Sorted([(sheet, group) for group in groups])
+    found = []
+    for i in range(len(rows)):
+        _, few, at = rows.place(i)
+        found.append((few.seconds[at], few.peaks[at], few.order(sheet, at)))
+    assert found == sorted(found) and len(found) == sum(len(few.peaks) for few in groups)
+    assert list(rows.peaks()) == [peak for _, peak, _ in found]
 
 
 @pytest.mark.parametrize("name", ("local", "not distributed", "packed", "sequence parallel off", "muon", "lora"))

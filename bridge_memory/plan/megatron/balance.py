@@ -7,9 +7,11 @@ first r stages, the one whose highest cost is lowest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 from bridge_memory.estimation import peaks, stage_peaks
@@ -19,7 +21,7 @@ from bridge_memory.spec.layout import Chunk, ChunkShape, StageShape, layout
 from bridge_memory.spec.layout_string import short_layout_string
 from bridge_memory.spec.parts import WITH_TRANSFORMERS
 from bridge_memory.speed.hardware import Hardware
-from bridge_memory.speed.megatron.step_time import Step
+from bridge_memory.speed.megatron.step_time import Step, added
 
 #: Layers by which a chunk may differ from the average.
 WIDEST = 8
@@ -97,7 +99,7 @@ def balance(
             raise SpecError(_no_split(run, capacity))
         return described(ends, hardware)
     v = some.parallel.vpp
-    timed = None if capacity is None else seconds_of
+    timed = None if step is None or capacity is None else partial(_seconds_of_chunk, step)
     sizes = _plain(some, cost, every=capacity is not None) if v == 1 else _interleaved(some, v, cost, timed)
     if sizes is None:
         raise SpecError(_no_split(run, capacity))
@@ -106,6 +108,10 @@ def balance(
         # One stage often has the highest peak whatever the others hold (an encoder, the logits).
         return balance(run, hardware, capacity=found.peak)
     return found
+
+
+def _seconds_of_chunk(step: Step, shape: ChunkShape) -> float:
+    return step.seconds_of((shape,))
 
 
 def _no_split(run: RunSpec, capacity: int | None) -> str:
@@ -272,8 +278,46 @@ def _pattern(model: ModelSpec) -> _Pattern:
     return _Pattern(kinds[: sum(best)], *best)
 
 
+class _Chunk(NamedTuple):
+    """A chunk of some layers."""
+
+    shape: ChunkShape
+    #: 0 where time costs nothing.
+    seconds: float
+    #: What it adds to how uneven a split is.
+    uneven: float
+    #: Where the pattern of layers goes on after it.
+    on: int
+
+
+class _Alike:
+    """Sizes of the chunks of one stage that hold ``number`` layers in all and go on ``on`` the same places: each as
+    (seconds, how uneven, sizes, shapes)."""
+
+    def __init__(self, number: int, on: tuple[int, ...]) -> None:
+        self.number, self.on = number, on
+        self.few: list[tuple[float, float, tuple[int, ...], StageShape]] = []
+        self._best: list[tuple[float, float, tuple[int, ...]]] | None = None
+
+    @property
+    def least(self) -> tuple[float, float]:
+        """No size takes less (seconds, or is more even)."""
+        return min([one[0] for one in self.few]), min([one[1] for one in self.few])
+
+    def best(self, price: Callable[[StageShape], float]) -> list[tuple[float, float, tuple[int, ...]]]:
+        """(cost, how uneven, sizes) of those that no other is better than in both."""
+        if self._best is None:
+            self._best, least = [], float("inf")
+            for _, uneven, sizes, shapes in sorted(self.few, key=lambda one: one[:3]):
+                # Of what is as fast and as even as one that memory holds, memory is not asked for.
+                if uneven < least and (here := price(shapes)) < float("inf"):
+                    self._best.append((here, uneven, sizes))
+                    least = uneven
+        return self._best
+
+
 def _interleaved(
-    run: RunSpec, v: int, cost: Cost, timed: Callable[[StageShape], float] | None = None
+    run: RunSpec, v: int, cost: Cost, timed: Callable[[ChunkShape], float] | None = None
 ) -> list[int] | None:
     """Layers of every chunk with virtual stages, in the order in which a microbatch passes them.
 
@@ -282,9 +326,9 @@ def _interleaved(
     chunks goes on, and with the layers given out so far: where the rows begin on the first stage is tried in every way,
     and after the last stage each row must have come to where the next began.
 
-    ``timed``: what stages cost is time, this much, or without end where memory does not hold them. Of splits that cost
-    as much the one with the evenest chunks, by layers or by ``timed``: a chunk that takes longer than those that run
-    beside it on other stages keeps them waiting.
+    ``timed``: what stages cost is time, this much a chunk, or without end where memory does not hold them. Of splits
+    that cost as much the one with the evenest chunks, by layers or by ``timed``: a chunk that takes longer than those
+    that run beside it on other stages keeps them waiting.
     """
     model, pp = run.model, run.parallel.pp
     pattern, layers = _pattern(model), model.num_layers
@@ -292,14 +336,13 @@ def _interleaved(
     number = SIZES_TRIED.get(v, 4)
     low = max(1, base + 1 - number // 2)
     tried = list(range(low, low + number))
-    begins = list(product(*[
-        [at for at in range(len(pattern.kinds)) if at >= min(pattern.prefix, c * pp)] for c in range(1, v)
-    ]))  # fmt: skip
-    if len(begins) > MOST_BEGINNINGS:
+    may_begin = [[at for at in range(len(pattern.kinds)) if at >= min(pattern.prefix, c * pp)] for c in range(1, v)]
+    if (ways := prod(map(len, may_begin))) > MOST_BEGINNINGS:  # 10^23 of a model whose every sixth layer differs
         raise SpecError(
             f"virtual_pipeline_model_parallel_size ({v}) with kinds of layers that repeat after {pattern.period} has "
-            f"{len(begins)} ways to begin, more than {MOST_BEGINNINGS}; lower it"
+            f"{ways} ways to begin, more than {MOST_BEGINNINGS}; lower it"
         )
+    begins = list(product(*may_begin))
     some = _stages(run)
     known: dict[tuple[int, StageShape], float] = {}
 
@@ -312,30 +355,33 @@ def _interleaved(
             known[key] = cost(rank, shapes, best[0])
         return known[key]
 
-    alone: dict[ChunkShape, float] = {}
-
-    def uneven_of(shapes: StageShape) -> float:
+    def chunk_of(shape: ChunkShape, on: int) -> _Chunk:
         if timed is None:
-            return sum(shape.num_layers**2 for shape in shapes)
-        for shape in shapes:
-            if shape not in alone:
-                alone[shape] = timed((shape,)) ** 2
-        return sum(alone[shape] for shape in sorted(shapes, key=lambda one: alone[one]))
+            return _Chunk(shape, 0.0, shape.num_layers**2, on)
+        seconds = timed(shape)
+        return _Chunk(shape, seconds, round(seconds, DECIMALS) ** 2, on)
+
+    def uneven_of(chunks: Iterable[_Chunk]) -> float:
+        return sum(sorted([chunk.uneven for chunk in chunks]))
 
     given = [stage[c].num_layers for c in range(v) for stage in some]
     as_given = [tuple(c.shape(model) for c in stage) for stage in some]
-    best = max(price(*one) for one in enumerate(as_given)), sum(map(uneven_of, as_given)), given
+    uneven = sum([uneven_of([chunk_of(shape, 0) for shape in shapes]) for shapes in as_given])
+    best = max(price(*one) for one in enumerate(as_given)), uneven, given
 
-    def stage(rank: int, places: Sequence[int], sizes: Sequence[int], bare: bool) -> StageShape:
-        shapes = []
-        for c, (at, number) in enumerate(zip(places, sizes, strict=True)):
-            last = c == v - 1
-            embedding, output = rank == c == 0, rank == pp - 1 and last
-            # The last layer is the output's, or where the loss stands alone that of the stage before.
-            ends = bool(number) and (output or (bare and last and rank == pp - 2))
+    chunks: dict[tuple[bool, bool, bool, int, int], _Chunk] = {}
+
+    def chunk(rank: int, c: int, at: int, number: int, bare: bool) -> _Chunk:
+        last = c == v - 1
+        embedding, output = rank == c == 0, rank == pp - 1 and last
+        # The last layer is the output's, or where the loss stands alone that of the stage before.
+        ends = bool(number) and (output or (bare and last and rank == pp - 2))
+        key = embedding, output, ends, at, number
+        if key not in chunks:
             depths = model.mtp_num_layers if output else 0
-            shapes.append(ChunkShape(pattern.layers(at, number), embedding, output, depths, ends))
-        return tuple(shapes)
+            shape = ChunkShape(pattern.layers(at, number), embedding, output, depths, ends)
+            chunks[key] = chunk_of(shape, pattern.place(at + number))
+        return chunks[key]
 
     def options(rank: int, bare: bool) -> Iterator[tuple[int, ...]]:
         ends: list[list[int]] = [list(tried) for _ in range(v)]
@@ -354,32 +400,33 @@ def _interleaved(
                     for tail in ends[-1] if rank == pp - 1 else [middle[-1]]:
                         yield (head, *middle[1:-1], tail)
 
-    #: Sizes of one stage, and what they cost, by rank, whether the loss stands alone, and where its chunks begin.
-    of_stage: dict[tuple[int, bool, tuple[int, ...]], list[tuple[float, float, int, tuple[int, ...], tuple[int, ...]]]]
-    of_stage = {}
+    #: Sizes of one stage, by rank, whether the loss stands alone, and where its chunks begin; those of the last by
+    #: where all chunks but the last go on.
+    of_stage: dict[tuple[int, bool, tuple[int, ...]], dict[tuple[int, ...], list[_Alike]]] = {}
 
-    def sizes_of(rank: int, bare: bool, places: tuple[int, ...]) -> Sequence[Any]:
+    def sizes_of(rank: int, bare: bool, places: tuple[int, ...]) -> dict[tuple[int, ...], list[_Alike]]:
         key = rank, bare, places
         found = of_stage.get(key)
         if found is None:
-            found = of_stage[key] = []
-            alike: dict[tuple[tuple[int, ...], int], list[tuple[float, float, tuple[int, ...], StageShape]]] = {}
+            alike: dict[tuple[Any, ...], _Alike] = {}
             for sizes in dict.fromkeys(options(rank, bare)):
-                on = tuple([pattern.place(at + n) for at, n in zip(places, sizes, strict=True)])
-                shapes, number = stage(rank, places, sizes, bare), sum(sizes)
-                square = uneven_of(shapes)
-                if timed is None:
-                    found.append((price(rank, shapes), square, number, sizes, on))
-                else:
-                    alike.setdefault((on, number), []).append((timed(shapes), square, sizes, shapes))
-            for (on, number), few in alike.items():
-                least: float = float("inf")
-                for _, square, sizes, shapes in sorted(few, key=lambda one: one[:3]):
-                    # Of what is as fast and as even as one that memory holds, memory is not asked for.
-                    if square < least and (here := price(rank, shapes)) < float("inf"):
-                        found.append((here, square, number, sizes, on))
-                        least = square
+                here = [chunk(rank, c, at, n, bare) for c, (at, n) in enumerate(zip(places, sizes, strict=True))]
+                seconds = round(added([one.seconds for one in here]), DECIMALS)
+                if seconds > best[0]:
+                    continue
+                number, on = sum(sizes), tuple([one.on for one in here])
+                group = (on, number) if timed else (sizes,)
+                if group not in alike:
+                    alike[group] = _Alike(number, on)
+                alike[group].few.append((seconds, uneven_of(here), sizes, tuple([one.shape for one in here])))
+            found = of_stage[key] = {}
+            for one in alike.values():
+                found.setdefault(one.on[:-1] if rank == pp - 1 else (), []).append(one)
         return found
+
+    def ends(bare: bool, begin: tuple[int, ...], places: tuple[int, ...], total: int) -> bool:
+        """Whether the last stage can hold what is left."""
+        return any(total + one.number == layers for one in sizes_of(pp - 1, bare, places).get(begin, ()))
 
     # First the lowest highest cost, then of the splits that stay within it the evenest.
     for even, bare, begin in product((False, True), (False, True), begins):
@@ -388,22 +435,25 @@ def _interleaved(
         states = {((0, *begin), 0): (0.0, 0, [])}
         for rank in range(pp):
             after: dict[tuple[tuple[int, ...], int], tuple[float, float, list[tuple[int, ...]]]] = {}
-            #: Those that cost no more than the best split so far.
-            at_most: dict[tuple[int, ...], list[Any]] = {}
+            last = rank == pp - 1
             for (places, total), (high, uneven, rows) in states.items():
-                if places not in at_most:
-                    at_most[places] = [one for one in sizes_of(rank, bare, places) if one[0] <= best[0]]
                 left = layers - total - v * (pp - 1 - rank) + bare
-                for here, square, number, sizes, on in at_most[places]:
-                    if number > left:
+                for alike in sizes_of(rank, bare, places).get(begin if last else (), ()):
+                    key = alike.on, total + alike.number
+                    if alike.number > left or (last and key[1] != layers):
                         continue
-                    key = on, total + number
-                    both = 0.0 if even else max(high, here), uneven + square
-                    if key not in after or both < after[key][:2]:
-                        after[key] = *both, [*rows, sizes]
+                    # Memory is not asked for where the last stage cannot take the rest, or the best stays the best.
+                    if rank == pp - 2 and not ends(bare, begin, *key):
+                        continue
+                    if last and (best[0] if even else max(high, alike.least[0]), uneven + alike.least[1]) >= best[:2]:
+                        continue
+                    for here, more, sizes in alike.best(partial(price, rank)):
+                        both = 0.0 if even else max(high, here), uneven + more
+                        if here <= best[0] and (key not in after or both < after[key][:2]):
+                            after[key] = *both, [*rows, sizes]
             states = after
-        for (places, total), (high, uneven, rows) in states.items():
+        for high, uneven, rows in states.values():
             found = best[0] if even else high, uneven
-            if total == layers and places[:-1] == begin and found < best[:2]:
+            if found < best[:2]:
                 best = *found, [rows[rank][c] for c in range(v) for rank in range(pp)]
     return best[2] if best[0] < float("inf") else None

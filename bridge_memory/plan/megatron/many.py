@@ -143,10 +143,10 @@ class Fitting(NamedTuple):
     """Layouts of one pipeline that fit, one entry each."""
 
     pipeline: Pipeline
-    #: Places in ``Pipeline.at``, among the micro batches, and in ``Pipeline.recomputes``.
-    sizes: np.ndarray
-    batch: np.ndarray
-    recompute: np.ndarray
+    #: Numbers of places in ``Pipeline.at``, of micro batches, and of ``Pipeline.recomputes``.
+    shape: tuple[int, int, int]
+    #: Where in an array of that shape, flat; 32 bits: a large space has millions.
+    at: np.ndarray
     peaks: np.ndarray
     seconds: np.ndarray
     #: How many legal layouts the pipeline has, and of them those whose model state alone is too large.
@@ -155,11 +155,16 @@ class Fitting(NamedTuple):
     #: How many more are tight.
     tight: int
 
-    def order(self, sheet: Sheet) -> np.ndarray:
-        """Their places in the order in which a space lists its layouts."""
-        p = self.pipeline
-        out: np.ndarray = p.order[self.sizes] * sheet.most_splits + p.number
-        out = (out * len(sheet.batches) + self.batch) * sheet.most_recomputes + self.recompute
+    def places(self, which: Any = slice(None)) -> tuple[Any, Any, Any]:
+        """Of some layouts the places in ``Pipeline.at``, among the micro batches, and in ``Pipeline.recomputes``."""
+        sizes, batch, recompute = np.unravel_index(self.at[which], self.shape)
+        return sizes, batch, recompute
+
+    def order(self, sheet: Sheet, which: Any = slice(None)) -> np.ndarray:
+        """Places of some layouts in the order in which a space lists them."""
+        p, (sizes, batch, recompute) = self.pipeline, self.places(which)
+        out: np.ndarray = p.order[sizes] * sheet.most_splits + p.number
+        out = (out * len(sheet.batches) + batch) * sheet.most_recomputes + recompute
         return out
 
 
@@ -492,6 +497,7 @@ class Memory:
         self._costs = costs
         if costs is not None:
             costs.take_up(self.grid.bare_grid())
+        #: What model state is made of, of the last pipeline size.
         self._states: dict[int, Pieces] = {}
         #: Of a pipeline size, sizes and a micro batch, by their places.
         self._alone: dict[tuple[int, int, int], Callable[[StageShape], StageState]] = {}
@@ -539,7 +545,9 @@ class Memory:
             def made(part: Subgrid) -> StageContents:
                 return self._contents(pipeline._replace(fields={}), part, bare=True)
 
-            pieces = self._states[pp] = Pieces(self._with_pipeline(pp), made)
+            # The pipelines of one size follow each other, and need what another's state was made of no more.
+            pieces = Pieces(self._with_pipeline(pp), made)
+            self._states = {pp: pieces}
 
         def state(holds: StageContents) -> tuple[Any, ...]:
             found = holds.state(shapes)
@@ -904,14 +912,15 @@ class Sweep:
         pipeline, kept, memory = self.sheet.pipelines[number], self._kept[number], self._memory
         looked_at = int(self._legal[number].sum())
         too_large = looked_at - int(kept.sum())
+        shape = self._legal[number].shape
         if too_large == looked_at:
             none = np.zeros(0, np.int64)
-            return Fitting(pipeline, none, none, none, none, np.zeros(0), looked_at, too_large, 0)
+            return Fitting(pipeline, shape, none.astype(np.int32), none, np.zeros(0), looked_at, too_large, 0)
         found, tight = self._beside_others(pipeline, memory.peaks(pipeline, kept, self._allowed))
         places = found.sizes, found.batch, found.recompute
         seconds = self._times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
-        sizes, batch, recompute = [each.astype(np.int32) for each in places]  # a large space has a million
-        return Fitting(pipeline, sizes, batch, recompute, found.peaks, seconds, looked_at, too_large, tight)
+        at = np.ravel_multi_index(places, shape).astype(np.int32)
+        return Fitting(pipeline, shape, at, found.peaks, seconds, looked_at, too_large, tight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -981,18 +990,56 @@ def _held(peaks: np.ndarray, limit: MemoryLimit) -> np.ndarray:
     return held
 
 
-def sorted_batches(found: Sequence[tuple[Sheet, Fitting]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Layouts by step time, of equal ones by peak, of equal ones as the space lists them: in which of ``found`` each
-    is, where in it, and its peak."""
-    if not found:
-        return (np.zeros(0, np.int64),) * 3
-    of = np.repeat(np.arange(len(found), dtype=np.int32), [len(few.peaks) for _, few in found])
-    at = np.concatenate([np.arange(len(few.peaks), dtype=np.int32) for _, few in found])
-    peaks = np.concatenate([few.peaks for _, few in found])
-    sheets = {id(sheet): number for number, sheet in enumerate(dict.fromkeys(sheet for sheet, _ in found))}
-    order = np.lexsort((
-        np.concatenate([few.order(sheet) for sheet, few in found]),
-        np.concatenate([np.full(len(few.peaks), sheets[id(sheet)], np.int32) for sheet, few in found]),
-        peaks, np.concatenate([few.seconds for _, few in found]),
-    ))  # fmt: skip
-    return of[order], at[order], peaks[order]
+#: Layouts that are sorted at a time by more than their step time.
+_SORTED = 1 << 18
+
+
+class Sorted:
+    """Layouts by step time, of equal ones by peak, of equal ones as the space lists them."""
+
+    def __init__(self, found: Sequence[tuple[Sheet, Fitting]]) -> None:
+        self._found = found
+        #: Of each of ``found`` the number of its first layout, where they are counted one after the other.
+        self._starts = np.cumsum([0, *[len(few.at) for _, few in found]])
+        seconds = self._each([few.seconds for _, few in found])
+        order = np.argsort(seconds, kind="stable").astype(np.int32 if len(seconds) < 1 << 31 else np.int64)
+        seconds = seconds[order]
+        known: dict[int, int] = {}
+        start = 0
+        while start < len(order):
+            end = int(np.searchsorted(seconds, seconds[min(start + _SORTED, len(order)) - 1], "right"))
+            some = order[start:end]
+            peaks, sheets, listed = (np.zeros(len(some), np.int64) for _ in range(3))
+            for (sheet, few), here, at in self._by_group(some):
+                peaks[here], sheets[here] = few.peaks[at], known.setdefault(id(sheet), len(known))
+                listed[here] = few.order(sheet, at)
+            order[start:end] = some[np.lexsort((listed, sheets, peaks, seconds[start:end]))]
+            start = end
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @staticmethod
+    def _each(values: Sequence[np.ndarray]) -> np.ndarray:
+        found: np.ndarray = np.concatenate(values) if values else np.zeros(0)
+        return found
+
+    def _by_group(self, numbers: np.ndarray) -> Iterator[tuple[tuple[Sheet, Fitting], np.ndarray, np.ndarray]]:
+        """(one of ``found``, places of its layouts in ``numbers``, and in it)."""
+        group = np.searchsorted(self._starts, numbers, "right") - 1
+        by_group = np.argsort(group, kind="stable")
+        ends = np.searchsorted(group[by_group], np.arange(len(self._found) + 1))
+        for number, one in enumerate(self._found):
+            here = by_group[ends[number] : ends[number + 1]]
+            yield one, here, numbers[here] - self._starts[number]
+
+    def place(self, number: int) -> tuple[Sheet, Fitting, int]:
+        """Of layout ``number`` the sheet, its pipeline's layouts, and where in these it is."""
+        at = int(self._order[number])
+        group = int(np.searchsorted(self._starts, at, "right")) - 1
+        return *self._found[group], at - int(self._starts[group])
+
+    def peaks(self) -> np.ndarray:
+        """Of every layout."""
+        return self._each([few.peaks for _, few in self._found])[self._order]

@@ -7,6 +7,7 @@ step time (``speed``) and ranked by it. Layouts are evaluated in batches, as arr
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -311,18 +312,18 @@ def _in_batches(
     looked_at = without_activations = fit = tight = 0
     stopped = False
     try:
-        for part, sheet, few in (
-            ((through + done / len(one.pipelines)) / len(sheets), one, some) for through, one in enumerate(sheets)
-            for done, some in enumerate(fitting(one, hardware, constants, limit, refused, jobs, backend, costs), 1)
-        ):  # fmt: skip
-            found.append((sheet, few))
-            looked_at += few.looked_at
-            without_activations += few.without_activations
-            fit += len(few.peaks)
-            tight += few.tight
-            if share is not None:
-                share(part)
-            progress(looked_at, fit)
+        for through, sheet in enumerate(sheets):
+            for done, few in enumerate(fitting(sheet, hardware, constants, limit, refused, jobs, backend, costs), 1):
+                found.append((sheet, few))
+                looked_at += few.looked_at
+                without_activations += few.without_activations
+                fit += len(few.peaks)
+                tight += few.tight
+                if share is not None:
+                    share((through + done / len(sheet.pipelines)) / len(sheets))
+                progress(looked_at, fit)
+            if len(sheets) > 1:
+                gc.collect()  # what a sheet has worked out holds itself
     except KeyboardInterrupt:
         stopped = True
     make = partial(_row, hardware=hardware, limit=limit, constants=constants)
@@ -338,17 +339,14 @@ class _Batched(Layouts):
         cache: str | None,
     ) -> None:  # fmt: skip
         """``cache``: the folder that what blocks cost may be from."""
-        from bridge_memory.plan.megatron.many import sorted_batches
+        from bridge_memory.plan.megatron.many import Sorted
 
         self._cache = cache
-
-        self._found, self._make = found, make
-        #: In order: in which of ``found`` a row is, where in it, and its peak.
-        self._of, self._at, self._peaks = sorted_batches(found)
+        self._sorted, self._make = Sorted(found), make
         self._made: dict[int, Row[StepTime]] = {}
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._sorted)
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
@@ -359,28 +357,24 @@ class _Batched(Layouts):
             raise IndexError(number)
         row = self._made.get(number)
         if row is None:
-            sheet, *place = self._place(number)
-            made = self._make(sheet.run(*place))
-            same = isinstance(made, Row) and made.peak == self._peaks[number]
+            sheet, few, at = self._sorted.place(number)
+            made = self._make(sheet.run(few.pipeline, *map(int, few.places(at))))
+            same = isinstance(made, Row) and made.peak == few.peaks[at]
             if not same and self._cache is not None:
                 raise SpecError(f"--cache ({show(self._cache)}) has costs that are not those of this model; delete it")
             assert isinstance(made, Row) and same, "an array of peaks is not that of its runs"
             row = self._made[number] = made
         return row
 
-    def _place(self, number: int) -> tuple[Sheet, Any, int, int, int]:
-        (sheet, few), at = self._found[self._of[number]], self._at[number]
-        return sheet, few.pipeline, int(few.sizes[at]), int(few.batch[at]), int(few.recompute[at])
-
     def choice(self, number: int) -> object:
-        sheet, pipeline, sizes, batch, recompute = self._place(number)
-        sizes_of = sheet.sizes[pipeline.at[sizes]]
-        return pipeline.pp, sizes_of, batch, pipeline.recomputes[recompute], id(sheet)
+        sheet, few, at = self._sorted.place(number)
+        pipeline, (sizes, batch, recompute) = few.pipeline, map(int, few.places(at))
+        return pipeline.pp, sheet.sizes[pipeline.at[sizes]], batch, pipeline.recomputes[recompute], id(sheet)
 
     def peaks(self) -> Iterable[int]:
-        peaks: list[int] = self._peaks.tolist()
-        return peaks
+        return map(int, self._sorted.peaks())
 
     def seconds(self, number: int) -> float:
         """The step time by which row ``number`` stands where it does."""
-        return float(self._found[self._of[number]][1].seconds[self._at[number]])
+        _, few, at = self._sorted.place(number)
+        return float(few.seconds[at])
