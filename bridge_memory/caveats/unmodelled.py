@@ -18,7 +18,8 @@ from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.encoders import recorded
 from bridge_memory.spec.graphs import static_masks
 from bridge_memory.spec.limits import limits_of
-from bridge_memory.spec.model import AttentionSpec, EncoderSpec, GatedDeltaNetSpec, MambaSpec, MLASpec
+from bridge_memory.spec.model import AttentionSpec, EncoderSpec, GatedDeltaNetSpec, MambaSpec, MLASpec, MoESpec
+from bridge_memory.spec.parts import ALL_LINEAR
 from bridge_memory.spec.run import RunSpec
 from bridge_memory.spec.unmodelled import ADAPTERS, ENCODER, Bounds, Effect, Unmodelled
 from bridge_memory.workspaces.driver import DISPATCHERS, driver_buffers
@@ -275,6 +276,19 @@ def _of_transformers(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
         yield Unmodelled(
             "liger_kernel (swiglu): its fused experts; counted as transformers' grouped ones", Effect.DOWN,
             order="as large as the experts' activations once, in every layer")  # fmt: skip
+    moe = next((layer.ffn for layer in run.model.layers if isinstance(layer.ffn, MoESpec)), None)
+    linears = ("w1", "w2", "w3") if run.model.model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    targets = {*run.peft.target_modules} & {ALL_LINEAR, *linears} if run.peft.freezes else set()
+    if moe is not None and targets and EXPERTS_IN_ONE_PARAMETER(spec) and run.implementation.torch_layers:
+        # peft 0.21 utils/transformers_weight_conversion.py: _convert_peft_config_moe; tuners/lora/layer.py:
+        # ParamWrapper: the weight plus the product of its adapters is one tensor, which grouped products save.
+        copy = moe.num_experts * (2 + moe.gated) * run.model.hidden_size * moe.moe_ffn_hidden_size
+        copy *= DTYPE_BYTES[run.compute_dtype]
+        yield Unmodelled(
+            f"target_modules ({', '.join(sorted(targets))}) with transformers 5: adapters of the experts' joined "
+            "weights, which peft 0.21 adds to a copy of them; no adapters of experts are counted", Effect.UP,
+            order=f"the copy alone {copy / 2**20:,.1f} MiB in every layer with experts, until its backward",
+        )
     if spec.load_in_8bit:
         # backends/cuda/ops.py: int8_vectorwise_quant; features over llm_int8_threshold go apart, in the input's dtype.
         yield Unmodelled(

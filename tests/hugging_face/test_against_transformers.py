@@ -12,13 +12,14 @@ pytest.importorskip("transformers")
 
 from hf_families import CONFIGS
 from hf_oracle import build
-from hf_side_by_side import INSTALLED, errors
+from hf_side_by_side import INSTALLED, both, errors
 from hf_sweep import draw, off
 from parameters_of import stage_parameters
 
 from bridge_memory import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec, SpecError, estimate
+from bridge_memory.caveats.unmodelled import unmodelled_features
 from bridge_memory.readers.huggingface import model_from_hf_config
-from bridge_memory.spec import PrecisionSpec
+from bridge_memory.spec import PeftSpec, PrecisionSpec
 from bridge_memory.spec.transformers import FAMILIES, NOT_IN_MEGATRON, TransformersSpec
 from bridge_memory.tapes.context import context_of
 
@@ -269,3 +270,16 @@ def test_an_estimate_counts_what_the_loss_makes() -> None:
     )
     found = estimate(run).stages[0]
     assert found.activation_bytes + found.transient_bytes > 12 * 128256 * 4096
+
+
+@pytest.mark.skipif(find_spec("peft") is None or INSTALLED < (5, 0), reason="needs peft and transformers 5")
+def test_adapters_of_joined_experts_are_named_by_what_they_keep() -> None:
+    """peft adds them to a copy of the experts' weights, which every layer keeps: not counted, and said."""
+    targets = ("gate_proj", "up_proj", "down_proj")
+    config = {**CONFIGS["qwen3_moe"], "vocab_size": 64}
+    ours, real = both(config, targets=targets, lora_dropout=0.0)
+    run = small_run(config, peft=PeftSpec(scheme="lora", dim=16, target_modules=targets))
+    (said,) = [feature for feature in unmodelled_features(run) if "target_modules" in str(feature)]
+    copies = config["num_experts"] * 3 * config["hidden_size"] * config["moe_intermediate_size"] * 2
+    assert f"{copies / 2**20:,.1f} MiB" in said.order
+    assert real.retained - ours.retained > copies * config["num_hidden_layers"]
