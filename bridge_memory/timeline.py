@@ -228,8 +228,8 @@ def _steps(inventory: ChunkInventory, layers: tuple[int, ...]) -> Iterator[Step]
         if id(link) not in names:
             names[id(link)] = link.forward_name(), link.backward_name()
         yield Step(
-            link.label, layers[at : at + number], before, link.retained, forward, backward, *names[id(link)],
-            max(0, link.gradients - link.freed),
+            link.label, layers[at : at + number], before, link.retained + link.discarded, forward, backward,
+            *names[id(link)], max(0, link.gradients - link.freed),
         )  # fmt: skip
         at += number
 

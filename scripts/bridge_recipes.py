@@ -25,7 +25,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from functools import cache, partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
@@ -355,7 +355,9 @@ def build(recipe: Callable[..., Any]) -> Any:
     """The recipe's container, with the fusions that it has on a GPU and not on this machine."""
     # One recipe of 0.3.1 requires a precision.
     needed = "mixed_precision_recipe" in inspect.signature(recipe).parameters
-    with kernels_of_the_card(recipe):
+    from bridge_memory.readers.container_file import kernels_of
+
+    with kernels_of(recipe, "blackwell" if re.search(r"g?b[23]00", recipe.__name__) else None):
         config = recipe(mixed_precision_recipe="bf16_with_mxfp8_mixed") if needed else recipe()
     if hasattr(config.model, "gradient_accumulation_fusion"):
         config.model.gradient_accumulation_fusion = True
@@ -365,18 +367,6 @@ def build(recipe: Callable[..., Any]) -> Any:
         config.model.vocab_size = vocabulary_of(str(tokenizer))
         config.model.should_pad_vocab = config.model.vocab_size is not None
     return config
-
-
-#: Asks for a Blackwell GPU: the function's name where a recipe imports it.
-_ON_BLACKWELL = "deepseek_v4_supports_blackwell_fused_kernels"
-
-
-def kernels_of_the_card(recipe: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Let a recipe for Blackwell turn on the kernels that it turns on there."""
-    module = sys.modules.get(recipe.__module__)
-    if hasattr(module, _ON_BLACKWELL) and re.search(r"g?b[23]00", recipe.__name__):
-        return mock.patch.object(module, _ON_BLACKWELL, lambda: True)
-    return nullcontext()
 
 
 def experts_divide_tensors(config: Any) -> int:

@@ -270,7 +270,7 @@ def _run_from_container(args: argparse.Namespace, gpu_arch: str | None) -> RunSp
     if args.container is not None:
         config = container_from_file(args.container)
     else:
-        config = container_from_recipe(args.bridge_recipe)
+        config = container_from_recipe(args.bridge_recipe, gpu_arch)
     found: dict[str, Any] = {"gpu_arch": gpu_arch} if gpu_arch else {}
     return run_from_config_container(
         config, world_size=getattr(args, "parallel.world_size", None),

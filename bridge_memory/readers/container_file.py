@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from types import SimpleNamespace
 from typing import Any
@@ -84,8 +86,30 @@ def _whole(fields: dict[str, Any]) -> Any:
     })  # fmt: skip
 
 
-def container_from_recipe(name: str) -> Any:
+#: By which DeepSeek-V4's recipes ask whether there is a Blackwell GPU, as they import it (Megatron Bridge
+#: ``models/deepseek/deepseek_v4_bridge.py``).
+_ASKS = "deepseek_v4_supports_blackwell_fused_kernels"
+
+
+@contextmanager
+def kernels_of(recipe: Callable[..., Any], gpu_arch: str | None) -> Iterator[None]:
+    """Let a recipe turn on the kernels that it turns on where it sees a GPU of this generation; None: as it sees."""
+    module = sys.modules.get(getattr(recipe, "__module__", ""))
+    asked = getattr(module, _ASKS, None)
+    if asked is None or gpu_arch is None:
+        yield
+        return
+    setattr(module, _ASKS, lambda: gpu_arch == "blackwell")
+    try:
+        yield
+    finally:
+        setattr(module, _ASKS, asked)
+
+
+def container_from_recipe(name: str, gpu_arch: str | None = None) -> Any:
     """The container that a recipe of the installed Megatron Bridge returns, such as ``llama3_8b_pretrain_config``.
+
+    ``gpu_arch``: generation of the GPU that it is for; None: whatever the recipe finds.
 
     Raises:
         SpecError: Megatron Bridge cannot be imported, has no such recipe, or the recipe fails.
@@ -102,8 +126,10 @@ def container_from_recipe(name: str) -> Any:
     if not found:
         near = get_close_matches(name, known, n=3, cutoff=0.3)
         raise SpecError(f"--bridge-recipe {name} is none; {'did you mean ' + ' or '.join(near) if near else RECIPES}")
+    recipe = getattr(recipes, found)
     try:
-        return getattr(recipes, found)()
+        with kernels_of(recipe, gpu_arch):
+            return recipe()
     except SpecError:
         raise
     except Exception as error:

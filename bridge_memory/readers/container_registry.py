@@ -234,7 +234,7 @@ UNMODELLED: dict[str, dict[str, Feature]] = {
         # models/gpt_full_te_layer_autocast_spec.py: it saves the same tensors (a test compares both)
         "use_transformer_engine_full_layer_spec": Feature(
             False, UP, "temporaries of Transformer Engine's whole layer", most=_inner_activations,
-            order="6 tensors [s b, f / t] of one layer",
+            order="6 s b f / t elements of one layer",
         ),
         "restore_modelopt_state": Feature(False, EITHER, "ModelOpt's quantizers",
                                              order="a copy of the largest quantized tensor, and what is clipped of it"),

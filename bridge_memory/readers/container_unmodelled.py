@@ -86,6 +86,7 @@ _WRAPPERS = {
     "Qwen35VLModelProvider": "qwen3_5",
     "Qwen3VLMoEModelProvider": "qwen3_vl_moe",
     "Qwen3VLModelProvider": "qwen3_vl",
+    "Step37ModelProvider": "step3p7",
 }
 
 
@@ -147,7 +148,8 @@ def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
     *_, key = path.split(".")
     outer = getattr(model, "hf_config", None)
     config = {
-        **_as_mapping(outer), "model_type": _WRAPPERS[provider],
+        "projector_bias": getattr(model, "projector_bias", None), **_as_mapping(outer),
+        "model_type": _WRAPPERS[provider],
         "text_config": {"hidden_size": getattr(model, "hidden_size", None)}, key: _as_mapping(_at(model, path)),
     }
     bridge = release_in(getattr(sys.modules.get("megatron.bridge"), "__version__", None)) or DEFAULT_MEGATRON_BRIDGE

@@ -310,6 +310,21 @@ def _minimax_m3(v: Fields, text: int, outer: Fields) -> int:
     return patches + 2 * h + _of(v, "num_hidden_layers") * block + projector
 
 
+def _step3p7(v: Fields, text: int, outer: Fields) -> int:
+    """A perception encoder with scaled blocks and two convolutions after them, and a projector (Megatron Bridge
+    ``models/stepfun/modelling_step37/{vision_model,utils,image_insert_embedding}.py``)."""
+    h, patch = _of(v, "width"), _of(v, "patch_size")
+    f = int(h * v.number("mlp_ratio", default=8960 / 1536))
+    block = 4 * h + _linear(h, 3 * h) + _linear(h, h) + _linear(h, f) + _linear(f, h)
+    scales = 0 if v.raw("ls_init_value")[1] is None else 2 * h
+    norms = 2 * h * (v.flag("use_ln_pre") + v.flag("use_ln_post", default=True))
+    first = h * v.flag("use_cls_token")
+    positions = first + (_of(v, "image_size") // patch) ** 2 * h if v.flag("use_abs_posemb", default=True) else 0
+    ends = _of(v, "num_channels", 3) * patch**2 * h + first + positions + norms
+    merged = _linear(9 * h, 2 * h) + _linear(18 * h, 4 * h)
+    return ends + _of(v, "layers") * (block + scales) + merged + _linear(4 * h, text, outer.flag("projector_bias"))
+
+
 def _qwen2_audio(v: Fields, text: int, outer: Fields) -> int:
     """Whisper's encoder, without bias in the key projection, and one projector."""
     h, f = _of(v, "d_model"), _of(v, "encoder_ffn_dim")
@@ -439,6 +454,7 @@ _COUNTS: dict[str, Callable[[Fields, int, Fields], int]] = {
     "mistral3": _mistral3,
     "llama4": _llama4,
     "minimax_m3_vl": _minimax_m3,
+    "step3p7": _step3p7,
     "qwen2_audio": _qwen2_audio,
     "qwen3_omni_moe_vision_encoder": _qwen3,
     "qwen3_omni_moe_audio_encoder": _qwen3_omni_audio,
@@ -460,6 +476,7 @@ _SHARDED: dict[str, Callable[[Fields], int]] = {
 _PROJECTORS: dict[str, Callable[[Fields, int], tuple[int, int]]] = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3_projector),
     "gemma4": lambda v, text: (_of(v, "hidden_size") * text, 0),
+    "step3p7": lambda v, text: (4 * _of(v, "width") * text, 0),
 }
 #: model_type of a wrapper whose encoder Megatron Bridge takes from transformers -> function of the same arguments that
 #: returns its structure.

@@ -69,6 +69,7 @@ def why_not(run: RunSpec) -> str | None:
         "outputs that stages keep": run.parallel.pp > 1 and not impl.deallocate_pipeline_outputs,
         "shards of saved inputs": run.recompute.distribute_saved_activations,
         "embeddings of every layer": bool(run.model.per_layer_vocab_size),
+        "recomputed hyper-connections": run.recompute.selects("mhc"),
     }  # fmt: skip
     missing = [name for name, given in asked.items() if given]
     return f"reserved memory with {', '.join(missing)} is not replayed" if missing else None

@@ -198,15 +198,17 @@ class ChunkInventory(NamedTuple):
         forward, the same in backward), where layers are scheduled one by one
         (``models/common/model_chunk_schedule_plan.py``).
 
-        The other links include the losses of MTP depths: each follows its depth there.
+        The other links include the losses of MTP depths: each follows its depth there. What links discard between the
+        passes is there during both.
         """
+        present = sum([count * link.discarded for link, count in self.links])
         links = [link for link, _ in self.links]
         embedding = links.pop(0).retained if links and links[0].label is Label.EMBEDDING else 0
         loss = links.pop().retained if links and links[-1].label is Label.LOSS else 0
         return (
             embedding, loss,
-            max([link.forward_peak - link.retained for link in links], default=0),
-            max([link.backward_peak - link.retained for link in links], default=0),
+            present + max([link.forward_peak - link.retained - link.discarded for link in links], default=0),
+            present + max([link.backward_peak - link.retained - link.discarded for link in links], default=0),
         )
 
     def parts(self) -> dict[tuple[Part, Provenance], int]:

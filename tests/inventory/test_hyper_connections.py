@@ -20,9 +20,11 @@ from bridge_memory import (
     estimate,
     explain,
 )
+from bridge_memory import reserved as replay
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.spec import SpecError
 from bridge_memory.tapes.context import context_of
+from bridge_memory.timeline import step_timeline
 
 S, H, N, LAYERS, WORDS, K = 4096, 4096, 4, 12, 129280, 6
 ATTENTION = CompressedAttentionSpec(64, 512, 64, 1024, 8, 1024, 128, 128, fused=True)
@@ -56,6 +58,14 @@ def test_recomputed_streams_are_gone_for_all_but_the_running_microbatch() -> Non
     assert gained(3) == of_a_stage
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_timeline_is_as_high_as_the_estimate(stage: int) -> None:
+    job = run("moe_act", "mhc")
+    points = list(step_timeline(job, stage).points())
+    assert max(point.total for point in points) == explain(job, stage).peak_bytes
+    assert min(point.transient for point in points) >= 0
+
+
 def test_the_norms_are_recomputed_once_where_both_modules_name_them() -> None:
     assert explain(run("mhc", "layernorm"), 0).peak_bytes == explain(run("mhc"), 0).peak_bytes
 
@@ -67,6 +77,11 @@ def test_the_norms_are_recomputed_once_where_both_modules_name_them() -> None:
 def test_what_megatron_lm_refuses_beside_it(modules: tuple[str, ...], options: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         estimate(run(*modules).with_(implementation=ImplementationSpec(**options)))  # type: ignore[arg-type]
+
+
+def test_reserved_memory_is_not_replayed_without_them() -> None:
+    assert replay.why_not(run("moe_act")) is None
+    assert "recomputed hyper-connections" in (replay.why_not(run("mhc")) or "")
 
 
 def test_it_needs_streams() -> None:

@@ -337,6 +337,28 @@ def test_the_containers_environment_is_read_where_the_process_names_no_other(
     assert not run_from_config_container(config, world_size=8).implementation.expandable_segments
 
 
+def test_a_frozen_language_model_beside_steps_projector_has_weights_alone(recipes: Any) -> None:
+    """Step-3.7's smoke recipe trains the projector. The encoder has the parameters of Bridge's own module."""
+    stepfun = pytest.importorskip("megatron.bridge.models.stepfun.modelling_step37.vision_model")
+    import torch
+    from bridge_recipes import build
+
+    config = build(recipes.step37_sft_4gpu_h100_bf16_flickr8k_smoke_config)
+    config.world_size = 4
+    run = run_from_config_container(config)
+    (encoder,) = run.model.encoders
+    with torch.device("meta"):
+        built = stepfun.Step37VisionModel(config.model.vision_config)
+        projector = torch.nn.Linear(4 * config.model.vision_config.width, config.model.hidden_size, bias=False)
+    of_projector = sum(p.numel() for p in projector.parameters())
+    assert encoder.projector == of_projector
+    assert encoder.parameters == sum(p.numel() for p in built.parameters()) + of_projector
+    assert (run.peft.scheme, encoder.frozen) == ("frozen", ("encoder",))
+    found = estimate(run)
+    trained = [c.bytes for stage in found.stages for c in stage.components if c.name.endswith("gradients")]
+    assert sum(trained) == pytest.approx(4 * of_projector, rel=0.01)
+
+
 def test_the_encoder_of_a_vision_language_recipe_is_counted(recipes: Any) -> None:
     """Qwen2.5-VL's tower is transformers' own module, whole on each rank. Frozen, its weights stay and nothing else."""
     name = "qwen25_vl_7b_sft_config"

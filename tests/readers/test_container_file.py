@@ -106,6 +106,20 @@ def test_a_recipe_needs_megatron_bridge(monkeypatch: pytest.MonkeyPatch) -> None
         container_from_recipe("llama3_8b")
 
 
+def test_a_recipe_that_asks_for_blackwell_is_told_of_the_named_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    from types import ModuleType
+
+    recipes = ModuleType("recipes_that_ask")
+    asks = "deepseek_v4_supports_blackwell_fused_kernels"
+    source = f"def {asks}():\n    return None\n\ndef small_config():\n    return [{asks}()]\n"
+    exec(source, vars(recipes))
+    monkeypatch.setitem(sys.modules, "recipes_that_ask", recipes)
+    monkeypatch.setattr("bridge_memory.readers.container_file.RECIPES", "recipes_that_ask")
+    found = [container_from_recipe("small", arch) for arch in ("blackwell", "hopper", None)]
+    assert found == [[True], [False], [None]]
+
+
 def test_a_recipe_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import sys
     from types import ModuleType

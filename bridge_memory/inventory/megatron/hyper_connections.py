@@ -9,7 +9,8 @@ _build_mhc_recompute_layer_plan``, ``transformer_layer.py: HyperConnectionTransf
 its norm, and the mixed streams of both blocks are outputs of checkpoints (``CheckpointWithoutOutput``). All of a
 chunk's lose their storage when its last layer has run forward, and are recomputed together when that layer's backward
 begins. The first layer's input and the last one's output stay, and so do the weights of the streams with what computing
-them saves, the fp32 copy included: they are not recomputed. MTP depths are outside of the block, and counted with everything.
+them saves, the fp32 copy included: they are not recomputed. MTP depths are outside of the block, and counted with
+everything.
 """
 
 from __future__ import annotations
