@@ -104,6 +104,15 @@ def test_most_is_allocated_where_the_estimate_says(run: RunSpec) -> None:
         assert found.expandable >= 0.995 * stage.peak_bytes
 
 
+def test_a_tied_gradient_waits_through_an_overlapped_backward_pass() -> None:
+    """One microbatch of few tokens: the most is allocated where the gradients of both uses of the table are summed."""
+    run = run_of(QWEN, 6, implementation=OVERLAP, **EP)
+    tied = replace(run.model, share_embeddings_and_output_weights=True)
+    run = run.with_(model=tied, batch=BatchSpec(seq_length=256, micro_batch_size=1, global_batch_size=8))
+    peak = estimate(run).peak_stage.peak_bytes
+    assert replayed(run).allocated == pytest.approx(peak, rel=0.001)
+
+
 def test_the_highest_stage_is_replayed_by_default() -> None:
     run = run_of(LLAMA, 8, pipeline_model_parallel_size=4)
     highest = max(estimate(run).stages, key=lambda stage: stage.peak_bytes).stage

@@ -491,11 +491,15 @@ class _Job:
             if shape.embedding:
                 inside, its_back = blocks.pop(0).forward(None)
                 new.before.append(its_back)
+        kept: int | None = None  # as in ``_microbatches``
+        at_embedding, at_loss = self._tied(self.shapes[chunk])
         if back is not None:
             gradient = None if self.shapes[chunk].output else storages.make(hidden)
             held = None if gradient is None else storages.hold(gradient)
             while back.after:
                 gradient = back.after.pop()(gradient).get(0)
+                if at_loss.own and kept is None:
+                    kept = storages.make(at_embedding.before)
         after = len(blocks) - (0 if forward is None else self._after(self.shapes[forward]))
         layers, tail = [block for block in blocks[:after] if isinstance(block, Passes)], blocks[after:]
         to_the_end: list[int] = []
@@ -522,7 +526,9 @@ class _Job:
         if back is not None:
             while back.before:
                 gradient = back.before.pop()(gradient).get(0)
-            for number in (gradient, held, back.x):
+            if at_embedding.own:
+                storages.drop_all([storages.make(at_embedding.own), storages.make(at_embedding.total)])
+            for number in (gradient, held, back.x, kept):
                 if number is not None:
                     storages.drop(number)
         storages.drop_all(to_the_end)
