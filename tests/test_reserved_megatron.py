@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bridge_memory import RunSpec
+from bridge_memory import EncoderSpec, EncoderStructure, RunSpec
 from bridge_memory.cli import main
 from bridge_memory.estimation import estimate, stage_parts
 from bridge_memory.readers import resolve_model
@@ -102,6 +102,38 @@ def test_most_is_allocated_where_the_estimate_says(run: RunSpec) -> None:
         assert found.allocated == pytest.approx(stage.peak_bytes, rel=0.01)
         assert found.segments >= found.allocated
         assert found.expandable >= 0.995 * stage.peak_bytes
+
+
+SEES = EncoderStructure(
+    kind="glm4v", hidden_size=1536, ffn_hidden_size=4096, num_layers=6, num_heads=12, out_size=2048, patch_size=14,
+    temporal_patch_size=2, merge_size=2, merger_size=1024, positions=576, qkv_bias=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", [(), ("",), ("patch_embed", "embeddings", "post_conv", "blocks")], ids=str)
+@pytest.mark.parametrize("again", [RecomputeSpec(), full(1)], ids=["", "layers run again"])
+def test_encoders_are_replayed(frozen: tuple[str, ...], again: RecomputeSpec) -> None:
+    """The first stage of two has the encoder, and no loss: its most is allocated in the encoder where that trains."""
+    model = resolve_model("meta-llama/Llama-3.2-1B")
+    encoder = EncoderSpec("visual", 200_000_000, structure=SEES, frozen=frozen)
+    run = RunSpec(
+        model=replace(model, layers=model.layers[:2], encoders=(encoder,)), recompute=again,
+        parallel=ParallelSpec(world_size=2, pipeline_model_parallel_size=2),
+        batch=BatchSpec(patches_per_image=16000, seq_length=8192, global_batch_size=4),
+    )
+    assert why_not(run) is None
+    for stage in estimate(run).stages:
+        found = replayed(run, stage.stage)
+        assert found.allocated == pytest.approx(stage.peak_bytes, rel=0.01)
+        assert found.segments >= found.allocated
+
+
+def test_features_of_several_layers_are_not_replayed() -> None:
+    model = resolve_model("meta-llama/Llama-3.2-1B")
+    deep = replace(SEES, kind="qwen3_omni_vision", deepstack_layers=(1, 3))
+    run = RunSpec(model=replace(model, encoders=(EncoderSpec("visual", 200_000_000, structure=deep),)),
+                  batch=BatchSpec(patches_per_image=400))  # fmt: skip
+    assert "encoders whose features several layers make" in (why_not(run) or "")
 
 
 def test_a_tied_gradient_waits_through_an_overlapped_backward_pass() -> None:
