@@ -440,7 +440,7 @@ class _Replayed(NamedTuple):
 
 
 def _replayed(traces: Traces, stage: int, room: int) -> Generator[None, None, _Replayed]:
-    """At most: with routing as uneven as the least that was seen, where sizes vary. At least: ``room``, if training
+    """At most: with routing as uneven as was seen from scratch, where sizes vary. At least: ``room``, if training
     goes on in it with retries of the allocator."""
     run = traces.run
     trace, least = traces.of(stage)

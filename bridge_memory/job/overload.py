@@ -66,9 +66,9 @@ def most_overload(run: RunSpec) -> float:
 
 
 def likely_overload(run: RunSpec) -> float:
-    """The overload factor that some layers of a run have, whose router nothing balances yet, beyond what it has by
-    ``moe_imbalance``; 1: none."""
-    return max(1.0, min(FROM_SCRATCH.least, most_overload(run)) / run.implementation.moe_imbalance)
+    """The overload factor that some layers of a run reach while nothing balances their router yet, beyond what it has
+    by ``moe_imbalance``; 1: none. What a run reserves is the most of all its steps: the most that was seen."""
+    return max(1.0, min(FROM_SCRATCH.most, most_overload(run)) / run.implementation.moe_imbalance)
 
 
 def _routed(run: RunSpec) -> list[MoESpec]:

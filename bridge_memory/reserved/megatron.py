@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Role
 from bridge_memory.estimation import stage_parts
+from bridge_memory.inventory.encoders.chain import pixel_bytes
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import fully_recomputed, ignores_full_recompute
 from bridge_memory.inventory.megatron.embedding import learned_positions
@@ -33,9 +34,11 @@ from bridge_memory.inventory.tail import (
     holds_final_norm,
 )
 from bridge_memory.releases import MTP_LOSS_OUTSIDE, OVERLAPPED_LAYERS_FREED
+from bridge_memory.reserved.encoders import Encoders
 from bridge_memory.schedule.events import num_warmup, schedule_table
 from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.spec import LayerSpec, RunSpec
+from bridge_memory.spec.encoders import MEGATRON_KINDS
 from bridge_memory.spec.layout import ChunkShape, layout
 from bridge_memory.tapes.allocation_trace import Nodes, Passes, Storages, tape_of
 from bridge_memory.tapes.chain import Label
@@ -64,7 +67,7 @@ def why_not(run: RunSpec) -> str | None:
         "offloaded activations": bool(impl.cpu_offloading_num_layers or impl.offload_modules),
         "CUDA graphs": impl.cuda_graph_impl != "none",
         "a teacher": run.teacher is not None or impl.distillation != "none",
-        "encoders": bool(run.model.encoders) and any(encoder.items for encoder in context_of(run).encoders),
+        "encoders whose features several layers make, that run again or beside exchanges": _not_replayed(run),
         "adapters": run.peft.trains_adapters or run.peft.freezes,
         "outputs that stages keep": run.parallel.pp > 1 and not impl.deallocate_pipeline_outputs,
         "shards of saved inputs": run.recompute.distribute_saved_activations,
@@ -73,6 +76,17 @@ def why_not(run: RunSpec) -> str | None:
     }  # fmt: skip
     missing = [name for name, given in asked.items() if given]
     return f"reserved memory with {', '.join(missing)} is not replayed" if missing else None
+
+
+def _not_replayed(run: RunSpec) -> bool:
+    """Whether a model has encoders that are not: with features of several layers, of megatron-core's layers run again,
+    or beside overlapped exchanges."""
+    found = [e.structure for e in context_of(run).encoders if e.items] if run.model.encoders else []
+    again = run.recompute.granularity is not None
+    return bool(found) and (
+        run.implementation.overlap_moe_expert_parallel_comm
+        or any(s.deepstack_layers or (again and s.kind in MEGATRON_KINDS) for s in found)
+    )
 
 
 def _has_depths(run: RunSpec) -> bool:
@@ -216,6 +230,10 @@ class _Depths:
         return outs[-1], back
 
 
+#: A part of a chunk; layers that are recomputed together are a list.
+Block = Passes | _Depths | Encoders | list[Passes]
+
+
 class _Job:
     """A rank of one stage, storage by storage. ``repeats``: passes of later steps are those of the first."""
 
@@ -234,6 +252,7 @@ class _Job:
         self.shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
         self.known: dict[object, Passes] = {}
         self.chunks = [self._chunk(shape) for shape in self.shapes]
+        self._pixels = pixel_bytes(self.ctx)
         #: The chunks with other numbers of tokens, of which every pass of a layer takes one.
         self.variants = [self.chunks]
         self._chosen = Random(0)
@@ -266,12 +285,14 @@ class _Job:
     def _layer(self, kind: LayerSpec, *, again: bool = False) -> Passes:
         return self._passes(kind, lambda c: layer_block(kind, c), again=again)
 
-    def _chunk(self, shape: ChunkShape) -> list[Passes | _Depths | list[Passes]]:
+    def _chunk(self, shape: ChunkShape) -> list[Block]:
         """The blocks of a chunk in order; layers that are recomputed together are a list."""
         model, ctx = self.run.model, self.ctx
-        out: list[Passes | _Depths | list[Passes]] = []
+        out: list[Block] = []
         if shape.embedding:
             out.append(self._passes("embedding", lambda c: embedding_block(model, c)))
+            if any(encoder.items for encoder in ctx.encoders):
+                out.append(Encoders(ctx, self.storages))
         kinds = [kind for kind, count in shape.layers for _ in range(count)]
         again, size = fully_recomputed(len(kinds), ctx, ignored=ignores_full_recompute(model, ctx))
         for at in range(0, again, size):
@@ -411,7 +432,9 @@ class _Job:
             shape = self.shapes[chunk]
             if forward:
                 x = None if shape.embedding else self.storages.make(hidden)
+                pixels = self.storages.make(self._pixels if shape.embedding else 0)
                 out, back = self._forward(chunk, x)
+                self.storages.drop(pixels)
                 if out is not None and out is not x:  # sent and freed, but where it is saved
                     self.storages.drop(out)
                 waiting[microbatch, chunk] = x, back
@@ -481,7 +504,7 @@ class _Job:
         storages = self.storages
         new = _Pass(None, [], [], [])
         inside = gradient = held = None
-        blocks: list[Passes | _Depths] = []
+        blocks: list[Passes | _Depths | Encoders] = []
         if forward is not None:
             chosen = [self._chosen.choice(self.variants)[forward][at] for at in range(len(self.chunks[forward]))]
             blocks = [block for block in chosen if not isinstance(block, list)]
@@ -492,11 +515,15 @@ class _Job:
             if shape.embedding:
                 inside, its_back = blocks.pop(0).forward(None)
                 new.before.append(its_back)
+        kept: int | None = None  # as in ``_microbatches``
+        at_embedding, at_loss = self._tied(self.shapes[chunk])
         if back is not None:
             gradient = None if self.shapes[chunk].output else storages.make(hidden)
             held = None if gradient is None else storages.hold(gradient)
             while back.after:
                 gradient = back.after.pop()(gradient).get(0)
+                if at_loss.own and kept is None:
+                    kept = storages.make(at_embedding.before)
         after = len(blocks) - (0 if forward is None else self._after(self.shapes[forward]))
         layers, tail = [block for block in blocks[:after] if isinstance(block, Passes)], blocks[after:]
         to_the_end: list[int] = []
@@ -523,7 +550,9 @@ class _Job:
         if back is not None:
             while back.before:
                 gradient = back.before.pop()(gradient).get(0)
-            for number in (gradient, held, back.x):
+            if at_embedding.own:
+                storages.drop_all([storages.make(at_embedding.own), storages.make(at_embedding.total)])
+            for number in (gradient, held, back.x, kept):
                 if number is not None:
                     storages.drop(number)
         storages.drop_all(to_the_end)

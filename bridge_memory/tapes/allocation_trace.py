@@ -148,11 +148,16 @@ class _Noted(Storages):
 
 def tape_of(ctx: BlockContext, block: Callable[[BlockContext], Any]) -> Tape:
     """The tape of a block of one run. ``block`` gets the block from a context (as ``layer_block(kind, ctx)``)."""
-    own = BlockContext(ctx.cache, ctx.dimensions, ctx.recompute)
-    own.many = PlainTraces(own)  # type: ignore[assignment]
-    found = block(own)
+    found = block(plain_context(ctx))
     assert isinstance(found, Recorder)
     return found.tape
+
+
+def plain_context(ctx: BlockContext) -> BlockContext:
+    """The same run, whose blocks are recorders with its own sizes."""
+    own = BlockContext(ctx.cache, ctx.dimensions, ctx.recompute)
+    own.many = PlainTraces(own)  # type: ignore[assignment]
+    return own
 
 
 class _Gradient(_Grad):
@@ -453,6 +458,14 @@ class Passes:
         script, out = self._forwards[has_input]
         base = self._storages.play(script, lambda _: -1 if x is None else x)
         return base + out, partial(self._back, x, base)
+
+    def forward_of(self, inputs: Sequence[int]) -> tuple[int, Callable[[int | None], dict[int, int]]]:
+        """As ``forward``, of a block of several inputs; the backward pass gives their gradients by their places."""
+        walk = self._walk(dict(zip(self._plan.inputs, inputs, strict=True)))
+        walk.forward(save=True)
+        out = self._storages.hold(walk.numbers[self._plan.output_storages[0]])
+        walk.leave()
+        return out, walk.back
 
     def calls(self, has_input: bool, has_gradient: bool) -> int:
         """How often a forward and a backward pass allocate and free, but for what they are given."""

@@ -395,6 +395,14 @@ def test_performance_scripts_capture_iterations_of_small_llamas(
     assert (stated.cuda_graph_impl, stated.create_attention_mask) == ("none", False)
 
 
+@pytest.mark.parametrize(("day", "compiles"), [("2025-03-07", False), ("2025-04-01", None), ("no day", None)])
+def test_torchtitan_compiled_no_loss_before_it_said_so(day: str, compiles: bool | None) -> None:
+    row = copy.deepcopy(ROWS["torchtitan929/39.92GiB-47.32GiB"])
+    row["source"] = f"pytorch/torchtitan issue #929 ({day})"
+    found = read_run(row).run.transformers
+    assert found.torch_compile and found.compile_loss is compiles
+
+
 def test_code_of_a_fork_is_listed_and_bends_nothing() -> None:
     data = ROWS["geodesic/nano30b-midtrain/step2"]
     stock = copy.deepcopy(data)

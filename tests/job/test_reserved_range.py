@@ -42,21 +42,21 @@ def training(job: Job) -> PhaseMemory:
     ("row", "measured"), [("nano30b-pretrain/E-044-on", 91.69e9), ("nano30b-midtrain/cp4", 83.1e9)]
 )
 def test_natural_routing_reserves_more_than_even_routing(row: str, measured: float) -> None:
-    """Overlapped experts, natural routing: further than 8% above the replay with even routing, within 8% of that
-    in which layers differ."""
+    """Overlapped experts, natural routing: further than 8% above the replay with even routing, and no more than that
+    in which layers differ as far as was seen."""
     run = run_of(row)
-    even, uneven = replays.held(run, 0), replays.held(run, 0, FROM_SCRATCH.least)
+    even, uneven = replays.held(run, 0), replays.held(run, 0, FROM_SCRATCH.most)
     assert even == replays.replayed(run, 0).expandable
-    assert even < measured * 0.92 <= uneven < measured
+    assert even < measured * 0.92 < measured <= uneven
 
 
 def test_the_least_is_even_routing() -> None:
     """The same posture as E-044 with routing forced to be even: 87.16 GB."""
     job = job_of(estimate(run_of("nano30b-pretrain/E-053")), GH200)
-    assert job.uneven == FROM_SCRATCH.least and not job.retries
+    assert job.uneven == FROM_SCRATCH.most and not job.retries
     found = training(job).reserved
     assert found.least == replays.replayed(run_of("nano30b-pretrain/E-053"), 0).expandable
-    assert 0.92 * 87.16e9 <= found.least < found.most < 87.16e9
+    assert 0.92 * 87.16e9 <= found.least < 87.16e9 < found.most
 
 
 def test_a_full_device_makes_the_allocator_try_again() -> None:
@@ -113,12 +113,12 @@ def test_what_asks_for_too_many_blocks_is_not_replayed_and_says_so(monkeypatch: 
 
 
 def test_rows_of_two_streams_are_scored_by_even_and_uneven_replays() -> None:
-    """E-044: 91.69 GB were reserved, above both; the error is from the nearer end."""
+    """E-044: 91.69 GB were reserved, between both; an error is from the nearer end."""
     (row,) = (row for key, row in ROWS.items() if key.endswith("nano30b-pretrain/E-044-on"))
     (found,) = (o for o in outcomes_of(RecordLine("line 1", row)) if o.meaning is Meaning.RESERVED)
     run = run_of("nano30b-pretrain/E-044-on")
-    even, uneven = (replays.held(run, 0, factor) for factor in (1.0, FROM_SCRATCH.least))
-    assert found.range_bytes == (even, uneven) and found.residual == pytest.approx((91.69e9 - uneven) / 91.69e9)
+    even, uneven = (replays.held(run, 0, factor) for factor in (1.0, FROM_SCRATCH.most))
+    assert found.range_bytes == (even, uneven) and found.residual == 0.0
 
 
 def test_a_phase_that_fits_as_predicted_and_not_in_the_band_is_tight() -> None:

@@ -68,6 +68,7 @@ def read_run(row: Mapping[str, Any]) -> Reading:
     _from_id(row, draft)
     _from_notes(row, draft)
     _from_meaning(row, draft)
+    _of_its_day(row, draft)
     draft.state("implementation.gpu_arch", generation)
     _releases(draft)
     model = _changed(model, draft)
@@ -175,6 +176,20 @@ def _from_meaning(row: Mapping[str, Any], draft: Draft) -> None:
 # --------------------------------------------------------------------------------------------------
 # Releases, engine, sizes
 # --------------------------------------------------------------------------------------------------
+
+
+#: Since this day torchtitan compiles its loss with the model; before, that line of ``components/loss.py`` was switched
+#: off (pull request 1033).
+_TITAN_COMPILES_LOSS = "2025-04-01"
+_DAY = re.compile(r"\b20\d\d-\d\d-\d\d\b")
+
+
+def _of_its_day(row: Mapping[str, Any], draft: Draft) -> None:
+    """What a trainer did on the day that the source gives."""
+    day = _DAY.search(str(row.get("source") or ""))
+    compiles = draft.facts["trainer"] == "torchtitan" and draft.stated.get("transformers.torch_compile")
+    if day and compiles and day[0] < _TITAN_COMPILES_LOSS:
+        draft.stated.setdefault("transformers.compile_loss", False)
 
 
 def _releases(draft: Draft) -> None:

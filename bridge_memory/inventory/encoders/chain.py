@@ -114,7 +114,7 @@ def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
         for link, count in encoder_chain(ctx, run, i):
             link = link._replace(forward_peak=link.forward_peak + waiting)
             links.append((link.with_gradients(waiting) if ctx.adapters is None else link, count))
-        links.append((plain_link(_joined(ctx, run, i), Label.ENCODER), 1))
+        links.append((plain_link(joined_block(ctx, run, i), Label.ENCODER), 1))
     return links
 
 
@@ -141,7 +141,7 @@ def torch_encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
                     retained=link.retained + kept, more=(*link.more, ((Part.ENCODER, Provenance.FORMULA), kept)),
                 )
             links.append((link.with_gradients(waiting) if ctx.adapters is None else link, count))
-        links.append((plain_link(_joined(ctx, run, i), Label.ENCODER), 1))
+        links.append((plain_link(joined_block(ctx, run, i), Label.ENCODER), 1))
     return links
 
 
@@ -386,7 +386,7 @@ def _inputs(t: EncoderOps) -> Any:
     return RECORDERS[t.s.kind].rows(t) * t.s.hidden_size
 
 
-def _joined(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
+def joined_block(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
     """``inputs_embeds.masked_scatter(mask, features)``: of token embeddings copied to [b, s, h], with the features of
     all images in one copy; the result is copied to [s, b, h] (``modeling_glm_45v.py: GLM45VModel.forward``).
 
