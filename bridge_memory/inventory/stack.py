@@ -14,6 +14,7 @@ from bridge_memory.inventory.encoders.chain import (
     encoder_layers,
     encoder_links,
     encoder_parameters,
+    held_by_the_model,
     parameters_beside_layers,
     pixel_bytes,
 )
@@ -136,13 +137,13 @@ def chunk_inventory(
 
 
 def _with_encoder_links(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:
-    """Encoders run between the embedding and the layers; the step holds their pixels during the chunk's forward."""
+    """Encoders run between the embedding and the layers; the step holds their pixels during the chunk's forward, and
+    the model their features during that of its layers."""
     embedding, *layers = links
-    pixels = pixel_bytes(ctx)
-    return [
-        (link._replace(forward_peak=link.forward_peak + pixels), count)
-        for link, count in (embedding, *encoder_links(ctx), *layers)
-    ]
+    pixels, held = pixel_bytes(ctx), held_by_the_model(ctx)
+    before = [(link, count, pixels) for link, count in (embedding, *encoder_links(ctx))]
+    after = [(link, count, pixels + held) for link, count in layers]
+    return [(link._replace(forward_peak=link.forward_peak + more), count) for link, count, more in (*before, *after)]
 
 
 def _with_latents(links: list[tuple[Link, int]], spec: DiffusionSpec, ctx: BlockContext) -> list[tuple[Link, int]]:
