@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -68,11 +69,14 @@ RADIO: dict[str, tuple[dict[str, Any], int, bool, int, tuple[str, ...]]] = {
     ),
     "images, projector alone trains": ({"num_layers": 3}, 2, True, 2, ("vision_model",)),
     "many images, projector alone trains": ({"num_layers": 3}, 1, True, 5, ("vision_model",)),
+    "tiles, adapters": ({"num_layers": 3}, 2, False, 4, ("",)),
     "video": ({"num_layers": 2}, 2, True, 8, ()),
     "video, frozen but for the projector": ({"num_layers": 2}, 4, True, 8, ("vision_model",)),
 }  # fmt: skip
 #: Height and width of an image in patches; the projector's widths.
 GRID, PROJECTED = (32, 48), (20480, 2048)
+#: Targets of Nemotron's recipes with LoRA.
+ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 #: Fields of a provider whose videos are embedded in pairs of frames.
 VIDEO = {"temporal_patch_dim": 2, "separate_video_embedder": True}
 
@@ -127,7 +131,15 @@ def measured_radio(name: str) -> Any:
     def encoded(model: Any) -> Any:
         return model(pixels, None, None, None, sound_clips=silence, **more)[0]
 
-    return passes_of(lambda: llava(sizes, tp, omni, video), run_of(tp), frozen, pixels, encoded)
+    def build() -> Any:
+        model = llava(sizes, tp, omni, video)
+        if "adapters" not in name:
+            return model
+        from megatron.bridge.peft.lora import LoRA
+
+        return LoRA(target_modules=list(ADAPTED), dim=16)(model, training=True).to(torch.bfloat16).to("meta")
+
+    return passes_of(build, run_of(tp), () if "adapters" in name else frozen, pixels, encoded)
 
 
 def passes_of(build: Any, run: Any, frozen: tuple[str, ...], pixels: Any, encoded: Any) -> Any:
@@ -139,7 +151,7 @@ def passes_of(build: Any, run: Any, frozen: tuple[str, ...], pixels: Any, encode
     with on_rank(run, 0):
         model = build()
         for parameter, p in model.named_parameters():
-            p.requires_grad = not parameter.startswith(frozen) if frozen else True
+            p.requires_grad &= not parameter.startswith(frozen) if frozen else True
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         for p in model.parameters():
             p.main_grad = torch.empty(p.shape, dtype=torch.float32, device="meta")
@@ -157,7 +169,7 @@ def passes_of(build: Any, run: Any, frozen: tuple[str, ...], pixels: Any, encode
 
 def predicted_radio(name: str) -> Any:
     from bridge_memory.inventory.encoders.chain import encoder_chain
-    from bridge_memory.spec import BatchSpec, EncoderSpec, EncoderStructure
+    from bridge_memory.spec import BatchSpec, EncoderSpec, EncoderStructure, PeftSpec
     from bridge_memory.tapes.chain import compose
     from bridge_memory.tapes.context import context_of
 
@@ -176,9 +188,12 @@ def predicted_radio(name: str) -> Any:
         batch = replace(batch, images_per_sample=0, video_frames=number)
     if not omni:
         batch = BatchSpec(seq_length=4096, patches_per_image=1024 * number)
-    encoder = EncoderSpec("vision", 1, structure=structure, frozen=frozen)
+    adapted = "adapters" in name
+    encoder = EncoderSpec("vision", 1, structure=structure, frozen=() if adapted else frozen)
     run = run_of(tp, encoders=(encoder,), normalization="RMSNorm").with_(batch=batch)
     run = run.with_(implementation=replace(run.implementation, gradient_accumulation_fusion=False))
+    if adapted:
+        run = run.with_(peft=PeftSpec(scheme="lora", dim=16, target_modules=ADAPTED))
     ctx = context_of(run)
     return compose(encoder_chain(ctx, ctx.encoders[0], 0)), run
 
@@ -425,6 +440,7 @@ def predicted(name: str) -> Any:
 
 
 def answer(name: str) -> dict[str, Any]:
+    from bridge_memory.engines.peft import lora_parameters
     from bridge_memory.inventory.encoders.chain import encoder_parameters
     from bridge_memory.tapes.context import context_of
 
@@ -437,8 +453,11 @@ def answer(name: str) -> dict[str, Any]:
     shapes, record = (measured_radio if name in RADIO else measured)(name)
     ours, run = (predicted_radio if name in RADIO else predicted)(name)
     ctx = context_of(run)
-    rows = encoder_parameters(ctx, ctx.encoders[0], 0)
+    rows = list(encoder_parameters(ctx, ctx.encoders[0], 0))
     counted = sum(sum(p.numel for p in row.parameters) * row.times for row in rows)
+    if ctx.adapters is not None:
+        make = partial(lora_parameters, peft=run.peft, parallel=run.parallel)
+        counted += sum(sum(p.numel for p in make(row.parameters)) * row.times for row in rows)
     if os.environ.get("VERBOSE"):
         for t in record.saved:
             print(t)
