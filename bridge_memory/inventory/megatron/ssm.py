@@ -100,13 +100,12 @@ def _scan_in_one_kernel(
         act=ctx.act, ranks=ctx.cp,
     )
     ungated = tape.tensor("scan output before the gate", inner_bytes, grad=False)
-    kept, own = (zxbcdt, ungated), (ungated,)
+    own = [ungated]
     if ctx.packed and not SEQUENCES_NUMBERED_ONCE(ctx.impl):
-        numbers = tape.tensor("number of each token's sequence", sequence_numbers(ctx), grad=False)
-        kept, own = (*kept, numbers), (ungated, numbers)
+        own.append(tape.tensor("number of each token's sequence", sequence_numbers(ctx), grad=False))
     with tape.checkpoint("scan", (zxbcdt,), enabled=spec.recompute_scan):
         y = tape.make(
-            "scan output", zxbcdt, inner_bytes, saves=kept, also=own,
+            "scan output", zxbcdt, inner_bytes, saves=(zxbcdt, *own), also=tuple(own),
             workspace=scratch.forward + largest(scratch.states - 2 * inner_bytes, scratch.products),
             backward_workspace=scratch.backward + inner_bytes,
         )
