@@ -439,6 +439,13 @@ MTP_LOGITS_FREED = since(
 )
 #: MTP supports packed sequences (``multi_token_prediction.py: MultiTokenPredictionLayer.forward``).
 MTP_TAKES_PACKED_SEQUENCES = since(core=(0, 16))
+#: The number of the sequence of each token of a pack, which Mamba layers need, is made with the pack
+#: (``packed_seq_params.py: PackedSeqParams.__post_init__``).
+SEQUENCES_NUMBERED_ONCE = since(
+    core=(0, 17),
+    before="numbers the sequences of a pack in every Mamba layer",
+    after="numbers the sequences of a pack once for all Mamba layers",
+)
 #: So do gated delta nets (``ssm/gated_delta_net.py: GatedDeltaNet.forward``).
 DELTA_NETS_TAKE_PACKED_SEQUENCES = since(core=(0, 18))
 #: A model with MTP has its final norm on the stage of its last decoder layer (``transformer_block.py:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -68,11 +69,14 @@ RADIO: dict[str, tuple[dict[str, Any], int, bool, int, tuple[str, ...]]] = {
     ),
     "images, projector alone trains": ({"num_layers": 3}, 2, True, 2, ("vision_model",)),
     "many images, projector alone trains": ({"num_layers": 3}, 1, True, 5, ("vision_model",)),
+    "tiles, adapters": ({"num_layers": 3}, 2, False, 4, ("",)),
     "video": ({"num_layers": 2}, 2, True, 8, ()),
     "video, frozen but for the projector": ({"num_layers": 2}, 4, True, 8, ("vision_model",)),
 }  # fmt: skip
 #: Height and width of an image in patches; the projector's widths.
 GRID, PROJECTED = (32, 48), (20480, 2048)
+#: Targets of Nemotron's recipes with LoRA.
+ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 #: Fields of a provider whose videos are embedded in pairs of frames.
 VIDEO = {"temporal_patch_dim": 2, "separate_video_embedder": True}
 
@@ -127,7 +131,15 @@ def measured_radio(name: str) -> Any:
     def encoded(model: Any) -> Any:
         return model(pixels, None, None, None, sound_clips=silence, **more)[0]
 
-    return passes_of(lambda: llava(sizes, tp, omni, video), run_of(tp), frozen, pixels, encoded)
+    def build() -> Any:
+        model = llava(sizes, tp, omni, video)
+        if "adapters" not in name:
+            return model
+        from megatron.bridge.peft.lora import LoRA
+
+        return LoRA(target_modules=list(ADAPTED), dim=16)(model, training=True).to(torch.bfloat16).to("meta")
+
+    return passes_of(build, run_of(tp), () if "adapters" in name else frozen, pixels, encoded)
 
 
 def passes_of(build: Any, run: Any, frozen: tuple[str, ...], pixels: Any, encoded: Any) -> Any:
@@ -139,7 +151,7 @@ def passes_of(build: Any, run: Any, frozen: tuple[str, ...], pixels: Any, encode
     with on_rank(run, 0):
         model = build()
         for parameter, p in model.named_parameters():
-            p.requires_grad = not parameter.startswith(frozen) if frozen else True
+            p.requires_grad &= not parameter.startswith(frozen) if frozen else True
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         for p in model.parameters():
             p.main_grad = torch.empty(p.shape, dtype=torch.float32, device="meta")
@@ -157,7 +169,7 @@ def passes_of(build: Any, run: Any, frozen: tuple[str, ...], pixels: Any, encode
 
 def predicted_radio(name: str) -> Any:
     from bridge_memory.inventory.encoders.chain import encoder_chain
-    from bridge_memory.spec import BatchSpec, EncoderSpec, EncoderStructure
+    from bridge_memory.spec import BatchSpec, EncoderSpec, EncoderStructure, PeftSpec
     from bridge_memory.tapes.chain import compose
     from bridge_memory.tapes.context import context_of
 
@@ -176,9 +188,12 @@ def predicted_radio(name: str) -> Any:
         batch = replace(batch, images_per_sample=0, video_frames=number)
     if not omni:
         batch = BatchSpec(seq_length=4096, patches_per_image=1024 * number)
-    encoder = EncoderSpec("vision", 1, structure=structure, frozen=frozen)
+    adapted = "adapters" in name
+    encoder = EncoderSpec("vision", 1, structure=structure, frozen=() if adapted else frozen)
     run = run_of(tp, encoders=(encoder,), normalization="RMSNorm").with_(batch=batch)
     run = run.with_(implementation=replace(run.implementation, gradient_accumulation_fusion=False))
+    if adapted:
+        run = run.with_(peft=PeftSpec(scheme="lora", dim=16, target_modules=ADAPTED))
     ctx = context_of(run)
     return compose(encoder_chain(ctx, ctx.encoders[0], 0)), run
 
@@ -195,6 +210,84 @@ def language_config(run: Any, recompute: str | None) -> Any:
         if not hasattr(language, name):
             setattr(language, name, 0)
     return language
+
+
+#: Case -> (TP, samples of a microbatch, recompute_granularity) of a first stage into whose embeddings features are put.
+JOINS: dict[str, tuple[int, int, str | None]] = {
+    "features among embeddings": (1, 1, None), "features among embeddings, sequence parallel": (4, 2, None),
+    "features among embeddings, recomputed": (2, 1, "full"),
+}
+FEATURES = 1024
+
+
+def run_of_join(name: str) -> Any:
+    from bridge_memory import EncoderSpec, EncoderStructure
+
+    tp, samples, recompute = JOINS[name]
+    structure = EncoderStructure(
+        kind="qwen2_5_vl", hidden_size=64, ffn_hidden_size=128, num_layers=1, num_heads=2, out_size=1024, patch_size=14,
+        temporal_patch_size=2, merge_size=2, window_size=112,
+    )
+    run = run_of(tp, recompute, encoders=(EncoderSpec("vision", 1, structure=structure),))
+    batch = replace(run.batch, micro_batch_size=samples, patches_per_image=4 * FEATURES)
+    return run.with_(
+        batch=batch, parallel=replace(run.parallel, world_size=2 * tp, pipeline_model_parallel_size=2),
+        model=replace(run.model, layers=run.model.layers * 2),
+    )
+
+
+def measured_join(name: str) -> Any:
+    """``GLM45VModel.forward`` without its encoder, around the first stage of megatron-core's GPTModel."""
+    from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+
+    from bridge_memory.rehearsal.model import build_chunks
+    from bridge_memory.rehearsal.passes import Enter, Leave, measured_passes
+    from bridge_memory.rehearsal.rank import on_rank
+    from bridge_memory.rehearsal.tracker import Tracker
+
+    tp, samples, _ = JOINS[name]
+    run = run_of_join(name)
+    with on_rank(run, 0):
+        (chunk,) = build_chunks(run)
+        chunk.embedding.scatter_to_sequence_parallel = chunk.embedding.reduce_scatter_embeddings = False
+        chunk.embedding.word_embeddings.reduce_scatter_embeddings = False
+        for p in chunk.parameters():
+            p.main_grad = torch.empty(p.shape, dtype=torch.float32, device="meta")
+            p.grad_added_to_main_grad = False
+        ids = torch.empty(samples, 4096, dtype=torch.int64, device="meta")
+        anchor = torch.empty((), device="meta", requires_grad=True)
+        given = [ids, anchor, *(p.main_grad for p in chunk.parameters()), *chunk.parameters(), *chunk.buffers()]
+        tracker = Tracker(given)
+        with tracker.watching(chunk):
+
+            def forward() -> torch.Tensor:
+                found = chunk.embedding(input_ids=ids, position_ids=None).transpose(1, 0).contiguous()
+                images = torch.cat([Enter.apply(anchor, (samples * FEATURES, 1024), torch.bfloat16)])
+                mask = (ids == 5).unsqueeze(-1).expand_as(found)
+                found = found.masked_scatter(mask, images)
+                found = found.transpose(1, 0).contiguous()
+                if tp > 1:
+                    found = scatter_to_sequence_parallel_region(found)
+                out = chunk(input_ids=None, position_ids=None, attention_mask=None, decoder_input=found)
+                end: torch.Tensor = Leave.apply(out)
+                del out, images, mask, found
+                return end
+
+            record = measured_passes(tracker, forward)
+    return {}, record
+
+
+def predicted_join(name: str) -> Any:
+    from bridge_memory.inventory import stack
+    from bridge_memory.inventory.encoders import chain
+    from bridge_memory.spec.layout import layout
+    from bridge_memory.tapes.context import context_of
+
+    run = run_of_join(name)
+    without = mock.patch.object(chain, "encoder_chain", lambda *_: [])
+    with without, mock.patch.object(stack, "pixel_bytes", lambda _: 0):
+        shape = layout(run.model, run.parallel).shapes(run.model)[0][0]
+        return stack.chunk_inventory(run.model, shape, context_of(run), True), run
 
 
 def vision_model(sizes: dict[str, Any], run: Any, recompute: str | None) -> Any:
@@ -347,14 +440,24 @@ def predicted(name: str) -> Any:
 
 
 def answer(name: str) -> dict[str, Any]:
+    from bridge_memory.engines.peft import lora_parameters
     from bridge_memory.inventory.encoders.chain import encoder_parameters
     from bridge_memory.tapes.context import context_of
 
+    if name in JOINS:
+        (ours, _), (_, record) = predicted_join(name), measured_join(name)
+        found = {"parameters": [0, 0], **pairs(ours, record)}
+        if os.environ.get("VERBOSE"):
+            print(*record.saved, record.forward_peak, record.backward_peak, sep="\n")
+        return found
     shapes, record = (measured_radio if name in RADIO else measured)(name)
     ours, run = (predicted_radio if name in RADIO else predicted)(name)
     ctx = context_of(run)
-    rows = encoder_parameters(ctx, ctx.encoders[0], 0)
+    rows = list(encoder_parameters(ctx, ctx.encoders[0], 0))
     counted = sum(sum(p.numel for p in row.parameters) * row.times for row in rows)
+    if ctx.adapters is not None:
+        make = partial(lora_parameters, peft=run.peft, parallel=run.parallel)
+        counted += sum(sum(p.numel for p in make(row.parameters)) * row.times for row in rows)
     if os.environ.get("VERBOSE"):
         for t in record.saved:
             print(t)
@@ -367,7 +470,7 @@ def answer(name: str) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     start()
-    print_answers(names or [*CASES, *EXAONE_CASES, *RADIO], answer)
+    print_answers(names or [*CASES, *EXAONE_CASES, *RADIO, *JOINS], answer)
 
 
 if __name__ == "__main__":

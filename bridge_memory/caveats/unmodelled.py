@@ -18,7 +18,7 @@ from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.encoders import recorded
 from bridge_memory.spec.graphs import static_masks
 from bridge_memory.spec.limits import limits_of
-from bridge_memory.spec.model import AttentionSpec, EncoderSpec, GatedDeltaNetSpec, MambaSpec, MLASpec, MoESpec
+from bridge_memory.spec.model import AttentionSpec, EncoderSpec, GatedDeltaNetSpec, MLASpec, MoESpec
 from bridge_memory.spec.parts import ALL_LINEAR
 from bridge_memory.spec.run import RunSpec
 from bridge_memory.spec.unmodelled import ADAPTERS, ENCODER, Bounds, Effect, Unmodelled
@@ -352,14 +352,6 @@ def _packed(run: RunSpec) -> Iterator[Unmodelled]:
             "(torch 2.11 brings 9.19) leave them to unfused attention, whose scores are not counted",
             Effect.UP,
             order="b n s s / t elements of each step that attention makes of the scores, in every layer",
-        )
-    if any(isinstance(m, MambaSpec) for m in limits.mixers):
-        # packed_seq_params.py: PackedSeqParams.__post_init__, ssm/mamba_mixer.py: MambaMixer._ssm_training: the scan's
-        # chunks and states are those of one sequence; its kernels get the number of each token's sequence.
-        yield Unmodelled(
-            "packed_sequences in Mamba layers: the number of the sequence that each token belongs to", Effect.UP,
-            order="4 bytes for each token of a microbatch, and as they are made twice in int64",
-            most=20 * run.batch.rows[0] * max(1, run.parallel.pp),
         )
     if any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
         yield Unmodelled(

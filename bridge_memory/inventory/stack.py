@@ -14,12 +14,14 @@ from bridge_memory.inventory.encoders.chain import (
     encoder_layers,
     encoder_links,
     encoder_parameters,
+    held_by_the_model,
     parameters_beside_layers,
     pixel_bytes,
 )
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import layer_links, reached
 from bridge_memory.inventory.megatron.embedding import learned_positions
+from bridge_memory.inventory.megatron.ssm import sequence_numbers
 from bridge_memory.inventory.megatron.wan import held_by_the_step, text_gradient
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
 from bridge_memory.inventory.tail import (
@@ -31,7 +33,8 @@ from bridge_memory.inventory.tail import (
     tail_links,
 )
 from bridge_memory.inventory.torch.chain import torch_chunk
-from bridge_memory.spec import DiffusionSpec, EncoderSpec, LayerSpec, ModelSpec
+from bridge_memory.releases import SEQUENCES_NUMBERED_ONCE
+from bridge_memory.spec import DiffusionSpec, EncoderSpec, LayerSpec, MambaSpec, ModelSpec, SideBySideSpec
 from bridge_memory.spec.layout import ChunkShape, StageShape
 from bridge_memory.tapes.chain import (
     ChunkInventory,
@@ -122,6 +125,8 @@ def chunk_inventory(
         _with_last_input(links, ctx)
     if shape.embedding and ctx.encoders:
         links = _with_encoder_links(links, ctx)
+    if ctx.packed and SEQUENCES_NUMBERED_ONCE(ctx.impl) and any(_scans(layer) for layer, _ in shape.layers):
+        links = _with_sequence_numbers(links, ctx)
     if ctx.diffusion is not None:
         links = _with_latents(links, ctx.diffusion, ctx)
     if backward_next:
@@ -135,14 +140,31 @@ def chunk_inventory(
     return compose(links, sent, kept=keeps_output * sent)
 
 
+def _scans(layer: LayerSpec) -> bool:
+    """Whether a layer's mixer is Mamba's, alone or beside attention."""
+    return isinstance(layer.mixer, (MambaSpec, SideBySideSpec))
+
+
+def _with_sequence_numbers(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:
+    """The number of each token's sequence is there from the beginning, and every scan saves it."""
+    (first, count), *others = links
+    numbers = sequence_numbers(ctx)
+    kept = first._replace(
+        retained=first.retained + numbers, forward_peak=first.forward_peak + numbers,
+        backward_peak=first.backward_peak + numbers, backward_peak_held=first.backward_peak_held + numbers,
+        more=(*first.more, ((Part.MAMBA, Provenance.FORMULA), numbers)),
+    )
+    return [(kept, 1), *([(first, count - 1)] if count > 1 else []), *others]
+
+
 def _with_encoder_links(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:
-    """Encoders run between the embedding and the layers; the step holds their pixels during the chunk's forward."""
+    """Encoders run between the embedding and the layers; the step holds their pixels during the chunk's forward, and
+    the model their features during that of its layers."""
     embedding, *layers = links
-    pixels = pixel_bytes(ctx)
-    return [
-        (link._replace(forward_peak=link.forward_peak + pixels), count)
-        for link, count in (embedding, *encoder_links(ctx), *layers)
-    ]
+    pixels, held = pixel_bytes(ctx), held_by_the_model(ctx)
+    before = [(link, count, pixels) for link, count in (embedding, *encoder_links(ctx))]
+    after = [(link, count, pixels + held) for link, count in layers]
+    return [(link._replace(forward_peak=link.forward_peak + more), count) for link, count, more in (*before, *after)]
 
 
 def _with_latents(links: list[tuple[Link, int]], spec: DiffusionSpec, ctx: BlockContext) -> list[tuple[Link, int]]:

@@ -967,6 +967,8 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
         *not_modelled(parts), *unmodelled_encoders(model),
         *_unmodelled_layer_spec(view.model, parts["dataset"], micro),
     ]
+    if any(encoder.structure is not None for encoder in encoders_of(model)):  # counted where features are put in
+        out = [one for one in out if not one.startswith("model.scatter_embedding_sequence_parallel:")]
     if _get(model, "freeze_language_model", False) and not language_model_frozen(model):
         out.append(
             Unmodelled(

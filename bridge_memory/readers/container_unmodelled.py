@@ -109,10 +109,10 @@ _FROZEN = {
 def _frozen(model: Any, encoder: EncoderSpec) -> tuple[str, ...]:
     """The modules of an encoder that a provider freezes; "": all of an encoder whose modules are not known."""
     modality = "audio" if encoder.structure is not None and encoder.structure.audio else "vision"
-    whole, projector = f"freeze_{modality}_model", f"freeze_{modality}_projection"
+    names = f"freeze_{modality}_model", f"freeze_{modality}_projection"
     if encoder.name == "model.sound_config":
-        whole, projector = "freeze_sound_encoder", "freeze_sound_projection"
-    whole, projector = bool(getattr(model, whole, False)), bool(getattr(model, projector, False))
+        names = "freeze_sound_encoder", "freeze_sound_projection"
+    whole, projector = (bool(getattr(model, name, False)) for name in names)
     if encoder.structure is None:
         return (*(("encoder",) if whole else ()), *(("projector",) if projector else ()))
     of_encoder, of_projector = _FROZEN[encoder.structure.kind]

@@ -93,13 +93,14 @@ def encoders_of_wrapper(config: Mapping[str, Any], names: str, name: str = "conf
     the size of one is unknown."""
     thinker = config.get("thinker_config")
     if config.get("model_type") != "qwen3_omni_moe" or not isinstance(thinker, Mapping):
-        found = (encoder_of(config, names, name),)
+        found = [encoder_of(config, names, name)]
     else:
-        found = tuple(
+        found = [
             encoder_of(of_thinker(thinker.get("text_config"), key, thinker[key]), key, name)
             for key in OF_THINKER if thinker.get(key) is not None
-        )
-    return tuple(one for one in found if one is not None) if None not in found else ()
+        ]
+    known = tuple(one for one in found if one is not None)
+    return known if len(known) == len(found) else ()
 
 
 #: Encoder's key in the config of Qwen3-Omni's thinker -> its own model_type.

@@ -28,7 +28,7 @@ def encoders_of_nemotron(model: Any) -> tuple[EncoderSpec, ...]:
     width = getattr(model, "hidden_size", None)
     if getattr(model, "vision_model_type", None) != "radio" or type(width) is not int or width < 1:
         return ()
-    found = (_radio(model, width),)
+    found: tuple[EncoderSpec, ...] = (_radio(model, width),)
     config = getattr(model, "sound_config", None)
     if getattr(model, "has_sound", False) and isinstance(config, Mapping):
         found += _parakeet(model, config, width)
@@ -84,9 +84,10 @@ def _radio(model: Any, width: int) -> EncoderSpec:
 def _parakeet(model: Any, config: Mapping[str, Any], width: int) -> tuple[EncoderSpec, ...]:
     """transformers' ``ParakeetEncoder``, whole on every rank, and Megatron's projector."""
     keys = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_mel_bins", "subsampling_factor")
-    h, layers, f, bins, factor = sizes = [config.get(key) for key in keys]
+    sizes: list[Any] = [config.get(key) for key in keys]
     if any(type(n) is not int or n < 1 for n in sizes):
         return ()
+    h, layers, f, bins, factor = sizes
     bias = 1 if config.get("convolution_bias", False) else 0  # of linears too: ``BridgeSoundEncoder``
     kernel, channels = config.get("conv_kernel_size", 9), config.get("subsampling_conv_channels", 256)
     feed_forward = 2 * h * f + bias * (f + h)

@@ -30,6 +30,7 @@ class Encoders:
     def __init__(self, ctx: BlockContext, storages: Storages) -> None:
         self._storages, self._all = storages, list[_Encoder]()
         own = plain_context(ctx)
+        last = max((number for number, run in enumerate(ctx.encoders) if run.items), default=None)
         for number, run in enumerate(ctx.encoders):
             if run.items:
                 known: dict[int, Passes] = {}
@@ -38,7 +39,7 @@ class Encoders:
                     tape = found.tape  # type: ignore[attr-defined]
                     passes = known.setdefault(id(found), Passes(tape, storages))
                     blocks.append((passes, count))
-                joined = joined_block(own, run, number).tape  # type: ignore[attr-defined]
+                joined = joined_block(own, run, number, enters=number == last).tape  # type: ignore[attr-defined]
                 self._all.append(_Encoder(blocks, Passes(joined, storages), sizes_of_encoder(run, ctx).held))
 
     def forward(self, x: int | None) -> tuple[int, Back]:

@@ -74,7 +74,19 @@ def test_it_is_held_once_a_microbatch_in_flight_on_the_first_stage() -> None:
 
 
 def test_tensor_parallel_ranks_have_it_whole() -> None:
-    assert of_encoder(run(world_size=2, tensor_model_parallel_size=2)) == of_encoder(run())
+    sizes = {"world_size": 2, "tensor_model_parallel_size": 2}
+    assert of_encoder(run(**sizes, sequence_parallel=False)) == of_encoder(run())
+
+
+def test_sequence_parallel_ranks_keep_the_embeddings_whole() -> None:
+    """The first layer's input is a view of them: it keeps the storage of all tokens, whose own part it counts."""
+    sizes = {"world_size": 4, "tensor_model_parallel_size": 4}
+    batch = BatchSpec(seq_length=2048, patches_per_image=400)
+    without = of_encoder(run(batch=batch, **sizes, sequence_parallel=False))
+    assert of_encoder(run(batch=batch, **sizes)) == without + 2048 * 3 // 4 * BASE.hidden_size * 2
+    assert of_encoder(run(batch=replace(batch, patches_per_image=None, images_per_sample=0), **sizes)) == (
+        2048 * 3 // 4 * BASE.hidden_size * 2
+    )
 
 
 def test_packed_samples_have_their_images() -> None:
@@ -83,9 +95,11 @@ def test_packed_samples_have_their_images() -> None:
     assert of_encoder(run(batch=two)) == of_encoder(run(batch=replace(two, packed_sequences=True)))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_search_finds_the_peaks_of_estimates(packed: bool) -> None:
-    base = run(batch=BatchSpec(seq_length=1024, global_batch_size=32, packed_sequences=packed, patches_per_image=800))
+@pytest.mark.parametrize(("packed", "image"), [
+    (False, {"patches_per_image": 800}), (True, {"patches_per_image": 800}), (False, {"images_per_sample": 0}),
+])  # fmt: skip
+def test_a_search_finds_the_peaks_of_estimates(packed: bool, image: dict[str, int]) -> None:
+    base = run(batch=BatchSpec(seq_length=1024, global_batch_size=32, packed_sequences=packed, **image))
     rows = search(base, gpu="H100", num_gpus=4).rows
     assert len({row.run.batch.micro_batch_size for row in rows}) > 1
     for row in rows[::7]:

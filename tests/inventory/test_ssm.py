@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from bridge_memory.inventory.layer import layer_block
+from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, GatedDeltaNetSpec, ImplementationSpec, LayerSpec, MambaSpec, RunSpec
+from bridge_memory.spec.layout import layout
 from bridge_memory.tapes.context import context_of
 
 
@@ -44,6 +46,22 @@ def test_a_recomputed_scan_is_without_its_output_before_the_gate() -> None:
     )
     assert stock.retained - again.retained == 2048 * 2 * 16384
     assert again.retained + again.backward_peak >= stock.retained + stock.backward_peak
+
+
+@pytest.mark.parametrize(("release", "times"), [((0, 19), 1), ((0, 16), 3)])
+def test_the_numbers_of_a_packs_sequences_are_kept(release: tuple[int, int], times: int) -> None:
+    """int32, of all tokens of a pack: once for all layers since 0.17 (``PackedSeqParams.__post_init__``), before in
+    each of three layers (``MambaMixer._create_packed_seq_idx``)."""
+    model = resolve_model("nvidia/Nemotron-H-56B-Base-8K")
+    mamba = next(layer for layer in model.layers if isinstance(layer.mixer, MambaSpec))
+    run = RunSpec(
+        model=replace(model, layers=(mamba,) * 3), batch=BatchSpec(seq_length=2048),
+        implementation=ImplementationSpec(megatron_core=release),
+    )
+    packed = run.with_(batch=replace(run.batch, packed_sequences=True))
+    shape = layout(run.model, run.parallel).shapes(run.model)[0][0]
+    alone, found = (chunk_inventory(one.model, shape, context_of(one)) for one in (run, packed))
+    assert found.retained - alone.retained == 4 * 2048 * times
 
 
 def test_gated_delta_net_keeps_unit_vectors_and_not_the_convolution() -> None:

@@ -107,6 +107,7 @@ def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
     """The links of every encoder and of the step that joins its features and the token embeddings, which run between
     the embedding and the layers."""
     links: list[tuple[Link, int]] = []
+    last = max((i for i, run in enumerate(ctx.encoders) if run.items), default=None)
     for i, run in enumerate(ctx.encoders):
         if not run.items:
             continue
@@ -114,7 +115,9 @@ def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
         for link, count in encoder_chain(ctx, run, i):
             link = link._replace(forward_peak=link.forward_peak + waiting)
             links.append((link.with_gradients(waiting) if ctx.adapters is None else link, count))
-        links.append((plain_link(joined_block(ctx, run, i), Label.ENCODER), 1))
+        links.append((plain_link(joined_block(ctx, run, i, enters=i == last), Label.ENCODER), 1))
+    if last is None and ctx.sp:
+        links.append((plain_link(_alone(ctx), Label.ENCODER), 1))
     return links
 
 
@@ -243,6 +246,16 @@ def _recomputed(group: list[BlockCost], deep: list[BlockCost], sizes: _Sizes, ct
         forward_peak=largest(link.forward_peak, link.retained + mergers) + sizes.held - sizes.angles,
         backward_peak=again, backward_peak_held=again, more=(*link.more, ((Part.ENCODER, Provenance.FORMULA), kept)),
     )
+
+
+def held_by_the_model(ctx: BlockContext) -> Any:
+    """Bytes of variables of a wrapper's forward while its language model runs: the features of all images; and the
+    token embeddings in LLaVA, which writes them into new ones."""
+    total: Any = 0
+    for run in ctx.encoders:
+        if run.items:
+            total = total + sizes_of_encoder(run, ctx).features
+    return total + (_embeddings(ctx) if any(run.structure.kind == "radio" for run in ctx.encoders) else 0)
 
 
 def pixel_bytes(ctx: BlockContext) -> Any:
@@ -386,12 +399,12 @@ def _inputs(t: EncoderOps) -> Any:
     return RECORDERS[t.s.kind].rows(t) * t.s.hidden_size
 
 
-def joined_block(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
+def joined_block(ctx: BlockContext, run: EncoderRun, number: int, *, enters: bool = True) -> Block:
     """``inputs_embeds.masked_scatter(mask, features)``: of token embeddings copied to [b, s, h], with the features of
     all images in one copy; the result is copied to [s, b, h] (``modeling_glm_45v.py: GLM45VModel.forward``).
 
     Saves the mask, a byte a token. Backward makes a gradient of each (``derivatives.yaml: masked_scatter``). In a model
-    of transformers embeddings are [b, s, h] before and after.
+    of transformers embeddings are [b, s, h] before and after. ``enters``: what comes out enters the first layer.
     """
     s, reached = run.structure, _features_reached(ctx, run)
 
@@ -411,6 +424,40 @@ def joined_block(ctx: BlockContext, run: EncoderRun, number: int) -> Block:
             "embeddings with features", (rows, joined, mask), elements, t.compute_width, saves=(mask.tensor,),
         )
         t.keep_alive(rows, joined, mask)
-        r.tape.output((t.copy("embeddings by position", out) if turned else out).tensor)
+        if turned:
+            out = _entering(t, t.copy("embeddings by position", out)) if enters else t.copy("embeddings joined", out)
+        r.tape.output(out.tensor)
 
-    return block(ctx, ("encoder", number, "joined", reached), record)
+    return block(ctx, ("encoder", number, "joined", reached, enters), record)
+
+
+def _alone(ctx: BlockContext) -> Block:
+    """The same of samples without images."""
+
+    def record(r: Recorder) -> None:
+        r.tape.part = Part.ENCODER
+        t = EncoderOps(r, ctx.encoders[0])
+        elements = r.ctx.tokens * r.ctx.cp * r.ctx.hidden_size
+        found = t.input("token embeddings", elements, t.compute_width, grad=not r.frozen)
+        r.tape.output(_entering(t, t.copy("embeddings by position", found)).tensor)
+
+    return block(ctx, ("encoder", "alone"), record)
+
+
+def _entering(t: EncoderOps, x: Array) -> Array:
+    """What the first layer gets of whole embeddings [s, b, h]: the tokens of a context-parallel rank, copied; and of
+    these under sequence parallelism a view, which keeps the whole storage (``tensor_parallel/mappings.py:
+    _split_along_first_dim``). The layer counts its part. Backward gathers the gradient."""
+    ctx, width = t.r.ctx, t.compute_width
+    own = ctx.tokens * ctx.hidden_size
+    if ctx.cp > 1:
+        whole = x
+        x = t.make("embeddings of this context-parallel rank", (whole,), own, width)
+        t.keep_alive(whole)
+    if not ctx.sp:
+        return x
+    part = ctx.tokens_sp * ctx.hidden_size
+    rest = t.tape.tensor("embeddings of other ranks' tokens", (own - part) * width, grad=False)
+    return t.make(
+        "scattered embeddings", (x,), part, width, saves=(rest,), also=(rest,), backward_workspace=0, alias=False,
+    )

@@ -32,7 +32,7 @@ def record_embedding(r: Recorder, rows: int | None, norm: bool, *, scaled: bool 
     if norm:
         r.norm_parameters("embedding.word_embeddings_layernorm", h)
     ids = r.tape.input("token ids", 8 * ctx.tokens, requires_grad=False)
-    out = embed(r, ids, positions=positions, norm=norm)
+    out = embed(r, ids, positions=positions, norm=norm, unscattered=bool(ctx.encoders))
     if scaled:
         out = r.tape.make("scaled embeddings", out, ctx.hidden_bytes)
     if ctx.residual_streams > 1:
@@ -48,9 +48,10 @@ def position_rows(ctx: BlockContext, rows: int | None) -> int:
 
 def embed(
     r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False, place: Tensor | None = None,
-    waits: bool = False, tables: bool = True,
+    waits: bool = False, tables: bool = True, unscattered: bool = False,
 ) -> Tensor:
-    """The module's forward pass. ``positions``: rows of its position table, 0 without one.
+    """The module's forward pass. ``positions``: rows of its position table, 0 without one. ``unscattered``: whole
+    under sequence parallelism too (``scatter_embedding_sequence_parallel``), since features of images are to be put in.
 
     ``place``: position ids, if not the batch's. ``waits``: the gradient of the position table is alive while that of
     the word table is made. ``tables``: gradients of the tables are made.
@@ -77,7 +78,7 @@ def embed(
         # In place in forward; backward makes a new gradient.
         out.grad_bytes = 0 if r.frozen else whole
         out = tape.make("masked embeddings", (out, mask), whole, saves=(mask,))
-    scattered = ctx.sp and not positions
+    scattered = ctx.sp and not positions and not unscattered
     looked_up = [out]  # variables of LanguageModelEmbedding.forward
     if scattered:
         if ctx.batch > 1:
@@ -97,7 +98,7 @@ def embed(
         out = tape.make("transposed embeddings", out, whole, alias=True)
     if ctx.residual != ctx.act:
         out = tape.make("fp32 embeddings", out, out.bytes // ctx.act * ctx.residual)
-    if ctx.sp and positions:
+    if ctx.sp and positions and not unscattered:
         # A copy of the view of this rank's tokens (``clone_scatter_output_in_embedding``).
         out = tape.make("scattered embeddings", out, ctx.hidden_bytes)
     if norm:

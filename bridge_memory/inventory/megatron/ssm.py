@@ -11,8 +11,14 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from bridge_memory.cards.rows import GPUS
-from bridge_memory.releases import DELTA_NET_TOKENS_FIRST, MAMBA_CONVOLUTION_IS_NO_MODULE, MAMBA_PROJECTION_HELD
+from bridge_memory.releases import (
+    DELTA_NET_TOKENS_FIRST,
+    MAMBA_CONVOLUTION_IS_NO_MODULE,
+    MAMBA_PROJECTION_HELD,
+    SEQUENCES_NUMBERED_ONCE,
+)
 from bridge_memory.spec import GatedDeltaNetSpec, MambaSpec, divide
+from bridge_memory.tapes.context import BlockContext
 from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.tapes.symbolic import largest, smallest
 from bridge_memory.tapes.tape import Tensor
@@ -78,6 +84,11 @@ def record_mamba(
     return out
 
 
+def sequence_numbers(ctx: BlockContext) -> Any:
+    """Bytes of the number of each token's sequence in a pack, int32, of the tokens of all context-parallel ranks."""
+    return 4 * ctx.tokens * ctx.cp
+
+
 def _scan_in_one_kernel(
     r: Recorder, spec: MambaSpec, zxbcdt: Tensor, *, heads: Any, groups: Any, conv_dim: Any
 ) -> Tensor:
@@ -89,9 +100,12 @@ def _scan_in_one_kernel(
         act=ctx.act, ranks=ctx.cp,
     )
     ungated = tape.tensor("scan output before the gate", inner_bytes, grad=False)
+    own = [ungated]
+    if ctx.packed and not SEQUENCES_NUMBERED_ONCE(ctx.impl):
+        own.append(tape.tensor("number of each token's sequence", sequence_numbers(ctx), grad=False))
     with tape.checkpoint("scan", (zxbcdt,), enabled=spec.recompute_scan):
         y = tape.make(
-            "scan output", zxbcdt, inner_bytes, saves=(zxbcdt, ungated), also=(ungated,),
+            "scan output", zxbcdt, inner_bytes, saves=(zxbcdt, *own), also=tuple(own),
             workspace=scratch.forward + largest(scratch.states - 2 * inner_bytes, scratch.products),
             backward_workspace=scratch.backward + inner_bytes,
         )
