@@ -15,14 +15,23 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from bridge_memory.api.planning import search
+from bridge_memory.emit.megatron import recompute_words, split_words
+from bridge_memory.emit.torch_words import (
+    checkpointing_words,
+    liger_words,
+    offload_words,
+    overlap_words,
+    sharded_words,
+)
 from bridge_memory.files import Unparsed, parse_yaml, read_text
 from bridge_memory.job.job import whole_fit
 from bridge_memory.plan.jobs import spread
-from bridge_memory.plan.megatron.settings import PRECISIONS
+from bridge_memory.plan.megatron.settings import PRECISIONS, shown_word
 from bridge_memory.plan.reserve import reserve_words
 from bridge_memory.readers.resolve import resolve_model
 from bridge_memory.spec import BatchSpec, RunSpec, SpecError, show
 from bridge_memory.spec.gpus import find_gpu
+from bridge_memory.spec.parts import WITH_TRANSFORMERS
 
 #: Column of a question -> its name in YAML, where it has several values.
 AXES = {
@@ -176,18 +185,31 @@ def _answer(cell: Cell) -> dict[str, Any]:
 
 
 def layout_words(run: RunSpec) -> str:
-    """"tp2 pp4 ep8 mbs1 recompute=moe_act", with sizes of one left out."""
-    p, r = run.parallel, run.recompute
+    """"tp2 pp4 ep8 mbs1 dispatcher=HybridEP recompute=moe_act", with sizes of one left out, and what is not set."""
+    p = run.parallel
     sizes = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep,
              "etp": p.etp if run.model.has_experts else 1, "mbs": run.batch.micro_batch_size}
     words = [f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "mbs"]
     engine = run.data_parallel.engine
     words += [engine] * (engine != "megatron_ddp")
-    if r.granularity == "selective":
-        words.append(f"recompute={'+'.join(r.modules)}")
-    elif r.granularity is not None:
-        words.append(f"recompute=full:{r.method}:{r.num_layers}")
+    if engine in WITH_TRANSFORMERS:
+        named = {
+            "checkpointing": checkpointing_words(run), "sharded": sharded_words(run), "options": overlap_words(run),
+            "offload": offload_words(run), "liger": liger_words(run),
+        }  # fmt: skip
+    else:
+        named = {
+            "split": split_words(p), "dispatcher": shown_word("dispatcher", run) if p.ep * p.etp > 1 else "",
+            "offload": shown_word("offload", run), "optimizer_offload": shown_word("optimizer_offload", run),
+            "recompute": recompute_words(run.recompute),
+        }  # fmt: skip
+    words += [f"{name}={_joined(text)}" for name, text in named.items() if text not in ("", "even", "none", "0")]
     return " ".join(words)
+
+
+def _joined(text: str) -> str:
+    """Words without spaces: "first 7, last 9" as "first_7+last_9"."""
+    return text.replace(", ", "+").replace(",", "+").replace(" ", "_")
 
 
 # ---- the table ----

@@ -15,7 +15,7 @@ import pytest
 
 from bridge_memory import BatchSpec, RunSpec, estimate, fits, search
 from bridge_memory.cli import main
-from bridge_memory.sweep import COLUMNS, Cell, cells_of, left_to_do
+from bridge_memory.sweep import COLUMNS, Cell, cells_of, layout_words, left_to_do
 
 SMALL = """models: [meta-llama/Llama-3.2-1B, meta-llama/Llama-3.1-70B]
 gpus: [H100, L4]
@@ -52,6 +52,23 @@ def test_every_cell_has_the_first_row_of_its_search(question: Path, capsys: pyte
             speed = 16 * 4096 / best.time.seconds / int(row["num_gpus"])
             assert float(row["gpu_hours"]) == pytest.approx(2e9 / speed / 3600, rel=0.01, abs=0.06)
     assert {"fits", "does not fit"} <= {row["verdict"] for row in found["rows"]}
+
+
+def test_a_cell_says_all_that_its_layout_sets() -> None:
+    """Split, dispatcher, offload and recomputation of Megatron's; what engines of PyTorch checkpoint and shard."""
+    run = RunSpec(model="Qwen/Qwen3-30B-A3B").with_fields(
+        world_size=16, pipeline_model_parallel_size=2, expert_model_parallel_size=8,
+        num_layers_in_last_pipeline_stage=22, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep",
+        recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"),
+        offload_modules=("attn_norm", "core_attn"),
+    )  # fmt: skip
+    assert layout_words(run) == (
+        "pp2 ep8 mbs1 split=last_22 dispatcher=HybridEP offload=attn_norm+core_attn recompute=layernorm+moe_act"
+    )
+    sharded = RunSpec(model="meta-llama/Llama-3.2-1B").with_fields(
+        engine="fsdp2", world_size=8, gradient_checkpointing=True, fsdp_offload_params=True
+    )
+    assert layout_words(sharded) == "mbs1 fsdp2 checkpointing=full+reentrant sharded=all offload=all"
 
 
 def test_csv_asks_the_same_as_yaml(question: Path, tmp_path: Path) -> None:

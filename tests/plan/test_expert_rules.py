@@ -13,7 +13,7 @@ import yaml
 
 from bridge_memory import RunSpec, Verdict
 from bridge_memory.plan.found import Found, Listed, Refused, Row
-from bridge_memory.plan.megatron.expert import Judged, PassedOver, mechanisms, refusals
+from bridge_memory.plan.megatron.expert import Judged, PassedOver, mechanisms, recomputation_apart, refusals
 from bridge_memory.spec.run import GROUPS
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +116,20 @@ def test_what_refuses_all_refuses_nothing() -> None:
     only = row(MOE, 1, 0, parallel())
     ranked = found_of(only)._replace(refuses=lambda one, found: "why not").ranked(3)
     assert ranked.rows == (only,) and not ranked.refused
+
+
+def test_what_recomputes_more_and_frees_nothing_is_not_shown() -> None:
+    """Nor an exchange of nothing by another dispatcher; what frees memory, or shares no sizes, is."""
+    def selective(*modules: str) -> dict[str, Any]:
+        return {"recompute": {"granularity": "selective", "modules": modules}}
+
+    gathers = {**parallel(), "implementation": {"moe_token_dispatcher_type": "allgather"}}
+    ranks = parallel(expert_model_parallel_size=8)
+    shown = row(MOE, 1, 0, ranks), row(MOE, 1.2, 0, parallel()), row(MOE, 1.3, 1, {**ranks, **selective("layernorm")})
+    hidden = row(MOE, 1.1, 0, {**ranks, **selective("moe_act")}), row(MOE, 1.21, 0, gathers)
+    more = row(MOE, 1.4, 1, {**ranks, **selective("layernorm", "moe_act")})
+    found = found_of(*shown, *hidden, more)._replace(alike=recomputation_apart)
+    assert found.ranked(9).rows == shown
 
 
 def test_a_mechanism_has_to_save_its_share_of_the_step() -> None:

@@ -270,6 +270,21 @@ def test_a_choice_whose_whole_job_may_not_fit_stands_after_the_first_that_does()
     assert found._replace(whole=lambda row: Verdict.TIGHT).ranked(10**6) == plain
 
 
+def test_of_few_choices_the_one_whose_job_may_fit_leads() -> None:
+    """Fewer than a dozen, and none is certain: one that may fit goes before faster ones that do not."""
+    run = RunSpec(model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=8))
+    found = fit(run, hardware_of(GPU.name), capacity=GPU.capacity_bytes, outside=partial(outside_bytes_of, gpu=GPU),
+                vary=["recompute"])  # fmt: skip
+    plain = found.ranked(10**6)
+    rows = plain.rows[: plain.keeping]
+    few = found._replace(rows=rows[:5])
+
+    def second(row: Row) -> Verdict:  # type: ignore[type-arg]
+        return Verdict.TIGHT if row == rows[1] else Verdict.DOES_NOT_FIT
+
+    assert few._replace(whole=second).ranked(3).rows[0] == rows[1]
+
+
 def test_the_first_row_resumes_though_a_dozen_faster_ones_do_not() -> None:
     """Offloaded optimizer states are on the GPU again while a checkpoint is read."""
     from bridge_memory import estimate, fits

@@ -292,6 +292,18 @@ def test_one_gpu_divides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "RTX-4090" in shown and "reshard" not in shown
 
 
+def test_fsdp1_is_not_shown_where_its_successor_takes_no_more() -> None:
+    one = found(Space({"fsdp1": base("fsdp1")}, 8))
+    both = found(Space({engine: base(engine) for engine in ("fsdp1", "fsdp2")}, 8))
+    of_two = [row for row in both.rows if row.run.data_parallel.engine == "fsdp2"]
+    assert one.ranked(50).rows and not one.ranked(50).refused
+    for row in both.ranked(50).rows:
+        if row.run.data_parallel.engine == "fsdp1":
+            fast = (two for two in of_two if two.time.seconds <= 1.05 * row.time.seconds and both.keeps(two))
+            assert not any(two.peak <= row.peak for two in fast)
+    assert any("its successor" in reason for reason in both.ranked(50).refused)
+
+
 def test_dtypes_that_differ_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--engine", "any"]) == 0
     assert "--mixed-precision bf16 sets all of them up" in " ".join(capsys.readouterr().out.split())

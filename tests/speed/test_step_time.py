@@ -357,6 +357,16 @@ def test_no_host_waits_for_the_counts_of_a_graph_of_the_iteration() -> None:
     assert sent() - sent(**graph) == pytest.approx(4 * 48 * 4 * DEFAULT.exchange_latency)
 
 
+def test_hybrid_ep_gathers_every_rank_s_map_of_tokens() -> None:
+    """A byte for each of 4,096 tokens and 128 experts from 63 others, by NVLink, once a layer and microbatch."""
+    def sent(backend: str) -> float:
+        fields = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+        return step_time(experts(**fields), HARDWARE["GB200"]).passes.expert_parallel
+
+    gathered = 63 * 4096 * 128 / (DEFAULT.nvlink_sharp * HARDWARE["GB200"].nvlink) + DEFAULT.nvlink_latency
+    assert sent("hybridep") - sent("deepep") == pytest.approx(4 * 48 * gathered)
+
+
 def test_experts_fill_their_last_tile_by_half() -> None:
     """1,024 rows on average are eight and a half tiles of 128, whole rows of a linear eight."""
     rates = Step(experts(), H100).passes.rates

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from bridge_memory.estimation import peaks, peaks_with
 from bridge_memory.outside.amount import Range
-from bridge_memory.plan.found import Found, Limit, Listed, OneByOne, Refused, Row
+from bridge_memory.plan.found import TIE, Found, Limit, Listed, OneByOne, Refused, Row
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.reserve import Once, Reserve
 from bridge_memory.plan.torch.space import Space, configurations
@@ -28,6 +28,30 @@ class Configurations(Listed[StepTime]):
     def choice(self, number: int) -> object:
         row = self[number]
         return row.run.data_parallel.engine, row.run.batch.micro_batch_size, row.peak, row.time
+
+
+class _Succeeded:
+    """Why a search does not show a row of FSDP1: one of FSDP2, its successor (``fully_shard``), takes no more memory
+    and, within the precision of the prediction, no more time."""
+
+    def __init__(self) -> None:
+        #: What is found, and its rows of FSDP2 that keep the reserve.
+        self._found: Found | None = None
+        self._successors: list[Row[StepTime]] = []
+
+    def __call__(self, row: Row[StepTime], found: Found) -> str | None:
+        if row.run.data_parallel.engine != "fsdp1":
+            return None
+        if self._found is not found:
+            self._found = found
+            self._successors = [
+                one for one in found.rows if one.run.data_parallel.engine == "fsdp2"
+                and (found.keeps is None or found.keeps(one))
+            ]
+        slowest = row.time.seconds * (1 + TIE)
+        if any(one.peak <= row.peak and one.time.seconds <= slowest for one in self._successors):
+            return f"fsdp1, where its successor fsdp2 takes no more memory and at most {TIE:.0%} more time"
+        return None
 
 
 def search(
@@ -74,7 +98,7 @@ def search(
         stopped = True
     return Found(
         Configurations(rows), looked_at, looked_at - len(rows), refused, stopped, tight=tight,
-        one_by_one=OneByOne.TORCH, keeps=Once(Reserve(work.limit).kept),
+        one_by_one=OneByOne.TORCH, keeps=Once(Reserve(work.limit).kept), refuses=_Succeeded(),
     )  # fmt: skip
 
 

@@ -569,7 +569,10 @@ class Passes:
         tensor = self.rates.gathered(w.tensor_parallel * (p.tp - 1) / p.tp, w.tensor_collectives, p.tp)
         if self.kernels.tensor_parallel_overlap:
             tensor *= self.c.tensor_parallel_exposed
-        return tensor, self.rates.experts(w, p.ep, p.etp), self._context(w, attention, passed)
+        experts = self.rates.experts(w, p.ep, p.etp)
+        if passed == 1 and any_nonzero(w.routing_map):  # backward knows it
+            experts = experts + self.rates.gathered(w.routing_map * (p.ep - 1), 1, p.ep * p.etp)
+        return tensor, experts, self._context(w, attention, passed)
 
     def _context(self, w: Work, attention: Any, passed: int) -> Any:
         """Context parallelism's communication that nothing hides (Transformer Engine's ``context_parallel.py``)."""

@@ -81,6 +81,8 @@ class Work(NamedTuple):
     expert_copies: MoESpec | None = None
     #: Whether these are gathers and reductions of all tokens (``allgather``), and not an exchange of those routed.
     expert_gathers: bool = False
+    #: Bytes of one rank's map of tokens to experts, which all ranks gather before they exchange tokens.
+    routing_map: float = 0.0
     #: Bytes of keys and values that context parallelism passes round, and of queries and what attention makes of them.
     context_parallel: float = 0.0
     context_queries: float = 0.0
@@ -220,7 +222,7 @@ def _feed_forward_work(layer: LayerSpec, ctx: BlockContext) -> Work:
     half = LayerSpec(None, ffn, layer.post_layernorms, layer.pre_layernorms)
     return Work(
         tuple(_products(half, ffn, ctx)), 0.0, _feed_forward_traffic(ffn, ctx), tensor, _two(tensor), exchanged,
-        _two(exchanged), _copies(ffn, ctx), gathers,
+        _two(exchanged), _copies(ffn, ctx), gathers, _routing_map(ffn, ctx),
     )  # fmt: skip
 
 
@@ -249,6 +251,14 @@ def _copies(ffn: FeedForward, ctx: BlockContext) -> MoESpec | None:
     its ranks once (DeepEP, "Normal kernels with NVLink and RDMA forwarding"; ``csrc/deep_ep.cpp: is_token_in_rank``);
     an all-to-all sends a copy to each expert."""
     return ffn if isinstance(ffn, MoESpec) and ctx.impl.moe_token_dispatcher_type == "flex" else None
+
+
+def _routing_map(ffn: FeedForward, ctx: BlockContext) -> Any:
+    """HybridEP's is a byte for every token and expert (DeepEP ``csrc/hybrid_ep``, "allgather_routing_map")."""
+    copies = _copies(ffn, ctx)
+    if copies is None or ctx.impl.moe_flex_dispatcher_backend != "hybridep":
+        return 0.0
+    return chosen(ctx.ep > 1, ctx.tokens_sp * copies.num_experts, 0.0)
 
 
 def _two(nbytes: Any) -> Any:
