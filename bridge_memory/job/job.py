@@ -30,7 +30,7 @@ from bridge_memory.outside.amount import Amount, Range, exactly, total
 from bridge_memory.outside.context import outside
 from bridge_memory.outside.phase import Phase
 from bridge_memory.result import Estimate
-from bridge_memory.spec import RunSpec
+from bridge_memory.spec import CheckpointSpec, RunSpec
 from bridge_memory.spec.canonical import adopts_optim_states
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.unmodelled import Unmodelled, bounds
@@ -567,13 +567,22 @@ def _stage(result: Estimate, stage: int, above: float = 0.0) -> _Stage:
 @lru_cache(maxsize=64)
 def _beside_steps(run: RunSpec, stage: int) -> tuple[dict[Phase, _Amounts], Range]:
     """Phases without a step, and what CUDA graphs reserve."""
+    usual = CheckpointSpec()
+    alike = run if run.checkpoint == usual else run.with_(checkpoint=usual)
+    found, of_graphs = _without_checkpoints(alike, stage)
+    phases = _phases_of(run)
+    more = {Phase.SAVE: phases.save(run, stage), Phase.RESUME: phases.load(run, stage, How.RESUME)}
+    return {**found, **more}, of_graphs
+
+
+@lru_cache(maxsize=64)
+def _without_checkpoints(run: RunSpec, stage: int) -> tuple[dict[Phase, _Amounts], Range]:
+    """Of ``_beside_steps`` what no option of checkpoints changes."""
     phases = _phases_of(run)
     found = {
         Phase.BUILD: phases.build(run, stage),
         Phase.LOAD: phases.load(run, stage, How.HUGGING_FACE),
         Phase.EVALUATION: phases.evaluate(run, stage),
-        Phase.SAVE: phases.save(run, stage),
-        Phase.RESUME: phases.load(run, stage, How.RESUME),
     }
     return found, total(graphs(run, stage) or ())
 

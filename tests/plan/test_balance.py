@@ -147,6 +147,17 @@ def test_within_the_card_no_split_is_faster() -> None:
         balance(base, H100, capacity=peaks[0] - 1)
 
 
+def test_within_the_card_no_split_over_virtual_stages_is_faster() -> None:
+    """Every fourth layer of the model has another attention, and where a chunk begins decides how many it has."""
+    base = run("Qwen/Qwen3-Next-80B-A3B-Instruct", 8, 2, 2)
+    every = [described(with_sizes(base, sizes), H100) for sizes in partitions(8, 4)]
+    peaks = sorted(b.peak for b in every)
+    for capacity in (peaks[2], peaks[len(peaks) // 2], peaks[-1]):
+        found = balance(base, H100, capacity=capacity)
+        fastest = min(max(b.seconds) for b in every if b.peak <= capacity)
+        assert found.peak <= capacity and max(found.seconds) == pytest.approx(fastest)
+
+
 def test_where_an_encoder_decides_the_peak_the_other_stages_are_split_by_time() -> None:
     """The first stage holds the encoder, and has the highest peak with a single layer too."""
     structure = EncoderStructure(
@@ -179,6 +190,9 @@ def test_published_splits_have_every_layer(name: str) -> None:
 
 
 def test_what_cannot_be_balanced_is_refused() -> None:
+    """Every sixth layer of Gemma 3 has another attention: 6^30 ways for 31 chunks of a stage to begin."""
+    with pytest.raises(SpecError, match="ways to begin"):
+        balance(run("google/gemma-3-27b-pt", 62, 2, 31))
     with pytest.raises(SpecError, match="leaves nothing to balance"):
         balance(run("meta-llama/Llama-3.2-1B", 8, 1))
 

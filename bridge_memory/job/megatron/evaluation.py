@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Provenance
@@ -119,8 +120,7 @@ class Moment(NamedTuple):
 
 def forward_passes(run: RunSpec, stage: int) -> Iterator[Moment]:
     """The peak of every block of a forward pass, in order; without what persists from one pass to the next."""
-    ctx = context_of(as_evaluated(run))
-    known: dict[object, BlockCost] = {}
+    ctx, known = _evaluated(run)
 
     def cost(key: object, block: Callable[[BlockContext], Any]) -> BlockCost:
         if key not in known:
@@ -152,6 +152,12 @@ def _blocks(
             yield Label.LAYER, cost(kind, lambda c, kind=kind: layer_block(kind, c))
     for at, (_, label) in enumerate(tail_blocks(model, shape, ctx)):
         yield label, cost((shape, at), lambda c, at=at: tail_blocks(model, shape, c)[at][0])
+
+
+@lru_cache(maxsize=8)
+def _evaluated(run: RunSpec) -> tuple[BlockContext, dict[object, BlockCost]]:
+    """What blocks cost in an evaluation is the same on all stages."""
+    return context_of(as_evaluated(run)), {}
 
 
 def as_evaluated(run: RunSpec) -> RunSpec:
