@@ -117,6 +117,15 @@ def test_a_search_divides_megatrons_encoders(fields: dict[str, Any]) -> None:
         assert row.peak == max(stage.peak_bytes for stage in peaks(row.run))
 
 
+def test_radio_in_fp8_is_listed() -> None:
+    """Its config is a copy of the language model's; the other Megatron encoders' configs are made anew, in bf16."""
+    (encoder,) = encoders_of_nemotron(nemotron())
+    one = RunSpec(model=replace(BASE, encoders=(encoder,)), batch=BatchSpec(patches_per_image=1024))
+    assert not estimate(one).not_modelled
+    (said,) = estimate(one.with_fields(fp8="hybrid")).not_modelled
+    assert said.startswith(f"{encoder.name}: linears in fp8")
+
+
 def test_tiles_have_a_size() -> None:
     with pytest.raises(SpecError, match="image_size"):
         replace(STRUCTURE, kind="radio", tiles=12)
