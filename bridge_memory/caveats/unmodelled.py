@@ -180,6 +180,11 @@ def _of_encoders(run: RunSpec) -> Iterator[Unmodelled]:
                     order="inputs of the adapted linears and the activations after the first, in every layer of it",
                 )
         elif encoder.structure is not None:
+            if encoder.structure.kind == "radio" and (run.precision.fp8 or run.precision.fp4):
+                yield Unmodelled(  # its config is a copy of the language model's
+                    f"{encoder.name}: linears in fp8 or fp4, counted in the dtype of the parameters", Effect.EITHER,
+                    order="inputs of its linears and their copies, some 6 elements of its width a patch in every layer",
+                )
             if encoder.frozen and run.data_parallel.engine != "megatron_ddp":
                 yield Unmodelled(
                     f"{encoder.name}: frozen parameters are counted as if they trained with engine "

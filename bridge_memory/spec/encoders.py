@@ -117,6 +117,8 @@ class EncoderStructure:
         for name in ("hidden_size", "ffn_hidden_size", "num_heads", "out_size", "merge_size", "temporal_patch_size"):
             if not getattr(self, name):
                 raise SpecError(f"{name} of an encoder (0) is below 1; give 1 or more")
+        if self.tiles and not self.image_size:
+            raise SpecError(f"tiles of an encoder ({self.tiles}) have no size; give image_size, the side of one")
         if not self.audio and not self.patch_size:
             raise SpecError("patch_size of a vision encoder (0) is below 1; give 1 or more")
 
@@ -303,8 +305,8 @@ def media_words(structure: EncoderStructure, items: tuple[Item, ...]) -> str:
         elif item.frames > 1:
             out.append(f"a video of {item.frames} x {item.height} x {item.width} patches")
         else:
-            plural = "" if item.number == 1 else "s"
-            out.append(f"{item.number} image{plural} of {item.height} x {item.width} patches")
+            what = "tile" if structure.tiles else "image"
+            out.append(f"{item.number} {what}{'' if item.number == 1 else 's'} of {item.height} x {item.width} patches")
     return f"{' and '.join(out) or 'no images'} ({features(structure, items)} tokens of the sequence)"
 
 

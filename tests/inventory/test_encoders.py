@@ -106,6 +106,31 @@ def test_a_search_finds_the_peaks_of_estimates(packed: bool, image: dict[str, in
         assert row.peak == max(stage.peak_bytes for stage in peaks(row.run))
 
 
+@pytest.mark.parametrize("fields", [{}, {"dynamic_resolution": True}])
+def test_a_search_divides_megatrons_encoders(fields: dict[str, Any]) -> None:
+    (encoder,) = encoders_of_nemotron(SimpleNamespace(hidden_size=2048, vision_model_type="radio", **fields))
+    batch = BatchSpec(seq_length=1024, global_batch_size=32, images_per_sample=2, image_size="512x512")
+    base = RunSpec(model=replace(BASE, encoders=(encoder,)), batch=batch)
+    rows = search(base, gpu="H100", num_gpus=4).rows
+    assert len({row.run.parallel.tp for row in rows}) > 1
+    for row in rows[::9]:
+        assert row.peak == max(stage.peak_bytes for stage in peaks(row.run))
+
+
+def test_radio_in_fp8_is_listed() -> None:
+    """Its config is a copy of the language model's; the other Megatron encoders' configs are made anew, in bf16."""
+    (encoder,) = encoders_of_nemotron(nemotron())
+    one = RunSpec(model=replace(BASE, encoders=(encoder,)), batch=BatchSpec(patches_per_image=1024))
+    assert not estimate(one).not_modelled
+    (said,) = estimate(one.with_fields(fp8="hybrid")).not_modelled
+    assert said.startswith(f"{encoder.name}: linears in fp8")
+
+
+def test_tiles_have_a_size() -> None:
+    with pytest.raises(SpecError, match="image_size"):
+        replace(STRUCTURE, kind="radio", tiles=12)
+
+
 def test_frozen_encoders_keep_their_weights() -> None:
     """Two bytes of each frozen parameter stay; without gradients (4) and Adam's states (12)."""
     def state(one: RunSpec) -> dict[str, int]:

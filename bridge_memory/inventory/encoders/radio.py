@@ -22,7 +22,7 @@ from bridge_memory.inventory.encoders.vision import added
 from bridge_memory.inventory.layer import record_parts
 from bridge_memory.inventory.megatron.mlp import activation
 from bridge_memory.inventory.torch.ops import FP32, Array
-from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, divide
 from bridge_memory.tapes.context import BlockContext
 from bridge_memory.tapes.parameters import Use
 from bridge_memory.tapes.recorder import Recorder
@@ -61,6 +61,7 @@ def stem(t: EncoderOps) -> Array:
     t.parameter(f"{VISION}.class_token", (s.class_tokens, h))
     t.parameter(f"{VISION}.position_embeddings", (1, s.positions, h))
     inner = s.channels * s.patch_size**2
+    part = divide(h, tp, "hidden_size of an encoder", "tensor_model_parallel_size")
     pixels = t.input("pixel values", n * inner, width, grad=False, counted=False)
     entering = t.copy("pixels by patch", pixels) if s.tiles else pixels
     embedders = [f"{VISION}.embedder"]
@@ -69,7 +70,7 @@ def stem(t: EncoderOps) -> Array:
     for at, name in enumerate(embedders):
         frames = s.temporal_patch_size if at else 1
         t.r.parameter(
-            f"{name}.weight", (h // tp, frames * inner), sharded=tp > 1, use=Use.ROUTER, trains=t._exception(name)
+            f"{name}.weight", (part, frames * inner), sharded=tp > 1, use=Use.ROUTER, trains=t._exception(name)
         )
     depth = s.temporal_patch_size
     video = depth > 1 and any(item.frames > 1 for item in t.run.items)
@@ -82,9 +83,9 @@ def stem(t: EncoderOps) -> Array:
         parts = [t.make(name, (entering,), patches * inner, width) for name, patches in made]
     trains = t.trains(embedder)
     y = t.make(
-        "embedded patches on this rank", parts, n * h // tp, width, trains=trains,
+        "embedded patches on this rank", parts, n * part, width, trains=trains,
         saves=[part.tensor for part in parts] if trains else (),
-        backward_workspace=inner * h // tp * width if trains else 0,
+        backward_workspace=inner * part * width if trains else 0,
     )
     if tp > 1:
         y = t.make("embedded patches", (y,), n * h, width, workspace=n * h * width)
@@ -177,7 +178,7 @@ def _projected(t: EncoderOps, x: Array) -> Array:
     wide, number = s.hidden_size * s.merge_size**2, t.patches // s.merge_size**2
     ctx = copy(_inside(t, number, s.out_size))
     ctx.normalization = t.r.ctx.normalization
-    inner = s.merger_size // ctx.tp
+    inner = divide(s.merger_size, ctx.tp, "merger_size of an encoder", "tensor_model_parallel_size")
 
     def body(r: Recorder) -> Tensor:
         at = f"{PROJECTION}.encoder"
