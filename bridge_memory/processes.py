@@ -44,12 +44,6 @@ def _end_without(parent: int) -> None:
     os._exit(1)
 
 
-def multiply_in_one_thread() -> None:
-    """For numpy, if it is not imported yet. Matrices of a search are small: threads of OpenBLAS that wait for the next
-    product take a fifth of its CPU seconds, and bring nothing."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-
 class _Lock(Protocol):
     def acquire(self) -> bool: ...
     def release(self) -> None: ...

@@ -9,11 +9,11 @@ from bridge_memory.cli.megatron import search as megatron
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.phased import FIRST, add_phases_argument
 from bridge_memory.cli.ranked import headroom_bytes
+from bridge_memory.cli.threads import multiply_in_one_thread
 from bridge_memory.cli.torch import search as torch
 from bridge_memory.emit.formats import FORMATS
 from bridge_memory.plan.torch.mixed import DTYPES
 from bridge_memory.plan.torch.space import SEVERAL
-from bridge_memory.processes import multiply_in_one_thread
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, ENGINES
 

@@ -9,7 +9,7 @@ import sys
 
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.progress import Progress
-from bridge_memory.processes import multiply_in_one_thread
+from bridge_memory.cli.threads import multiply_in_one_thread
 from bridge_memory.spec import SpecError, show
 
 SCHEMA = "bridge-memory/sweep/1"
