@@ -9,6 +9,7 @@ from bridge_memory.cli.megatron import search as megatron
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.phased import FIRST, add_phases_argument
 from bridge_memory.cli.ranked import headroom_bytes
+from bridge_memory.cli.threads import multiply_in_one_thread
 from bridge_memory.cli.torch import search as torch
 from bridge_memory.emit.formats import FORMATS
 from bridge_memory.plan.torch.mixed import DTYPES
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     headroom_bytes(args)
     if args.phases and (args.brief or args.emit or args.format == "csv"):
         raise SpecError("--phases is shown in text, md and JSON; drop it, or --brief, --emit and csv")
+    multiply_in_one_thread()
     engines = torch.asked_engines(args)
     if engines is not None and (args.fix or args.exclude):
         flag = "--fix" if args.fix else "--exclude"

@@ -11,6 +11,7 @@ from typing import Any
 
 from bridge_memory.cli.garbage import collections_when_idle
 from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.threads import multiply_in_one_thread
 from bridge_memory.spec import SpecError
 
 SCHEMA = "bridge-memory/serve/1"
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C, SIGTERM or SIGHUP. Returns 0."""
     from bridge_memory.web.server import Server, is_loopback
 
+    multiply_in_one_thread()
     if not 0 <= args.port < 65536:
         raise SpecError(f"--port ({args.port}) is no port; give 0 to 65535")
     if not args.host.strip():

@@ -9,6 +9,7 @@ import sys
 
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.progress import Progress
+from bridge_memory.cli.threads import multiply_in_one_thread
 from bridge_memory.spec import SpecError, show
 
 SCHEMA = "bridge-memory/sweep/1"
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [row for row in known if key_of(row) in asked]
     stopped = False
     backend_jobs = args.jobs if args.backend is None or args.jobs > 1 else -1
+    multiply_in_one_thread()
     with Progress("cell") as progress:
         try:
             for row in sweep(todo, table, jobs=backend_jobs, backend=args.backend):
