@@ -71,7 +71,7 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
         [('A100-40GB', False), ('B300', True)]
         >>> (fit,) = fits(estimate(result.run.with_fields(adopt_optim_states=False)), ["B200"])
         >>> fit.headroom_bytes > 0, str(fit.verdict), fit.decided_by
-        (True, 'tight', 'resume')
+        (True, 'does not fit', 'resume')
     """
     if not isinstance(result, Estimate):
         raise SpecError(f"result ({show(result)}) is not an Estimate; give estimate(run)")
