@@ -103,7 +103,8 @@ class Job:
 
     Example:
         >>> from bridge_memory import RunSpec, whole_job
-        >>> job = whole_job(RunSpec(model="meta-llama/Llama-3.1-8B"), "H200")
+        >>> run = RunSpec(model="meta-llama/Llama-3.1-8B").with_fields(adopt_optim_states=False)
+        >>> job = whole_job(run, "H200")
         >>> str(job.verdict), str(job.tightest.phase)
         ('does not fit', 'resume')
     """

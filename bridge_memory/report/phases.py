@@ -8,7 +8,6 @@ from typing import Any
 from bridge_memory.job.job import COPIED_FLAG, Job, PhaseMemory, worse_jobs
 from bridge_memory.outside.amount import Range, total
 from bridge_memory.outside.phase import Phase
-from bridge_memory.releases import BRIDGE_ADOPTS_OPTIM_STATES, release_words
 from bridge_memory.report.document import Block, Column, Grid, Pairs, Words
 from bridge_memory.report.said import VERDICT_WORDS, names_of
 from bridge_memory.report.units import DECIMALS, format_ticks, ticks
@@ -175,10 +174,7 @@ def _notes(job: Job, unit: str) -> list[str]:
     while_it = {Phase.SAVE: ", while it saves", Phase.LOAD: ", while it loads"}.get(host.phase, "")
     notes.append(f"host memory of a node of {host.ranks}{while_it}: {_short(host.node, unit)}{of} {unit}{judged}")
     if job.copied is not None:
-        release = f"Megatron Bridge from {release_words(BRIDGE_ADOPTS_OPTIM_STATES)}"
-        notes.append(
-            f"resume: as in {release}; Megatron-LM copies Adam's moments: {_copied(job, unit)} ({COPIED_FLAG})"
-        )
+        notes.append(f"resume in Megatron-LM: {_copied(job, unit)}: {COPIED_FLAG}")
     if job.to_try is not None:
         notes.append(f"resume: try first: {job.to_try.flag} ({_number(job.to_try.less, unit)} {unit} less)")
     notes += [f"not modelled: {reason}" for reason in job.not_modelled]

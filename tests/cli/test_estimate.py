@@ -41,7 +41,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
 def test_the_main_job(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *DEEPSEEK)
     assert (code, err) == (0, "")
-    assert out.splitlines()[1].startswith("FITS B300; TIGHT on H200, B200 (resume), GB200 (resume); DOES NOT FIT ")
+    assert out.splitlines()[1].startswith("FITS B200, GB200, B300; TIGHT on H200; DOES NOT FIT ")
     assert all(len(line) <= 80 for line in out.splitlines())
     assert "671.03" in run(capsys, *DEEPSEEK, "-v")[1]
 

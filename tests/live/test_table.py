@@ -109,7 +109,9 @@ def test_the_verdict_is_that_of_the_fullest_stage_on_the_card_it_runs_on(contain
 def test_before_steps_are_steady_the_verdict_is_that_of_the_estimate_by_the_whole_job() -> None:
     """Llama-3.1-8B on one B200: training fits, and a resume, which holds Adam's state twice, does not."""
     for gpu, world_size, phase in (("B200", 1, "resume"), ("H200", 8, ""), ("H100", 8, "")):
-        run = RunSpec(model="meta-llama/Llama-3.1-8B").with_fields(world_size=world_size, gpu_arch=find_gpu(gpu).arch)
+        run = RunSpec(model="meta-llama/Llama-3.1-8B").with_fields(
+            world_size=world_size, gpu_arch=find_gpu(gpu).arch, adopt_optim_states=False
+        )
         (fit,), job = fits(estimate(run), [gpu]), whole_job(run, gpu)
         prediction = replace(predict(run), job=job)
         read = replace(reading(0, 0, GIB, GIB), device_total=fit.capacity_bytes)
