@@ -173,7 +173,7 @@ def _notes(job: Job, unit: str) -> list[str]:
     judged = "" if job.host_verdict is None else f": {job.host_verdict}"
     while_it = {Phase.SAVE: ", while it saves", Phase.LOAD: ", while it loads"}.get(host.phase, "")
     notes.append(f"host memory of a node of {host.ranks}{while_it}: {_short(host.node, unit)}{of} {unit}{judged}")
-    if job.copied is not None:
+    if job.copied is not None and _worse(job, job.phases):
         notes.append(f"resume in Megatron-LM: {_copied(job, unit)}: {COPIED_FLAG}")
     if job.to_try is not None:
         notes.append(f"resume: try first: {job.to_try.flag} ({_number(job.to_try.less, unit)} {unit} less)")

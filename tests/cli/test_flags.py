@@ -203,7 +203,8 @@ CASES = {
     "--video-frames": (f"{VISION} --image-size 448x448", "8"), "--audio-seconds": (AUDIO, "0"),
     "--async-save": (SAVED, ""), "--stream-ckpt-dequant": (f"{SAVED} --fp8 hybrid --fp8-param-gather", "no"),
     "--load-optim": (SAVED, "no"), "--save-optim": (SAVED, "no"),
-    "--also-save-hf-checkpoint": (SAVED, ""),
+    "--also-save-hf-checkpoint": (SAVED, ""), "--adopt-optim-states": (SAVED, "no"),
+    "--experts-in-one-tensor": (f"{SHARED_EXPERTS} --no-load-optim", ""),
 }  # fmt: skip
 
 

@@ -241,7 +241,7 @@ def test_who_trains_decides_a_resume_and_is_named_where_the_run_leaves_it_open()
     small = replace(job, gpu=replace(job.gpu, capacity_bytes=between))
     assert "--no-adopt-optim-states" in str(by_verdict(small).pairs)
     assert "--no-adopt-optim-states" not in str(by_verdict(job).pairs)  # it fits either way
-    assert "--no-adopt-optim-states" in " ".join(job_table(job).notes)
+    assert "--no-adopt-optim-states" in " ".join(job_table(small).notes)
     assert job.as_json()["resume_copied"]["phase"]["name"] == "resume"
 
 
