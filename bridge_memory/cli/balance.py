@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.arguments.flags import add_run_arguments
+from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.arguments.template import template
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.ranked import of_estimate
@@ -37,7 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Balance and print. Returns 0."""
-    from bridge_memory.plan.megatron.balance import balance, check_balanced, default_split, described, with_sizes
+    from bridge_memory.plan.megatron.balance import (
+        balance,
+        check_balanced,
+        default_split,
+        described,
+        keeping,
+        with_sizes,
+    )
     from bridge_memory.plan.megatron.published import PUBLISHED
     from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.hardware import HARDWARE
@@ -45,12 +53,15 @@ def run(args: argparse.Namespace) -> int:
 
     gpu = find_gpu(args.gpu)
     hardware = HARDWARE.get(gpu.name)
-    given, base = template(args, gpu, (*_SIZES, *AXES["split"]))
-    base, own = _runs(base, given)
+    if args.container or args.bridge_recipe or args.megatron_args is not None:
+        base, own = _of_a_whole_run(run_on_gpus(args, [gpu]))
+    else:
+        given, base = template(args, gpu, (*_SIZES, *AXES["split"]))
+        base, own = _runs(base, given)
     check_balanced(base)
     found: dict[str, Balanced] = {}
     if own is not None:
-        found["as given"] = described(own, hardware)
+        found["as given"] = own_split = described(own, hardware)
     usual = default_split(base)
     if usual is not None:
         found["Megatron's own"] = described(usual, hardware)
@@ -64,6 +75,9 @@ def run(args: argparse.Namespace) -> int:
             found[f"fastest on {gpu.name}"] = balance(base, hardware, capacity=largest)
         except SpecError:
             pass  # none fits; the lowest peak says by how much
+    if own is not None:
+        for title in [title for title in found if title.startswith(("lowest", "fastest"))]:
+            found[title] = keeping(own_split, found[title])
     args.answer = "; ".join(_answer(found, base, gpu).lines[:2])
     if args.json:
         import json
@@ -73,6 +87,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(found, base, gpu)
     return 0
+
+
+def _of_a_whole_run(own: RunSpec) -> tuple[RunSpec, RunSpec | None]:
+    """The same of a run that says its split."""
+    from bridge_memory.plan.megatron.balance import any_split
+
+    v = layout(own.model, own.parallel).virtual_pipeline_model_parallel_size
+    parallel = replace(own.parallel, virtual_pipeline_model_parallel_size=v if v > 1 else None)
+    return any_split(own, parallel), own
 
 
 def _runs(base: RunSpec, given: dict[str, Any]) -> tuple[RunSpec, RunSpec | None]:
@@ -118,14 +141,17 @@ def _answer(found: dict[str, Balanced], base: RunSpec, gpu: Gpu) -> Words:
         answer = of_estimate(b.run, gpu)
         return answer.words, answer.verdict == "fits"
 
+    def how(b: Balanced) -> str:
+        return f"as given, {_how(b)}" if b is found.get("as given") else _how(b)
+
     lowest, fastest = found["lowest peak"], found.get(f"fastest on {gpu.name}")
     words, fits = fit(lowest)
-    lines = [f"Lowest peak: {_how(lowest)}", words]
+    lines = [f"Lowest peak: {how(lowest)}", words]
     if fastest is not None:
         words, fits = fit(fastest)
         time = f"{max(fastest.seconds):.3f} s per microbatch on its slowest stage"
         time += f", which waits {fastest.waiting:.3f} s for others" if fastest.waiting >= 0.0005 else ""
-        lines = [f"Fastest split: {_how(fastest)}; {time}", words, *lines]
+        lines = [f"Fastest split: {how(fastest)}; {time}", words, *lines]
     return Words("", tuple(lines), "good" if fits else "bad")
 
 

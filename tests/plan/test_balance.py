@@ -284,3 +284,20 @@ def test_nvidias_split_never_beats_the_first_row_of_a_search(name: str, chunks: 
     first = found.ranked(1).rows[0]
     assert first.time.seconds <= step_time(theirs, H100).seconds * (1 + 1e-9)
     assert first.run.parallel.pipeline_model_parallel_size == pp and first.run.parallel.vpp == (vpp or 1)
+
+
+@pytest.mark.parametrize(
+    ("split", "kept"), [("Et*6|t*7|t*6|t*4L", True), ("Et*6|t*6|t*7|t*4L", True), ("Et*8|t*6|t*6|t*3L", False)]
+)
+def test_a_given_split_that_is_as_good_is_kept(split: str, kept: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a run that says everything; several splits of its 23 layers have no more than 7 in a stage."""
+    flags = (
+        "--num-layers 23 --hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --max-position-embeddings 2048 "
+        "--micro-batch-size 1 --global-batch-size 32 --pipeline-model-parallel-size 4 --bf16 --swiglu --tokenizer-type "
+        "NullTokenizer --transformer-impl transformer_engine --vocab-size 65535 --pipeline-model-parallel-layout "
+    )
+    main(["balance", "--gpu", "H100", "--num-gpus", "4", "--json", f"--megatron-args={flags}{split}"])
+    splits = json.loads(capsys.readouterr().out)["splits"]
+    assert (splits["fastest on H100"]["layers"] == splits["as given"]["layers"]) == kept
+    slowest = {title: max(found["microbatch_seconds"]) for title, found in splits.items()}
+    assert (slowest["fastest on H100"] == pytest.approx(slowest["as given"])) == kept

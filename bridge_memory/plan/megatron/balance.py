@@ -158,6 +158,12 @@ def default_split(run: RunSpec) -> RunSpec | None:
     return None
 
 
+def keeping(given: Balanced, found: Balanced) -> Balanced:
+    """``given`` if its highest peak and its slowest stage are no worse than those of the split that was found."""
+    slowest = [max(b.seconds, default=0.0) + b.waiting for b in (given, found)]
+    return given if given.peak <= found.peak and slowest[0] <= slowest[1] * (1 + 1e-9) else found
+
+
 def any_split(run: RunSpec, parallel: ParallelSpec, batch: BatchSpec | None = None) -> RunSpec:
     """The run with these sizes, this batch, and some split that it can have: costs of stages do not depend on which.
     Raises SpecError."""
