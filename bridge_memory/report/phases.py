@@ -84,7 +84,7 @@ def by_verdict(job: Job, unit: str = "GiB", stage: int | None = None) -> Pairs:
         if peaks:
             pairs.append((str(verdict), "; ".join(peaks)))
     if job.copied is not None and _worse(job, phases):
-        pairs.append(("resume", f"in Megatron-LM {_copied(job, unit)}: {COPIED_FLAG}"))
+        pairs.append(("resume", f"{_copied(job, unit)}, in Megatron-LM ({COPIED_FLAG})"))
     if (words := _routing(job)) is not None:
         pairs.append(("routing", words))
     if job.not_modelled:
@@ -174,7 +174,7 @@ def _notes(job: Job, unit: str) -> list[str]:
     while_it = {Phase.SAVE: ", while it saves", Phase.LOAD: ", while it loads"}.get(host.phase, "")
     notes.append(f"host memory of a node of {host.ranks}{while_it}: {_short(host.node, unit)}{of} {unit}{judged}")
     if job.copied is not None and _worse(job, job.phases):
-        notes.append(f"resume in Megatron-LM: {_copied(job, unit)}: {COPIED_FLAG}")
+        notes.append(f"resume {_copied(job, unit)}, in Megatron-LM ({COPIED_FLAG})")
     if job.to_try is not None:
         notes.append(f"resume: try first: {job.to_try.flag} ({_number(job.to_try.less, unit)} {unit} less)")
     notes += [f"not modelled: {reason}" for reason in job.not_modelled]
