@@ -93,8 +93,8 @@ def check_transformers(run: RunSpec) -> None:
     first, last = KNOWN_TRANSFORMERS[0], family.until
     if not first <= spec.transformers_version <= last:
         raise SpecError(
-            f"transformers_version ({'.'.join(map(str, spec.transformers_version))}) is not one of the "
-            f"releases that were read; use {'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
+            f"transformers_version ({'.'.join(map(str, spec.transformers_version))}) is not one of the releases whose "
+            f"{kind} was read; use {'.'.join(map(str, max(first, family.since)))} to {'.'.join(map(str, last))}"
         )
     if spec.transformers_version < family.since:
         raise SpecError(
