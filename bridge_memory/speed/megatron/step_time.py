@@ -291,10 +291,11 @@ class Step:
 
     def __init__(
         self, run: RunSpec, hardware: Hardware, c: Constants = DEFAULT, kernels: Kernels | None = None,
-        passes: Passes | None = None,
+        passes: Passes | None = None, asked: Any = None,
     ) -> None:
-        """``passes``: those of a run that differs in pipeline and GPUs alone."""
-        self.run = run
+        """``passes``: those of a run that differs in pipeline and GPUs alone; ``asked``: which of many runs are asked
+        for (None: one run)."""
+        self.run, self._asked = run, asked
         self.passes = passes or Passes(run, context_of(run), hardware, c, kernels)
         self._shapes = layout(run.model, run.parallel).shapes(run.model)
         self._seconds: dict[ChunkShape, float] = {}
@@ -349,7 +350,12 @@ class Step:
         boundary, chunk = self._boundary(), self.passes.chunk
         timed = {shape: chunk(shape).timed(boundary) for shapes in self._shapes for shape in shapes}
         times = [[timed[shape] for shape in shapes] for shapes in self._shapes]
-        return waiting(times, microbatches, p.microbatch_group_size_per_vp_stage or p.pp)
+        group = p.microbatch_group_size_per_vp_stage or p.pp
+        if self._asked is None:
+            return waiting(times, microbatches, group)
+        from bridge_memory.speed.megatron.waiting_of_many import waiting_of_many
+
+        return waiting_of_many(times, microbatches, group, self._asked)
 
     def _optimizer(self, own: Any) -> Any:
         """The optimizer's step over ``own`` elements. Of the offloaded share gradients go to the host in fp32, its

@@ -32,21 +32,23 @@ def waiting(times: Times, microbatches: Any, group: int) -> Any:
     pp, v = len(times), len(times[0])
     if pp == 1 or v == 1:
         return 0.0
-    led = _led(times)
-    if not any_nonzero(chosen(led, 0, 1)):
+    leads = led(times)
+    if not any_nonzero(chosen(leads, 0, 1)):
         return 0.0
+    ends = schedule_seconds(times, 2 * group, group), schedule_seconds(times, 3 * group, group)
+    return chosen(leads, 0.0, waited(times, ends, microbatches, group))
+
+
+def waited(times: Times, ends: Sequence[Any], microbatches: Any, group: int) -> Any:
+    """``waiting`` where no stage leads. ``ends``: seconds of two groups, and of three."""
+    pp, v = len(times), len(times[0])
     totals = [added_up(stage) for stage in times]
     slowest = largest(*totals)
     others = added_up([(total, -slowest) for total in totals]) + (pp - 1) * slowest
-
-    def beyond(groups: int) -> Any:
-        number = groups * group
-        return schedule_seconds(times, number, group) - number * slowest - others / v
-
-    two, three = beyond(2), beyond(3)
+    two, three = (end - n * group * slowest - others / v for n, end in zip((2, 3), ends, strict=True))
     each = (three - two) / group
     found = each if microbatches is None else two + each * (microbatches - 2 * group)
-    return chosen(led, 0.0, largest(0.0, found))
+    return largest(0.0, found)
 
 
 def added_up(chunks: Sequence[ChunkTimes]) -> Any:
@@ -57,7 +59,7 @@ def added_up(chunks: Sequence[ChunkTimes]) -> Any:
     return total
 
 
-def _led(times: Times) -> Any:
+def led(times: Times) -> Any:
     """Whether in every stretch of time one and the same stage is the slowest: then it waits for no other."""
     last = len(times) - 1
     kinds = {(rank == last, *map(id, stage)): (stage, rank == last) for rank, stage in enumerate(times)}
@@ -73,7 +75,7 @@ def _led(times: Times) -> Any:
             known[a, b] = one >= other * (1 - _ROUNDING)
         return known[a, b]
 
-    led: Any = False
+    any_leads: Any = False
     for leader in alike.values():
         pairs = {
             (a, b) for other in alike.values() for mine, theirs in zip(leader, other, strict=True)
@@ -82,8 +84,8 @@ def _led(times: Times) -> Any:
         leads: Any = True
         for a, b in pairs:
             leads = leads & as_long(a, b)
-        led = led | leads
-    return led
+        any_leads = any_leads | leads
+    return any_leads
 
 
 def _slots(stage: Sequence[ChunkTimes], last: bool) -> list[set[tuple[int, int]]]:
