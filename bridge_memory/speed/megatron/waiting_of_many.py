@@ -13,7 +13,7 @@ from bridge_memory.speed.megatron.waiting import Times, led, waited
 from bridge_memory.tapes.batched import batched, numbered_rows
 
 #: Most bytes of what is known at once: the ends of all passes of some runs.
-_SLAB = 1 << 22
+_SLAB = 1 << 20
 
 
 def waiting_of_many(times: Times, microbatches: Any, group: int, asked: np.ndarray) -> Any:
@@ -64,7 +64,7 @@ def _ends(pp: int, v: int, group: int, which: np.ndarray, seconds: np.ndarray) -
     for first in range(0, runs, few):
         # In the place of what a pass takes comes when it has ended; before all of them stands the beginning.
         ends = np.zeros((1 + len(slot), min(few, runs - first)))
-        seconds[:, first : first + few].take(slot, axis=0, out=ends[1:])
+        seconds[:, first : first + few].take(slot, axis=0, out=ends[1:], mode="clip")
         for begin, end, before in order.levels:
             free, there = ends.take(before, axis=0)
             passes = ends[begin:end]
@@ -86,7 +86,7 @@ class _Order(NamedTuple):
     last: np.ndarray
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _order(pp: int, v: int, group: int) -> _Order:
     both = [_passes(pp, v, group, number * group) for number in (2, 3)]
     shift = np.repeat([0, both[0].shape[1]], [of.shape[1] for of in both])
