@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain, product
 from typing import Any
 
 from bridge_memory.tapes.symbolic import largest
@@ -65,9 +66,8 @@ def led(times: Times) -> Any:
     """Whether in every stretch of time one and the same stage is the slowest: then it waits for no other."""
     last = len(times) - 1
     kinds = {(rank == last, *map(id, stage)): (stage, rank == last) for rank, stage in enumerate(times)}
-    alike = {key: [{(id(stage[f]), id(stage[b])) for f, b in some} for some in _slots(stage, is_last)]
-             for key, (stage, is_last) in kinds.items()}  # fmt: skip
     of = {id(chunk): chunk for stage, _ in kinds.values() for chunk in stage}
+    slots = [_slots(list(map(id, stage)), is_last) for stage, is_last in kinds.values()]
     #: Of slots that are compared: whether the first takes no less than the second.
     known: dict[tuple[tuple[int, int], tuple[int, int]], Any] = {}
 
@@ -78,9 +78,9 @@ def led(times: Times) -> Any:
         return known[a, b]
 
     any_leads: Any = False
-    for leader in alike.values():
+    for leader in slots:
         pairs = {
-            (a, b) for other in alike.values() for mine, theirs in zip(leader, other, strict=True)
+            (a, b) for mine, theirs in set(chain.from_iterable(zip(leader, other, strict=True) for other in slots))
             for a in mine for b in theirs if a != b
         }  # fmt: skip
         leads: Any = True
@@ -90,14 +90,14 @@ def led(times: Times) -> Any:
     return any_leads
 
 
-def _slots(stage: Sequence[ChunkTimes], last: bool) -> list[set[tuple[int, int]]]:
+def _slots(stage: Sequence[int], last: bool) -> list[frozenset[tuple[int, int]]]:
     """While the schedule is full a stage runs a chunk forward and then one backward, the same two for as long as a
     group takes. For each of these stretches of time, which chunks these are: of the last stage two; of others, which
     begin with the next chunk earlier and end later, any two of these four."""
     v = len(stage)
     if last:
-        return [{((q - 1) % v, v - 1 - q)} for q in range(v)]
-    return [{(i % v, j % v) for i in (q - 1, q) for j in (v - 1 - q, v - q)} for q in range(v)]
+        return [frozenset(((stage[q - 1], stage[v - 1 - q]),)) for q in range(v)]
+    return [frozenset(product((stage[q - 1], stage[q]), (stage[v - 1 - q], stage[(v - q) % v]))) for q in range(v)]
 
 
 def schedule_seconds(times: Sequence[Sequence[tuple[float, float]]], number: int, group: int | None = None) -> float:
