@@ -300,7 +300,7 @@ class Step:
         #: Of every stage. Equal chunks are one object, so that looking them up by that hashes no layers.
         self._shapes = layout(run.model, run.parallel).shapes(run.model)
         kinds: dict[tuple[int, ...], int] = {}
-        #: Of every stage which of those that differ it is, the first of each of these, and its chunks with their number.
+        #: Of every stage which of those that differ it is.
         self._kind = [kinds.setdefault(tuple(map(id, shapes)), len(kinds)) for shapes in self._shapes]
         self._distinct = [self._shapes[self._kind.index(number)] for number in range(len(kinds))]
         self._seconds: dict[ChunkShape, float] = {}

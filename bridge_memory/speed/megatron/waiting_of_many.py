@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,7 +100,7 @@ def _order(pp: int, v: int, group: int) -> _Order:
     counts = np.bincount(level)
     edges = np.cumsum([0, *counts[counts > 0]]).tolist()
     levels = [
-        (a + 1, b + 1, np.ascontiguousarray(waits_for[:, a:b])) for a, b in zip(edges, edges[1:], strict=False)
+        (a + 1, b + 1, np.ascontiguousarray(waits_for[:, a:b])) for a, b in pairwise(edges)
     ]  # fmt: skip
     ends = np.cumsum([of.shape[1] // pp for of in both for _ in range(pp)]) - 1
     return _Order(chunk[order], backward[order], levels, place[ends.reshape(2, pp)])
