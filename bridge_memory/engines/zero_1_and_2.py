@@ -95,8 +95,7 @@ class ZeRO12:
         host: list[tuple[str, int]] = []
         if self.offloads:
             host = self._host(flat, kept)
-            kept = [(line, n) for line, n in kept if line.role is Role.WEIGHTS]
-            gradients = 0
+            kept = [(line, n) for line, n in kept if line.role is not Role.OPTIMIZER]
         by_place = self._concurrent(model, flat, gradients, whole, many=many)
         step, name = self._step(flat, gradients, self._left_to_step(model, flat))
         largest = max((p.numel for m in model.modules for p, _ in m.trained_parameters()), default=0)
@@ -121,10 +120,14 @@ class ZeRO12:
         return flat.frozen_bytes + whole + max(whole, main + copied, 2 * main)
 
     def _gradients(self, flat: Flat) -> int:
-        """Bytes of the gradients with which the step starts."""
+        """Bytes of the gradients with which the step starts. With an offloaded optimizer each goes to host memory and is
+        freed once it is reduced (``copy_grads_in_partition: async_inplace_copy_grad_to_fp32_buffer_from_gpu``); a
+        compact partition of them stays on the GPU (``_build_compact_grad_partition_buffer``)."""
         if self.of_bf16_optimizer:
             return rounded(flat.padded * 4)
-        return rounded(flat.partition * 4) if self.compact else rounded(flat.touched * self.width)
+        if self.compact:
+            return rounded(flat.partition * 4)
+        return 0 if self.offloads else rounded(flat.touched * self.width)
 
     def _amounts(self, flat: Flat, gradients: int, *, fresh: bool) -> Iterator[tuple[Line, int]]:
         exact = Provenance.EXACT
@@ -238,7 +241,7 @@ class ZeRO12:
         z = self.run.deepspeed
         return Plan(
             flat, self.widths, z.reduce_bucket_size, contiguous(self.run), z.reduce_scatter, self.overlaps, hooks,
-            partitioned, counted_elsewhere, own,
+            partitioned, counted_elsewhere, own, NORM_WIDTH if self.offloads else 0,
         )  # fmt: skip
 
     def _gradients_of(self, model: Model) -> Gradients:
