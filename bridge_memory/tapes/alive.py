@@ -223,8 +223,9 @@ class Structure:
     """What is alive when on one tape, whatever its sizes are."""
 
     __slots__ = (
-        "_between", "_offloading", "backward", "backward_held", "discarded", "forward", "input_discarded", "input_retained", "inputs", "no_grad",
-        "no_grad_retained", "offloaded", "output_reached", "outputs", "retained", "tensors",
+        "_between", "_offloading", "backward", "backward_held", "discarded", "forward", "input_discarded",
+        "input_retained", "inputs", "no_grad", "no_grad_retained", "offloaded", "output_reached", "outputs", "retained",
+        "tensors",
     )  # fmt: skip
 
     def __init__(self, tape: Tape, atoms: Atoms, *, without_gradients: bool = True) -> None:
