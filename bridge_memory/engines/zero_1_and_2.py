@@ -34,7 +34,7 @@ from bridge_memory.engines.zero_buckets import Flat, Gradients, Held, Plan, Repl
 from bridge_memory.inventory.stack import Unit, chunk_units
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.spec.layout import layout
-from bridge_memory.tapes.chain import Concurrent
+from bridge_memory.tapes.chain import Concurrent, most
 from bridge_memory.tapes.context import context_of
 from bridge_memory.tapes.parameters import ParameterList
 
@@ -95,9 +95,11 @@ class ZeRO12:
         host: list[tuple[str, int]] = []
         if self.offloads:
             host = self._host(flat, kept)
-            kept = [(line, n) for line, n in kept if line.role is Role.WEIGHTS]
-            gradients = 0
-        by_place = self._concurrent(model, flat, gradients, whole, many=many)
+            kept = [(line, n) for line, n in kept if line.role is not Role.OPTIMIZER]
+        # None keeps its gradients: which rank has most depends on when it makes copies for norms.
+        flats = [flat] if gradients or not self.offloads else self._flats(model)
+        by_rank = [self._concurrent(model, each, gradients, whole, many=many) for each in flats]
+        by_place = [most(held) for held in zip(*by_rank, strict=True)]
         step, name = self._step(flat, gradients, self._left_to_step(model, flat))
         largest = max((p.numel for m in model.modules for p, _ in m.trained_parameters()), default=0)
         if self.offloads:
@@ -121,10 +123,14 @@ class ZeRO12:
         return flat.frozen_bytes + whole + max(whole, main + copied, 2 * main)
 
     def _gradients(self, flat: Flat) -> int:
-        """Bytes of the gradients with which the step starts."""
+        """Bytes of the gradients with which the step starts. With an offloaded optimizer each is copied to host memory
+        once it is reduced, and freed (``copy_grads_in_partition, async_inplace_copy_grad_to_fp32_buffer_from_gpu``);
+        a compact partition of them stays on the GPU (``_build_compact_grad_partition_buffer``)."""
         if self.of_bf16_optimizer:
             return rounded(flat.padded * 4)
-        return rounded(flat.partition * 4) if self.compact else rounded(flat.touched * self.width)
+        if self.compact:
+            return rounded(flat.partition * 4)
+        return 0 if self.offloads else rounded(flat.touched * self.width)
 
     def _amounts(self, flat: Flat, gradients: int, *, fresh: bool) -> Iterator[tuple[Line, int]]:
         exact = Provenance.EXACT
@@ -238,7 +244,7 @@ class ZeRO12:
         z = self.run.deepspeed
         return Plan(
             flat, self.widths, z.reduce_bucket_size, contiguous(self.run), z.reduce_scatter, self.overlaps, hooks,
-            partitioned, counted_elsewhere, own,
+            partitioned, counted_elsewhere, own, NORM_WIDTH if self.offloads else 0,
         )  # fmt: skip
 
     def _gradients_of(self, model: Model) -> Gradients:
@@ -248,11 +254,15 @@ class ZeRO12:
         """The flat parameters of the rank with the most memory: of the one with the largest gradients in its partition,
         the first and the last, the one that has most when a bucket is reduced. The order of reductions can make it the
         first or the last."""
+        flats = self._flats(model)
+        return max(flats, key=lambda flat: self._most_reducing(model, flat))
+
+    def _flats(self, model: Model) -> list[Flat]:
+        """Those of the rank with the largest gradients in its partition, of the first and of the last."""
         dealt = self.run.deepspeed.round_robin_gradients
         found = flat_of(model, self.ranks, self.width, dealt=dealt)
         ranks = dict.fromkeys((found.fullest, 0, self.ranks - 1))
-        flats = [flat_of(model, self.ranks, self.width, dealt=dealt, rank=rank) for rank in ranks]
-        return max(flats, key=lambda flat: self._most_reducing(model, flat))
+        return [flat_of(model, self.ranks, self.width, dealt=dealt, rank=rank) for rank in ranks]
 
     def _most_reducing(self, model: Model, flat: Flat) -> tuple[int, int]:
         """(sum over reductions in hooks of the bytes that stay for this rank, which are alive together with

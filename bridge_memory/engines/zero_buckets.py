@@ -102,7 +102,9 @@ class Plan(NamedTuple):
     ``hooks``: in hooks, in the order of backward, so that each gradient has just been made when it is visited; else
     after it, in the model's. ``partitioned``: stage 2, which frees gradients of other partitions.
     ``counted_elsewhere``: gradients are of earlier microbatches, or made before the first reduction, and the caller
-    counts them. ``own``: bytes of this rank's gradients once the first of them is reduced.
+    counts them. ``own``: bytes of this rank's gradients once the first of them is reduced. ``norm``: of an offloaded
+    optimizer bytes per element of a copy that is made of each, for its norm, before it goes to host memory
+    (``set_norm_for_param_grad_in_gpu``); else 0.
     """
 
     flat: Flat
@@ -116,6 +118,7 @@ class Plan(NamedTuple):
     partitioned: bool
     counted_elsewhere: bool
     own: int
+    norm: int = 0
 
 
 @lru_cache(maxsize=64)  # the same for all configurations of a search
@@ -206,7 +209,8 @@ class _Reductions:
                 added = 0
             elif plan.contiguous and plan.reduce_scatter:
                 added = max(joined, added)  # the buffer is allocated before gradients are added to it
-            found = max(found, self._held(trigger + added))
+            largest = max([self.own[i] for i in mine])
+            found = max(found, self._held(trigger + max(added, rounded(largest * plan.norm))))
         self.found.append(Reduction(place, trigger, found))
         if not plan.contiguous or self.numels[start] > plan.limit:
             own = sum([self.bytes_of[self.numels[i]] for i in mine])

@@ -19,6 +19,7 @@ field of bits for each size, so that adding all counts is one addition.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -67,7 +68,8 @@ class Atoms:
         """The highest bit of every field."""
         return ((1 << _FIELD * len(self.sizes)) - 1) // _ONE_FIELD << (_FIELD - 1)
 
-    def positions(self, units: int) -> tuple[int, ...]:
+    @staticmethod
+    def positions(units: int) -> tuple[int, ...]:
         """Positions of the sizes in a sum, each as often as it is counted."""
         out: list[int] = []
         while units:
@@ -201,13 +203,30 @@ def _undominated(moments: Sequence[Moment], atoms: Atoms) -> list[Moment]:
     return out
 
 
+class _Between(NamedTuple):
+    """What one tape keeps between its passes. Storages have their plan's numbers."""
+
+    #: Counts of everything alive but outputs that belong to the caller.
+    alive: int
+    #: Of saved storages.
+    units: dict[int, int]
+    #: Those that may go to host memory, with the modules around each operation that saves them.
+    inside: dict[int, frozenset[frozenset[str]]]
+    #: Without storage between the passes, if they stay on the GPU.
+    discarded: frozenset[int]
+    #: (number, a ``Structure.tensors``) of what is saved and not discarded by a region.
+    tensors: tuple[tuple[int, Any], ...]
+    input: int | None
+
+
 class Structure:
     """What is alive when on one tape, whatever its sizes are."""
 
     __slots__ = (
-        "backward", "backward_held", "discarded", "forward", "input_discarded", "input_retained", "inputs", "no_grad",
-        "no_grad_retained", "offloaded", "output_reached", "outputs", "retained", "tensors",
-    )
+        "_between", "_offloading", "backward", "backward_held", "discarded", "forward", "input_discarded",
+        "input_retained", "inputs", "no_grad", "no_grad_retained", "offloaded", "output_reached", "outputs", "retained",
+        "tensors",
+    )  # fmt: skip
 
     def __init__(self, tape: Tape, atoms: Atoms, *, without_gradients: bool = True) -> None:
         """``without_gradients``: also follow a forward pass that saves nothing, the first one under full recomputation.
@@ -215,23 +234,22 @@ class Structure:
         plan = _Plan(tape, atoms)
         run = _Run(plan)
         run.forward(save=True)
-        offloaded = run.offloaded_tensors()
-        offloaded_units = sum(plan.units[i] for i in offloaded)
+        inside = run.saved_inside()
         # Outputs that nothing saves belong to the caller.
         unsaved_outputs = sum(plan.units[i] for i in set(plan.output_storages) if run.refs[i] == run.scope[i])
         saved = [i for i in run.order if run.refs[i] > run.scope[i]]
-        discarded = plan.discarded_between_passes.intersection(saved) - run.discarded - offloaded
-        discarded_units = sum(plan.units[i] for i in discarded)
-        self.retained = atoms.positions(run.alive - unsaved_outputs - offloaded_units - discarded_units)
-        self.offloaded = atoms.positions(offloaded_units)
-        self.discarded = atoms.positions(discarded_units)
-        gone = run.discarded | offloaded | discarded
-        self.tensors = tuple(
-            (t.name, t.part, t.provenance, atoms.positions(t.units)[0])
-            for i in saved if i not in gone and (t := plan.tensors[i]).units
-        )
-        self.input_retained = bool(plan.inputs) and plan.inputs[0] in saved
-        self.input_discarded = bool(plan.inputs) and plan.inputs[0] in discarded
+        between = _Between(
+            run.alive - unsaved_outputs, {i: plan.units[i] for i in saved}, inside,
+            frozenset(plan.discarded_between_passes.intersection(saved) - run.discarded),
+            tuple(
+                (i, (t.name, t.part, t.provenance, atoms.positions(t.units)[0]))
+                for i in saved if i not in run.discarded and (t := plan.tensors[i]).units
+            ),
+            plan.inputs[0] if plan.inputs else None,
+        )  # fmt: skip
+        self._between = between if inside else None
+        self._offloading: dict[frozenset[str], Structure] = {}
+        self._keep(between, set(inside))
         self.inputs = atoms.positions(sum(t.units for t in tape.input_tensors))
         self.outputs = atoms.positions(sum(t.units for t in tape.output_tensors))
         self.output_reached = any(t.has_gradient for t in tape.output_tensors)
@@ -249,6 +267,35 @@ class Structure:
         self.backward = _split(backward.moments, backward.landmark, atoms)
         self.backward_held = _split(held.moments, held.landmark, atoms)
         self.no_grad = _split(no_grad.moments, no_grad.landmark, atoms)
+
+    def _keep(self, between: _Between, offloaded: set[int]) -> None:
+        """What is kept between the passes. ``offloaded``: storages that go to host memory, which are alive during
+        both."""
+        units, positions = between.units, Atoms.positions
+        discarded = between.discarded - offloaded
+        offloaded_units, discarded_units = (sum(units[i] for i in some) for some in (offloaded, discarded))
+        self.retained = positions(between.alive - offloaded_units - discarded_units)
+        self.offloaded, self.discarded = positions(offloaded_units), positions(discarded_units)
+        self.tensors = tuple(t for i, t in between.tensors if i not in offloaded and i not in discarded)
+        self.input_retained = between.input in units
+        self.input_discarded = between.input in discarded
+
+    def offloading(self, modules: frozenset[str] | None) -> Structure:
+        """The same with no modules but these offloaded; None: all. Whatever goes to host memory between the passes is
+        alive during both, so that their moments are the same."""
+        between = self._between
+        if between is None or modules is None:
+            return self
+        offloaded = {i for i, saves in between.inside.items() if all(modules & around for around in saves)}
+        if len(offloaded) == len(between.inside):
+            return self
+        found = self._offloading.get(modules)
+        if found is None:
+            found = copy(self)
+            found._between, found._offloading = None, {}
+            found._keep(between, offloaded)
+            self._offloading[modules] = found
+        return found
 
     def sums(self) -> dict[str, Sequence[int]]:
         """Properties of ``BlockCost`` that are sums -> positions of the sizes to add up."""
@@ -431,7 +478,7 @@ class _Step:
     backward_workspace: int
     alias: bool
     in_place: int
-    offloaded: bool
+    offloaded: frozenset[str]
     always_saves: bool
     #: What stays for its delayed weight gradient.
     delayed: _Delayed | None
@@ -467,7 +514,7 @@ class _Part:
     outputs: list[int]
     discards: bool
     refills: bool
-    offloaded: bool
+    offloaded: frozenset[str]
 
 
 class _Scope:
@@ -637,8 +684,8 @@ class _Run:
         self.landmark = 0
         #: Discarded storages: referenced, but without bytes.
         self.discarded: set[int] = set()
-        #: How often offloading operations save a storage.
-        self._offloaded: dict[int, int] = {}
+        #: Of every storage that operations in offloaded modules save, the modules around each of these.
+        self._offloaded: dict[int, list[frozenset[str]]] = {}
         self._grads: dict[int, _Grad] = {}
         self._grad_units = 0
         #: Outputs that discarding regions have recomputed, by region, and the region that is being recomputed.
@@ -694,12 +741,13 @@ class _Run:
     def _second_gone(self, i: int) -> None:
         self.alive -= self.plan.units[i]
 
-    def offloaded_tensors(self) -> set[int]:
-        """Storages that only offloading operations save, if they have enough elements to be offloaded
-        (``fine_grained_activation_offload.py: ChunkOffloadHandler.tensor_need_offloading_checker``)."""
+    def saved_inside(self) -> dict[int, frozenset[frozenset[str]]]:
+        """Storages that only operations in offloaded modules save, if they have enough elements to be offloaded
+        (``fine_grained_activation_offload.py: ChunkOffloadHandler.tensor_need_offloading_checker``), with the modules
+        around these operations."""
         return {
-            i for i, n in self._offloaded.items()
-            if n == self.refs[i] - self.scope[i] and i not in self.discarded
+            i: frozenset(saves) for i, saves in self._offloaded.items()
+            if len(saves) == self.refs[i] - self.scope[i] and i not in self.discarded
             and (t := self.plan.tensors[i]).bytes >= self.plan.least_offloaded * t.item
         }
 
@@ -772,11 +820,11 @@ class _Run:
                     scope[i] = 0
                     self._release(i)
 
-    def _save(self, storages: Sequence[int], offloaded: bool) -> None:
+    def _save(self, storages: Sequence[int], offloaded: frozenset[str]) -> None:
         for i in storages:
             self._acquire(i)
             if offloaded:
-                self._offloaded[i] = self._offloaded.get(i, 0) + 1
+                self._offloaded.setdefault(i, []).append(offloaded)
 
     # ---- backward ----
 

@@ -64,14 +64,25 @@ class _Trace(NamedTuple):
 class Block:
     """Everything that one block contributes to a rank."""
 
-    __slots__ = ("_parameters", "_persistent", "_sizes", "_trace", "cost")
+    __slots__ = ("_offloading", "_parameters", "_persistent", "_sizes", "_trace", "cost")
 
     def __init__(self, trace: _Trace, sizes: list[int]) -> None:
         self._trace = trace
         self._sizes = sizes
         self._parameters: ParameterList | None = None
         self._persistent: dict[tuple[Scratch, tuple[int, ...]], int] | None = None
+        self._offloading: dict[frozenset[str] | None, Block] = {}
         self.cost = BlockCost(trace.structure, sizes[: trace.atoms])
+
+    def offloading(self, modules: frozenset[str] | None) -> Block:
+        """As ``Structure.offloading``."""
+        found = self._offloading.get(modules)
+        if found is None:
+            structure = self._trace.structure.offloading(modules)
+            same = structure is self._trace.structure
+            found = self if same else Block(self._trace._replace(structure=structure), self._sizes)
+            self._offloading[modules] = found
+        return found
 
     @property
     def parameters(self) -> ParameterList:
@@ -124,6 +135,8 @@ def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) 
     if made is None:
         made = Block(*traced(ctx, key, traces, record))
         traces.keep(ctx.dimensions, made)
+    if ctx.cache.offloads is not None:
+        made = made.offloading(ctx.cache.offloads)
     ctx.blocks[key] = made
     return made
 

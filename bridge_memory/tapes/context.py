@@ -33,7 +33,7 @@ from bridge_memory.spec import (
     SideBySideSpec,
 )
 from bridge_memory.spec.encoders import Item, items_of, recorded
-from bridge_memory.spec.parts import RECOMPUTE_MODULES
+from bridge_memory.spec.parts import OFFLOAD_MODULES, RECOMPUTE_MODULES
 from bridge_memory.spec.transformers import (
     DEFAULT_TRANSFORMERS_SPEC,
     TORCHTITAN,
@@ -167,12 +167,15 @@ class Settings(NamedTuple):
 class SettingsCache:
     """The traces of all blocks under one combination of settings."""
 
-    __slots__ = ("blocks", "kept", "owner", "settings")
+    __slots__ = ("blocks", "kept", "offloads", "owner", "settings")
 
-    def __init__(self, owner: TraceCache, settings: Settings) -> None:
+    def __init__(self, owner: TraceCache, settings: Settings, blocks: dict[Any, Traces] | None = None) -> None:
+        """``blocks``: of settings that offload other modules, which have the same traces."""
         self.owner = owner
         self.settings = settings
-        self.blocks: dict[Any, Traces] = {}
+        #: Modules that are offloaded (``Structure.offloading``); None: nothing is.
+        self.offloads = frozenset(settings.impl.offload_modules) or None
+        self.blocks: dict[Any, Traces] = {} if blocks is None else blocks
         #: Results that depend only on the settings and a few switches; each user chooses its keys.
         self.kept: dict[Any, Any] = {}
 
@@ -199,7 +202,11 @@ class TraceCache:
         found = self._by_settings.get(settings)
         if found is None:
             with self.lock:
-                found = self._by_settings.setdefault(settings, SettingsCache(self, settings))
+                blocks = None
+                if settings.impl.offload_modules not in ((), OFFLOAD_MODULES):
+                    every = replace(settings.impl, offload_modules=OFFLOAD_MODULES)
+                    blocks = self.cache(settings._replace(impl=every)).blocks
+                found = self._by_settings.setdefault(settings, SettingsCache(self, settings, blocks))
         return found
 
     def count_trace(self) -> None:

@@ -343,7 +343,7 @@ class RunGrid:
         which = np.zeros(self.shape, np.int64)
         persistent: list[list[np.ndarray]] = []
         for part, trace, sizes in self._leaves(key, record):
-            s, atoms, here = trace.structure, trace.atoms, part.index
+            s, atoms, here = trace.structure.offloading(self.cache.offloads), trace.atoms, part.index
             for name, values in evaluated(s, sizes[:atoms]).items():
                 cost[name][here] = values
             for name in FLAGS:

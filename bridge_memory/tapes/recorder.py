@@ -123,8 +123,9 @@ class Recorder:
         return tensor
 
     def offload(self, module: str) -> AbstractContextManager[None]:
-        """Fine-grained offloading of tensors saved inside, if ``offload_modules`` names ``module``."""
-        return self.tape.offload(module in self.ctx.impl.offload_modules)
+        """Fine-grained offloading of tensors saved inside, if ``offload_modules`` names ``module``. A trace is of all
+        modules; ``Structure.offloading`` asks which."""
+        return self.tape.offload(bool(self.ctx.impl.offload_modules), module)
 
     def delays(self, node: str) -> AbstractContextManager[None]:
         """With ``delay_wgrad_compute``, weight gradients of operations inside are made when all inside has run

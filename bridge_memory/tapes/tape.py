@@ -116,7 +116,7 @@ class Op:
         backward_workspace: Bytes = 0,
         alias: bool = False,
         in_place: int = False,
-        offloaded: bool = False,
+        offloaded: frozenset[str] = frozenset(),
         always_saves: bool = False,
         scope: bool = False,
         for_backward: Bytes = 0,
@@ -153,7 +153,8 @@ class Region:
     __slots__ = ("discards", "inputs", "name", "nodes", "offloaded", "outputs", "refills")
 
     def __init__(
-        self, name: str, inputs: tuple[Tensor, ...] = (), *, discards: bool = False, offloaded: bool = False,
+        self, name: str, inputs: tuple[Tensor, ...] = (), *, discards: bool = False,
+        offloaded: frozenset[str] = frozenset(),
         refills: bool = False,
     ) -> None:
         self.name = name
@@ -208,7 +209,8 @@ class Tape:
         self.discarded_between_passes: list[Tensor] = []
         #: Outputs of operations that a selective checkpoint around the block keeps (torchtitan's).
         self.kept_by_checkpoint: list[Tensor] = []
-        self._offloading = False
+        #: Modules around what is recorded whose saved tensors go to host memory.
+        self._offloading: frozenset[str] = frozenset()
         #: Points at which the weight gradients that are delayed here are made, the innermost last.
         self._flushes: list[Flush] = []
         #: Part of the model, and provenance of the sizes, of everything recorded from here on.
@@ -358,10 +360,12 @@ class Tape:
             self.delay_ends()
 
     @contextmanager
-    def offload(self, enabled: bool) -> Iterator[None]:
+    def offload(self, enabled: bool, module: str = "") -> Iterator[None]:
         """Tensors saved inside go to host memory between the block's forward and backward, unless an operation outside
         saves them too or they are small (``fine_grained_activation_offload.py``)."""
-        before, self._offloading = self._offloading, self._offloading or enabled
+        before = self._offloading
+        if enabled:
+            self._offloading = before | {module}
         try:
             yield
         finally:

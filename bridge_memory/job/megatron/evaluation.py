@@ -170,5 +170,5 @@ def without_gradients(ctx: BlockContext, block: Callable[[BlockContext], Any]) -
     """The cost of a block with its peak under ``torch.no_grad``, which estimates of training trace for layers that are
     recomputed in full only."""
     atoms = Atoms()
-    structure = Structure(tape_of(ctx, block), atoms)
+    structure = Structure(tape_of(ctx, block), atoms).offloading(ctx.cache.offloads)
     return BlockCost(structure, list(atoms.sizes))

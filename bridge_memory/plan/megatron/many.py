@@ -831,7 +831,7 @@ class Times:
         def seconds(of: tuple[Subgrid, Passes]) -> Any:
             part, passes = of
             runs: Any = memory.runs(pipeline, part)
-            return Step(runs, self._hardware, self._constants, passes=passes).time().seconds
+            return Step(runs, self._hardware, self._constants, passes=passes, asked=used[part.index]).time().seconds
 
         out = np.zeros(grid.shape)
         with np.errstate(divide="ignore", invalid="ignore"):  # of sizes that this pipeline does not go with

@@ -291,12 +291,18 @@ class Step:
 
     def __init__(
         self, run: RunSpec, hardware: Hardware, c: Constants = DEFAULT, kernels: Kernels | None = None,
-        passes: Passes | None = None,
+        passes: Passes | None = None, asked: Any = None,
     ) -> None:
-        """``passes``: those of a run that differs in pipeline and GPUs alone."""
-        self.run = run
+        """``passes``: those of a run that differs in pipeline and GPUs alone; ``asked``: which of many runs are asked
+        for (None: one run)."""
+        self.run, self._asked = run, asked
         self.passes = passes or Passes(run, context_of(run), hardware, c, kernels)
+        #: Of every stage. Equal chunks are one object, so that looking them up by that hashes no layers.
         self._shapes = layout(run.model, run.parallel).shapes(run.model)
+        kinds: dict[tuple[int, ...], int] = {}
+        #: Of every stage which of those that differ it is.
+        self._kind = [kinds.setdefault(tuple(map(id, shapes)), len(kinds)) for shapes in self._shapes]
+        self._distinct = [self._shapes[self._kind.index(number)] for number in range(len(kinds))]
         self._seconds: dict[ChunkShape, float] = {}
 
     def at(self, c: Constants) -> StepTime:
@@ -310,46 +316,56 @@ class Step:
         run, passes = self.run, self.passes
         p, m = run.parallel, run.num_microbatches
         # Equal chunks of a stage are counted and not added one by one.
-        stages = {
-            shapes: [(passes.chunk(shape), times) for shape, times in Counter(shapes).items()]
-            for shapes in dict.fromkeys(self._shapes)
-        }
+        chunks = {id(shape): passes.chunk(shape) for shape in self._each_chunk()}
+        stages = [
+            [(chunks[key], times) for key, times in Counter(map(id, shapes)).items()] for shapes in self._distinct
+        ]  # fmt: skip
         boundary = self._boundary()
-        late = {x: added(x.late(boundary)) for of in stages.values() for x, _ in of}
-        totals = {shapes: added((x.total + late[x]) * times for x, times in of) for shapes, of in stages.items()}
+        late = {x: added(x.late(boundary)) for of in stages for x, _ in of}
+        totals = [added((x.total + late[x]) * times for x, times in of) for of in stages]
         hop = self._hop()
         # 1F1B receives before it can go on; interleaved schedules receive while another chunk runs.
         messages = 4 if passes.kernels.separate_sends and p.pp > 2 else 2
         sends: Any = 0.0 if p.vpp > 1 or p.pp == 1 else messages * m * hop
         slowest: list[Any] = []
-        for shapes, of in stages.items():
+        for of, seconds in zip(stages, totals, strict=True):
             work, recomputation = Parts(), 0.0
             for x, times in of:
                 number = times * m
                 work = work.plus(x.forward, number).plus(x.backward, number)
                 work = work._replace(host=work.host + number * late[x])
                 recomputation = recomputation + number * x.recomputation
-            here = [totals[shapes], recomputation, *work]
+            here = [seconds, recomputation, *work]
             later = slowest and here[0] > slowest[0]
             slowest = [chosen(later, a, b) for a, b in zip(here, slowest, strict=True)] if slowest else here
         total, recomputation, *parts = slowest
-        bubble = (added(totals[shapes] for shapes in self._shapes) - total) / p.vpp + 2 * (p.pp - 1) * hop
+        bubble = (added(totals[kind] for kind in self._kind) - total) / p.vpp + 2 * (p.pp - 1) * hop
         if p.vpp > 1 and p.pp > 1:  # what one direction of a link takes longer than the chunks beside it
             sends = m * largest(0.0, p.vpp * hop - total)
-        data_parallel = largest(*[self._data_parallel(shapes, of) for shapes, of in stages.items()])
-        own = largest(*[self._own_elements(shapes) for shapes in stages])
+        data_parallel = largest(*map(self._data_parallel, self._distinct, stages))
+        own = largest(*map(self._own_elements, self._distinct))
         waits = self.waiting(m)
         return StepTime(Parts(*parts), recomputation, bubble, sends, data_parallel, self._optimizer(own), waits)
 
     def waiting(self, microbatches: Any = None) -> Any:
         """Seconds in which the slowest stage waits for others, beside the bubble; None: a microbatch of a long step."""
         p = self.run.parallel
-        if p.pp == 1 or p.vpp == 1 or len(set(self._shapes)) == 1:
+        if p.pp == 1 or p.vpp == 1 or len(self._distinct) == 1:
             return 0.0
         boundary, chunk = self._boundary(), self.passes.chunk
-        timed = {shape: chunk(shape).timed(boundary) for shapes in self._shapes for shape in shapes}
-        times = [[timed[shape] for shape in shapes] for shapes in self._shapes]
-        return waiting(times, microbatches, p.microbatch_group_size_per_vp_stage or p.pp)
+        timed = {id(shape): chunk(shape).timed(boundary) for shape in self._each_chunk()}
+        of_kind = [[timed[id(shape)] for shape in shapes] for shapes in self._distinct]
+        times = [of_kind[kind] for kind in self._kind]
+        group = p.microbatch_group_size_per_vp_stage or p.pp
+        if self._asked is None:
+            return waiting(times, microbatches, group)
+        from bridge_memory.speed.megatron.waiting_of_many import waiting_of_many
+
+        return waiting_of_many(times, microbatches, group, self._asked)
+
+    def _each_chunk(self) -> Iterable[ChunkShape]:
+        """Every chunk that differs, once."""
+        return {id(shape): shape for shapes in self._distinct for shape in shapes}.values()
 
     def _optimizer(self, own: Any) -> Any:
         """The optimizer's step over ``own`` elements. Of the offloaded share gradients go to the host in fp32, its

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain, product
 from typing import Any
 
-from bridge_memory.schedule.events import num_warmup, schedule_table
-from bridge_memory.tapes.symbolic import any_nonzero, chosen, largest
+from bridge_memory.tapes.symbolic import largest
 
 #: Seconds of a chunk's passes forward and backward: numbers, or arrays with one entry per run.
 ChunkTimes = tuple[Any, Any]
@@ -22,7 +22,7 @@ Times = Sequence[Sequence[ChunkTimes]]
 _ROUNDING = 1e-9
 
 
-def waiting(times: Times, microbatches: Any, group: int) -> Any:
+def waiting(times: Sequence[Sequence[tuple[float, float]]], microbatches: int | None, group: int) -> float:
     """Seconds of a step in which the slowest stage waits for others, filling and draining aside; messages take none.
     ``microbatches``: None for the seconds that each adds in a long step.
 
@@ -32,21 +32,26 @@ def waiting(times: Times, microbatches: Any, group: int) -> Any:
     pp, v = len(times), len(times[0])
     if pp == 1 or v == 1:
         return 0.0
-    led = _led(times)
-    if not any_nonzero(chosen(led, 0, 1)):
+    if led(times):
         return 0.0
+    return waited(times, _ends(tuple(map(tuple, times)), group), microbatches, group)
+
+
+@lru_cache(maxsize=8)
+def _ends(times: tuple[tuple[tuple[float, float], ...], ...], group: int) -> tuple[float, float]:
+    return schedule_seconds(times, 2 * group, group), schedule_seconds(times, 3 * group, group)
+
+
+def waited(times: Times, ends: Sequence[Any], microbatches: Any, group: int) -> Any:
+    """``waiting`` where no stage leads. ``ends``: seconds of two groups, and of three."""
+    pp, v = len(times), len(times[0])
     totals = [added_up(stage) for stage in times]
     slowest = largest(*totals)
     others = added_up([(total, -slowest) for total in totals]) + (pp - 1) * slowest
-
-    def beyond(groups: int) -> Any:
-        number = groups * group
-        return schedule_seconds(times, number, group) - number * slowest - others / v
-
-    two, three = beyond(2), beyond(3)
+    two, three = (end - n * group * slowest - others / v for n, end in zip((2, 3), ends, strict=True))
     each = (three - two) / group
     found = each if microbatches is None else two + each * (microbatches - 2 * group)
-    return chosen(led, 0.0, largest(0.0, found))
+    return largest(0.0, found)
 
 
 def added_up(chunks: Sequence[ChunkTimes]) -> Any:
@@ -57,13 +62,12 @@ def added_up(chunks: Sequence[ChunkTimes]) -> Any:
     return total
 
 
-def _led(times: Times) -> Any:
+def led(times: Times) -> Any:
     """Whether in every stretch of time one and the same stage is the slowest: then it waits for no other."""
     last = len(times) - 1
     kinds = {(rank == last, *map(id, stage)): (stage, rank == last) for rank, stage in enumerate(times)}
-    alike = {key: [{(id(stage[f]), id(stage[b])) for f, b in some} for some in _slots(stage, is_last)]
-             for key, (stage, is_last) in kinds.items()}  # fmt: skip
     of = {id(chunk): chunk for stage, _ in kinds.values() for chunk in stage}
+    slots = [_slots(list(map(id, stage)), is_last) for stage, is_last in kinds.values()]
     #: Of slots that are compared: whether the first takes no less than the second.
     known: dict[tuple[tuple[int, int], tuple[int, int]], Any] = {}
 
@@ -73,65 +77,61 @@ def _led(times: Times) -> Any:
             known[a, b] = one >= other * (1 - _ROUNDING)
         return known[a, b]
 
-    led: Any = False
-    for leader in alike.values():
+    any_leads: Any = False
+    for leader in slots:
         pairs = {
-            (a, b) for other in alike.values() for mine, theirs in zip(leader, other, strict=True)
+            (a, b) for mine, theirs in set(chain.from_iterable(zip(leader, other, strict=True) for other in slots))
             for a in mine for b in theirs if a != b
         }  # fmt: skip
         leads: Any = True
         for a, b in pairs:
             leads = leads & as_long(a, b)
-        led = led | leads
-    return led
+        any_leads = any_leads | leads
+    return any_leads
 
 
-def _slots(stage: Sequence[ChunkTimes], last: bool) -> list[set[tuple[int, int]]]:
+def _slots(stage: Sequence[int], last: bool) -> list[frozenset[tuple[int, int]]]:
     """While the schedule is full a stage runs a chunk forward and then one backward, the same two for as long as a
     group takes. For each of these stretches of time, which chunks these are: of the last stage two; of others, which
     begin with the next chunk earlier and end later, any two of these four."""
     v = len(stage)
     if last:
-        return [{((q - 1) % v, v - 1 - q)} for q in range(v)]
-    return [{(i % v, j % v) for i in (q - 1, q) for j in (v - 1 - q, v - q)} for q in range(v)]
+        return [frozenset(((stage[q - 1], stage[v - 1 - q]),)) for q in range(v)]
+    return [frozenset(product((stage[q - 1], stage[q]), (stage[v - 1 - q], stage[(v - q) % v]))) for q in range(v)]
 
 
-def schedule_seconds(times: Times, number: int, group: int | None = None) -> Any:
+def schedule_seconds(times: Sequence[Sequence[tuple[float, float]]], number: int, group: int | None = None) -> float:
     """Until the last pass has ended: each begins when its stage is free and its input is there. ``group``: None for as
-    many microbatches as stages."""
+    many microbatches as stages; ``number``: of whole groups.
+
+    While the schedule is full a stage runs forward, backward, forward, ...; here each is two passes behind the one
+    before it, so that at every turn what a pass waits for has run.
+    """
     pp, v = len(times), len(times[0])
-    free: list[Any] = [0.0] * pp
-    done: dict[tuple[bool, int, int], Any] = {}
-    for rank, backward, m, chunk, before in _order(pp, v, number, group or pp):
-        begins = free[rank] if before is None else largest(free[rank], done[before])
-        free[rank] = done[backward, m, chunk] = begins + times[rank][chunk // pp][backward]
-    return largest(*free)
-
-
-@lru_cache(maxsize=16)
-def _order(pp: int, v: int, number: int, group: int) -> tuple[tuple[int, bool, int, int, Any], ...]:
-    """(stage, whether backward, microbatch, chunk of the model, the pass whose result it takes) of every pass, each
-    after those that it waits for."""
-    table = schedule_table(number, v, group)
-    todo = []
-    for rank in range(pp):
-        there = [(False, m, c * pp + rank) for m, c in table]
-        back = [(True, m, (v - 1 - c) * pp + rank) for m, c in table]
-        warm = num_warmup(pp, rank, number, v, group)
-        both = [one for pair in zip(there[warm:], back, strict=False) for one in pair]
-        todo.append([*there[:warm], *both, *back[len(table) - warm :]][::-1])
-    done = set()
-    order: list[tuple[int, bool, int, int, Any]] = []
-    while any(todo):
-        for rank in range(pp):
-            while todo[rank]:
-                backward, m, chunk = todo[rank][-1]
-                ends = chunk == pp * v - 1 if backward else chunk == 0
-                before: Any = (not backward, m, chunk) if ends else (backward, m, chunk + 1 if backward else chunk - 1)
-                if ends and not backward:
-                    before = None
-                elif before not in done:
-                    break
-                order.append((rank, backward, m, chunk, before))
-                done.add(todo[rank].pop())
-    return tuple(order)
+    group = group or pp
+    passes, later = number * v, (v - 1) * group
+    last = pp - 1
+    free = [0.0] * pp
+    #: When each pass that a stage ran has ended.
+    there: list[list[float]] = [[] for _ in times]
+    back: list[list[float]] = [[] for _ in times]
+    for turn in range(passes + 2 * last + later):
+        for rank in range(max(0, turn - passes + 1), min(pp, turn + 1)):
+            k = turn - rank
+            chunk = k // group % v
+            begins = free[rank]
+            if rank or chunk:
+                begins = max(begins, there[rank - 1][k] if rank else there[last][k - group])
+            free[rank] = end = begins + times[rank][chunk][0]
+            there[rank].append(end)
+        first = turn - 2 * last - later
+        for rank in range(min(last, passes - 1 - first), max(0, -first) - 1, -1):
+            k = first + rank
+            chunk = v - 1 - k // group % v
+            if rank < last:
+                before = back[rank + 1][k]
+            else:
+                before = there[last][k + later] if chunk == v - 1 else back[0][k - group]
+            free[rank] = end = max(free[rank], before) + times[rank][chunk][1]
+            back[rank].append(end)
+    return max(free)
