@@ -409,3 +409,8 @@ def test_passes_that_are_repeated_are_those_made_anew(fields: dict[str, Any]) ->
             calls = [(job.step(step) if step else job.start()) for job in (again, anew)]
             assert calls[0] == calls[1]
         assert again._recorded is not None
+
+
+def test_an_option_without_recomputation_leaves_nothing_out() -> None:
+    run = run_of(LLAMA, 1)
+    assert why_not(run.with_fields(distribute_saved_activations=True)) is None

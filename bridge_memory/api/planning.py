@@ -263,7 +263,8 @@ def balance(
     """Split the layers of a run over its pipeline stages so that the highest peak is as low as can be.
 
     Args:
-        run: The run. Its own split is returned where no other has a lower peak or a faster slowest stage.
+        run: The run. Its own split, or Megatron's, is returned where no other has a lower peak or a faster slowest
+            stage.
         pipeline_model_parallel_size: Pipeline stages. None: those of the run. A model whose layers this number does
             not divide can be given here, where ``ParallelSpec`` alone would be refused.
         virtual_pipeline_model_parallel_size: Chunks of layers on every stage. None: those of the run; with
@@ -291,8 +292,7 @@ def balance(
         >>> split.peak <= max(stage.peak_bytes for stage in peaks(run))
         True
     """
-    from bridge_memory.plan.megatron.balance import any_split, check_balanced, described, keeping
-    from bridge_memory.plan.megatron.balance import balance as balanced
+    from bridge_memory.plan.megatron.balance import any_split, best_split, check_balanced
     from bridge_memory.speed.hardware import HARDWARE, hardware_of
 
     if fastest and gpu is None:
@@ -315,9 +315,8 @@ def balance(
         run, base = on_gpu(run, card), on_gpu(base, card)
         hardware = hardware_of(card.name) if fastest else HARDWARE.get(card.name)
         capacity = largest_peak(card, base) if fastest else None
-    found = balanced(base, hardware, capacity=capacity)
     own = (p.pp, p.vpp) == (run.parallel.pp, layout(run.model, run.parallel).virtual_pipeline_model_parallel_size)
-    return keeping(described(run, hardware), found) if own else found
+    return best_split(base, run if own else None, hardware, capacity=capacity)
 
 
 def on_gpu(run: RunSpec, gpu: Gpu) -> RunSpec:

@@ -12,8 +12,9 @@ from bridge_memory.arguments.template import template
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.ranked import of_estimate
 from bridge_memory.components import GIB
+from bridge_memory.emit.megatron import split_words
 from bridge_memory.plan.megatron.space import AXES
-from bridge_memory.plan.megatron.splits import split_fields
+from bridge_memory.plan.megatron.splits import NO_SPLIT
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.layout import layout
 
@@ -39,11 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Balance and print. Returns 0."""
     from bridge_memory.plan.megatron.balance import (
-        balance,
+        best_split,
         check_balanced,
         default_split,
         described,
-        keeping,
         with_sizes,
     )
     from bridge_memory.plan.megatron.published import PUBLISHED
@@ -53,31 +53,24 @@ def run(args: argparse.Namespace) -> int:
 
     gpu = find_gpu(args.gpu)
     hardware = HARDWARE.get(gpu.name)
-    if args.container or args.bridge_recipe or args.megatron_args is not None:
-        base, own = _of_a_whole_run(run_on_gpus(args, [gpu]))
-    else:
-        given, base = template(args, gpu, (*_SIZES, *AXES["split"]))
-        base, own = _runs(base, given)
+    base, own = _runs(args, gpu)
     check_balanced(base)
     found: dict[str, Balanced] = {}
     if own is not None:
-        found["as given"] = own_split = described(own, hardware)
+        found["as given"] = described(own, hardware)
     usual = default_split(base)
     if usual is not None:
         found["Megatron's own"] = described(usual, hardware)
     sizes = PUBLISHED.get(base.model.name, {}).get(base.parallel.pp * base.parallel.vpp)
     if sizes is not None and sum(sizes) == base.model.num_layers:
         found["NVIDIA's recipe"] = described(with_sizes(base, sizes), hardware)
-    found["lowest peak"] = balance(base, hardware)
+    found["lowest peak"] = best_split(base, own, hardware)
     if hardware is not None:
         try:
             largest = largest_peak(gpu, base)
-            found[f"fastest on {gpu.name}"] = balance(base, hardware, capacity=largest)
+            found[f"fastest on {gpu.name}"] = best_split(base, own, hardware, capacity=largest)
         except SpecError:
             pass  # none fits; the lowest peak says by how much
-    if own is not None:
-        for title in [title for title in found if title.startswith(("lowest", "fastest"))]:
-            found[title] = keeping(own_split, found[title])
     args.answer = "; ".join(_answer(found, base, gpu).lines[:2])
     if args.json:
         import json
@@ -89,17 +82,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _of_a_whole_run(own: RunSpec) -> tuple[RunSpec, RunSpec | None]:
-    """The same of a run that says its split."""
+def _runs(args: argparse.Namespace, gpu: Gpu) -> tuple[RunSpec, RunSpec | None]:
+    """(the run with some split that it can have, the run with the split that was given)."""
     from bridge_memory.plan.megatron.balance import any_split
 
+    whole = args.container or args.bridge_recipe or args.megatron_args is not None
+    try:
+        own = run_on_gpus(args, [gpu])
+    except SpecError:
+        if whole:
+            raise
+        return _without_split(*template(args, gpu, (*_SIZES, *AXES["split"])))
     v = layout(own.model, own.parallel).virtual_pipeline_model_parallel_size
     parallel = replace(own.parallel, virtual_pipeline_model_parallel_size=v if v > 1 else None)
-    return any_split(own, parallel), own
+    return any_split(own, parallel), own if whole or any(hasattr(args, name) for name in AXES["split"]) else None
 
 
-def _runs(base: RunSpec, given: dict[str, Any]) -> tuple[RunSpec, RunSpec | None]:
-    """(the run with some split that it can have, the run with the split that was given)."""
+def _without_split(given: dict[str, Any], base: RunSpec) -> tuple[RunSpec, RunSpec | None]:
+    """The same of a run whose number of stages does not divide its layers."""
     from bridge_memory.plan.megatron.balance import any_split
 
     pp = given.get("parallel.pipeline_model_parallel_size", 1)
@@ -123,9 +123,7 @@ def _record(b: Balanced, gpu: Gpu) -> dict[str, Any]:
 
     p = b.run.parallel
     return {
-        "layers": list(b.layers), "pipeline_model_parallel_layout": p.pipeline_model_parallel_layout,
-        "account_for_embedding_in_pipeline_split": p.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": p.account_for_loss_in_pipeline_split,
+        "layers": list(b.layers), **{name: getattr(p, name) for name in NO_SPLIT},
         "peak_bytes": list(b.peaks), "microbatch_seconds": list(b.seconds),
         "waiting_seconds": b.waiting,
         "verdict": of_estimate(b.run, gpu).verdict,
@@ -142,7 +140,8 @@ def _answer(found: dict[str, Balanced], base: RunSpec, gpu: Gpu) -> Words:
         return answer.words, answer.verdict == "fits"
 
     def how(b: Balanced) -> str:
-        return f"as given, {_how(b)}" if b is found.get("as given") else _how(b)
+        given = found.get("as given")
+        return f"as given, {_how(b)}" if given is not None and b.run == given.run else _how(b)
 
     lowest, fastest = found["lowest peak"], found.get(f"fastest on {gpu.name}")
     words, fits = fit(lowest)
@@ -186,5 +185,4 @@ def _print(found: dict[str, Balanced], base: RunSpec, gpu: Gpu) -> None:
 
 
 def _how(b: Balanced) -> str:
-    fields = split_fields(b.run.parallel)
-    return str(fields.pop("pipeline_model_parallel_layout", "")) or " ".join(fields) or "even"
+    return split_words(b.run.parallel)

@@ -289,6 +289,7 @@ def _others(run: RunSpec) -> dict[str, Any]:
         found["optimizer.sgd_momentum"] = o.sgd_momentum
     if o.optimizer_cpu_offload:
         found["optimizer.optimizer_offload_fraction"] = o.optimizer_offload_fraction
+    found["optimizer.clip_grad"] = o.clip_grad
     found["logger.log_params_norm"] = o.log_params_norm
     found["env_vars"] = _environment(run)
     found["peft"] = LoRA(peft.dim, list(peft.target_modules)) if peft.trains_adapters else None

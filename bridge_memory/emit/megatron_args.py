@@ -28,7 +28,7 @@ from bridge_memory.releases import FSDP_MAIN_DTYPES, GRAPHED_BY_MODULES
 from bridge_memory.spec import ImplementationSpec, ModelSpec, RunSpec, SpecError
 from bridge_memory.spec.parts import MEGATRON_ENGINES
 
-_DEFAULTS: dict[str, Any] = {**INTEGERS, **NUMBERS, **WORDS, **LISTS, **PATTERNS, "clip_grad": 1.0}
+_DEFAULTS: dict[str, Any] = {**INTEGERS, **NUMBERS, **WORDS, **LISTS, **PATTERNS}
 #: What Megatron-LM's parser has no option for, although its configs have such a field.
 _NO_OPTION = frozenset({"cpu_offloading", "fp8_dot_product_attention", "store_param_remainders"})
 #: Fields of ImplementationSpec that arguments of the same name say.

@@ -694,6 +694,7 @@ def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
     return OptimizerSpec(
         optimizer=name.removeprefix("dist_"),
         sgd_momentum=_get(o, "sgd_momentum", 0.9),
+        clip_grad=_get(o, "clip_grad", 1.0),
         use_precision_aware_optimizer=bool(_get(o, "use_precision_aware_optimizer", False)),
         main_grads_dtype=dtype_name(_get(o, "main_grads_dtype", "fp32"), "optimizer.main_grads_dtype"),
         main_params_dtype=dtype_name(_get(o, "main_params_dtype", "fp32"), "optimizer.main_params_dtype"),

@@ -90,9 +90,10 @@ READ: dict[str, frozenset[str]] = {
     ),
     "optimizer": _names(
         """
-        exp_avg_dtype exp_avg_sq_dtype fp8_recipe main_grads_dtype main_params_dtype optimizer optimizer_cpu_offload
-        optimizer_offload_fraction overlap_param_gather sgd_momentum store_param_remainders use_distributed_optimizer
-        use_layer_wise_distributed_optimizer use_precision_aware_optimizer
+        clip_grad exp_avg_dtype exp_avg_sq_dtype fp8_recipe main_grads_dtype main_params_dtype optimizer
+        optimizer_cpu_offload optimizer_offload_fraction overlap_param_gather sgd_momentum
+        store_param_remainders use_distributed_optimizer use_layer_wise_distributed_optimizer
+        use_precision_aware_optimizer
         """
     ),
     "ddp": _names(

@@ -70,7 +70,7 @@ def why_not(run: RunSpec) -> str | None:
         "encoders whose features several layers make, that run again or beside exchanges": _not_replayed(run),
         "adapters": run.peft.trains_adapters or run.peft.freezes,
         "outputs that stages keep": run.parallel.pp > 1 and not impl.deallocate_pipeline_outputs,
-        "shards of saved inputs": run.recompute.distribute_saved_activations,
+        "shards of saved inputs": run.recompute.granularity == "full" and run.recompute.distribute_saved_activations,
         "embeddings of every layer": bool(run.model.per_layer_vocab_size),
         "recomputed hyper-connections": run.recompute.selects("mhc"),
     }  # fmt: skip

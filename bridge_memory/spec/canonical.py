@@ -141,7 +141,8 @@ def _precision(run: RunSpec) -> PrecisionSpec:
 def _optimizer(run: RunSpec) -> OptimizerSpec:
     o = run.optimizer
     if run.data_parallel.of_megatron:
-        o = _reset(o, "clip_grad", "torch_implementation")
+        # Without it the communicator of the gradients' norm is not made.
+        o = replace(_reset(o, "torch_implementation"), clip_grad=float(o.clip_grad > 0))
     if o.optimizer != "sgd":
         o = _reset(o, "sgd_momentum")
     if o.optimizer not in ("adam", "adamw", "sgd"):

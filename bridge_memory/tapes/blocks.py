@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from bridge_memory.spec import RecomputeSpec
 from bridge_memory.tapes.alive import Atoms, BlockCost, Structure
 from bridge_memory.tapes.context import BlockContext
 from bridge_memory.tapes.parameters import Parameter, ParameterList, Repeated
@@ -119,6 +120,9 @@ class PlainTraces:
         recorder = Recorder(BlockContext(self._ctx.cache, self._ctx.dimensions))
         record(recorder)
         return recorder
+
+    def common_recompute(self, value: Callable[[RecomputeSpec], Any]) -> Any:
+        return value(self._ctx.recompute)
 
 
 def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) -> Block:

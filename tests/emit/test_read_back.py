@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 from wide_runs import wide_runs
 
-from bridge_memory import ModelSpec, RunSpec, SpecError, peaks
+from bridge_memory import ModelSpec, ParallelSpec, RunSpec, SpecError, peaks
 from bridge_memory.emit.architecture import architecture
 from bridge_memory.emit.bridge import bridge_overrides
 from bridge_memory.emit.commands import Emitted
-from bridge_memory.emit.megatron_args import megatron_arguments
+from bridge_memory.emit.megatron_args import megatron_arguments, read_arguments_of
+from bridge_memory.outside.communicators import communicators
 from bridge_memory.readers.config_container import run_of_container
 from bridge_memory.readers.megatron_args import container, run_from_megatron_args
 from bridge_memory.releases import Running
 from bridge_memory.spec.canonical import canonical
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.run import GROUPS
 
 DRAWN, DEEP = 90, 400
@@ -218,7 +220,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
         "main_grads_dtype": "torch.bfloat16", "main_params_dtype": "torch.float16", "exp_avg_dtype": "torch.uint8",
         "exp_avg_sq_dtype": "torch.uint8", "store_param_remainders": False, "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": 0.1, "overlap_param_gather": True, "fp8_recipe": "mxfp8", "bf16": False,
-        "use_layer_wise_distributed_optimizer": True,
+        "use_layer_wise_distributed_optimizer": True, "clip_grad": 0.0,
     },
 }  # fmt: skip
 
@@ -290,3 +292,13 @@ def test_whatever_the_run_what_is_emitted_reads_back(part: int, monkeypatch: pyt
     for run in itertools.islice(wide_runs(f"{os.environ.get('SEED', 'deep')} {part}"), DEEP // 4):
         megatron_args_reads_back(run)
         bridge_reads_back(run, monkeypatch)
+
+
+def test_without_clipping_no_norm_has_a_communicator() -> None:
+    """``MegatronOptimizer.step`` asks for the norm where clip_grad is above 0."""
+    run = RunSpec(model="Qwen/Qwen2.5-0.5B", parallel=ParallelSpec(world_size=4)).with_fields(clip_grad=0.0)
+    read = read_arguments_of(megatron_arguments(run).text, run)
+    clipped = run.with_fields(clip_grad=0.5)
+    assert canonical(read).optimizer == canonical(run).optimizer != canonical(clipped).optimizer
+    without, with_norm = ({c.name for c in communicators(one, find_gpu("H100"), 0)} for one in (read, clipped))
+    assert with_norm - without == {"INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE"}

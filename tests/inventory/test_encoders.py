@@ -15,7 +15,10 @@ from bridge_memory.inventory.encoders.chain import encoder_parameters
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.encoders import encoder_of
 from bridge_memory.readers.nemotron_provider import encoders_of_nemotron
+from bridge_memory.reserved import replayed, why_not
 from bridge_memory.spec.encoders import items_of
+from bridge_memory.speed.hardware import hardware_of
+from bridge_memory.speed.megatron.step_time import step_time
 from bridge_memory.tapes.context import context_of
 
 H, F, LAYERS, HEADS = 256, 512, 3, 4
@@ -300,3 +303,25 @@ def test_layers_that_are_no_numbers_leave_the_structure_unknown(layers: list[obj
     vision = {**WRAPPERS["qwen2_5_vl"]["vision_config"], "fullatt_block_indexes": layers}
     encoder = encoder_of({"model_type": "qwen2_5_vl", "text_config": TEXT, "vision_config": vision}, "encoder")
     assert encoder is not None and encoder.parameters and encoder.structure is None
+
+
+@pytest.mark.parametrize("kind", [*WRAPPERS, "radio"])
+def test_every_encoder_has_a_time_a_replay_and_may_get_nothing(kind: str) -> None:
+    """Blocks are recorded with plain sizes for both. Without images and sounds its parameters stay, and no activations
+    are counted but the embeddings that stay whole."""
+    if kind == "radio":
+        encoder: EncoderSpec | None = encoders_of_nemotron(nemotron())[0]
+    else:
+        encoder = encoder_of({"model_type": kind, "text_config": TEXT, **WRAPPERS[kind]}, "encoder")
+    assert encoder is not None and encoder.structure is not None
+    wide = replace(encoder, structure=replace(encoder.structure, out_size=BASE.hidden_size, deepstack_layers=()))
+    one = RunSpec(model=replace(BASE, encoders=(wide,)), batch=BatchSpec(global_batch_size=1))
+    nothing = one.with_fields(images_per_sample=0, audio_seconds=0.0)
+    h100 = hardware_of("H100")
+    assert step_time(one, h100).seconds > step_time(RunSpec(model=BASE, batch=one.batch), h100).seconds
+    assert why_not(one) is None and replayed(one).allocated > replayed(nothing).allocated
+    most = BASE.hidden_size * 4096 * 2
+    (stage,), (plain,) = estimate(nothing).stages, estimate(one).stages
+    assert stage.static_bytes == plain.static_bytes
+    if kind != "qwen2_audio":  # which pads sounds to 30 s
+        assert 0 <= stage.activation_bytes - estimate(RunSpec(model=BASE)).stages[0].activation_bytes <= most

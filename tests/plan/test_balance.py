@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from drawn_runs import run_of
 
 from bridge_memory import (
     BatchSpec,
@@ -20,6 +21,7 @@ from bridge_memory import (
     estimate,
     resolve_model,
 )
+from bridge_memory import balance as public_balance
 from bridge_memory.cli import main
 from bridge_memory.outside.amount import Range
 from bridge_memory.plan.megatron.balance import any_split, balance, default_split, described, with_sizes
@@ -301,3 +303,24 @@ def test_a_given_split_that_is_as_good_is_kept(split: str, kept: bool, capsys: p
     assert (splits["fastest on H100"]["layers"] == splits["as given"]["layers"]) == kept
     slowest = {title: max(found["microbatch_seconds"]) for title, found in splits.items()}
     assert (slowest["fastest on H100"] == pytest.approx(slowest["as given"])) == kept
+
+
+@pytest.mark.parametrize(
+    "flags", (
+        "openai-community/gpt2 --num-gpus 16 --tp 2 --pp 2 --vpp 2",
+        "meta-llama/Llama-3.2-1B --num-gpus 16 --pp 4 --num-distributed-optimizer-instances 2",
+        "meta-llama/Llama-3.2-1B --num-gpus 4 --pp 2 --pipeline-model-parallel-layout Et*3|t*4|t*4|t*5L "
+        "--microbatch-group-size-per-vp-stage 4",
+    )
+)  # fmt: skip
+def test_the_command_and_the_api_agree(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Even splits are kept where they are as good; flags that need pipeline stages are read."""
+    assert main(["balance", "--gpu", "H200", "--json", *flags.split()]) == 0
+    splits = json.loads(capsys.readouterr().out)["splits"]
+    base = run_of(flags.split(), "H200")
+    for title, fastest in (("lowest peak", False), ("fastest on H200", True)):
+        found = public_balance(base, gpu="H200", fastest=fastest)
+        assert splits[title]["layers"] == list(found.layers)
+        assert splits[title]["peak_bytes"] == list(found.peaks)
+        first = splits[title]["num_layers_in_first_pipeline_stage"]
+        assert first == found.run.parallel.num_layers_in_first_pipeline_stage

@@ -146,7 +146,7 @@ def _inside(t: EncoderOps, number: Any, width: int) -> BlockContext:
     ctx, impl = inside(t, number, width), t.r.ctx.impl
     ctx.rotary = False
     ctx.impl = replace(impl, bias_activation_fusion=False, tp_comm_overlap=False)
-    if t.s.tiles:
+    if t.s.tiles and t.run.items:
         ctx.packed, ctx.batch = False, images(t)
         ctx.seq = number // ctx.batch
     return ctx

@@ -158,7 +158,17 @@ def default_split(run: RunSpec) -> RunSpec | None:
     return None
 
 
-def keeping(given: Balanced, found: Balanced) -> Balanced:
+def best_split(
+    run: RunSpec, own: RunSpec | None, hardware: Hardware | None = None, *, capacity: int | None = None
+) -> Balanced:
+    """As ``balance``, or a split that takes no layout string where it is as good: ``own``, or Megatron's."""
+    found = balance(run, hardware, capacity=capacity)
+    for simple in filter(None, (default_split(run), own)):
+        found = _keeping(described(simple, hardware), found)
+    return found
+
+
+def _keeping(given: Balanced, found: Balanced) -> Balanced:
     """``given`` if its highest peak and its slowest stage are no worse than those of the split that was found."""
     slowest = [max(b.seconds, default=0.0) + b.waiting for b in (given, found)]
     return given if given.peak <= found.peak and slowest[0] <= slowest[1] * (1 + 1e-9) else found

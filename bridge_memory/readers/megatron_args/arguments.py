@@ -101,7 +101,7 @@ POSITIVE = _names(
     """
 )
 NUMBERS: dict[str, float | None] = {
-    "activation_func_clamp_value": None, "attention_dropout": 0.1, "dsa_indexer_loss_coeff": None,
+    "activation_func_clamp_value": None, "attention_dropout": 0.1, "clip_grad": 1.0, "dsa_indexer_loss_coeff": None,
     "hidden_dropout": 0.1,
     "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0,
     "moe_expert_capacity_factor": None, "moe_expert_rank_capacity_factor": None,

@@ -176,7 +176,7 @@ REASONS: dict[str, str] = {
     "numbers of the optimizer and its schedule": """
         adaptive_muon_beta2 adaptive_muon_eps adaptive_muon_moment2_method soap_precondition_frequency
         soap_shampoo_beta soap_use_kl_shampoo grad_norm_skip_threshold
-        adam_beta1 adam_beta2 adam_eps apply_wd_to_qk_layernorm clip_grad decoupled_lr decoupled_min_lr
+        adam_beta1 adam_beta2 adam_eps apply_wd_to_qk_layernorm decoupled_lr decoupled_min_lr
         decoupled_weight_decay end_weight_decay hysteresis initial_loss_scale label_smoothing legacy_muon lion_beta1
         lion_beta2 loss_scale loss_scale_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction
         lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
