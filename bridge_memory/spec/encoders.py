@@ -24,6 +24,8 @@ ENCODER_KINDS = {
     "qwen3_vl": "Qwen3VLVisionModel of Megatron Bridge, of megatron-core's modules",
     "exaone4_5": "Exaone45VisionModel of Megatron Bridge, of megatron-core's modules",
     "radio": "RADIOViTModel of megatron-core with LLaVAModel's projector",
+    "moonvit": "MoonViT3dPretrainedModel of Kimi-K2.5's repository with its projector",
+    "step3p7": "Step37VisionModel of Megatron Bridge with its projector",
     "qwen3_omni_vision": "Qwen3OmniMoeVisionEncoder",
     "qwen3_omni_audio": "Qwen3OmniMoeAudioEncoder",
     "qwen2_audio": "Qwen2AudioEncoder with its projector",
@@ -41,6 +43,7 @@ LARGEST_IMAGES = {
     "exaone4_5": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
     "glm4v": ((2436, 2408), "the 28 x 28 x 15,000 pixels of two frames in transformers' Glm4vImageProcessor"),
     "radio": ((2048, 2048), "RADIO's table of positions, for 2,048 x 2,048 pixels,"),
+    "moonvit": ((1792, 1792), "the 16,384 patches of Kimi-K2.5's image processor"),
     "pixtral": ((1036, 1036), "the longest edge of transformers' PixtralImageProcessor, 1,024 pixels"),
 }
 #: Seconds of audio of a sample, to which Qwen2-Audio's processor pads.
@@ -161,7 +164,7 @@ def items_of(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
     """What one sample gives the encoder. Raises SpecError where what is stated does not fit the sequence."""
     if structure.audio:
         return _sounds(structure, batch)
-    count = 1 if batch.images_per_sample is None else batch.images_per_sample
+    count = _most_images(structure, batch) if batch.images_per_sample is None else batch.images_per_sample
     height, width = _grid(structure, batch)
     if structure.tiles:
         count *= _tiles(structure, batch)
@@ -174,6 +177,15 @@ def items_of(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
         fix = "lower images_per_sample or image_size, or raise seq_length"
         raise SpecError(f"seq_length ({batch.seq_length}) is less than the {found} visual tokens of a sample; {fix}")
     return tuple(items)
+
+
+def _most_images(structure: EncoderStructure, batch: BatchSpec) -> int:
+    """Images of a sample that states none: one; of Step-3.7's packs as many as have room, each between two tokens and
+    with one of text (Megatron Bridge ``models/stepfun/data/flickr8k/template.py``)."""
+    if structure.kind != "step3p7":
+        return 1
+    each = (structure.image_size // structure.patch_size // structure.merge_size) ** 2
+    return max(1, batch.seq_length // (each + 3))
 
 
 def _tiles(structure: EncoderStructure, batch: BatchSpec) -> int:
@@ -285,6 +297,8 @@ def default_words(structure: EncoderStructure, batch: BatchSpec) -> str:
         supposed = batch.audio_seconds is None and structure.kind != "qwen2_audio"
         return f"{DEFAULT_SECONDS:g} seconds of audio per sample (--audio-seconds)" if supposed else ""
     number = "one image per sample (--images-per-sample)" if batch.images_per_sample is None else ""
+    if number and structure.kind == "step3p7":
+        number = "as many images as a pack has room for (--images-per-sample)"
     stated = batch.image_size is not None or batch.patches_per_image is not None
     if structure.tiles and not stated:
         size = f"images of {structure.tiles} tiles and a thumbnail, or as many as the sequence allows (--image-size)"
