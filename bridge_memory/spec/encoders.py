@@ -164,7 +164,7 @@ def items_of(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
     """What one sample gives the encoder. Raises SpecError where what is stated does not fit the sequence."""
     if structure.audio:
         return _sounds(structure, batch)
-    count = _most_images(structure, batch) if batch.images_per_sample is None else batch.images_per_sample
+    count = 1 if batch.images_per_sample is None else batch.images_per_sample
     height, width = _grid(structure, batch)
     if structure.tiles:
         count *= _tiles(structure, batch)
@@ -177,15 +177,6 @@ def items_of(structure: EncoderStructure, batch: BatchSpec) -> tuple[Item, ...]:
         fix = "lower images_per_sample or image_size, or raise seq_length"
         raise SpecError(f"seq_length ({batch.seq_length}) is less than the {found} visual tokens of a sample; {fix}")
     return tuple(items)
-
-
-def _most_images(structure: EncoderStructure, batch: BatchSpec) -> int:
-    """Images of a sample that states none: one; of Step-3.7's packs as many as have room, each between two tokens and
-    with one of text (Megatron Bridge ``models/stepfun/data/flickr8k/template.py``)."""
-    if structure.kind != "step3p7":
-        return 1
-    each = (structure.image_size // structure.patch_size // structure.merge_size) ** 2
-    return max(1, batch.seq_length // (each + 3))
 
 
 def _tiles(structure: EncoderStructure, batch: BatchSpec) -> int:
@@ -297,8 +288,6 @@ def default_words(structure: EncoderStructure, batch: BatchSpec) -> str:
         supposed = batch.audio_seconds is None and structure.kind != "qwen2_audio"
         return f"{DEFAULT_SECONDS:g} seconds of audio per sample (--audio-seconds)" if supposed else ""
     number = "one image per sample (--images-per-sample)" if batch.images_per_sample is None else ""
-    if number and structure.kind == "step3p7":
-        number = "as many images as a pack has room for (--images-per-sample)"
     stated = batch.image_size is not None or batch.patches_per_image is not None
     if structure.tiles and not stated:
         size = f"images of {structure.tiles} tiles and a thumbnail, or as many as the sequence allows (--image-size)"
