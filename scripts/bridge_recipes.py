@@ -176,8 +176,7 @@ def wrapper_of(name: str) -> tuple[str, str, str | None] | None:
 
 
 def wrapped(architecture: str, key: str, preset: str | None) -> Any:
-    """The config of a wrapper without a class, around a preset's language model. Sizes of its encoders do not
-    matter."""
+    """The config of a wrapper without a class, around a preset's language model."""
     from transformers import PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -296,7 +295,11 @@ def bridge_on_cpu() -> Iterator[Any]:
             if wrapper[2] is None and published(name) is None:
                 _STOOD_IN.append(name)
             _written(name)
-            return wrapped(*wrapper)
+            config = wrapped(*wrapper)
+            sizes = written.fields if (written := published(name)) is not None else {}
+            for key, value in sizes.get("vision_config", {}).items():
+                setattr(config.vision_config, key, value)
+            return config
         if not preset.exists():
             kind = model_type_of(name)
             if kind is None or kind not in CONFIG_MAPPING:

@@ -166,6 +166,26 @@ PUBLISHED_SIZES: dict[str, Published] = {
         }},
         "arXiv:2507.11407, table 1", 1.28,
     ),
+    "EXAONE-4.5-33B": Published(
+        {"text_config": {
+            "num_hidden_layers": 64, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "hidden_size": 5120, "intermediate_size": 27392, "num_attention_heads": 40, "num_key_value_heads": 8,
+            "head_dim": 128, "vocab_size": 153600, "sliding_window": 4096,
+        }, "vision_config": {
+            "depth": 28, "hidden_size": 2048, "intermediate_size": 5120, "num_heads": 32, "num_key_value_heads": 8,
+            "out_hidden_size": 5120, "fullatt_block_indexes": [6, 13, 20, 27], "window_size": 112,
+        }},
+        "TensorRT-LLM's tests/unittest/_torch/modeling/test_modeling_exaone4_5.py", 33.0,
+    ),
+    "Kimi-K2.5": Published(
+        {"vision_config": {
+            "vt_hidden_size": 1152, "vt_intermediate_size": 4304, "vt_num_hidden_layers": 27,
+            "vt_num_attention_heads": 16, "patch_size": 14, "init_pos_emb_height": 64, "init_pos_emb_width": 64,
+            "merge_kernel_size": [2, 2], "text_hidden_size": 7168,
+        }},
+        "the preset moonshotai/Kimi-K2-Instruct; its encoder: transformers 5.24 "
+        "models/kimi_k25/configuration_kimi_k25.py, the defaults of its class",
+    ),
     "K-EXAONE-236B-A23B": Published(
         {"": {
             "num_hidden_layers": 48, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],

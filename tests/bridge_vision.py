@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -439,7 +440,57 @@ def predicted(name: str) -> Any:
     return compose(encoder_chain(ctx, ctx.encoders[0], 0)), run
 
 
+#: Case -> (width, layers, heads, patches along a side, images, frozen modules) of Step-3.7's encoder.
+STEP: dict[str, tuple[int, int, int, int, int, tuple[str, ...]]] = {
+    "Step-3.7": (192, 3, 4, 16, 2, ()),
+    "Step-3.7, another width": (320, 2, 4, 24, 3, ()),
+    "Step-3.7, one image": (256, 4, 8, 20, 1, ()),
+    "Step-3.7, projector alone trains": (
+        192, 3, 4, 16, 2, ("conv1", "ln_pre", "positional_embedding", "transformer", "vit_downsampler"),
+    ),
+}
+
+
+def answer_step(name: str) -> dict[str, Any]:
+    """With real tensors on the CPU, as encoders of transformers are compared (``hugging_face/encoder_oracle.py``)."""
+    from types import SimpleNamespace
+
+    from megatron.bridge.models.stepfun.modelling_step37.vision_model import Step37VisionModel
+
+    sys.path.insert(0, str(Path(__file__).parent / "hugging_face"))
+    from encoder_oracle import measured as measured_on_cpu
+    from encoder_oracle import recorded
+
+    from bridge_memory.readers.encoders import encoder_of
+    from bridge_memory.spec.encoders import Item
+
+    width, layers, heads, side, number, frozen = STEP[name]
+    sizes = {
+        "width": width, "layers": layers, "heads": heads, "num_channels": 3, "image_size": 14 * side, "patch_size": 14,
+        "mlp_ratio": 8960 / 1536, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "use_cls_token": False,
+        "use_ln_pre": True, "use_ln_post": False, "use_abs_posemb": True, "use_rope2d": True, "ls_init_value": 0.1,
+    }  # fmt: skip
+    model = Step37VisionModel(SimpleNamespace(**sizes))
+    model.align_projector = torch.nn.Linear(4 * width, 384, bias=False)
+
+    def call(m: Any) -> Any:
+        pixels = torch.zeros(number, 3, 14 * side, 14 * side, dtype=torch.bfloat16)
+        return (m.align_projector(m(pixels)),)
+
+    real = measured_on_cpu(model, call, frozen)
+    spec = encoder_of({"model_type": "step3p7", "text_config": {"hidden_size": 384}, "vision_config": sizes}, "vision")
+    ours = recorded(spec.structure, [Item(number, 1, side, side)], frozen, release=(5, 12))
+    found = {
+        "parameters": [spec.parameters, sum(p.numel() for p in model.parameters())],
+        "saved": [ours.retained, real.saved], "forward": [ours.forward_peak, real.forward],
+    }
+    # Of a linear alone the gradient of the output, which is not measured, would be most of the difference.
+    return found if frozen else {**found, "backward": [ours.backward_peak, real.backward]}
+
+
 def answer(name: str) -> dict[str, Any]:
+    if name in STEP:
+        return answer_step(name)
     from bridge_memory.engines.peft import lora_parameters
     from bridge_memory.inventory.encoders.chain import encoder_parameters
     from bridge_memory.tapes.context import context_of
@@ -470,7 +521,7 @@ def answer(name: str) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     start()
-    print_answers(names or [*CASES, *EXAONE_CASES, *RADIO, *JOINS], answer)
+    print_answers(names or [*CASES, *EXAONE_CASES, *RADIO, *JOINS, *STEP], answer)
 
 
 if __name__ == "__main__":

@@ -584,7 +584,7 @@ def _batch(config: Any, view: _Views, data_parallel: int, num_microbatches: int 
         total = micro * data_parallel * num_microbatches
     _, packed = _packing(getattr(config, "dataset", None))
     return BatchSpec(
-        seq_length=seq_length, micro_batch_size=micro, global_batch_size=total, packed_sequences=packed,
+        seq_length=_pack_size(getattr(config, "dataset", None)) or seq_length, micro_batch_size=micro, global_batch_size=total, packed_sequences=packed,
         **_media(container_part(config, "model"), getattr(config, "dataset", None)),
     )
 
@@ -611,9 +611,24 @@ def _media(model: Any, dataset: Any) -> dict[str, Any]:
     found |= videos_of(_get(dataset, "task_encoder"))
     if type(number) is int and number >= 0:
         found["images_per_sample"] = number
+    room = _images_of_packs(dataset)
+    if room:
+        found["images_per_sample"] = room
     if isinstance(size, (tuple, list)) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
         found["image_size"] = f"{size[0]}x{size[1]}"
     return found
+
+
+def _images_of_packs(dataset: Any) -> int:
+    """The most images of a pack of Step-3.7's dataset, whose samples have one each: its tokens between two others and
+    one of text at least, padded (``models/stepfun/data/flickr8k/{template,packing}.py``); 0: no such dataset."""
+    tokens, packs = _get(dataset, "image_token_count", 0), _get(dataset, "max_packing_seqlen", 0)
+    padded = _get(dataset, "seqlen_divisible_by", 1) or 1
+    if any(type(n) is not int or n < 1 for n in (tokens, packs, padded)):
+        return 0
+    room = max(1, packs // (-(-(tokens + 3) // padded) * padded))
+    samples = _get(dataset, "sample_count", 0)
+    return min(room, samples) if type(samples) is int and samples > 0 else room
 
 
 def _parallel(view: _Views, world_size: int) -> ParallelSpec:
@@ -919,11 +934,11 @@ def _environment(config: Any, gpu_arch: str, running: Running) -> dict[str, Any]
 
 
 def _pack_size(dataset: Any) -> int:
-    """Tokens of a pack of an offline-packed dataset; 0: not packed offline."""
+    """Tokens of a full pack of a dataset that is packed before training; 0: it is not."""
     # Fields of Bridge 0.6, then those of earlier releases.
     specs = _get(dataset, "offline_packing_specs") if _get(dataset, "enable_offline_packing", False) else None
     specs = specs or _get(dataset, "packed_sequence_specs")
-    size = getattr(specs, "packed_sequence_size", 0)
+    size = getattr(specs, "packed_sequence_size", 0) or _get(dataset, "max_packing_seqlen", 0)
     return max(0, size) if isinstance(size, int) else 0
 
 
@@ -940,6 +955,9 @@ def _assumptions(config: Any) -> tuple[str, ...]:
     in_batch, packed = _packing(dataset)
     if in_batch:  # which makes packs of varying length (``variable_seq_lengths``)
         out.append("dataset.enable_in_batch_packing: every sequence of a pack is taken to have seq_length tokens")
+    packs, length = _pack_size(dataset), _get(model, "seq_length")
+    if packs not in (0, length):  # ``data/batch_utils.py: prepare_finetuning_batch`` takes their length
+        out.append(f"dataset: a microbatch has the {packs} tokens of a pack, not the {length} of model.seq_length")
     if not packed and getattr(dataset, "pad_to_max_length", None) is False and not (
         _get(model, "pipeline_model_parallel_size", 1) > 1 or _get(model, "expert_model_parallel_size", 1) > 1
     ):
@@ -992,15 +1010,6 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
                     order="as large as what these modules save, in every layer",
                 )
             )
-    dataset = getattr(config, "dataset", None)
-    packs = _pack_size(dataset)
-    if packs not in (0, _get(view.model, "seq_length")):
-        out.append(
-            Unmodelled(
-                f"dataset: packs of {packs} tokens, counted as seq_length tokens", Effect.EITHER,
-                order="activations in proportion to the tokens of a pack",
-            )
-        )
     peft = getattr(config, "peft", None)
     if peft is not None and type(peft).__name__ not in ("LoRA", "VLMLoRA"):
         out.append(

@@ -171,8 +171,11 @@ def _whole_embeddings(asked: ArgumentValues) -> int:
 
 
 def _not_of_packs(asked: ArgumentValues, value: object) -> bool:
-    """Bridge sets it for packs of whole sequences, which are counted (``ConfigContainer.validate``)."""
-    return not (asked["enable_in_batch_packing"] or asked["pack_sequences_in_batch"])
+    """Bridge sets it for packs of whole sequences, which are counted (``ConfigContainer.validate``); Step-3.7's recipe
+    does for packs, which are counted as full ones."""
+    return not (
+        asked["enable_in_batch_packing"] or asked["pack_sequences_in_batch"] or asked["max_packing_seqlen"]
+    )
 
 
 #: Tokens, to a multiple of which HybridEP pads those of a rank (``moe/fused_a2a.py: HYBRIDEP_TOKEN_ALIGNMENT``).

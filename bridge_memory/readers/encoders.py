@@ -326,6 +326,34 @@ def _step3p7(v: Fields, text: int, outer: Fields) -> int:
     return ends + _of(v, "layers") * (block + scales) + merged + _linear(4 * h, text, outer.flag("projector_bias"))
 
 
+def _vt(v: Fields, key: str) -> int:
+    return _of(v, f"vt_{key}" if v.raw(f"vt_{key}")[1] is not None else key)
+
+
+def _kimi_grid(v: Fields) -> tuple[int, int, int]:
+    """Patches along each side that the projector joins, and rows and columns of the grid of positions."""
+    merge = v.items("merge_kernel_size") or (2, 2)
+    if len(set(merge)) != 1 or type(merge[0]) is not int:
+        raise v.error(f"merge_kernel_size is {shown(merge)}; it must be the same number twice")
+    prefix = "init_" if v.raw("init_pos_emb_height")[1] is not None else ""
+    return merge[0], _of(v, f"{prefix}pos_emb_height"), _of(v, f"{prefix}pos_emb_width")
+
+
+def _kimi(v: Fields, text: int, outer: Fields) -> int:
+    """MoonViT and ``PatchMergerMLP`` (``modeling_kimi_k25.py`` of moonshotai/Kimi-K2.5)."""
+    h, f = _vt(v, "hidden_size"), _vt(v, "intermediate_size")
+    merge, rows, columns = _kimi_grid(v)
+    block = 4 * h + _linear(h, 3 * h) + _linear(h, h) + _linear(h, f) + _linear(f, h)
+    patches = _linear(3 * _of(v, "patch_size") ** 2, h) + rows * columns * h
+    return patches + _vt(v, "num_hidden_layers") * block + 2 * h + _kimi_projector(v, text)[0]
+
+
+def _kimi_projector(v: Fields, text: int) -> tuple[int, int]:
+    h, merge = _vt(v, "hidden_size"), _kimi_grid(v)[0]
+    wide = h * merge**2
+    return 2 * h + _linear(wide, wide) + _linear(wide, _of(v, "text_hidden_size", text)), 0
+
+
 def _qwen2_audio(v: Fields, text: int, outer: Fields) -> int:
     """Whisper's encoder, without bias in the key projection, and one projector."""
     h, f = _of(v, "d_model"), _of(v, "encoder_ffn_dim")
@@ -426,6 +454,37 @@ def _structure_mistral3(v: Fields, text: int, outer: Fields) -> EncoderStructure
     )
 
 
+def _structure_kimi(v: Fields, text: int, outer: Fields) -> EncoderStructure:
+    """Sizes have the prefix of the repository's config, or none as in transformers 5.24."""
+    merge, rows, columns = _kimi_grid(v)
+    return EncoderStructure(
+        kind="moonvit", hidden_size=_vt(v, "hidden_size"), ffn_hidden_size=_vt(v, "intermediate_size"),
+        num_layers=_vt(v, "num_hidden_layers"), num_heads=_vt(v, "num_attention_heads"),
+        out_size=_of(v, "text_hidden_size", text), patch_size=_of(v, "patch_size"), merge_size=merge,
+        positions=rows * columns,
+    )
+
+
+def _structure_step(v: Fields, text: int, outer: Fields) -> EncoderStructure:
+    """Of the published kind: rotary embeddings and learned positions, a norm before the blocks and none after them."""
+    switches = {"use_ln_pre": (False, True), "use_ln_post": (True, False), "use_cls_token": (False, False),
+                "use_abs_posemb": (True, True), "use_rope2d": (True, True)}  # fmt: skip
+    for key, (default, asked) in switches.items():
+        if v.flag(key, default=default) is not asked:
+            raise v.error(f"{key} is {not asked}; activations of this encoder are not recorded, set it to {asked}")
+    if v.raw("hidden_act")[1] != "quick_gelu" or v.raw("ls_init_value")[1] is None:
+        raise v.error("hidden_act or ls_init_value are not Step-3.7's; use quick_gelu and a number")
+    h, side = _of(v, "width"), _of(v, "image_size") // _of(v, "patch_size")
+    if side % 4:
+        raise v.error(f"image_size has {side} patches a side, no multiple of 4; use 728 with patches of 14")
+    return EncoderStructure(
+        kind="step3p7", hidden_size=h, ffn_hidden_size=int(h * v.number("mlp_ratio", default=8960 / 1536)),
+        num_layers=_of(v, "layers"), num_heads=_of(v, "heads"), out_size=text, patch_size=_of(v, "patch_size"),
+        channels=_of(v, "num_channels", 3), merge_size=4, positions=side**2, image_size=_of(v, "image_size"),
+        projector_bias=outer.flag("projector_bias"),
+    )
+
+
 def _structure_qwen2_audio(v: Fields, text: int, outer: Fields) -> EncoderStructure:
     return EncoderStructure(
         kind="qwen2_audio", hidden_size=_of(v, "d_model"), ffn_hidden_size=_of(v, "encoder_ffn_dim"),
@@ -456,6 +515,7 @@ _COUNTS: dict[str, Callable[[Fields, int, Fields], int]] = {
     "llama4": _llama4,
     "minimax_m3_vl": _minimax_m3,
     "step3p7": _step3p7,
+    "kimi_k25": _kimi,
     "qwen2_audio": _qwen2_audio,
     "qwen3_omni_moe_vision_encoder": _qwen3,
     "qwen3_omni_moe_audio_encoder": _qwen3_omni_audio,
@@ -477,6 +537,7 @@ _SHARDED: dict[str, Callable[[Fields], int]] = {
 _PROJECTORS: dict[str, Callable[[Fields, int], tuple[int, int]]] = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3_projector),
     "gemma4": lambda v, text: (_of(v, "hidden_size") * text, 0),
+    "kimi_k25": _kimi_projector,
     "step3p7": lambda v, text: (4 * _of(v, "width") * text, 0),
 }
 #: model_type of a wrapper whose encoder Megatron Bridge takes from transformers -> function of the same arguments that
@@ -491,6 +552,8 @@ _STRUCTURES: dict[str, Callable[[Fields, int, Fields], EncoderStructure]] = {
     "qwen3_5_moe": _structure_qwen3,
     "gemma3": _structure_gemma3,
     "mistral3": _structure_mistral3,
+    "kimi_k25": _structure_kimi,
+    "step3p7": _structure_step,
     "qwen2_audio": _structure_qwen2_audio,
     "qwen3_omni_moe_vision_encoder": _structure_qwen3_omni,
     "qwen3_omni_moe_audio_encoder": _structure_qwen3_omni_audio,

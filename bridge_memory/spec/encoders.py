@@ -24,6 +24,8 @@ ENCODER_KINDS = {
     "qwen3_vl": "Qwen3VLVisionModel of Megatron Bridge, of megatron-core's modules",
     "exaone4_5": "Exaone45VisionModel of Megatron Bridge, of megatron-core's modules",
     "radio": "RADIOViTModel of megatron-core with LLaVAModel's projector",
+    "moonvit": "MoonViT3dPretrainedModel of Kimi-K2.5's repository with its projector",
+    "step3p7": "Step37VisionModel of Megatron Bridge with its projector",
     "qwen3_omni_vision": "Qwen3OmniMoeVisionEncoder",
     "qwen3_omni_audio": "Qwen3OmniMoeAudioEncoder",
     "qwen2_audio": "Qwen2AudioEncoder with its projector",
@@ -41,6 +43,7 @@ LARGEST_IMAGES = {
     "exaone4_5": ((1120, 896), "the 1,003,520 pixels of Megatron Bridge's data/builders/energon.py"),
     "glm4v": ((2436, 2408), "the 28 x 28 x 15,000 pixels of two frames in transformers' Glm4vImageProcessor"),
     "radio": ((2048, 2048), "RADIO's table of positions, for 2,048 x 2,048 pixels,"),
+    "moonvit": ((1792, 1792), "the 16,384 patches of Kimi-K2.5's image processor"),
     "pixtral": ((1036, 1036), "the longest edge of transformers' PixtralImageProcessor, 1,024 pixels"),
 }
 #: Seconds of audio of a sample, to which Qwen2-Audio's processor pads.

@@ -289,6 +289,38 @@ def test_siglip_with_the_pooling_head_of_its_class_default(size: str) -> None:
     assert ours.forward_peak == pytest.approx(real.forward, rel=0.03)
 
 
+@pytest.mark.parametrize(("size", "side", "frozen"), [
+    ("small", 20, False), ("small", 20, True), pytest.param("uneven", 64, False, marks=SLOW),
+    pytest.param("wide", 16, False, marks=SLOW),
+])
+def test_moonvit_of_kimi_keeps_and_peaks_at_what_plain_torch_does(size: str, side: int, frozen: bool) -> None:
+    """At sizes that nothing was fitted to. The projector runs image by image, and is recorded as if all images went
+    through it at once: peaks of several images are a little off."""
+    from moonvit_oracle import MoonViT
+
+    from bridge_memory.readers.encoders import encoder_of
+
+    depth, h, heads, f, out = SIZES[size]
+    grids = [(rows, columns) for rows, columns in IMAGES[size]]
+    module = MoonViT(h, f, heads, depth, side, out)
+    vision = {
+        "vt_hidden_size": h, "vt_intermediate_size": f, "vt_num_hidden_layers": depth, "vt_num_attention_heads": heads,
+        "patch_size": 14, "init_pos_emb_height": side, "init_pos_emb_width": side, "merge_kernel_size": [2, 2],
+        "text_hidden_size": out,
+    }  # fmt: skip
+    spec = encoder_of({"model_type": "kimi_k25", "text_config": {"hidden_size": 64}, "vision_config": vision}, "vision")
+    assert spec is not None and spec.structure is not None
+    assert spec.parameters == sum(p.numel() for p in module.parameters())
+    n = sum(rows * columns for rows, columns in grids)
+    theirs, names = (("patches", "grid", "layers", "norm"), ("patch_embed", "encoder")) if frozen else ((), ())
+    real = measured(module, lambda m: (m(torch.zeros(n, 3, 14, 14), grids),), theirs)
+    ours = recorded(spec.structure, [Item(1, 1, *grid) for grid in grids], names, release=INSTALLED)
+    assert ours.retained == pytest.approx(real.saved, rel=CLOSE)
+    close = CLOSE if len(grids) == 1 else 0.03
+    assert ours.forward_peak == pytest.approx(real.forward, rel=close)
+    assert ours.backward_peak == pytest.approx(real.backward, rel=close)
+
+
 @pytest.mark.parametrize("sizes", [(2, 96, 4, 24, 200), (3, 160, 5, 32, 416)])
 def test_gemma4s_encoder_has_the_parameters_of_its_module(sizes: tuple[int, ...]) -> None:
     """Its activations are not recorded: Megatron Bridge's recipe freezes it. The projector trains by itself."""

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Part, Provenance
-from bridge_memory.inventory.encoders import audio, megatron, radio, vision
+from bridge_memory.inventory.encoders import audio, megatron, moonvit, radio, step, vision
 from bridge_memory.inventory.encoders.ops import EncoderOps, encoder_trains
 from bridge_memory.inventory.layer_links import fully_recomputed, recomputed_together
 from bridge_memory.inventory.torch.checkpoints import checkpointed
@@ -52,6 +52,12 @@ class Recorders(NamedTuple):
     beside: Callable[[EncoderOps, Array], Array] | None = None
     #: Rows of the hidden states of layers.
     rows: Callable[[EncoderOps], Any] = lambda t: t.patches
+    #: Whether the token embeddings are made before, and wait.
+    after_embeddings: bool = True
+    #: Whether the batch has pixels in the dtype of the weights, which the first convolution saves as they are.
+    narrow_pixels: bool = False
+    #: Whether the model's forward holds the features while its language model runs.
+    features_wait: bool = True
 
 
 RECORDERS: dict[str, Recorders] = {
@@ -91,6 +97,14 @@ RECORDERS: dict[str, Recorders] = {
         (f"{radio.VISION}.decoder.layers",), (radio.PROJECTION,), held=radio.held, projects=True,
         rows=radio.rows,
     ),
+    "moonvit": Recorders(
+        moonvit.stem, moonvit.layer, moonvit.head, ("patch_embed",), ("encoder.blocks",),
+        ("encoder.final_layernorm", "mm_projector"), held=moonvit.held,
+    ),
+    "step3p7": Recorders(
+        step.stem, step.layer, step.head, step.STEM, ("transformer",), ("vit_downsampler", "align_projector"),
+        held=step.held, projects=True, after_embeddings=False, narrow_pixels=True, features_wait=False,
+    ),
     "qwen2_audio": Recorders(
         audio.qwen2_audio_stem, audio.qwen2_audio_layer, audio.qwen2_audio_head, ("conv1", "conv2"), ("layers",),
         ("layer_norm", "multi_modal_projector"),
@@ -111,7 +125,7 @@ def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
     for i, run in enumerate(ctx.encoders):
         if not run.items:
             continue
-        waiting = _embeddings(ctx)
+        waiting = _embeddings(ctx) if RECORDERS[run.structure.kind].after_embeddings else 0
         for link, count in encoder_chain(ctx, run, i):
             link = link._replace(forward_peak=link.forward_peak + waiting)
             links.append((link.with_gradients(waiting) if ctx.adapters is None else link, count))
@@ -253,7 +267,7 @@ def held_by_the_model(ctx: BlockContext) -> Any:
     token embeddings in LLaVA, which writes them into new ones."""
     total: Any = 0
     for run in ctx.encoders:
-        if run.items:
+        if run.items and RECORDERS[run.structure.kind].features_wait:
             total = total + sizes_of_encoder(run, ctx).features
     return total + (_embeddings(ctx) if any(run.structure.kind == "radio" for run in ctx.encoders) else 0)
 
@@ -295,10 +309,13 @@ def sizes_of_encoder(run: EncoderRun, ctx: BlockContext) -> _Sizes:
     s, recorders = run.structure, RECORDERS[run.structure.kind]
     t.layers_reached = _reached(ctx, run, (*recorders.stem_modules, *recorders.layer_modules))
     width = t.parameter_width if s.kind == "radio" else FP32  # Bridge's collate_fn casts its pixels
+    pixels = t.samples * pixels_of(s, run.items) * width
+    if recorders.narrow_pixels:
+        pixels = 0 if t.trains(recorders.stem_modules[0]) else pixels // FP32 * t.parameter_width
     hidden = _inputs(t) * t.compute_width
     made = t.samples * features(s, run.items) * s.out_size * t.compute_width
     angles = t.patches * s.head_dim * FP32
-    return _Sizes(recorders.held(t), hidden, t.samples * pixels_of(s, run.items) * width, made, angles)
+    return _Sizes(recorders.held(t), hidden, pixels, made, angles)
 
 
 def _embeddings(ctx: BlockContext) -> Any:
@@ -415,6 +432,10 @@ def joined_block(ctx: BlockContext, run: EncoderRun, number: int, *, enters: boo
         elements = tokens * r.ctx.hidden_size
         given = t.input("features", t.samples * features(s, run.items) * s.out_size, t.compute_width, grad=reached)
         found = t.input("token embeddings", elements, t.compute_width, grad=not r.frozen)
+        if s.kind == "step3p7":
+            out = step.inserted(t, found, given)
+            r.tape.output((_entering(t, out) if enters else out).tensor)
+            return
         turned = ctx.torch_layers is None
         rows = t.copy("token embeddings by sequence", found) if turned else found
         joined = t.cat("features of all images", given)
