@@ -106,6 +106,16 @@ class Rows(Sequence[Row[TimeT]]):
                 known.add(choice)
                 yield self[i]
 
+    def candidates(self) -> Iterator[tuple[object, Row[TimeT]]]:
+        """(choice, row), the fastest first: of each choice the fastest row, and of the others those that need less
+        memory than every faster one of it."""
+        least: dict[object, int] = {}
+        for i, peak in enumerate(self.peaks()):
+            choice = self.choice(i)
+            if peak < least.get(choice, peak + 1):
+                least[choice] = peak
+                yield choice, self[i]
+
     def best(self, number: int | None = None) -> tuple[Row[TimeT], ...]:
         """The fastest row of each choice: all of them, or the first ``number``."""
         out: dict[object, int] = {}
@@ -238,7 +248,8 @@ class Found(NamedTuple):
         Evaluates at most ``LOOKED_FOR`` choices more, or ``LOOKED_FOR_ONE`` until one keeps the reserve, and then those
         that need less memory than every faster one. The fastest
         ``IMPROVED`` are improved. Choices that ``refuses`` refuses are skipped, unless it refuses all, and those that
-        leave no more memory than a faster one that is ``alike``. Row 1 is the
+        leave no more memory than a faster one that is ``alike``. Of a choice whose fastest row is tight, a slower one that
+        keeps the reserve counts (fewer virtual stages, say). Row 1 is the
         fastest, or a simpler one (``SIMPLER``). A candidate for row 1 whose whole job is not ``certain`` to fit is
         listed after the rows that keep the reserve, if one of the first ``CANDIDATES`` is certain; or one of the front,
         if the jobs of all of these do not fit for sure.
@@ -251,9 +262,16 @@ class Found(NamedTuple):
         refused: Counter[str] = Counter()
         wanted = max(number, CANDIDATES)
         free: dict[object, dict[object, int]] = {}
-        for looked_at, row in enumerate(self.rows.choices()):
+        #: Choices that were looked at, and whether a row of them keeps the reserve or was passed over.
+        settled: dict[object, bool] = {}
+        for choice, row in self.rows.candidates():
+            looked_at = len(settled)
             if len(keeping) == wanted or looked_at >= (wanted + LOOKED_FOR if keeping else wanted + LOOKED_FOR_ONE):
                 break
+            if settled.get(choice):
+                continue
+            first = choice not in settled
+            settled[choice] = True
             kind, variant = self.alike(row) if self.alike else (looked_at, None)
             others = free.setdefault(kind, {})
             if any(variant != other and row.headroom <= left for other, left in others.items()):
@@ -261,9 +279,14 @@ class Found(NamedTuple):
             reason = self.refuses(row, self) if self.refuses else None
             if reason is not None:
                 refused[reason] += 1
-            else:
+            elif self.keeps(row):
                 others[variant] = row.headroom
-                (keeping if self.keeps(row) else tight).append(row)
+                keeping.append(row)
+            else:
+                settled[choice] = False
+                if first:
+                    others[variant] = row.headroom
+                    tight.append(row)
         if refused and not (keeping or tight):
             return self._replace(refuses=None).ranked(number)
         if not keeping:

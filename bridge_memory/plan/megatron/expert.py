@@ -36,8 +36,8 @@ class Judged(NamedTuple):
     domain: int
 
     def others(self) -> Iterator[Row[StepTime]]:
-        """The fastest row of each choice."""
-        return islice(self.found.rows.choices(), LOOKED_FOR)
+        """The fastest row of each choice, and slower ones of it that need less memory."""
+        return islice((row for _, row in self.found.rows.candidates()), LOOKED_FOR)
 
     def keeps(self, row: Row[StepTime]) -> bool:
         """Whether a row leaves the reserve."""

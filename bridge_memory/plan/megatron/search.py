@@ -54,8 +54,16 @@ class Layouts(Rows[StepTime]):
 
     def choices(self) -> Iterator[Row[StepTime]]:
         """As ``best``."""
-        one = next((False for number in range(1, len(self)) if self.choice(number) != self.choice(0)), True)
-        yield from iter(self) if one else super().choices()
+        yield from iter(self) if self._one else super().choices()
+
+    def candidates(self) -> Iterator[tuple[object, Row[StepTime]]]:
+        """Where nothing but the split varied, every split is a choice."""
+        yield from enumerate(self) if self._one else super().candidates()
+
+    @property
+    def _one(self) -> bool:
+        """Whether all rows are one choice."""
+        return next((False for number in range(1, len(self)) if self.choice(number) != self.choice(0)), True)
 
     def best(self, number: int | None = None) -> tuple[Row[StepTime], ...]:
         """The fastest layout of each choice; where nothing but the split varied, every split."""
