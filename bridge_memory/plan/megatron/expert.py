@@ -14,6 +14,7 @@ from typing import NamedTuple
 from bridge_memory.plan.found import TIE, Found, Row
 from bridge_memory.plan.megatron.settings import SETTINGS, words_of
 from bridge_memory.spec.limits import limits_of
+from bridge_memory.speed.constants import EXCHANGE_DOUBT
 from bridge_memory.speed.megatron.step_time import StepTime
 
 #: Experts from which on nobody keeps all of them on every rank.
@@ -70,11 +71,11 @@ def _full_recomputation(judged: Judged) -> str | None:
     if row.run.recompute.granularity != "full":
         return None
     for other in judged.others():
-        slower = other.time.seconds / row.time.seconds - 1
-        if slower > WITHOUT_FULL:
-            return None
         if other.run.recompute.granularity != "full" and judged.keeps(other):
-            return f"full recomputation, where a layout without it fits at {slower:+.1%}"
+            slower = judged.found.slower(other, row)
+            if slower <= WITHOUT_FULL:
+                return f"full recomputation, where a layout without it fits at {slower:+.1%}"
+            return None
     return None
 
 
@@ -136,10 +137,9 @@ class PassedOver:
         experts = limits_of(run.model).experts_gcd
         if experts >= MANY_EXPERTS and run.parallel.ep == 1 and self._spread is not None:
             return f"EP 1 for {experts} experts, where EP {self._spread.run.parallel.ep} fits"
-        if run.recompute.granularity == "full" and self._partial is not None:
-            slower = self._partial.time.seconds / row.time.seconds - 1
-            if slower <= WITHOUT_FULL:
-                return f"full recomputation, where less of it fits at no more than {WITHOUT_FULL:.0%} more time"
+        partial = self._partial if run.recompute.granularity == "full" else None
+        if partial is not None and found.slower(partial, row) <= WITHOUT_FULL:
+            return f"full recomputation, where less of it fits at no more than {WITHOUT_FULL:.0%} more time"
         return _cut_sequences(Judged(row, found, 0))
 
     def _look(self, judged: Judged) -> None:
@@ -155,15 +155,23 @@ class PassedOver:
                 return
 
 
-def mechanisms(row: Row[StepTime]) -> tuple[int, int, int, int, int]:
+def exchanges_in_doubt(row: Row[StepTime], domain: int) -> float:
+    """Seconds that exchanges between experts on the ranks of one NVLink domain may take less."""
+    p = row.run.parallel
+    return row.time.passes.expert_parallel * EXCHANGE_DOUBT if 1 < p.ep * p.etp <= domain else 0.0
+
+
+def mechanisms(row: Row[StepTime], domain: int) -> tuple[int, int, int, int, int]:
     """(how many of these a layout needs: tensor, pipeline and context parallelism, virtual stages, a split of the
     layers by hand, recomputation, and recomputation that takes more than ``TIE`` of the step; GPUs of one replica of
-    the model; parts of a sequence; chunks of layers on all stages; ranks that share the experts)."""
+    the model; parts of a sequence; chunks of layers on all stages; EP, the largest first that stays inside of an NVLink
+    ``domain``, where it costs no more and leaves more memory, then the smallest beyond)."""
     run, p = row.run, row.run.parallel
     again = row.time.recomputation > TIE * row.time.seconds
     by_hand = p.pipeline_model_parallel_layout is not None
     used = p.tp > 1, p.pp > 1, p.cp > 1, p.vpp > 1, by_hand, run.recompute.granularity is not None, again
-    return sum(used), p.tp * p.pp * p.cp, p.cp, p.pp * p.vpp, p.ep
+    spread = -p.ep if p.ep * p.etp <= domain else p.ep
+    return sum(used), p.tp * p.pp * p.cp, p.cp, p.pp * p.vpp, spread
 
 
 def recomputation_apart(row: Row[StepTime]) -> tuple[object, object]:

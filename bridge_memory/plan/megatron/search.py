@@ -19,7 +19,7 @@ from bridge_memory.estimation import model_state, peaks
 from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import SIMPLER, Found, Limit, Listed, OneByOne, Refused, Row, Rows
 from bridge_memory.plan.jobs import spread
-from bridge_memory.plan.megatron.expert import PassedOver, mechanisms, recomputation_apart
+from bridge_memory.plan.megatron.expert import PassedOver, exchanges_in_doubt, mechanisms, recomputation_apart
 from bridge_memory.plan.megatron.settings import words_of
 from bridge_memory.plan.megatron.space import (
     AXES,
@@ -130,8 +130,9 @@ def _as_an_expert(found: Found, space: Space, hardware: Hardware, limit: Limit, 
         partial(_balanced, hardware=hardware, limit=limit, constants=constants, keeps=keeps, interleaves=free)
     )
     return found._replace(
-        keeps=keeps, refuses=PassedOver(), improves=None if "split" in space.fixed else improves, mechanisms=mechanisms,
-        alike=recomputation_apart,
+        keeps=keeps, refuses=PassedOver(), improves=None if "split" in space.fixed else improves,
+        mechanisms=partial(mechanisms, domain=hardware.domain), alike=recomputation_apart,
+        doubt=partial(exchanges_in_doubt, domain=hardware.domain),
     )  # fmt: skip
 
 
