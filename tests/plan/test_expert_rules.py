@@ -63,9 +63,9 @@ def parallel(**fields: int | str) -> dict[str, dict[str, Any]]:
         ([row(MOE, 1, 0, parallel()), row(MOE, 2, 0, parallel(expert_model_parallel_size=8))], "EP 1 for 128 experts"),
         ([row(MOE, 1, 0, parallel()), row(MOE, 2, -1, parallel(expert_model_parallel_size=8))], ""),
         ([row(MOE, 1, 0, parallel(expert_model_parallel_size=8)), row(MOE, 2, 0, parallel())], ""),
-        ([row(DENSE, 1, 0, FULL), row(DENSE, 1.04, 0, {})], "full recomputation"),
-        ([row(DENSE, 1, 0, FULL), row(DENSE, 1.06, 0, {})], ""),
-        ([row(DENSE, 1, 0, FULL), row(DENSE, 1.04, -1, {})], ""),
+        ([row(DENSE, 1, 0, FULL, again=0.2), row(DENSE, 1.04, 0, {})], "full recomputation"),
+        ([row(DENSE, 1, 0, FULL, again=0.2), row(DENSE, 1.06, 0, {})], ""),
+        ([row(DENSE, 1, 0, FULL, again=0.2), row(DENSE, 1.04, -1, {})], ""),
         ([row(DENSE, 1, -1, {})], "reserve"),
         ([row(DENSE, 1, 0, {**parallel(pipeline_model_parallel_size=4), "batch": {"global_batch_size": 12}})],
          "3 microbatches for 4 pipeline stages"),
@@ -82,6 +82,10 @@ def test_each_rule_refuses_what_it_says(rows: list[Row[Any]], reason: str) -> No
         assert len(found) == 1 and reason in found[0]
 
 
+EIGHT = parallel(expert_model_parallel_size=8)
+EXPERTS = {"recompute": {"granularity": "selective", "modules": ("moe",)}}
+
+
 def sequences(cp: int, micro_batch: int) -> dict[str, dict[str, int]]:
     batch = {"micro_batch_size": micro_batch, "global_batch_size": 64}
     return {**parallel(context_parallel_size=cp), "batch": batch}
@@ -92,8 +96,13 @@ def sequences(cp: int, micro_batch: int) -> dict[str, dict[str, int]]:
     [
         ([row(MOE, 2, 0, parallel(expert_model_parallel_size=8))], row(MOE, 1, 0, parallel()), "EP 1 for 128 experts"),
         ([row(MOE, 2, -1, parallel(expert_model_parallel_size=8))], row(MOE, 1, 0, parallel()), None),
-        ([row(DENSE, 1.04, 0, {})], row(DENSE, 1, 0, FULL), "full recomputation"),
-        ([row(DENSE, 1.06, 0, {})], row(DENSE, 1, 0, FULL), None),
+        ([row(DENSE, 1.04, 0, {})], row(DENSE, 1, 0, FULL, again=0.2), "full recomputation"),
+        ([row(DENSE, 1.06, 0, {})], row(DENSE, 1, 0, FULL, again=0.2), None),
+        # Half of the layers again is less than all experts twice.
+        ([row(MOE, 1.04, 0, {**EIGHT, **EXPERTS}, again=0.12)], row(MOE, 1, 0, {**EIGHT, **FULL}, again=0.1), None),
+        ([row(MOE, 1.04, 0, {**EIGHT, **FULL}, again=0.1)], row(MOE, 1, 0, {**EIGHT, **EXPERTS}, again=0.3),
+         "much recomputation"),
+        ([row(MOE, 1.06, 0, {**EIGHT, **FULL}, again=0.1)], row(MOE, 1, 0, {**EIGHT, **EXPERTS}, again=0.3), None),
         # Two halves of two sequences on two ranks each are one sequence a rank.
         ([row(DENSE, 1, 0, sequences(1, 1))], row(DENSE, 1.1, 0, sequences(2, 2)), "context parallelism"),
         ([row(DENSE, 1, 0, sequences(1, 2))], row(DENSE, 1.1, 0, sequences(2, 2)), None),
@@ -193,7 +202,7 @@ def test_what_exchanges_may_take_less_is_no_reason_for_recomputation() -> None:
     """Experts on two ranks with full recomputation, 8 % faster than on eight without it: of that no more than 4 % stay
     where the exchanges, a fifth of the step over eight ranks, take as little as measured runs allow."""
     few, many = (parallel(expert_model_parallel_size=n) for n in (2, 8))
-    rows = row(MOE, 1, 0, {**few, **FULL}), row(MOE, 1.08, 0, many)
+    rows = row(MOE, 1, 0, {**few, **FULL}, again=0.2), row(MOE, 1.08, 0, many)
     doubt = lambda one: 0.05 if one is rows[1] else 0.01  # noqa: E731
     for found, reasons in ((found_of(*rows), 0), (found_of(*rows)._replace(doubt=doubt), 1)):
         assert len(refusals(Judged(rows[0], found, 8))) == reasons
