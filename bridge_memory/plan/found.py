@@ -106,6 +106,16 @@ class Rows(Sequence[Row[TimeT]]):
                 known.add(choice)
                 yield self[i]
 
+    def candidates(self) -> Iterator[tuple[object, Row[TimeT]]]:
+        """(choice, row), the fastest first: of each choice the fastest row, and of the others those that need less
+        memory than every faster one of it."""
+        least: dict[object, int] = {}
+        for i, peak in enumerate(self.peaks()):
+            choice = self.choice(i)
+            if peak < least.get(choice, peak + 1):
+                least[choice] = peak
+                yield choice, self[i]
+
     def best(self, number: int | None = None) -> tuple[Row[TimeT], ...]:
         """The fastest row of each choice: all of them, or the first ``number``."""
         out: dict[object, int] = {}
@@ -229,6 +239,8 @@ class Found(NamedTuple):
     #: (what a row shares with those that differ in recomputation alone, its recomputation): of rows that share the one
     #: and not the other, those that are not faster have to leave more memory.
     alike: Callable[[Row[Any]], tuple[object, object]] | None = None
+    #: Seconds that a row may take less, as far as measured runs do not determine a constant of its time.
+    doubt: Callable[[Row[Any]], float] | None = None
     #: Values of settings that were asked for and that no layout can have, and why.
     left_out: tuple[str, ...] = ()
 
@@ -238,7 +250,8 @@ class Found(NamedTuple):
         Evaluates at most ``LOOKED_FOR`` choices more, or ``LOOKED_FOR_ONE`` until one keeps the reserve, and then those
         that need less memory than every faster one. The fastest
         ``IMPROVED`` are improved. Choices that ``refuses`` refuses are skipped, unless it refuses all, and those that
-        leave no more memory than a faster one that is ``alike``. Row 1 is the
+        leave no more memory than a faster one that is ``alike``. Of a choice whose fastest row is tight, a slower one
+        that keeps the reserve counts (fewer virtual stages, say). Row 1 is the
         fastest, or a simpler one (``SIMPLER``). A candidate for row 1 whose whole job is not ``certain`` to fit is
         listed after the rows that keep the reserve, if one of the first ``CANDIDATES`` is certain; or one of the front,
         if the jobs of all of these do not fit for sure.
@@ -251,9 +264,16 @@ class Found(NamedTuple):
         refused: Counter[str] = Counter()
         wanted = max(number, CANDIDATES)
         free: dict[object, dict[object, int]] = {}
-        for looked_at, row in enumerate(self.rows.choices()):
+        #: Choices that were looked at, and whether a row of them keeps the reserve or was passed over.
+        settled: dict[object, bool] = {}
+        for choice, row in self.rows.candidates():
+            looked_at = len(settled)
             if len(keeping) == wanted or looked_at >= (wanted + LOOKED_FOR if keeping else wanted + LOOKED_FOR_ONE):
                 break
+            if settled.get(choice):
+                continue
+            first = choice not in settled
+            settled[choice] = True
             kind, variant = self.alike(row) if self.alike else (looked_at, None)
             others = free.setdefault(kind, {})
             if any(variant != other and row.headroom <= left for other, left in others.items()):
@@ -261,9 +281,14 @@ class Found(NamedTuple):
             reason = self.refuses(row, self) if self.refuses else None
             if reason is not None:
                 refused[reason] += 1
-            else:
+            elif self.keeps(row):
                 others[variant] = row.headroom
-                (keeping if self.keeps(row) else tight).append(row)
+                keeping.append(row)
+            else:
+                settled[choice] = False
+                if first:
+                    others[variant] = row.headroom
+                    tight.append(row)
         if refused and not (keeping or tight):
             return self._replace(refuses=None).ranked(number)
         if not keeping:
@@ -322,16 +347,22 @@ class Found(NamedTuple):
         """Of rows by time the one that ``SIMPLER`` puts first."""
         if self.mechanisms is None:
             return rows[0]
-        least, (_, replica, *_) = rows[0].time.seconds, self.mechanisms(rows[0])
+        (_, replica, *_) = self.mechanisms(rows[0])
         near = []
         for row in rows:
             number, gpus, *parts = self.mechanisms(row)
-            if row.time.seconds <= least * (1 + TIE) and gpus <= replica:
+            if self.slower(row, rows[0]) <= TIE and gpus <= replica:
                 near.append((row.time.seconds * (1 + SIMPLER * number), row, (number, gpus, *parts)))
         _, lead, (most, *_) = min(near, key=lambda one: one[0])
-        as_fast = lead.time.seconds * (1 + SIMPLER)
-        simple = [one for one in near if one[1].time.seconds <= as_fast and one[2][0] <= most]
+        simple = [one for one in near if self.slower(one[1], lead) <= SIMPLER and one[2][0] <= most]
         return min(simple, key=lambda one: one[2])[1]
+
+    def slower(self, row: Row[Any], than: Row[Any]) -> float:
+        """By what share ``row`` takes longer at least, with what is in ``doubt`` or without it."""
+        longer = row.time.seconds / than.time.seconds - 1
+        if self.doubt is None:
+            return longer
+        return min(longer, (row.time.seconds - self.doubt(row)) / (than.time.seconds - self.doubt(than)) - 1)
 
     def _may_lead(self, row: Row[Any]) -> bool:
         return (self.keeps is None or self.keeps(row)) and (self.refuses is None or self.refuses(row, self) is None)

@@ -151,3 +151,7 @@ DEFAULT = Constants(
     efa_latency=0.00108,
     efa_latency_deepep=0.00272,
 )
+#: Of an exchange between experts inside of an NVLink domain, the part of its time that it may take less: the fit's loss
+#: rises by no more than 3 % from the fitted ``nvlink_exchange`` up to 0.58, and no measured runs differ in EP inside of
+#: a domain.
+EXCHANGE_DOUBT = 1 - DEFAULT.nvlink_exchange / 0.58

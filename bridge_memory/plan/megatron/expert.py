@@ -14,6 +14,7 @@ from typing import NamedTuple
 from bridge_memory.plan.found import TIE, Found, Row
 from bridge_memory.plan.megatron.settings import SETTINGS, words_of
 from bridge_memory.spec.limits import limits_of
+from bridge_memory.speed.constants import EXCHANGE_DOUBT
 from bridge_memory.speed.megatron.step_time import StepTime
 
 #: Experts from which on nobody keeps all of them on every rank.
@@ -36,8 +37,8 @@ class Judged(NamedTuple):
     domain: int
 
     def others(self) -> Iterator[Row[StepTime]]:
-        """The fastest row of each choice."""
-        return islice(self.found.rows.choices(), LOOKED_FOR)
+        """The fastest row of each choice, and slower ones of it that need less memory."""
+        return islice((row for _, row in self.found.rows.candidates()), LOOKED_FOR)
 
     def keeps(self, row: Row[StepTime]) -> bool:
         """Whether a row leaves the reserve."""
@@ -70,11 +71,12 @@ def _full_recomputation(judged: Judged) -> str | None:
     if row.run.recompute.granularity != "full":
         return None
     for other in judged.others():
-        slower = other.time.seconds / row.time.seconds - 1
-        if slower > WITHOUT_FULL:
+        less = other.time.recomputation < row.time.recomputation
+        if other.run.recompute.granularity != "full" and less and judged.keeps(other):
+            slower = judged.found.slower(other, row)
+            if slower <= WITHOUT_FULL:
+                return f"full recomputation, where a layout without it fits at {slower:+.1%}"
             return None
-        if other.run.recompute.granularity != "full" and judged.keeps(other):
-            return f"full recomputation, where a layout without it fits at {slower:+.1%}"
     return None
 
 
@@ -100,10 +102,15 @@ def _narrow_products(judged: Judged) -> str | None:
     return f"TP {tp} leaves {columns} columns of the hidden size" if tp > 1 and columns < LEAST_COLUMNS else None
 
 
+def _much_recomputation(judged: Judged) -> str | None:
+    return None if _full_recomputation(judged) else PassedOver().much(judged.row, judged.found)
+
+
 RULES = (
     Rule("tensor parallelism stays inside of the NVLink domain", _tensor_parallelism),
     Rule(f"no EP 1 for {MANY_EXPERTS} experts and more where a larger EP fits", _expert_parallelism),
     Rule(f"no full recomputation where less of it fits at {WITHOUT_FULL:.0%} more time", _full_recomputation),
+    Rule(f"no recomputation of {TIE:.0%} of the step that {WITHOUT_FULL:.0%} more time spares", _much_recomputation),
     Rule("the reserve is kept", _reserve),
     Rule("as many microbatches as pipeline stages", _microbatches),
     Rule(f"context parallelism leaves {LEAST_TOKENS} tokens of a sequence", _short_sequences),
@@ -114,17 +121,19 @@ RULES = (
 class PassedOver:
     """Why a search does not show a row, though it is fast; None where it does.
 
-    Of the rules those about experts and full recomputation, and one about context parallelism: several sequences a
+    Of the rules those about experts and recomputation, and one about context parallelism: several sequences a
     microbatch that are cut in two are as much work and memory for every rank as half as many whole ones, and keys and
     values travel.
     """
 
     def __init__(self) -> None:
-        #: What is found, and of its choices the first that keeps the reserve and has experts on several ranks, or no
-        #: full recomputation.
+        #: What is found, and of its choices the first that keeps the reserve and has experts on several ranks; those
+        #: without full recomputation that keep it, each with less recomputation than all before; and of those about as
+        #: fast as the fastest the one with the least.
         self._found: Found | None = None
         self._spread: Row[StepTime] | None = None
-        self._partial: Row[StepTime] | None = None
+        self._partial: list[Row[StepTime]] = []
+        self._lightest: Row[StepTime] | None = None
 
     def __reduce__(self) -> tuple[type[PassedOver], tuple[()]]:
         return PassedOver, ()
@@ -136,34 +145,74 @@ class PassedOver:
         experts = limits_of(run.model).experts_gcd
         if experts >= MANY_EXPERTS and run.parallel.ep == 1 and self._spread is not None:
             return f"EP 1 for {experts} experts, where EP {self._spread.run.parallel.ep} fits"
-        if run.recompute.granularity == "full" and self._partial is not None:
-            slower = self._partial.time.seconds / row.time.seconds - 1
-            if slower <= WITHOUT_FULL:
-                return f"full recomputation, where less of it fits at no more than {WITHOUT_FULL:.0%} more time"
-        return _cut_sequences(Judged(row, found, 0))
+        if run.recompute.granularity == "full" and any(_replaces(other, row, found) for other in self._partial):
+            return f"full recomputation, where less of it fits at no more than {WITHOUT_FULL:.0%} more time"
+        return self.much(row, found) or _cut_sequences(Judged(row, found, 0))
+
+    def much(self, row: Row[StepTime], found: Found) -> str | None:
+        """That its recomputation is not worth its time."""
+        if self._found is not found:
+            self._look(Judged(row, found, 0))
+        if self._lightest is not None and _lighter(self._lightest, row) and _replaces(self._lightest, row, found):
+            return f"much recomputation, where much less fits at no more than {WITHOUT_FULL:.0%} more time"
+        return None
 
     def _look(self, judged: Judged) -> None:
-        self._found, self._spread, self._partial = judged.found, None, None
+        self._found, self._spread, self._partial, self._lightest = judged.found, None, [], None
         of_experts = limits_of(judged.row.run.model).experts_gcd >= MANY_EXPERTS
+        fastest: Row[StepTime] | None = None
         for other in judged.others():
-            spread = of_experts and self._spread is None and other.run.parallel.ep > 1
-            partial = self._partial is None and other.run.recompute.granularity != "full"
-            if (spread or partial) and judged.keeps(other):
+            one_rank = of_experts and other.run.parallel.ep == 1
+            spread = of_experts and self._spread is None and not one_rank
+            full = other.run.recompute.granularity == "full"
+            again = other.time.recomputation
+            partial = not full and (not self._partial or again < self._partial[-1].time.recomputation)
+            light = not one_rank and (
+                self._lightest is None or fastest is None
+                or (_share(other) < _share(self._lightest) and judged.found.slower(other, fastest) <= WITHOUT_FULL)
+            )  # fmt: skip
+            if (spread or partial or light) and judged.keeps(other):
                 self._spread = other if spread else self._spread
-                self._partial = other if partial else self._partial
-            if self._partial is not None and (self._spread is not None or not of_experts):
+                if partial:
+                    self._partial.append(other)
+                if light:
+                    fastest, self._lightest = fastest or other, other
+            few = bool(self._partial) and _share(self._partial[-1]) <= TIE
+            if few and (self._spread is not None or not of_experts):
                 return
 
 
-def mechanisms(row: Row[StepTime]) -> tuple[int, int, int, int, int]:
+def _share(row: Row[StepTime]) -> float:
+    return row.time.recomputation / row.time.seconds
+
+
+def _lighter(row: Row[StepTime], than: Row[StepTime]) -> bool:
+    """Whether recomputation takes less of its step, by ``TIE`` of it."""
+    return _share(row) < _share(than) - TIE
+
+
+def _replaces(row: Row[StepTime], other: Row[StepTime], found: Found) -> bool:
+    """Whether a row recomputes less, and takes no more than ``WITHOUT_FULL`` more time."""
+    return row.time.recomputation < other.time.recomputation and found.slower(row, other) <= WITHOUT_FULL
+
+
+def exchanges_in_doubt(row: Row[StepTime], domain: int) -> float:
+    """Seconds that exchanges between experts on the ranks of one NVLink domain may take less."""
+    p = row.run.parallel
+    return row.time.passes.expert_parallel * EXCHANGE_DOUBT if 1 < p.ep * p.etp <= domain else 0.0
+
+
+def mechanisms(row: Row[StepTime], domain: int) -> tuple[int, int, int, int, int]:
     """(how many of these a layout needs: tensor, pipeline and context parallelism, virtual stages, a split of the
     layers by hand, recomputation, and recomputation that takes more than ``TIE`` of the step; GPUs of one replica of
-    the model; parts of a sequence; chunks of layers on all stages; ranks that share the experts)."""
+    the model; parts of a sequence; chunks of layers on all stages; EP, the largest first that stays inside of an NVLink
+    ``domain``, where it costs no more and leaves more memory, then the smallest beyond)."""
     run, p = row.run, row.run.parallel
     again = row.time.recomputation > TIE * row.time.seconds
     by_hand = p.pipeline_model_parallel_layout is not None
     used = p.tp > 1, p.pp > 1, p.cp > 1, p.vpp > 1, by_hand, run.recompute.granularity is not None, again
-    return sum(used), p.tp * p.pp * p.cp, p.cp, p.pp * p.vpp, p.ep
+    spread = -p.ep if p.ep * p.etp <= domain else p.ep
+    return sum(used), p.tp * p.pp * p.cp, p.cp, p.pp * p.vpp, spread
 
 
 def recomputation_apart(row: Row[StepTime]) -> tuple[object, object]:

@@ -19,7 +19,7 @@ from bridge_memory.estimation import model_state, peaks
 from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import SIMPLER, Found, Limit, Listed, OneByOne, Refused, Row, Rows
 from bridge_memory.plan.jobs import spread
-from bridge_memory.plan.megatron.expert import PassedOver, mechanisms, recomputation_apart
+from bridge_memory.plan.megatron.expert import PassedOver, exchanges_in_doubt, mechanisms, recomputation_apart
 from bridge_memory.plan.megatron.settings import words_of
 from bridge_memory.plan.megatron.space import (
     AXES,
@@ -54,8 +54,16 @@ class Layouts(Rows[StepTime]):
 
     def choices(self) -> Iterator[Row[StepTime]]:
         """As ``best``."""
-        one = next((False for number in range(1, len(self)) if self.choice(number) != self.choice(0)), True)
-        yield from iter(self) if one else super().choices()
+        yield from iter(self) if self._one else super().choices()
+
+    def candidates(self) -> Iterator[tuple[object, Row[StepTime]]]:
+        """Where nothing but the split varied, every split is a choice."""
+        yield from enumerate(self) if self._one else super().candidates()
+
+    @property
+    def _one(self) -> bool:
+        """Whether all rows are one choice."""
+        return next((False for number in range(1, len(self)) if self.choice(number) != self.choice(0)), True)
 
     def best(self, number: int | None = None) -> tuple[Row[StepTime], ...]:
         """The fastest layout of each choice; where nothing but the split varied, every split."""
@@ -122,8 +130,9 @@ def _as_an_expert(found: Found, space: Space, hardware: Hardware, limit: Limit, 
         partial(_balanced, hardware=hardware, limit=limit, constants=constants, keeps=keeps, interleaves=free)
     )
     return found._replace(
-        keeps=keeps, refuses=PassedOver(), improves=None if "split" in space.fixed else improves, mechanisms=mechanisms,
-        alike=recomputation_apart,
+        keeps=keeps, refuses=PassedOver(), improves=None if "split" in space.fixed else improves,
+        mechanisms=partial(mechanisms, domain=hardware.domain), alike=recomputation_apart,
+        doubt=partial(exchanges_in_doubt, domain=hardware.domain),
     )  # fmt: skip
 
 
