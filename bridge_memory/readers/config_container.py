@@ -964,6 +964,9 @@ def _assumptions(config: Any) -> tuple[str, ...]:
         _get(model, "pipeline_model_parallel_size", 1) > 1 or _get(model, "expert_model_parallel_size", 1) > 1
     ):
         out.append("dataset.pad_to_max_length is off: every micro batch is taken to have a sequence of seq_length")
+    if any(one.structure is not None and one.structure.kind == "moonvit" for one in encoders_of(model)):
+        # models/kimi_vl/modeling_kimi_k25_vl.py: _configure_kimi_vision_attention
+        out.append("model.vision_config: MoonViT attends with flash-attn; without it Megatron Bridge runs eager attention")
     if _get(model, "moe_router_dtype") is not None and _router_dtype(model) is None:
         out.append(
             f"model.moe_router_dtype ({str(model.moe_router_dtype)[:20]}) is neither fp32 nor fp64: megatron-core "
