@@ -612,7 +612,7 @@ def _media(model: Any, dataset: Any) -> dict[str, Any]:
     found |= videos_of(_get(dataset, "task_encoder"))
     if type(number) is int and number >= 0:
         found["images_per_sample"] = number
-    room = _images_of_packs(dataset)
+    room = images_of_packs(dataset)
     if room:
         found["images_per_sample"] = room
     if isinstance(size, (tuple, list)) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
@@ -620,7 +620,7 @@ def _media(model: Any, dataset: Any) -> dict[str, Any]:
     return found
 
 
-def _images_of_packs(dataset: Any) -> int:
+def images_of_packs(dataset: Any) -> int:
     """The most images of a pack of Step-3.7's dataset, whose samples have one each: its tokens between two others and
     one of text at least, padded (``models/stepfun/data/flickr8k/{template,packing}.py``); 0: no such dataset."""
     tokens, packs, padded, samples = (
@@ -966,7 +966,7 @@ def _assumptions(config: Any) -> tuple[str, ...]:
         out.append("dataset.pad_to_max_length is off: every micro batch is taken to have a sequence of seq_length")
     if any(one.structure is not None and one.structure.kind == "moonvit" for one in encoders_of(model)):
         # models/kimi_vl/modeling_kimi_k25_vl.py: _configure_kimi_vision_attention
-        out.append("model.vision_config: MoonViT attends with flash-attn; without it Megatron Bridge runs eager attention")
+        out.append("model.vision_config: MoonViT attends with flash-attn; without it Bridge runs eager attention")
     if _get(model, "moe_router_dtype") is not None and _router_dtype(model) is None:
         out.append(
             f"model.moe_router_dtype ({str(model.moe_router_dtype)[:20]}) is neither fp32 nor fp64: megatron-core "
