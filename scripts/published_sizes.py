@@ -175,7 +175,7 @@ PUBLISHED_SIZES: dict[str, Published] = {
             "depth": 28, "hidden_size": 2048, "intermediate_size": 5120, "num_heads": 32, "num_key_value_heads": 8,
             "out_hidden_size": 5120, "fullatt_block_indexes": [6, 13, 20, 27], "window_size": 112,
         }},
-        "TensorRT-LLM's tests/unittest/_torch/modeling/test_modeling_exaone4_5.py", 33.0,
+        "TensorRT-LLM's tests/unittest/_torch/modeling/test_modeling_exaone4_5.py", 34.0,  # as the hub counts them
     ),
     "Kimi-K2.5": Published(
         {"vision_config": {

@@ -582,10 +582,11 @@ def _batch(config: Any, view: _Views, data_parallel: int, num_microbatches: int 
     total = _get(train, "global_batch_size")
     if num_microbatches is not None:
         total = micro * data_parallel * num_microbatches
-    _, packed = _packing(getattr(config, "dataset", None))
+    dataset = getattr(config, "dataset", None)
+    _, packed = _packing(dataset)
     return BatchSpec(
-        seq_length=_pack_size(getattr(config, "dataset", None)) or seq_length, micro_batch_size=micro, global_batch_size=total, packed_sequences=packed,
-        **_media(container_part(config, "model"), getattr(config, "dataset", None)),
+        seq_length=_pack_size(dataset) or seq_length, micro_batch_size=micro, global_batch_size=total,
+        packed_sequences=packed, **_media(container_part(config, "model"), dataset),
     )
 
 
@@ -611,7 +612,7 @@ def _media(model: Any, dataset: Any) -> dict[str, Any]:
     found |= videos_of(_get(dataset, "task_encoder"))
     if type(number) is int and number >= 0:
         found["images_per_sample"] = number
-    room = _images_of_packs(dataset)
+    room = images_of_packs(dataset)
     if room:
         found["images_per_sample"] = room
     if isinstance(size, (tuple, list)) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
@@ -619,16 +620,18 @@ def _media(model: Any, dataset: Any) -> dict[str, Any]:
     return found
 
 
-def _images_of_packs(dataset: Any) -> int:
+def images_of_packs(dataset: Any) -> int:
     """The most images of a pack of Step-3.7's dataset, whose samples have one each: its tokens between two others and
     one of text at least, padded (``models/stepfun/data/flickr8k/{template,packing}.py``); 0: no such dataset."""
-    tokens, packs = _get(dataset, "image_token_count", 0), _get(dataset, "max_packing_seqlen", 0)
-    padded = _get(dataset, "seqlen_divisible_by", 1) or 1
-    if any(type(n) is not int or n < 1 for n in (tokens, packs, padded)):
+    tokens, packs, padded, samples = (
+        value if type(value := _get(dataset, name, 0)) is int else 0
+        for name in ("image_token_count", "max_packing_seqlen", "seqlen_divisible_by", "sample_count")
+    )
+    if tokens < 1 or packs < 1:
         return 0
-    room = max(1, packs // (-(-(tokens + 3) // padded) * padded))
-    samples = _get(dataset, "sample_count", 0)
-    return min(room, samples) if type(samples) is int and samples > 0 else room
+    each = -(-(tokens + 3) // max(1, padded)) * max(1, padded)
+    room: int = max(1, packs // each)
+    return min(room, samples) if samples > 0 else room
 
 
 def _parallel(view: _Views, world_size: int) -> ParallelSpec:
@@ -962,6 +965,9 @@ def _assumptions(config: Any) -> tuple[str, ...]:
         _get(model, "pipeline_model_parallel_size", 1) > 1 or _get(model, "expert_model_parallel_size", 1) > 1
     ):
         out.append("dataset.pad_to_max_length is off: every micro batch is taken to have a sequence of seq_length")
+    if any(one.structure is not None and one.structure.kind == "moonvit" for one in encoders_of(model)):
+        # models/kimi_vl/modeling_kimi_k25_vl.py: _configure_kimi_vision_attention
+        out.append("model.vision_config: MoonViT attends with flash-attn; without it Bridge runs eager attention")
     if _get(model, "moe_router_dtype") is not None and _router_dtype(model) is None:
         out.append(
             f"model.moe_router_dtype ({str(model.moe_router_dtype)[:20]}) is neither fp32 nor fp64: megatron-core "

@@ -157,7 +157,11 @@ def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
     }
     bridge = release_in(getattr(sys.modules.get("megatron.bridge"), "__version__", None)) or DEFAULT_MEGATRON_BRIDGE
     found = encoder_of(config, f"model.{path}", keeps_head=bridge < BRIDGE_DROPS_POOLING_HEAD)
-    return () if found is None else (replace(found, frozen=_frozen(model, found)),)
+    if found is None:
+        return ()
+    if found.structure is not None and getattr(model, "vision_dp_when_cp", False):
+        found = replace(found, structure=replace(found.structure, dealt=True))
+    return (replace(found, frozen=_frozen(model, found)),)
 
 
 def _of_thinker(model: Any) -> Iterator[EncoderSpec]:

@@ -342,7 +342,7 @@ def _kimi_grid(v: Fields) -> tuple[int, int, int]:
 def _kimi(v: Fields, text: int, outer: Fields) -> int:
     """MoonViT and ``PatchMergerMLP`` (``modeling_kimi_k25.py`` of moonshotai/Kimi-K2.5)."""
     h, f = _vt(v, "hidden_size"), _vt(v, "intermediate_size")
-    merge, rows, columns = _kimi_grid(v)
+    _, rows, columns = _kimi_grid(v)
     block = 4 * h + _linear(h, 3 * h) + _linear(h, h) + _linear(h, f) + _linear(f, h)
     patches = _linear(3 * _of(v, "patch_size") ** 2, h) + rows * columns * h
     return patches + _vt(v, "num_hidden_layers") * block + 2 * h + _kimi_projector(v, text)[0]

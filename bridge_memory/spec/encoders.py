@@ -96,6 +96,9 @@ class EncoderStructure:
     full_layers: tuple[int, ...] = ()
     #: Layers after which a merger makes features of their own (``deepstack_visual_indexes``).
     deepstack_layers: tuple[int, ...] = ()
+    #: Whether each context-parallel rank encodes a part of a microbatch's images, and gathers the features of all
+    #: (Megatron Bridge's ``vision_dp_when_cp``); else every one encodes all of them.
+    dealt: bool = False
     #: Whether a pooling head runs whose output is dropped (``SiglipVisionConfig.vision_use_head``, on by default).
     pooling_head: bool = False
     #: Whether the projection of queries, keys and values has biases; likewise the projector.
@@ -120,6 +123,8 @@ class EncoderStructure:
         for name in ("hidden_size", "ffn_hidden_size", "num_heads", "out_size", "merge_size", "temporal_patch_size"):
             if not getattr(self, name):
                 raise SpecError(f"{name} of an encoder (0) is below 1; give 1 or more")
+        if self.dealt and self.kind != "qwen3_vl":
+            raise SpecError(f"dealt of an encoder (True) is an option of qwen3_vl alone, not of {self.kind}; set False")
         if self.tiles and not self.image_size:
             raise SpecError(f"tiles of an encoder ({self.tiles}) have no size; give image_size, the side of one")
         if not self.audio and not self.patch_size:
@@ -314,6 +319,6 @@ def media_words(structure: EncoderStructure, items: tuple[Item, ...]) -> str:
 
 
 def recorded(torch_layers: bool, structure: EncoderStructure) -> bool:
-    """Whether an encoder's activations are recorded: in a model of transformers not where Megatron's are blocks of its
-    own (Qwen3-VL)."""
-    return not (torch_layers and structure.kind in MEGATRON_KINDS)
+    """Whether an encoder's activations are recorded: in a model of transformers not where Megatron Bridge has a module
+    of its own (Qwen3-VL), or loads one from the model's repository (Kimi-K2.5)."""
+    return not (torch_layers and structure.kind in (*MEGATRON_KINDS, "moonvit", "step3p7"))

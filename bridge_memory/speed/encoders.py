@@ -107,12 +107,19 @@ def _products(
 ) -> Iterator[Product]:
     """Of every matrix and convolution; tables of positions are added or looked up, class tokens are put before."""
     for p in parameters:
-        if len(p.shape) > 1 and not any(name in p.name for name in ("pos_embed", "position_embedding", "class_token")):
+        if len(p.shape) > 1 and not any(name in p.name for name in _NO_PRODUCTS):
             yield Product(_rows(p.name, rows, s, items), p.shape[0], prod(p.shape[1:]), quantized=False)
 
 
+#: Parts of the names of matrices that are added or looked up.
+_NO_PRODUCTS = ("pos_emb", "position_embedding", "positional_embedding", "class_token")
+
+
 def _rows(name: str, rows: Any, s: EncoderStructure, items: tuple[Item, ...]) -> Any:
-    """Rows of a product: those of its block, and before Qwen3-Omni's layers those of padded chunks."""
+    """Rows of a product: those of its block, before Qwen3-Omni's layers those of padded chunks, and after Step-3.7's
+    first convolution four times the features."""
+    if name.startswith("vit_downsampler1"):
+        return 4 * rows
     if s.kind != "qwen3_omni_audio" or not name.startswith("conv"):
         return rows
     chunks, columns = sum(item.number * len(audio_chunks(s, item)) for item in items), padded_chunk(s, items)

@@ -120,6 +120,28 @@ def test_a_search_divides_megatrons_encoders(fields: dict[str, Any]) -> None:
         assert row.peak == max(stage.peak_bytes for stage in peaks(row.run))
 
 
+@pytest.mark.parametrize(("images", "share"), [(4, 2), (3, 2), (1, 1)])
+def test_images_that_are_dealt_to_context_parallel_ranks(images: int, share: int) -> None:
+    """``vision_dp_when_cp``: a rank's layers keep what they keep of its own images, the largest share; the embeddings
+    among which the features of all are put are the same."""
+
+    def of(number: int, *, dealt: bool, layers: int) -> int:
+        structure = replace(STRUCTURE, kind="qwen3_vl", num_layers=layers, dealt=dealt)
+        plain = RunSpec(model=replace(BASE, encoders=(EncoderSpec("visual", 1, structure=structure),)))
+        batch = BatchSpec(seq_length=2048, images_per_sample=number, patches_per_image=400)
+        return of_encoder(plain.with_(batch=batch).with_fields(world_size=2, context_parallel_size=2))
+
+    def layer(number: int, *, dealt: bool) -> int:
+        return of(number, dealt=dealt, layers=5) - of(number, dealt=dealt, layers=4)
+
+    assert layer(images, dealt=True) == layer(share, dealt=False)
+
+
+def test_only_qwen3_vl_deals_images() -> None:
+    with pytest.raises(SpecError, match="dealt of an encoder"):
+        replace(STRUCTURE, dealt=True)
+
+
 def test_radio_in_fp8_is_listed() -> None:
     """Its config is a copy of the language model's; the other Megatron encoders' configs are made anew, in bf16."""
     (encoder,) = encoders_of_nemotron(nemotron())
@@ -223,6 +245,12 @@ WRAPPERS = {
     "qwen2_audio": {"audio_config": {
         "d_model": 128, "encoder_ffn_dim": 344, "encoder_layers": 3, "encoder_attention_heads": 4,
         "max_source_positions": 1500, "num_mel_bins": 128}},
+    "kimi_k25": {"vision_config": {
+        "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "patch_size": 14, "pos_emb_height": 16, "pos_emb_width": 16}},
+    "step3p7": {"vision_config": {
+        "width": 128, "layers": 3, "heads": 4, "image_size": 224, "patch_size": 14, "hidden_act": "quick_gelu",
+        "use_ln_pre": True, "use_ln_post": False, "ls_init_value": 0.1}},
     "qwen3_omni_moe_vision_encoder": {"vision_config": {
         "depth": 3, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "out_hidden_size": 512,
         "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 576,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bridge_memory.estimation import estimate
-from bridge_memory.readers.config_container import run_from_config_container, run_of_container
+from bridge_memory.readers.config_container import images_of_packs, run_from_config_container, run_of_container
 from bridge_memory.releases import Running
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.unmodelled import Effect, as_feature
@@ -101,6 +101,19 @@ def test_mixed_precision_by_name_lies_over_the_model() -> None:
 def test_a_dataset_says_whether_sequences_are_packed(dataset: dict[str, Any], packed: bool) -> None:
     run = run_from_config_container(namespace(dataset=SimpleNamespace(seq_length=2048, **dataset)))
     assert run.batch.packed_sequences is packed
+
+
+def test_a_microbatch_of_packs_has_their_tokens() -> None:
+    """Bridge's ``prepare_finetuning_batch`` takes the length of the rows; so do Step-3.7's packs. Images of these: each
+    sample has one, of 169 tokens and three others, padded to 192."""
+    specs = {"enable_offline_packing": True, "offline_packing_specs": SimpleNamespace(packed_sequence_size=2048)}
+    dataset = SimpleNamespace(seq_length=32768, **specs)
+    run = run_from_config_container(namespace(model__seq_length=32768, dataset=dataset))
+    assert (run.batch.seq_length, run.batch.packed_sequences) == (2048, True)
+    assert any("2048 tokens of a pack, not the 32768" in one for one in run.assumptions)
+    step = SimpleNamespace(image_token_count=169, max_packing_seqlen=2048, seqlen_divisible_by=64, sample_count=None)
+    assert images_of_packs(step) == 10
+    assert images_of_packs(SimpleNamespace()) == 0
 
 
 def test_what_changes_memory_and_is_not_modelled_is_listed_by_name() -> None:

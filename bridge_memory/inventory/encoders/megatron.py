@@ -21,6 +21,7 @@ from bridge_memory.inventory.encoders.vision import added, indexed, patch_embedd
 from bridge_memory.inventory.layer import record_parts
 from bridge_memory.inventory.torch.ops import FP32, Array
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, PeftSpec
+from bridge_memory.spec.encoders import features, pixels_of
 from bridge_memory.tapes.context import BlockContext
 from bridge_memory.tapes.parameters import Repeated
 from bridge_memory.tapes.recorder import Recorder
@@ -143,9 +144,19 @@ def exaone_held(t: EncoderOps) -> Any:
 
 def deep_merger(t: EncoderOps, x: Array) -> Array:
     """A merger of ``deepstack_merger_list``; the language model adds its features after one of its first layers."""
-    features = merger(t, "decoder.deepstack_merger_list.*", x, after=True)
-    t.tape.op("features of the deep stack", features.tensor, (), saves=(features.tensor,), trains=True)
-    return features
+    made = merger(t, "decoder.deepstack_merger_list.*", x, after=True)
+    if t.dealt:
+        made = gathered(t, made)
+    t.tape.op("features of the deep stack", made.tensor, (), saves=(made.tensor,), trains=True)
+    return made
+
+
+def gathered(t: EncoderOps, x: Array) -> Array:
+    """``AllGatherVisionEmbeddings``: the features of all context-parallel ranks, and these concatenated. Its backward
+    sums the gradient in place and returns a part of it."""
+    elements = t.samples * features(t.s, t.run.items) * t.s.out_size
+    parts = t.make("features by context-parallel rank", (x,), elements, x.width, alias=True)
+    return t.copy("features of all context-parallel ranks", parts)
 
 
 def merger(
@@ -173,9 +184,11 @@ def qwen3_head(t: EncoderOps, x: Array) -> Array:
     y = merger(t, "merger", x)
     out = t.copy("features of all images", y)
     t.keep_alive(x, y)
-    return out
+    return gathered(t, out) if t.dealt else out
 
 
 def held(t: EncoderOps) -> Any:
-    """Bytes of the variables of ``Qwen3VLVisionModel.forward``: the positions, and the angles [n, 1, 1, d] in fp32."""
-    return t.patches * (t.s.hidden_size * t.compute_width + t.s.head_dim * FP32)
+    """Bytes of the variables of ``Qwen3VLVisionModel.forward``: the positions, and the angles [n, 1, 1, d] in fp32.
+    Images that were dealt to ranks are a view of a copy of all pixels (``qwen3vl_cp_split``)."""
+    pixels = t.samples * pixels_of(t.s, t.run.items) * FP32 if t.dealt else 0
+    return pixels + t.patches * (t.s.hidden_size * t.compute_width + t.s.head_dim * FP32)

@@ -42,10 +42,20 @@ class EncoderOps(Torch):
         #: Patches of the microbatch; or columns of spectrograms.
         self.per_sample = sum(item.patches for item in run.items)
         self.patches: Any = self.samples * self.per_sample
+        #: Whether context-parallel ranks encode a part of the images each.
+        self.dealt = self.s.dealt and ctx.cp > 1
+        if self.dealt:
+            self.patches = self._largest_share(ctx.cp)
         #: Whether any gradient reaches the layers.
         self.layers_reached = True
         #: Whether layers of megatron-core run attention again in backward.
         self.attention_again = False
+
+    def _largest_share(self, cp: Any) -> Any:
+        """Patches of the rank with the most images, frames of videos one by one, as many as the largest has (Megatron
+        Bridge ``modelling_qwen3_vl/utils.py: qwen2vl_pad_and_split``)."""
+        images = self.samples * sum(item.number * item.frames for item in self.run.items)
+        return (images + cp - 1) // cp * max((item.height * item.width for item in self.run.items), default=0)
 
     def trains(self, weight: str) -> bool:
         """Whether a weight has a gradient: adapters of Megatron's linears freeze the whole encoder."""
