@@ -176,10 +176,28 @@ def test_zero3_with_the_optimizer_on_the_host_keeps_fp32_gradients() -> None:
                  offload_optimizer={"device": "cpu", "pin_memory": False})
     run = run_of("zero3", ranks=RANKS, dtype="bf16", deepspeed=options(
         **near, offload_optimizer_device="cpu", offload_optimizer_pin_memory=False))
-    assert 0 <= found.after_step - expected(run)["state"] - sum(n for _, n in zero3_host(run)) <= BESIDE
+    assert 0 <= found.after_step - expected(run)["state"] - sum(n for _, n in on_the_host(run)) <= BESIDE
 
 
-def zero3_host(run: Any) -> tuple[tuple[str, int], ...]:
+@pytest.mark.parametrize(("stage", "accumulated", "overlaps", "rank"), [(1, "fp32", False, 0), (2, None, True, 1)])
+def test_gradients_go_to_an_optimizer_on_the_host(
+    stage: int, accumulated: str | None, overlaps: bool, rank: int
+) -> None:
+    """One after the other, but for an fp32 partition, into which reductions are added on the GPU. Of the rank with the
+    highest peak, less what is in host memory, which on the CPU is the same."""
+    extra = {"zero_force_ds_cpu_optimizer": False, "data_types": {"grad_accum_dtype": accumulated}}
+    found = real(stage, rank=rank, extra=extra, overlap_comm=overlaps,
+                 offload_optimizer={"device": "cpu", "pin_memory": False})
+    run = run_of(f"zero{stage}", ranks=RANKS, dtype="bf16", deepspeed=options(
+        overlap_comm=overlaps, grad_accum_dtype=accumulated, offload_optimizer_device="cpu",
+        offload_optimizer_pin_memory=False))
+    ours, host = expected(run), sum(n for _, n in on_the_host(run))
+    assert 0 <= found.after_step - host - (ours["state"] - ours["fresh"]) <= BESIDE
+    assert ours["forward"] == pytest.approx(found.forward - host, rel=0.01)
+    assert ours["backward"] == pytest.approx(found.backward - host, rel=0.01)
+
+
+def on_the_host(run: Any) -> tuple[tuple[str, int], ...]:
     from bridge_memory.estimation import _Stages
 
     host: tuple[tuple[str, int], ...] = _Stages(run)[0].state.host
@@ -197,7 +215,7 @@ def test_a_ratio_of_zero3s_optimizer_is_of_whole_sub_groups(ratio: float, size: 
         sub_group_size=size,
     )
     mains = 16 * 8_030_261_248 / 16
-    there = sum(n for name, n in zero3_host(run) if not name.startswith("gradients"))
+    there = sum(n for name, n in on_the_host(run) if not name.startswith("gradients"))
     assert there == pytest.approx((1 - stay) * mains, rel=0.1 if stay else 0.001)
     here = expected(run)["state"] - expected(run.with_fields(offload_optimizer_ratio=1.0))["state"]
     assert here + there == pytest.approx(mains, rel=0.001) and bool(here) is bool(stay)

@@ -58,6 +58,26 @@ def test_whatever_the_chunks() -> None:
     assert waited > 20
 
 
+def test_many_runs_at_once_wait_as_each_of_them_does() -> None:
+    np = pytest.importorskip("numpy")
+    from bridge_memory.speed.megatron.waiting_of_many import waiting_of_many
+    from bridge_memory.tapes.batched import batched
+
+    draw = np.random.default_rng(3)
+    waited = 0
+    for pp, v, group in ((2, 3, 2), (4, 2, 4), (3, 4, 5)):
+        kinds = [tuple(batched(draw.choice([1.0, 1.0, 1.5], (2, 1, 4))) for _ in range(2)) for _ in range(3)]
+        times = [[kinds[i] for i in draw.integers(0, 3, v)] for _ in range(pp)]
+        numbers = batched(np.array([4, 8]).reshape(2, 1, 1) * group)
+        asked = draw.random((2, 1, 4)) < 0.8
+        found = waiting_of_many(times, numbers, group, asked)
+        for at in zip(*np.nonzero(asked), strict=True):
+            alone = [[(float(forward[at]), float(backward[at])) for forward, backward in stage] for stage in times]
+            assert found[at] == waiting(alone, int(numbers[at[0], 0, 0]), group)
+            waited += found[at] > 0
+    assert waited > 5
+
+
 def test_step_time_has_what_stages_wait() -> None:
     model = resolve_model("Qwen/Qwen3-8B")
     kept = replace(model, layers=model.layers[:14], vocab_size=1024)

@@ -113,6 +113,32 @@ def test_offloading_moves_bytes_and_makes_none(seed: int, sizes: list[int]) -> N
     assert kept.backward_peak == sent.backward_peak
 
 
+@given(SEEDS, BYTES, st.sampled_from(["", "a", "b", "ab"]))
+def test_one_trace_serves_every_set_of_offloaded_modules(seed: int, sizes: list[int], modules: str) -> None:
+    """As a trace of these modules alone does."""
+
+    class Named(Tape):
+        def __init__(self, enabled: str) -> None:
+            super().__init__()
+            self.enabled, self.named = enabled, Random(seed)
+
+        def offload(self, enabled: bool):  # type: ignore[no-untyped-def]
+            module = self.named.choice("ab")
+            return super().offload(module in self.enabled, module)
+
+    def properties(structure: Structure, atoms: Atoms) -> list[object]:
+        cost = BlockCost(structure, list(atoms.sizes))
+        names = "retained offloaded discarded input_retained input_discarded forward_peak backward_peak by_part tensors"
+        return [value() if callable(value := getattr(cost, name)) else value for name in names.split()]
+
+    found = []
+    for enabled in ("ab", modules):
+        atoms = Atoms()
+        structure = Structure(Writer(Random(seed), sizes.__getitem__, Named(enabled)).write(), atoms)
+        found.append(properties(structure.offloading(frozenset(modules)), atoms))
+    assert found[0] == found[1]
+
+
 # ---- recorded once, for any size ----
 
 

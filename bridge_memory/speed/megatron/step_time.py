@@ -258,6 +258,8 @@ class _Pass:
         """``launching``: seconds in which the host launches forward; backward takes twice that."""
         self.forward, self.backward, self.recomputation = forward, backward, recomputation
         self.launching = launching
+        #: Of the last boundary.
+        self._late: tuple[float, tuple[Any, Any]] = 0.0, (0.0, 0.0)
 
     @cached_property
     def forward_total(self) -> float:
@@ -274,11 +276,12 @@ class _Pass:
     def late(self, boundary: float) -> tuple[Any, Any]:
         """Seconds of ``boundary``, which the host takes once forward and once backward beside what it launches, that
         the kernels do not hide: they run on while the host is behind by less than they take."""
-        if not boundary:
-            return 0.0, 0.0
-        forward = self.launching + boundary - (self.forward_total - self.forward.host)
-        backward = 2 * self.launching + boundary - (self.backward_total - self.backward.host)
-        return smallest(boundary, largest(0.0, forward)), smallest(boundary, largest(0.0, backward))
+        if self._late[0] != boundary:
+            forward = self.launching + boundary - (self.forward_total - self.forward.host)
+            backward = 2 * self.launching + boundary - (self.backward_total - self.backward.host)
+            found = smallest(boundary, largest(0.0, forward)), smallest(boundary, largest(0.0, backward))
+            self._late = boundary, found
+        return self._late[1]
 
     def timed(self, boundary: float) -> tuple[Any, Any]:
         """Seconds forward and backward, with those that are ``late``."""

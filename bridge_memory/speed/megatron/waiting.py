@@ -30,11 +30,10 @@ def waiting(times: Sequence[Sequence[tuple[float, float]]], microbatches: int | 
     add as much each, from the second on, so that the schedule is followed for two and for three.
     """
     pp, v = len(times), len(times[0])
-    if pp == 1 or v == 1:
+    if pp == 1 or v == 1 or led(times):
         return 0.0
-    if led(times):
-        return 0.0
-    return waited(times, _ends(tuple(map(tuple, times)), group), microbatches, group)
+    found: float = waited(times, _ends(tuple(map(tuple, times)), group), microbatches, group)
+    return found
 
 
 @lru_cache(maxsize=8)

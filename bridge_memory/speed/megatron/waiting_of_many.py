@@ -13,8 +13,8 @@ from bridge_memory.schedule.events import num_warmup
 from bridge_memory.speed.megatron.waiting import Times, led, waited
 from bridge_memory.tapes.batched import batched, numbered_rows
 
-#: Most bytes of what is known at once: the ends of all passes of some runs.
-_SLAB = 1 << 20
+#: Bytes of what is known at once, the ends of all passes of some runs; and how many runs these are at least.
+_SLAB, _FEWEST = 1 << 20, 8
 
 
 def waiting_of_many(times: Times, microbatches: Any, group: int, asked: np.ndarray) -> Any:
@@ -50,7 +50,7 @@ def waiting_of_many(times: Times, microbatches: Any, group: int, asked: np.ndarr
     runs = back[here]
     number = None if microbatches is None else batched(of_cells(microbatches)[here])
     found = np.zeros(asked.shape)
-    found[tuple(at[here] for at in cells)] = waited(some(runs), batched(ends[:, runs]), number, group)
+    found[tuple(at[here] for at in cells)] = waited(some(runs), [batched(one) for one in ends[:, runs]], number, group)
     return batched(found)
 
 
@@ -61,7 +61,7 @@ def _ends(pp: int, v: int, group: int, which: np.ndarray, seconds: np.ndarray) -
     slot = 2 * which.ravel()[order.chunk] + order.backward
     runs = seconds.shape[1]
     out = np.zeros((2, runs))
-    few = max(1, _SLAB // (8 * len(slot)))
+    few = max(_FEWEST, _SLAB // (8 * len(slot)))
     for first in range(0, runs, few):
         # In the place of what a pass takes comes when it has ended; before all of them stands the beginning.
         ends = np.zeros((1 + len(slot), min(few, runs - first)))
@@ -99,9 +99,7 @@ def _order(pp: int, v: int, group: int) -> _Order:
     waits_for = place[np.where(np.array(before) < 0, -1, np.array(before) + shift)][:, order]
     counts = np.bincount(level)
     edges = np.cumsum([0, *counts[counts > 0]]).tolist()
-    levels = [
-        (a + 1, b + 1, np.ascontiguousarray(waits_for[:, a:b])) for a, b in pairwise(edges)
-    ]  # fmt: skip
+    levels = [(a + 1, b + 1, np.ascontiguousarray(waits_for[:, a:b])) for a, b in pairwise(edges)]
     ends = np.cumsum([of.shape[1] // pp for of in both for _ in range(pp)]) - 1
     return _Order(chunk[order], backward[order], levels, place[ends.reshape(2, pp)])
 
@@ -136,4 +134,5 @@ def _passes(pp: int, v: int, group: int, number: int) -> np.ndarray:
             back[4] = base[rank + 1] + n + k
         else:
             back[4] = np.where(round_ > 0, base[0] + n + k - group, base[rank] + k + (v - 1) * group)
-    return out.transpose(2, 0, 1, 3).reshape(5, -1)
+    found: np.ndarray = out.transpose(2, 0, 1, 3).reshape(5, -1)
+    return found
