@@ -311,7 +311,8 @@ def pattern_of(config: object, name: str = "TransformerConfig") -> HybridPattern
         text = getattr(config, key, None)
         if text:
             if not isinstance(text, str):
-                raise ConfigAttributes(config, name, None).error(f"{key} is {shown(text)}; it must be text, a letter a layer")
+                at = ConfigAttributes(config, name, None)
+                raise at.error(f"{key} is {shown(text)}; it must be text, a letter a layer")
             return hybrid_pattern(_with_mtp(config, text), f"{name}: {key}")
     ratios = [getattr(config, key, None) or 0.0 for key in ("hybrid_attention_ratio", "hybrid_mlp_ratio")]
     if not (getattr(config, "is_hybrid_model", None) or any(ratios)):
