@@ -27,8 +27,9 @@ MOST_PASSES = 128
 class Step(NamedTuple):
     """One link of a chunk (a layer, the embedding, the loss), in bytes of one microbatch.
 
-    ``keeps``: saved for backward by it; ``before``: by the links before it. ``forward`` and ``backward``: everything
-    alive in the chunk at the link's peaks, which are at ``forward_operation`` and ``backward_operation``.
+    ``keeps``: saved for backward by it; ``discards``: of these, what has no storage between the chunk's passes
+    (``chain.Link.discarded``); ``before``: saved by the links before it. ``forward`` and ``backward``: everything alive
+    in the chunk at the link's peaks, which are at ``forward_operation`` and ``backward_operation``.
     """
 
     label: Label
@@ -36,6 +37,7 @@ class Step(NamedTuple):
     layers: tuple[int, ...]
     before: int
     keeps: int
+    discards: int
     forward: int
     backward: int
     forward_operation: str
@@ -228,8 +230,8 @@ def _steps(inventory: ChunkInventory, layers: tuple[int, ...]) -> Iterator[Step]
         if id(link) not in names:
             names[id(link)] = link.forward_name(), link.backward_name()
         yield Step(
-            link.label, layers[at : at + number], before, link.retained + link.discarded, forward, backward,
-            *names[id(link)], max(0, link.gradients - link.freed),
+            link.label, layers[at : at + number], before, link.retained + link.discarded, link.discarded, forward,
+            backward, *names[id(link)], max(0, link.gradients - link.freed),
         )  # fmt: skip
         at += number
 

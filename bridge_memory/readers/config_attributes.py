@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from bridge_memory.readers.fields import MAX_SIZE, shown
@@ -38,6 +39,16 @@ class ConfigAttributes:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_SIZE:
             raise self.error(f"{key} is {shown(value)}; it must be a positive integer")
         return value
+
+    def count(self, key: str, default: int = 0) -> int:
+        """As ``size``, or 0."""
+        return 0 if self.get(key, default) == 0 else self.size(key, default)
+
+    def number(self, key: str, default: float = 0.0) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise self.error(f"{key} is {shown(value)}; it must be a number")
+        return float(value)
 
     def pattern(self, key: str, layers: int, *, sparse: bool = False) -> tuple[bool, ...]:
         return layer_pattern(self.get(key), layers, f"{self.name}: {key}", sparse=sparse)

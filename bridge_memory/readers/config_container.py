@@ -12,7 +12,7 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +46,7 @@ from bridge_memory.readers.container_unmodelled import (
 from bridge_memory.readers.diffusion_provider import is_diffusion, patches_of, wan_model
 from bridge_memory.readers.encoders import describe_encoder
 from bridge_memory.readers.environment import implementation_of
+from bridge_memory.readers.fields import shown
 from bridge_memory.readers.nemotron_provider import videos_of
 from bridge_memory.readers.transformer_config import FALCON_H1, GEMMA4_DENSE, model_from_transformer_config, pattern_of
 from bridge_memory.releases import (
@@ -799,10 +800,16 @@ _RECOMPUTED_ELSEWHERE = {
 }
 
 
+def _modules(m: Any) -> Sequence[Any] | None:
+    found = _get(m, "recompute_modules")
+    if found is None or isinstance(found, list | tuple):
+        return found
+    raise SpecError(f"model.recompute_modules ({shown(found)}) is no list; give one of names, such as [core_attn]")
+
+
 def _recompute(view: _Views) -> RecomputeSpec:
     m = view.model
-    granularity = _get(m, "recompute_granularity")
-    modules = _get(m, "recompute_modules")
+    granularity, modules = _get(m, "recompute_granularity"), _modules(m)
     if _get(m, "moe_layer_recompute", False):  # deprecated; TransformerConfig.__post_init__ makes it selective
         granularity = granularity or "selective"
         modules = [*(("core_attn",) if modules is None else modules), "moe"]
@@ -1008,7 +1015,7 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
                 order="gradients and optimizer state of the MTP depths",
             )
         )
-    for name in _get(model, "recompute_modules", ()):
+    for name in _modules(model) or ():
         if name in _RECOMPUTED_ELSEWHERE:
             out.append(
                 Unmodelled(

@@ -8,8 +8,10 @@ _build_sound_encoder``, megatron-core ``models/multimodal/llava_model.py: LLaVAM
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
+from bridge_memory.readers.config_attributes import ConfigAttributes
 from bridge_memory.spec import EncoderSpec, EncoderStructure
 
 #: Providers of these models.
@@ -42,7 +44,7 @@ def videos_of(task_encoder: Any) -> dict[str, Any]:
         return {}
     frames, seconds = getattr(task_encoder, "video_nframes", 0), getattr(task_encoder, "max_audio_duration", None)
     found: dict[str, Any] = {"images_per_sample": 0, "video_frames": frames, "image_size": f"{TILE}x{TILE}"}
-    return found if seconds is None else {**found, "audio_seconds": float(seconds)}
+    return found if seconds is None else {**found, "audio_seconds": seconds}
 
 
 def _projector(model: Any, inputs: int, inner: int, width: int) -> tuple[int, int]:
@@ -55,12 +57,13 @@ def _projector(model: Any, inputs: int, inner: int, width: int) -> tuple[int, in
 
 def _radio(model: Any, width: int) -> EncoderSpec:
     omni = hasattr(model, "radio_force_eval_mode")
+    c = ConfigAttributes(model, "model", None)
     fp8 = getattr(model, "fp8", None) or getattr(model, "use_vision_backbone_fp8_arch", not omni)
-    tokens = getattr(model, "vision_class_token_len", None) or 8
+    tokens = c.count("vision_class_token_len") or 8
     if fp8:  # ``LLaVAModel.__init__``: a multiple of what fp8 asks for
         tokens = 32 if getattr(model, "fp8_recipe", None) == "mxfp8" else 16
-    inner = getattr(model, "vision_proj_ffn_hidden_size", None) or PROJECTOR
-    depth = getattr(model, "temporal_patch_dim", None) or 1
+    inner = c.count("vision_proj_ffn_hidden_size") or PROJECTOR
+    depth = c.count("temporal_patch_dim") or 1
     separate = bool(getattr(model, "separate_video_embedder", False)) and depth > 1
     pixels = 3 * PATCH**2
     embedders = HIDDEN * pixels * (1 + depth if separate else depth)
@@ -89,7 +92,8 @@ def _parakeet(model: Any, config: Mapping[str, Any], width: int) -> tuple[Encode
         return ()
     h, layers, f, bins, factor = sizes
     bias = 1 if config.get("convolution_bias", False) else 0  # of linears too: ``BridgeSoundEncoder``
-    kernel, channels = config.get("conv_kernel_size", 9), config.get("subsampling_conv_channels", 256)
+    own = ConfigAttributes(SimpleNamespace(**config), "model.sound_config", None)
+    kernel, channels = own.size("conv_kernel_size", 9), own.size("subsampling_conv_channels", 256)
     feed_forward = 2 * h * f + bias * (f + h)
     attention = 5 * h * h + 4 * bias * h + 2 * h
     convolution = 3 * h * h + h * kernel + bias * 4 * h + 2 * h
@@ -97,6 +101,7 @@ def _parakeet(model: Any, config: Mapping[str, Any], width: int) -> tuple[Encode
     subsampling = 10 * channels + (stages - 1) * (10 * channels + channels * channels + channels)
     subsampling += (channels * (bins // factor) + 1) * h
     encoder = layers * (2 * feed_forward + attention + convolution + 10 * h) + subsampling
-    inner = getattr(model, "sound_projection_hidden_size", None) or 4096
-    projector, sharded = _projector(model, getattr(model, "sound_hidden_size", None) or h, inner, width)
+    c = ConfigAttributes(model, "model", None)
+    inner = c.count("sound_projection_hidden_size") or 4096
+    projector, sharded = _projector(model, c.count("sound_hidden_size") or h, inner, width)
     return (EncoderSpec("model.sound_config", encoder + projector, sharded, None, (), projector, sharded),)

@@ -163,7 +163,7 @@ def model_from_transformer_config(
     if _variant(c) == "dsv4_hybrid":
         assumptions = (*assumptions, *_assumptions_of_compressed(c))
     layers, depths = stack.layers, stack.depths
-    hashed = c.get("moe_n_hash_layers", 0)
+    hashed = c.count("moe_n_hash_layers")
     mtp_layer = stack.mtp_layer or layers[-1]
     layers = [_by_token(x) if i < hashed else x for i, x in enumerate(layers)]
     if post_layernorms or not pre_layernorms:
@@ -191,8 +191,8 @@ def model_from_transformer_config(
         position_embedding_type=kind,
         max_position_embeddings=max_sequence_length or c.get("seq_length", 0),
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-        hidden_dropout=float(c.get("hidden_dropout", 0.1)),
-        attention_dropout=float(c.get("attention_dropout", 0.1)),
+        hidden_dropout=c.number("hidden_dropout", 0.1),
+        attention_dropout=c.number("attention_dropout", 0.1),
         # Gemma 4 rotates whole heads, of two widths.
         rotary_dim=_rotary_dim(layers, percent) if rotary and not gemma4 else 0,
         per_layer_vocab_size=c.get("per_layer_embed_vocab_size", 0) if layers[0].per_layer_width else 0,
@@ -310,6 +310,9 @@ def pattern_of(config: object, name: str = "TransformerConfig") -> HybridPattern
     for key in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         text = getattr(config, key, None)
         if text:
+            if not isinstance(text, str):
+                at = ConfigAttributes(config, name, None)
+                raise at.error(f"{key} is {shown(text)}; it must be text, a letter a layer")
             return hybrid_pattern(_with_mtp(config, text), f"{name}: {key}")
     ratios = [getattr(config, key, None) or 0.0 for key in ("hybrid_attention_ratio", "hybrid_mlp_ratio")]
     if not (getattr(config, "is_hybrid_model", None) or any(ratios)):
@@ -332,7 +335,7 @@ def _position(c: ConfigAttributes, given: str | None, pattern: HybridPattern | N
     kind = given or c.get("position_embedding_type", default)
     if kind == "relative":
         raise c.error("position_embedding_type is 'relative', which belongs to T5; use a GPT model")
-    if kind not in POSITIONS:
+    if not isinstance(kind, str) or kind not in POSITIONS:
         raise c.error(f"position_embedding_type is {shown(kind)}; known: {', '.join(POSITIONS)}")
     return POSITIONS[kind]
 
@@ -474,14 +477,14 @@ def _sparse(c: ConfigAttributes, n: int) -> Sequence[MLASpec]:
 
     Source: ``experimental_attention_variant/dsa.py: is_dsa_skip_topk_layer, DSAttention.__init__``.
     """
-    every, offset = c.size("dsa_indexer_topk_freq", 1), max(1, int(c.get("dsa_indexer_skip_topk_offset", 0)))
+    every, offset = c.size("dsa_indexer_topk_freq", 1), max(1, c.count("dsa_indexer_skip_topk_offset"))
     kernels = c.get("dsa_kernel_backend", "none")
     if kernels not in SPARSE_KERNELS:
         raise c.error(f"dsa_kernel_backend is {shown(kernels)}; known: {', '.join(SPARSE_KERNELS)}")
     sparse = SparseSpec(
         topk=c.size("dsa_indexer_topk"),
         kernels=kernels,
-        indexer_loss=float(c.get("dsa_indexer_loss_coeff", 0.0)) > 0,
+        indexer_loss=c.number("dsa_indexer_loss_coeff") > 0,
         sparse_loss=c.flag("dsa_indexer_use_sparse_loss"),
         rotate_activation=c.flag("dsa_indexer_rotate_activation", True),
         scoring_relu=c.flag("dsa_indexer_scoring_relu", True),
@@ -532,8 +535,8 @@ def _compressed(c: ConfigAttributes, layer: int) -> CompressedAttentionSpec:
 
 
 def _clamp(c: ConfigAttributes) -> float | None:
-    value = c.get("activation_func_clamp_value")
-    return None if value is None else float(value)
+    key = "activation_func_clamp_value"
+    return None if c.get(key) is None else c.number(key)
 
 
 def _mlp(c: ConfigAttributes, hidden_size: int, act: str) -> MLPSpec:

@@ -93,9 +93,30 @@ def _follow(memory: _Allocator, timeline: Timeline) -> None:
         key = ("kept", chunk, microbatch, step)
         if there:
             name = f"{step_name(one)}, microbatch {microbatch}"
-            memory.alloc(key, one.keeps, name, "saved for backward")
+            memory.alloc(key, one.keeps - one.discards, name, "saved for backward")
+            streams(chunk, microbatch, step, there=True)
         else:
             memory.free(key)
+            streams(chunk, microbatch, step, there=False)
+
+    def streams(chunk: int, microbatch: int, step: int, *, there: bool) -> None:
+        """What has no storage between the passes."""
+        one = timeline.chunks[chunk].steps[step]
+        key = ("discarded", chunk, microbatch, step)
+        if there:
+            name = f"{step_name(one)}, microbatch {microbatch}, recomputed together"
+            memory.alloc(key, one.discards, name, "saved for backward")
+        else:
+            memory.free(key)
+
+    def together(point: Point, *, there: bool) -> None:
+        """Of the running chunk's last step that discards any: before its backward all are there anew, after its forward
+        none is."""
+        one = timeline.passes[point.pass_number]
+        steps = timeline.chunks[one.chunk].steps
+        if point.step == max((i for i, step in enumerate(steps) if step.discards), default=-1):
+            for step in range(point.step + 1):
+                streams(one.chunk, one.microbatch, step, there=there)
 
     def sent(chunk: int, microbatch: int, *, there: bool) -> None:
         key = ("sent", chunk, microbatch)
@@ -130,11 +151,16 @@ def _follow(memory: _Allocator, timeline: Timeline) -> None:
             sent(one.chunk, one.microbatch, there=False)
             for step in range(len(timeline.chunks[one.forward_chunk].steps)):
                 kept(one.forward_chunk, one.forward_microbatch, step, there=True)
+                streams(one.forward_chunk, one.forward_microbatch, step, there=False)
             sent(one.forward_chunk, one.forward_microbatch, there=True)
             continue
         if one.phase == "forward" and point.step < 0:
             sent(one.chunk, one.microbatch, there=True)
+        if one.phase == "backward" and point.step >= 0:
+            together(point, there=True)
         _pass(memory, timeline, point, kept)
+        if one.phase == "forward" and point.step >= 0:
+            together(point, there=False)
         if one.phase == "backward" and point.step == (0 if timeline.chunks[one.chunk].steps else -1):
             sent(one.chunk, one.microbatch, there=False)
 

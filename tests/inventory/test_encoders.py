@@ -353,3 +353,11 @@ def test_every_encoder_has_a_time_a_replay_and_may_get_nothing(kind: str) -> Non
     assert stage.static_bytes == plain.static_bytes
     if kind != "qwen2_audio":  # which pads sounds to 30 s
         assert 0 <= stage.activation_bytes - estimate(RunSpec(model=BASE)).stages[0].activation_bytes <= most
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("temporal_patch_dim", ["a"]), ("vision_class_token_len", -1), ("vision_proj_ffn_hidden_size", "x"),
+])  # fmt: skip
+def test_a_provider_that_says_no_numbers(field: str, value: object) -> None:
+    with pytest.raises(SpecError, match=field):
+        encoders_of_nemotron(nemotron(**{field: value}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from ways import by_replay
 
 from bridge_memory import (
     BatchSpec,
@@ -64,6 +65,8 @@ def test_the_timeline_is_as_high_as_the_estimate(stage: int) -> None:
     points = list(step_timeline(job, stage).points())
     assert max(point.total for point in points) == explain(job, stage).peak_bytes
     assert min(point.transient for point in points) >= 0
+    said = by_replay(answer := estimate(job), [])
+    assert all(here.peak == answer.stages[number].peak_bytes for number, here in said.items())
 
 
 def test_the_norms_are_recomputed_once_where_both_modules_name_them() -> None:

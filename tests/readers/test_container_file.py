@@ -87,6 +87,11 @@ def test_the_command_line_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture
         ("model: {_target_: a.B, a: " + "{a: " * 60 + "1" + "}" * 61, "nested too deeply"),
         ("model: !!python/object/apply:os.system [echo]", "not valid YAML"), ("model: {num_layers: x}", "no _target_"),
         (YAML.replace("num_layers: 4", "num_layers: x"), "num_layers"),
+        (YAML.replace("hidden_dropout: 0.0", "hidden_dropout: [1]"), "hidden_dropout"),
+        (YAML.replace("num_layers: 4", "num_layers: 4\n  moe_n_hash_layers: x"), "moe_n_hash_layers"),
+        (YAML.replace("num_layers: 4", "num_layers: 4\n  recompute_modules: 1.5"), "recompute_modules"),
+        (YAML.replace("embedding_type: rope", "embedding_type: {a: 1}"), "position_embedding_type"),
+        (YAML.replace("num_layers: 4", "num_layers: 4\n  hybrid_override_pattern: 1"), "hybrid_override_pattern"),
     ],
 )  # fmt: skip
 def test_what_is_no_container_is_refused_in_one_line(tmp_path: Path, text: str, words: str) -> None:

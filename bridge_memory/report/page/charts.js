@@ -199,10 +199,6 @@ export function expand(timeline) {
   const alive = chunks.map(() => 0);
   const points = [], spans = [];
   let x = 0;
-  const starts = chunks.map((chunk) => {
-    let before = 0;
-    return chunk.steps.map((step) => { const at = before; before += step[2]; return at; });
-  });
   const add = (pass, step, width, activations, pipeline, passing, carried_over = 0, held = null, gradients = 0) => {
     points.push({ x: x + width / 2, pass, step, activations, pipeline, gradients, passing, carried_over,
       total: floor + activations + pipeline + gradients + passing + carried_over, alive: held });
@@ -228,7 +224,7 @@ export function expand(timeline) {
     if (back) add(number, -1, 0, kept, held, beside, 0, now);
     for (let n = 0; n < chunk.steps.length; n++) {
       const i = back ? chunk.steps.length - 1 - n : n, step = chunk.steps[i];
-      const own = starts[chunkNumber][i] + step[2] + (back ? chunk.sent : 0);
+      const own = step[8] + step[2] + (back ? chunk.sent : 0);
       const made = back ? step[7] : 0;
       add(number, i, back ? 2 : 1, others + own, held, step[back ? 4 : 3] - own - made + beside, 0, now, made);
     }

@@ -109,7 +109,8 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
 
     A pass is [phase, microbatch, chunk, hidden states held, bytes carried over by others], of an overlapped one
     [..., forward microbatch, forward chunk, bytes of both] follow; a step of a chunk is [name, kind, keeps, forward,
-    backward, forward operation, backward operation, gradients made before], with names as indices into ``words``.
+    backward, forward operation, backward operation, gradients made before, kept by the steps before], with names as
+    indices into ``words``.
     """
     timeline = timeline_of(result, stage)
     words: dict[str, int] = {}
@@ -121,7 +122,7 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
     for number, chunk in enumerate(timeline.chunks):
         steps = [
             [word(step_name(step)), word(_kind(step, result.run.model)), step.keeps, step.forward, step.backward,
-             word(step.forward_operation), word(step.backward_operation), step.gradients]
+             word(step.forward_operation), word(step.backward_operation), step.gradients, step.before]
             for step in chunk.steps
         ]  # fmt: skip
         name = f"virtual stage {number}" if len(timeline.chunks) > 1 else "the stage"
