@@ -272,7 +272,7 @@ class Found(NamedTuple):
                 break
             if settled.get(choice):
                 continue
-            first = choice not in settled
+            fastest = choice not in settled
             settled[choice] = True
             kind, variant = self.alike(row) if self.alike else (looked_at, None)
             others = free.setdefault(kind, {})
@@ -286,7 +286,7 @@ class Found(NamedTuple):
                 keeping.append(row)
             else:
                 settled[choice] = False
-                if first:
+                if fastest:
                     others[variant] = row.headroom
                     tight.append(row)
         if refused and not (keeping or tight):
@@ -359,10 +359,11 @@ class Found(NamedTuple):
 
     def slower(self, row: Row[Any], than: Row[Any]) -> float:
         """By what share ``row`` takes longer at least, with what is in ``doubt`` or without it."""
-        longer = row.time.seconds / than.time.seconds - 1
+        own, other = float(row.time.seconds), float(than.time.seconds)
+        longer = own / other - 1
         if self.doubt is None:
             return longer
-        return min(longer, (row.time.seconds - self.doubt(row)) / (than.time.seconds - self.doubt(than)) - 1)
+        return min(longer, (own - self.doubt(row)) / (other - self.doubt(than)) - 1)
 
     def _may_lead(self, row: Row[Any]) -> bool:
         return (self.keeps is None or self.keeps(row)) and (self.refuses is None or self.refuses(row, self) is None)
