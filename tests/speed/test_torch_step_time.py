@@ -207,3 +207,14 @@ def test_measured_runs() -> None:
     for (measured, predicted), (more, longer) in pairwise(ladder):
         assert longer / predicted == pytest.approx(more / measured, rel=0.03)
     assert sum(isinstance(row, Speed) for row in read) > 200
+
+
+def test_a_class_without_sdpa_takes_the_time_of_eager_attention() -> None:
+    """Gemma 2 from transformers 5.21: its scores are capped. Before, sdpa runs."""
+    def seconds(asked: str, release: tuple[int, int]) -> float:
+        one = RunSpec(model="google/gemma-2-2b", data_parallel=DataParallelSpec(engine="single")).with_fields(
+            transformer_impl="transformers", transformers_version=release, attn_implementation=asked
+        )
+        return step_time(one, hardware_of("H100")).seconds
+
+    assert seconds("sdpa", (5, 24)) == seconds("eager", (5, 24)) > seconds("sdpa", (5, 12))

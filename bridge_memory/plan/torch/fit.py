@@ -165,7 +165,7 @@ def candidates(run: RunSpec, again: Mapping[LayerSpec, LayerAgain]) -> list[Oper
             found.append(Operation(name, number, layers, nbytes, seconds.products[name]))
         mixer = kind.mixer
         assert isinstance(mixer, AttentionSpec)
-        if hf.spec.attn_implementation == "sdpa" and hf.spec.sdpa_kernel != "math":
+        if hf.attention == "sdpa" and hf.spec.sdpa_kernel != "math":
             # Its output, and the logarithm of every row's sum in fp32.
             nbytes = ctx.tokens * mixer.num_attention_heads * (mixer.value_channels * hf.compute_width + 4)
             found.append(Operation(ATTENTION, None, layers, nbytes, seconds.attention))

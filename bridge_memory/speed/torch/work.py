@@ -220,8 +220,8 @@ def _attention(run: RunSpec, ctx: BlockContext, kind: LayerSpec | None) -> tuple
     else:
         return 0.0, 0.0
     spec = hf.spec
-    masked = spec.attn_implementation == "sdpa" and needs_mask(hf, window, ctx.seq, packed=run.batch.packed_sequences)
-    plain = spec.attn_implementation == "eager" or spec.sdpa_kernel == "math"
+    masked = hf.attention == "sdpa" and needs_mask(hf, window, ctx.seq, packed=run.batch.packed_sequences)
+    plain = hf.attention == "eager" or spec.sdpa_kernel == "math"
     if not (plain or masked or spec.sdpa_kernel == "efficient"):
         length = length / 2 if window is None or window >= length else window * (1 - window / (2 * length))
     flops = 2.0 * ctx.tokens * length * heads * width
