@@ -11,10 +11,12 @@ import numpy as np
 
 from bridge_memory.schedule.events import num_warmup
 from bridge_memory.speed.megatron.waiting import Times, led, waited
-from bridge_memory.tapes.batched import batched, numbered_rows
+from bridge_memory.tapes.batched import batched
 
-#: Bytes of what is known at once, the ends of all passes of some runs; and how many runs these are at least.
-_SLAB, _FEWEST = 1 << 20, 8
+#: Bytes of what is known at once, the ends of all passes of some runs: of few runs, and of many.
+_SLAB, _LARGE_SLAB = 1 << 20, 1 << 23
+#: How many runs these are at least, and in how many turns all run if they are few.
+_FEWEST, _TURNS = 8, 4
 
 
 def waiting_of_many(times: Times, microbatches: Any, group: int, asked: np.ndarray) -> Any:
@@ -33,18 +35,23 @@ def waiting_of_many(times: Times, microbatches: Any, group: int, asked: np.ndarr
     numbers = {key: number for number, key in enumerate(kinds)}
     #: Of every chunk of every stage which kind it is.
     which = np.array([[numbers[id(chunk)] for chunk in stage] for stage in times])
-    rows, back = numbered_rows(np.stack([of_cells(one) for chunk in kinds.values() for one in chunk], axis=1))
-    #: Seconds of every kind forward and then backward, in every run that differs.
-    seconds = np.array(rows).T
+    table = np.stack([of_cells(one) for chunk in kinds.values() for one in chunk])
+    order = np.lexsort(table)
+    table = table[:, order]
+    new = np.append(True, (table[:, 1:] != table[:, :-1]).any(axis=0))[: len(order)]
+    #: Seconds of every kind forward and then backward, in every run that differs; and which of these each run is.
+    seconds, back = table[:, new], np.empty(len(order), np.int64)
+    back[order] = np.cumsum(new) - 1
+    number_of_runs = seconds.shape[1]
 
     def some(runs: np.ndarray) -> Times:
         chunks = [(batched(seconds[2 * k, runs]), batched(seconds[2 * k + 1, runs])) for k in range(len(kinds))]
         return [[chunks[k] for k in stage] for stage in which.tolist()]
 
-    waits = ~np.broadcast_to(np.asarray(led(some(np.arange(len(rows))))), len(rows))
+    waits = ~np.broadcast_to(np.asarray(led(some(np.arange(number_of_runs)))), number_of_runs)
     if not waits.any():
         return 0.0
-    ends = np.zeros((2, len(rows)))
+    ends = np.zeros((2, number_of_runs))
     ends[:, waits] = _ends(pp, v, group, which, seconds[:, waits])
     here = waits[back]
     runs = back[here]
@@ -61,7 +68,7 @@ def _ends(pp: int, v: int, group: int, which: np.ndarray, seconds: np.ndarray) -
     slot = 2 * which.ravel()[order.chunk] + order.backward
     runs = seconds.shape[1]
     out = np.zeros((2, runs))
-    few = max(_FEWEST, _SLAB // (8 * len(slot)))
+    few = max(_FEWEST, _SLAB // (8 * len(slot)), min(runs // _TURNS, _LARGE_SLAB // (8 * len(slot))))
     for first in range(0, runs, few):
         # In the place of what a pass takes comes when it has ended; before all of them stands the beginning.
         ends = np.zeros((1 + len(slot), min(few, runs - first)))
