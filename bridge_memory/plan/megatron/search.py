@@ -121,6 +121,17 @@ def search(
     return _as_an_expert(found._replace(one_by_one=reason), space, hardware, limit, constants)
 
 
+@dataclass(frozen=True)
+class _InDomain:
+    """A function of a row and the GPUs of an NVLink domain; equal to another of the same."""
+
+    function: Callable[..., Any]
+    domain: int
+
+    def __call__(self, row: Row[Any]) -> Any:
+        return self.function(row, domain=self.domain)
+
+
 def _as_an_expert(found: Found, space: Space, hardware: Hardware, limit: Limit, constants: Constants) -> Found:
     """With what stands first as an expert has it: rows that keep the reserve, that no rule refuses, and whose layers
     are split as well as they can be."""
@@ -131,8 +142,8 @@ def _as_an_expert(found: Found, space: Space, hardware: Hardware, limit: Limit, 
     )
     return found._replace(
         keeps=keeps, refuses=PassedOver(), improves=None if "split" in space.fixed else improves,
-        mechanisms=partial(mechanisms, domain=hardware.domain), alike=recomputation_apart,
-        doubt=partial(exchanges_in_doubt, domain=hardware.domain),
+        mechanisms=_InDomain(mechanisms, hardware.domain), alike=recomputation_apart,
+        doubt=_InDomain(exchanges_in_doubt, hardware.domain),
     )  # fmt: skip
 
 
