@@ -349,6 +349,8 @@ def test_gemma4s_encoder_has_the_parameters_of_its_module(sizes: tuple[int, ...]
 def test_parakeet_has_the_parameters_of_its_module(h: int, f: int, layers: int, bias: bool) -> None:
     """As Megatron Bridge's ``BridgeSoundEncoder`` makes it for Nemotron-Omni, which freezes it."""
     pytest.importorskip("transformers.models.parakeet")
+    if not bias and INSTALLED < (5, 0):
+        pytest.skip("transformers 4.57 gives convolutions biases whatever the config says")
     from types import SimpleNamespace
 
     from transformers.models.parakeet.modeling_parakeet import ParakeetEncoder

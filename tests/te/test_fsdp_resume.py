@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from bridge_memory.caveats.unmodelled import unmodelled_features
 from bridge_memory.job.megatron.building import building, built
 from bridge_memory.job.megatron.loading import How, loading, refusal
 from bridge_memory.outside.amount import total
@@ -97,6 +98,9 @@ def dtensors() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resume_holds_what_is_predicted(name: str) -> None:
     run = RUNS[name]
+    if run.optimizer.use_precision_aware_optimizer and installed_release() < (0, 19):
+        assert any("Megatron-FSDP before" in str(feature) for feature in unmodelled_features(run))
+        pytest.skip("2 bytes a parameter of the shard are not modelled there")
     found = resumed(run)
     assert total(building(run, 0) or ()).most == pytest.approx(found.building, rel=1e-3)
     assert total(built(run, 0) or ()).most == pytest.approx(found.built, rel=1e-3)
