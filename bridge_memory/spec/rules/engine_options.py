@@ -159,6 +159,11 @@ def _check_fsdp(run: RunSpec) -> None:
 def _check_deepspeed(run: RunSpec) -> None:
     engine, z, o = run.data_parallel.engine, run.deepspeed, run.optimizer
     stage = z.stage if engine == "megatron_deepspeed" else int(engine[-1])
+    if z.bf16_optimizer_states and not z.bf16_master_weights_and_grads:  # config.py: _do_sanity_check
+        raise SpecError(
+            "bf16_optimizer_states (True) needs bf16_master_weights_and_grads, without which DeepSpeed refuses it; set "
+            "bf16_master_weights_and_grads to True"
+        )
     if z.stage != 1 and engine != "megatron_deepspeed":
         raise SpecError(f"stage ({z.stage}) is given by the engine's name, {engine}; drop it")
     if stage > 3:
