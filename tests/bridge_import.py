@@ -6,7 +6,6 @@ case: bytes above the built model at the highest moment of the import, predicted
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import tempfile
@@ -92,8 +91,7 @@ def answer(name: str) -> dict[str, Any]:
 
 
 def main(names: list[str]) -> None:
-    with contextlib.redirect_stdout(sys.stderr):
-        start()
+    start()
     print_answers(names or CASES, answer)
 
 

@@ -1,12 +1,11 @@
 """A resume with Megatron Bridge's own loader of optimizer states, on a rank whose tensors have no data.
 
-A process of its own, as ``bridge_rehearsal.py``: ``python tests/bridge_resume.py CASE ...``. Prints one JSON line a
-case: bytes at the highest moment of the resume, predicted and measured, as Bridge loads and as Megatron-LM does.
+Runs in a separate process, as ``bridge_rehearsal.py``: ``python tests/bridge_resume.py CASE ...``. Prints one JSON line
+a case: bytes at the highest moment of the resume, predicted and measured, as Bridge loads and as Megatron-LM does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from dataclasses import replace
 from typing import Any
@@ -55,8 +54,7 @@ def answer(name: str) -> dict[str, Any]:
 
 
 def main(names: list[str]) -> None:
-    with contextlib.redirect_stdout(sys.stderr):
-        start()
+    start()
     print_answers(names or CASES, answer)
 
 

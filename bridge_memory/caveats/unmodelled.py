@@ -291,7 +291,7 @@ def _of_transformers(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
     moe = next((layer.ffn for layer in run.model.layers if isinstance(layer.ffn, MoESpec)), None)
     linears = ("w1", "w2", "w3") if run.model.model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     targets = {*run.peft.target_modules} & {ALL_LINEAR, *linears} if run.peft.freezes else set()
-    if moe is not None and targets and EXPERTS_IN_ONE_PARAMETER(spec) and run.implementation.torch_layers:
+    if moe is not None and targets and EXPERTS_IN_ONE_PARAMETER(spec):
         # peft 0.21 utils/transformers_weight_conversion.py: _convert_peft_config_moe; tuners/lora/layer.py:
         # ParamWrapper: the weight plus the product of its adapters is one tensor, which grouped products save.
         copy = moe.num_experts * (2 + moe.gated) * run.model.hidden_size * moe.moe_ffn_hidden_size

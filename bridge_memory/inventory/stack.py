@@ -148,12 +148,7 @@ def _scans(layer: LayerSpec) -> bool:
 def _with_sequence_numbers(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:
     """The number of each token's sequence is there from the beginning, and every scan saves it."""
     (first, count), *others = links
-    numbers = sequence_numbers(ctx)
-    kept = first._replace(
-        retained=first.retained + numbers, forward_peak=first.forward_peak + numbers,
-        backward_peak=first.backward_peak + numbers, backward_peak_held=first.backward_peak_held + numbers,
-        more=(*first.more, ((Part.MAMBA, Provenance.FORMULA), numbers)),
-    )
+    kept = first.with_kept(sequence_numbers(ctx), Part.MAMBA)
     return [(kept, 1), *([(first, count - 1)] if count > 1 else []), *others]
 
 

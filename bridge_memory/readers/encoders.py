@@ -187,6 +187,11 @@ def _linear(inputs: int, outputs: int, bias: bool = True) -> int:
     return inputs * outputs + (outputs if bias else 0)
 
 
+def _plain_block(h: int, f: int) -> int:
+    """Two LayerNorms, attention and an MLP without a gate, all with biases."""
+    return 4 * h + 4 * _linear(h, h) + _linear(h, f) + _linear(f, h)
+
+
 def _qwen2_5(v: Fields, text: int, outer: Fields) -> int:
     """Window attention, RMSNorms and a gated MLP; EXAONE 4.5's encoder has fewer key and value heads."""
     h, f = _of(v, "hidden_size"), _of(v, "intermediate_size")
@@ -203,7 +208,7 @@ def _qwen2_5(v: Fields, text: int, outer: Fields) -> int:
 def _qwen3(v: Fields, text: int, outer: Fields) -> int:
     """LayerNorms and an ungated MLP; each layer of deepstack_visual_indexes has a merger (not in Qwen3.5)."""
     h, f, merge = _of(v, "hidden_size"), _of(v, "intermediate_size"), _of(v, "spatial_merge_size")
-    block = 4 * h + _linear(h, 3 * h) + _linear(h, h) + _linear(h, f) + _linear(f, h)
+    block = _plain_block(h, f)
     merged = h * merge**2
     merger = _linear(merged, merged) + _linear(merged, _of(v, "out_hidden_size"))
     deep = len(v.items("deepstack_visual_indexes") or ())
@@ -295,7 +300,7 @@ def _llama4(v: Fields, text: int, outer: Fields) -> int:
     h, f, out = _of(v, "hidden_size"), _of(v, "intermediate_size"), _of(v, "projector_output_dim")
     patch = _of(v, "patch_size")
     positions = (_of(v, "image_size") // patch) ** 2 + 1
-    block = 4 * h + 4 * _linear(h, h) + _linear(h, f) + _linear(f, h)
+    block = _plain_block(h, f)
     adapter = f * _of(v, "projector_input_dim") + out * out
     ends = _of(v, "num_channels", 3) * patch**2 * h + h + positions * h + 4 * h
     return ends + _of(v, "num_hidden_layers") * block + adapter + _of(v, "vision_output_dim") * text
@@ -303,7 +308,7 @@ def _llama4(v: Fields, text: int, outer: Fields) -> int:
 
 def _minimax_m3(v: Fields, text: int, outer: Fields) -> int:
     h, f, p = _of(v, "hidden_size"), _of(v, "intermediate_size"), _of(outer, "projector_hidden_size")
-    block = 4 * h + 4 * _linear(h, h) + _linear(h, f) + _linear(f, h)
+    block = _plain_block(h, f)
     merged = text * _of(v, "spatial_merge_size") ** 2
     projector = _linear(h, p) + _linear(p, text) + _linear(merged, p) + _linear(p, text)
     channels = _of(v, "num_channels", 3)
@@ -316,7 +321,7 @@ def _step3p7(v: Fields, text: int, outer: Fields) -> int:
     ``models/stepfun/modelling_step37/{vision_model,utils,image_insert_embedding}.py``)."""
     h, patch = _of(v, "width"), _of(v, "patch_size")
     f = int(h * v.number("mlp_ratio", default=8960 / 1536))
-    block = 4 * h + _linear(h, 3 * h) + _linear(h, h) + _linear(h, f) + _linear(f, h)
+    block = _plain_block(h, f)
     scales = 0 if v.raw("ls_init_value")[1] is None else 2 * h
     norms = 2 * h * (v.flag("use_ln_pre") + v.flag("use_ln_post", default=True))
     first = h * v.flag("use_cls_token")
@@ -343,7 +348,7 @@ def _kimi(v: Fields, text: int, outer: Fields) -> int:
     """MoonViT and ``PatchMergerMLP`` (``modeling_kimi_k25.py`` of moonshotai/Kimi-K2.5)."""
     h, f = _vt(v, "hidden_size"), _vt(v, "intermediate_size")
     _, rows, columns = _kimi_grid(v)
-    block = 4 * h + _linear(h, 3 * h) + _linear(h, h) + _linear(h, f) + _linear(f, h)
+    block = _plain_block(h, f)
     patches = _linear(3 * _of(v, "patch_size") ** 2, h) + rows * columns * h
     return patches + _vt(v, "num_hidden_layers") * block + 2 * h + _kimi_projector(v, text)[0]
 
@@ -366,7 +371,7 @@ def _qwen2_audio(v: Fields, text: int, outer: Fields) -> int:
 def _qwen3_omni_audio(v: Fields, text: int, outer: Fields) -> int:
     """Three convolutions and a linear, whose positions are no parameters; layers; two linears."""
     h, f, c = _of(v, "d_model"), _of(v, "encoder_ffn_dim"), _of(v, "downsample_hidden_size")
-    block = 4 * h + 4 * _linear(h, h) + _linear(h, f) + _linear(f, h)
+    block = _plain_block(h, f)
     convolutions = _linear(9, c) + 2 * _linear(9 * c, c) + c * after_convolutions(_of(v, "num_mel_bins")) * h
     return convolutions + _of(v, "encoder_layers") * block + 2 * h + _linear(h, h) + _linear(h, _of(v, "output_dim"))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bridge_memory.inventory.encoders.chain import blocks_of_encoder, joined_block, sizes_of_encoder
+from bridge_memory.inventory.encoders.chain import blocks_of_encoder, joined_block, last_encoder, sizes_of_encoder
 from bridge_memory.tapes.allocation_trace import Passes, Storages, plain_context
 from bridge_memory.tapes.context import BlockContext
 
@@ -30,7 +30,7 @@ class Encoders:
     def __init__(self, ctx: BlockContext, storages: Storages) -> None:
         self._storages, self._all = storages, list[_Encoder]()
         own = plain_context(ctx)
-        last = max((number for number, run in enumerate(ctx.encoders) if run.items), default=None)
+        last = last_encoder(ctx)
         for number, run in enumerate(ctx.encoders):
             if run.items:
                 known: dict[int, Passes] = {}

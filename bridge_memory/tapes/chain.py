@@ -93,6 +93,13 @@ class Link(NamedTuple):
             backward_peak=self.backward_peak + nbytes, backward_peak_held=self.backward_peak_held + nbytes
         )
 
+    def with_kept(self, nbytes: Any, part: Part) -> Link:
+        """The same link, which keeps ``nbytes`` more that were there before it ran."""
+        return self.with_gradients(nbytes)._replace(
+            retained=self.retained + nbytes, forward_peak=self.forward_peak + nbytes,
+            more=(*self.more, ((part, Provenance.FORMULA), nbytes)),
+        )
+
     def at_end(self) -> int:
         """Its backward peak once its router has run backward; 0 without a router."""
         _, plain, held, _ = self.cost.before_landmark if self.cost is not None else (0, 0, 0, 0)

@@ -137,14 +137,20 @@ def test_of_splits_as_fast_the_evenest_is_taken() -> None:
     assert uneven(balance(base, H100, capacity=1 << 60).run) == pytest.approx(evenest)
 
 
-def test_within_the_card_no_split_is_faster() -> None:
-    base = run("Qwen/Qwen2.5-0.5B", 10, 3, pipeline_model_parallel_layout="Et*4|t*3|t*3L")
-    every = [described(with_sizes(base, sizes), H100) for sizes in partitions(10, 3)]
+def none_is_faster_within_a_card(base: RunSpec, layers: int, chunks: int) -> list[int]:
+    """Of all splits, within three capacities. Returns their peaks in order."""
+    every = [described(with_sizes(base, sizes), H100) for sizes in partitions(layers, chunks)]
     peaks = sorted(b.peak for b in every)
     for capacity in (peaks[2], peaks[len(peaks) // 2], peaks[-1]):
         found = balance(base, H100, capacity=capacity)
         fastest = min(max(b.seconds) for b in every if b.peak <= capacity)
         assert found.peak <= capacity and max(found.seconds) == pytest.approx(fastest)
+    return peaks
+
+
+def test_within_the_card_no_split_is_faster() -> None:
+    base = run("Qwen/Qwen2.5-0.5B", 10, 3, pipeline_model_parallel_layout="Et*4|t*3|t*3L")
+    peaks = none_is_faster_within_a_card(base, 10, 3)
     with pytest.raises(SpecError, match="every split needs more than"):
         balance(base, H100, capacity=peaks[0] - 1)
 
@@ -152,12 +158,7 @@ def test_within_the_card_no_split_is_faster() -> None:
 def test_within_the_card_no_split_over_virtual_stages_is_faster() -> None:
     """Every fourth layer of the model has another attention, and where a chunk begins decides how many it has."""
     base = run("Qwen/Qwen3-Next-80B-A3B-Instruct", 8, 2, 2)
-    every = [described(with_sizes(base, sizes), H100) for sizes in partitions(8, 4)]
-    peaks = sorted(b.peak for b in every)
-    for capacity in (peaks[2], peaks[len(peaks) // 2], peaks[-1]):
-        found = balance(base, H100, capacity=capacity)
-        fastest = min(max(b.seconds) for b in every if b.peak <= capacity)
-        assert found.peak <= capacity and max(found.seconds) == pytest.approx(fastest)
+    none_is_faster_within_a_card(base, 8, 4)
 
 
 def test_where_an_encoder_decides_the_peak_the_other_stages_are_split_by_time() -> None:

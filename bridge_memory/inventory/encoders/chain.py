@@ -54,10 +54,16 @@ class Recorders(NamedTuple):
     rows: Callable[[EncoderOps], Any] = lambda t: t.patches
     #: Whether the token embeddings are made before, and wait.
     after_embeddings: bool = True
-    #: Whether the batch has pixels in the dtype of the weights, which the first convolution saves as they are.
+    #: Whether the batch has pixels in the dtype of the weights.
     narrow_pixels: bool = False
+    #: Whether the first convolution saves them as they are.
+    saves_pixels: bool = False
     #: Whether the model's forward holds the features while its language model runs.
     features_wait: bool = True
+    #: Whether it holds the token embeddings too, and writes them into new ones.
+    embeddings_wait: bool = False
+    #: How features enter the token embeddings, if not by ``masked_scatter``: of the embeddings and the features.
+    inserted: Callable[[EncoderOps, Array, Array], Array] | None = None
 
 
 RECORDERS: dict[str, Recorders] = {
@@ -89,13 +95,13 @@ RECORDERS: dict[str, Recorders] = {
         held=vision.table_bytes, beside=vision.qwen3_deep_merger,
     ),
     "exaone4_5": Recorders(
-        megatron.exaone_stem, megatron.exaone_layer, megatron.exaone_head, ("patch_embed",), ("decoder.layers",),
+        vision.windowed_patches, megatron.exaone_layer, megatron.exaone_head, ("patch_embed",), ("decoder.layers",),
         held=megatron.exaone_held,
     ),
     "radio": Recorders(
         radio.stem, radio.layer, radio.head, radio.STEM,
         (f"{radio.VISION}.decoder.layers",), (radio.PROJECTION,), held=radio.held, projects=True,
-        rows=radio.rows,
+        rows=radio.rows, narrow_pixels=True, embeddings_wait=True,
     ),
     "moonvit": Recorders(
         moonvit.stem, moonvit.layer, moonvit.head, ("patch_embed",), ("encoder.blocks",),
@@ -103,7 +109,8 @@ RECORDERS: dict[str, Recorders] = {
     ),
     "step3p7": Recorders(
         step.stem, step.layer, step.head, step.STEM, ("transformer",), ("vit_downsampler", "align_projector"),
-        held=step.held, projects=True, after_embeddings=False, narrow_pixels=True, features_wait=False,
+        held=step.held, projects=True, after_embeddings=False, narrow_pixels=True, saves_pixels=True,
+        features_wait=False, inserted=step.inserted,
     ),
     "qwen2_audio": Recorders(
         audio.qwen2_audio_stem, audio.qwen2_audio_layer, audio.qwen2_audio_head, ("conv1", "conv2"), ("layers",),
@@ -121,7 +128,7 @@ def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
     """The links of every encoder and of the step that joins its features and the token embeddings, which run between
     the embedding and the layers."""
     links: list[tuple[Link, int]] = []
-    last = max((i for i, run in enumerate(ctx.encoders) if run.items), default=None)
+    last = last_encoder(ctx)
     for i, run in enumerate(ctx.encoders):
         if not run.items:
             continue
@@ -133,6 +140,11 @@ def encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
     if last is None and ctx.sp:
         links.append((plain_link(_alone(ctx), Label.ENCODER), 1))
     return links
+
+
+def last_encoder(ctx: BlockContext) -> int | None:
+    """The number of the last encoder that has something to encode; None: none has."""
+    return max((i for i, run in enumerate(ctx.encoders) if run.items), default=None)
 
 
 def torch_encoder_links(ctx: BlockContext) -> list[tuple[Link, int]]:
@@ -269,7 +281,8 @@ def held_by_the_model(ctx: BlockContext) -> Any:
     for run in ctx.encoders:
         if run.items and RECORDERS[run.structure.kind].features_wait:
             total = total + sizes_of_encoder(run, ctx).features
-    return total + (_embeddings(ctx) if any(run.structure.kind == "radio" for run in ctx.encoders) else 0)
+    waits = any(RECORDERS[run.structure.kind].embeddings_wait for run in ctx.encoders)
+    return total + (_embeddings(ctx) if waits else 0)
 
 
 def pixel_bytes(ctx: BlockContext) -> Any:
@@ -308,10 +321,9 @@ def sizes_of_encoder(run: EncoderRun, ctx: BlockContext) -> _Sizes:
     t = EncoderOps(_Measure(ctx), run)  # type: ignore[arg-type]
     s, recorders = run.structure, RECORDERS[run.structure.kind]
     t.layers_reached = _reached(ctx, run, (*recorders.stem_modules, *recorders.layer_modules))
-    width = t.parameter_width if s.kind == "radio" else FP32  # Bridge's collate_fn casts its pixels
-    pixels = t.samples * pixels_of(s, run.items) * width
-    if recorders.narrow_pixels:
-        pixels = 0 if t.trains(recorders.stem_modules[0]) else pixels // FP32 * t.parameter_width
+    pixels = t.samples * pixels_of(s, run.items) * (t.parameter_width if recorders.narrow_pixels else FP32)
+    if recorders.saves_pixels and t.trains(recorders.stem_modules[0]):
+        pixels = 0
     hidden = _inputs(t) * t.compute_width
     made = t.samples * features(s, run.items) * s.out_size * t.compute_width
     angles = t.patches * s.head_dim * FP32
@@ -424,6 +436,7 @@ def joined_block(ctx: BlockContext, run: EncoderRun, number: int, *, enters: boo
     of transformers embeddings are [b, s, h] before and after. ``enters``: what comes out enters the first layer.
     """
     s, reached = run.structure, _features_reached(ctx, run)
+    inserted = RECORDERS[s.kind].inserted
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.ENCODER
@@ -432,8 +445,8 @@ def joined_block(ctx: BlockContext, run: EncoderRun, number: int, *, enters: boo
         elements = tokens * r.ctx.hidden_size
         given = t.input("features", t.samples * features(s, run.items) * s.out_size, t.compute_width, grad=reached)
         found = t.input("token embeddings", elements, t.compute_width, grad=not r.frozen)
-        if s.kind == "step3p7":
-            out = step.inserted(t, found, given)
+        if inserted is not None:
+            out = inserted(t, found, given)
             r.tape.output((_entering(t, out) if enters else out).tensor)
             return
         turned = ctx.torch_layers is None

@@ -107,11 +107,6 @@ def qwen3_layer(t: EncoderOps, x: Array) -> Array:
     return recorded(t, "decoder.layers", inside(t, n, h), body, n * h)
 
 
-def exaone_stem(t: EncoderOps) -> Array:
-    """Patches, in the order of the windows."""
-    return indexed(t, "patches by window", patch_embedding(t, bias=False), t.patches // t.s.merge_size**2)
-
-
 def exaone_layer(t: EncoderOps, x: Array) -> Array:
     """A TransformerLayer of megatron-core, with the sequences of windows or of frames."""
     s, n, h = t.s, t.patches, t.s.hidden_size

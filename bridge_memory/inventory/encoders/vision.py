@@ -20,11 +20,11 @@ class Tables(NamedTuple):
     sin: Array
 
 
-def tables_of(t: EncoderOps, width: int | None = None) -> Tables:
-    """The tables as an input of a layer; what holds them counts them. ``width``: that of the module if None."""
+def tables_of(t: EncoderOps, width: int) -> Tables:
+    """The tables as an input of a layer; what holds them counts them."""
     elements = t.patches * t.s.head_dim
     cos, sin = (
-        t.input(f"rotary table: {name}", elements, width or t.parameter_width, grad=False, counted=False)
+        t.input(f"rotary table: {name}", elements, width, grad=False, counted=False)
         for name in ("cos", "sin")
     )
     return Tables(cos, sin)
@@ -38,12 +38,17 @@ def shared_tables(t: EncoderOps) -> None:
             kept_by_layers(t, t.constant(f"rotary table: {name}", t.patches * t.s.head_dim, FP32))
 
 
+def table_width(t: EncoderOps) -> int:
+    """Bytes of an element of the tables of Qwen2.5-VL, GLM-4V and Qwen3-Omni."""
+    return FP32 if ENCODERS_SHARE_TABLES(t.hf.spec) else t.parameter_width
+
+
 def table_bytes(t: EncoderOps) -> Any:
     """Bytes of the tables, which the encoder's forward holds in the dtype that the module was cast to
     (megatron-core ``transformer/module.py: Float16Module`` casts buffers too); none if layers save them."""
-    if ENCODERS_SHARE_TABLES(t.hf.spec):
-        return 0 if t.layers_reached else 2 * t.patches * t.s.head_dim * FP32
-    return 2 * t.patches * t.s.head_dim * t.parameter_width
+    if ENCODERS_SHARE_TABLES(t.hf.spec) and t.layers_reached:
+        return 0
+    return 2 * t.patches * t.s.head_dim * table_width(t)
 
 
 def patch_embedding(t: EncoderOps, *, bias: bool) -> Array:
@@ -63,7 +68,7 @@ def gated_layer(t: EncoderOps, x: Array, *, segment: int, qkv_bias: bool, bias: 
     """``Qwen2_5_VLVisionBlock.forward``, ``Glm4vVisionBlock.forward``: RMSNorms, joined queries, keys and values, a
     gated MLP. [n, h] -> [n, h]."""
     s, n, h = t.s, t.patches, t.s.hidden_size
-    tables = tables_of(t, FP32 if ENCODERS_SHARE_TABLES(t.hf.spec) else None)
+    tables = tables_of(t, table_width(t))
     entered = t.rms_norm("blocks.*.norm1", x, n, h)
     y = _attention(t, entered, tables, segment=segment, qkv_bias=qkv_bias, bias=bias)
     t.keep_alive(entered)
@@ -119,8 +124,12 @@ def indexed(t: EncoderOps, name: str, x: Array, rows: Any) -> Array:
 def qwen2_5_stem(t: EncoderOps) -> Array:
     """Patches, in the order of the windows."""
     shared_tables(t)
-    x = patch_embedding(t, bias=False)
-    return indexed(t, "patches by window", x, t.patches // t.s.merge_size**2)
+    return windowed_patches(t)
+
+
+def windowed_patches(t: EncoderOps) -> Array:
+    """Patches, in the order of the windows."""
+    return indexed(t, "patches by window", patch_embedding(t, bias=False), t.patches // t.s.merge_size**2)
 
 
 def qwen2_5_layer(t: EncoderOps, x: Array, *, whole: bool) -> Array:
@@ -322,7 +331,7 @@ def pixtral_layer(t: EncoderOps, x: Array) -> Array:
     """``PixtralAttentionLayer.forward``."""
     s, n, h = t.s, t.patches, t.s.hidden_size
     at = "transformer.layers.*"
-    tables = tables_of(t)
+    tables = tables_of(t, t.parameter_width)
     mask = t.input("mask of the images", n * n, t.parameter_width, grad=False, counted=False)
     y = t.rms_norm(f"{at}.attention_norm", x, n, h)
     query, key, value = (t.dense(f"{at}.attention.{name}_proj", y, n, h, h, bias=False) for name in "qkv")
@@ -385,7 +394,7 @@ def qwen3_omni_stem(t: EncoderOps) -> Array:
 def qwen3_omni_layer(t: EncoderOps, x: Array) -> Array:
     """``Qwen3OmniMoeVisionBlock.forward``."""
     s, n, h = t.s, t.patches, t.s.hidden_size
-    tables = tables_of(t, FP32 if ENCODERS_SHARE_TABLES(t.hf.spec) else None)
+    tables = tables_of(t, table_width(t))
     entered = t.layer_norm("blocks.*.norm1", x, n, h)
     y = _attention(t, entered, tables, segment=longest(t, whole=True), qkv_bias=True, bias=True)
     t.keep_alive(entered)

@@ -45,12 +45,7 @@ def torch_chunk(
         # The arguments of every checkpoint hold the masks, or attention saves them; not one that no layer takes.
         unused = masks - mask_bytes(model, ctx, taken=True) if spec.gradient_checkpointing else 0
         masks = masks - unused
-        more = ((Part.ATTENTION, Provenance.FORMULA), masks)
-        embedding = embedding._replace(
-            retained=embedding.retained + masks, forward_peak=embedding.forward_peak + masks,
-            backward_peak=embedding.backward_peak + masks, backward_peak_held=embedding.backward_peak_held + masks,
-            more=(more,),
-        )
+        embedding = embedding.with_kept(masks, Part.ATTENTION)
         masks = unused
     links: list[tuple[Link, int]] = [(embedding, 1), *torch_encoder_links(ctx)]
     returned = returned_by_encoders(ctx)
