@@ -1042,4 +1042,5 @@ class Sorted:
 
     def peaks(self) -> np.ndarray:
         """Of every layout."""
-        return self._each([few.peaks for _, few in self._found])[self._order]
+        found: np.ndarray = self._each([few.peaks for _, few in self._found])[self._order]
+        return found
