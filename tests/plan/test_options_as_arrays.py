@@ -156,7 +156,7 @@ def spaces_with(chance: random.Random, *options: dict[str, Any]) -> Iterator[Spa
                 continue  # ``search`` refuses them
             fixed = {"split"} if any(field.startswith("parallel.num_layers") for field in fields) else set()
             fixed |= {"recompute"} if any(field.startswith("recompute.") for field in fields) else set()
-            ranges = {"mbs": (1, 2), "vpp": (1, 2)}
+            ranges = {"mbs": (1, 4), "vpp": (1, 2)}
             yield Space(base, GPUS, 8, frozenset(fixed), ranges, global_batch_size=24)
             break
 
@@ -233,6 +233,14 @@ def test_many_options_at_once_are_searched_as_arrays(number: int) -> None:
         if not left or not taken:
             break
     assert set(left) <= OF_OTHERS
+
+
+@pytest.mark.parametrize("name", ["google/gemma-2-2b", "deepseek-ai/DeepSeek-V3"])
+def test_layouts_of_few_and_of_many_microbatches_are_searched_at_once(name: str) -> None:
+    """What every stage holds depends on its pipeline, and few microbatches have other schedules than many."""
+    graphs = {"implementation.cuda_graph_impl": "full_iteration", "implementation.create_attention_mask": True}
+    space = Space(base_run(name, graphs), GPUS, 8, frozenset({"recompute"}), {"mbs": (1, 4)}, global_batch_size=8)
+    assert check(space, random.Random(0), 4)
 
 
 @pytest.mark.slow

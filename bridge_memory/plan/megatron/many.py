@@ -775,12 +775,12 @@ class Memory:
         distinct = list(dict.fromkeys(map(id, held.inventories)))
         which = tuple([distinct.index(id(inventory)) for inventory in held.inventories])
         p, impl = runs.parallel, self.sheet.base.implementation
-        return peak_of_many(
+        return batched(peak_of_many(
             p.pp, ranks, runs.num_microbatches, p.microbatch_group_size_per_vp_stage or p.pp, which,
             [held.costs[which.index(i)] for i in range(len(distinct))], hidden,
             overlap_moe_expert_parallel_comm=impl.overlap_moe_expert_parallel_comm,
             keeps_outputs=not impl.deallocate_pipeline_outputs,
-        )  # fmt: skip
+        ))  # fmt: skip
 
 
 class Peaks(NamedTuple):
