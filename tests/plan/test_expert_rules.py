@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from bridge_memory import RunSpec, Verdict
+from bridge_memory import RunSpec, Verdict, peaks
 from bridge_memory.plan.found import Found, Listed, Refused, Row
 from bridge_memory.plan.megatron import expert
 from bridge_memory.plan.megatron.expert import Judged, PassedOver, recomputation_apart, refusals
 from bridge_memory.spec.run import GROUPS
+from bridge_memory.speed.constants import DEFAULT
+from bridge_memory.speed.hardware import hardware_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -233,3 +235,31 @@ def test_a_choice_whose_fastest_row_is_tight_keeps_its_slower_ones() -> None:
     found = found_of(staged, plain, slower, other)._replace(rows=OneChoice([staged, plain, slower, other]))
     ranked = found.ranked(4)
     assert ranked.rows == (plain, other, staged) and ranked.keeping == 2
+
+
+def test_what_the_host_holds_up_is_said_where_it_fits_and_graphs_would_spare_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two sequences with full recomputation take 1 s; one without takes 1.2 s, in 0.3 of which kernels wait for the
+    host, and two without 1.1 s with nothing to spare."""
+    def time(run: RunSpec, *_: Any) -> Any:
+        one, full = run.batch.micro_batch_size == 1, run.recompute.granularity == "full"
+        host = 0.3 if one else 0.0
+        return SimpleNamespace(seconds=1.0 if full else 1.2 if one else 1.1, passes=SimpleNamespace(host=host))
+
+    monkeypatch.setattr(expert, "step_time", time)
+    batch = {"micro_batch_size": 2, "global_batch_size": 64}
+    groups = {**parallel(expert_model_parallel_size=8), **FULL, "batch": batch}
+    first = row(MOE, 1, 0, groups)
+    run = first.run
+    first = replace(first, time=time(run), peak=max(stage.peak_bytes for stage in peaks(run)))
+    hardware = hardware_of("H100")
+
+    def held(headroom: int, run: RunSpec = run) -> Any:
+        return expert.held_by_the_host(replace(first, run=run, headroom=headroom), hardware, DEFAULT)
+
+    found = held(1 << 36)
+    assert found is not None
+    assert (found[0].batch.micro_batch_size, found[0].recompute.granularity) == (1, None)
+    assert held(0) is None  # no room for what it keeps
+    assert held(1 << 36, run.with_fields(cuda_graph_impl="transformer_engine")) is None

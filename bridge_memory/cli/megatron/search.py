@@ -21,6 +21,7 @@ from bridge_memory.emit.formats import emitted, formats_of
 from bridge_memory.emit.megatron import recompute_words, split_words
 from bridge_memory.plan.found import Found, OneByOne, Row
 from bridge_memory.plan.megatron.asked import Asked, asked_space, read
+from bridge_memory.plan.megatron.expert import held_by_the_host
 from bridge_memory.plan.megatron.nearest import nearest
 from bridge_memory.plan.megatron.settings import FIELDS, SETTINGS, setting_words, shown_word, varied_settings
 from bridge_memory.plan.megatron.space import AXES, Space
@@ -32,6 +33,7 @@ from bridge_memory.speed.megatron.step_time import StepTime, not_timed
 if TYPE_CHECKING:
     from bridge_memory.cards.gpu import Gpu
     from bridge_memory.spec import RunSpec
+    from bridge_memory.speed.constants import Constants
     from bridge_memory.speed.hardware import Hardware
 
 _MORE = " (--exhaustive: every layout that divides)"
@@ -58,13 +60,14 @@ def run(args: argparse.Namespace) -> int:
     space, refusal, left_out = _space(args, gpu, hardware)
     varied = varied_settings(space)
     steps = calibrated(measured_steps(args.measured_step_time, space), hardware) if args.measured_step_time else None
+    constants = steps.constants if steps else DEFAULT
     if find_spec("numpy") is None and sys.stderr is not None:
         print(WITHOUT_NUMPY, file=sys.stderr)
     with few_collections():
         with Progress("layout") as progress:
             searched = partial(
                 search, hardware=hardware, capacity=gpu.capacity_bytes - headroom_bytes(args),
-                outside=partial(outside_bytes_of, gpu=gpu), constants=steps.constants if steps else DEFAULT,
+                outside=partial(outside_bytes_of, gpu=gpu), constants=constants,
                 backend=args.backend, cache=args.cache, jobs=args.jobs or (1 if args.backend is None else -1),
             )  # fmt: skip
             found = searched(space, progress=progress, share=progress.done).on(gpu)
@@ -88,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
             "step s is predicted, for ranking: work over rates fitted on measured runs; its parts are compute, exposed "
             "comm (communication not overlapped), bubble and recompute time", *calibration.values(),
         )
-        last = ("how layouts with different EP compare is not tested: no group of measured runs varies EP",)
+        last = [*_host_words(found, hardware, constants)]
+        if experts:
+            last.append("how layouts with different EP compare is not tested: no group of measured runs varies EP")
         return print_found(
             Shown(
                 layout_style(varied, experts=experts), found, base, gpu, space.num_gpus,
@@ -99,11 +104,24 @@ def run(args: argparse.Namespace) -> int:
                 otherwise=_otherwise(space, lambda other: searched(other).on(gpu)) if nothing else (), times=times,
                 not_timed=lambda rows: not_timed(rows[0].run), document=document,
                 emit=lambda row: emitted(args.emit, "megatron", row.run, args, gpu.name, {}),
-                last=(*(words for words, _ in of_jobs), *(last if experts else ())),
+                last=(*(words for words, _ in of_jobs), *last),
                 reserve=reserve_words(experts), brief=args.brief,
             ),
             args,
         )  # fmt: skip
+
+
+def _host_words(found: Found, hardware: Hardware, constants: Constants) -> Iterator[str]:
+    """That launching kernels holds a layout up that is else the fastest."""
+    for row in found.ranked(1).rows:
+        other = held_by_the_host(row, hardware, constants)
+        if other is not None:
+            run, time = other
+            yield (
+                f"launching kernels takes {time.passes.host:.2f} of {time.seconds:.2f} s with row 1's sizes, micro "
+                f"batch {run.batch.micro_batch_size}, recompute {recompute_words(run.recompute)}; with CUDA graphs "
+                "(--cuda-graph-impl) other rows may be the fastest"
+            )
 
 
 def _otherwise(space: Space, searched: Callable[[Space], Found]) -> list[str]:

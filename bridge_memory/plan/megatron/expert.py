@@ -7,15 +7,20 @@ They are about layouts, not about predicted times: most hold whatever the time m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
-from bridge_memory.plan.found import TIE, Found, Row
+from bridge_memory.estimation import peaks
+from bridge_memory.plan.found import SIMPLER, TIE, Found, Row
 from bridge_memory.plan.megatron.settings import SETTINGS, words_of
+from bridge_memory.spec import RecomputeSpec, RunSpec, SpecError
 from bridge_memory.spec.limits import limits_of
-from bridge_memory.speed.constants import EXCHANGE_DOUBT
-from bridge_memory.speed.megatron.step_time import StepTime
+from bridge_memory.speed.constants import EXCHANGE_DOUBT, Constants
+from bridge_memory.speed.hardware import Hardware
+from bridge_memory.speed.megatron.step_time import StepTime, step_time
+from bridge_memory.verdict import FRAGMENTATION
 
 #: Experts from which on nobody keeps all of them on every rank.
 MANY_EXPERTS = 64
@@ -194,6 +199,28 @@ def _lighter(row: Row[StepTime], than: Row[StepTime]) -> bool:
 def _replaces(row: Row[StepTime], other: Row[StepTime], found: Found) -> bool:
     """Whether a row recomputes less, and takes no more than ``WITHOUT_FULL`` more time."""
     return row.time.recomputation < other.time.recomputation and found.slower(row, other) <= WITHOUT_FULL
+
+
+def held_by_the_host(row: Row[StepTime], hardware: Hardware, constants: Constants) -> tuple[RunSpec, StepTime] | None:
+    """The row or its sizes with fewer sequences a microbatch and no recomputation, where that fits and would be the
+    fastest if kernels never waited for the host that launches them; None where that is not worth a mechanism
+    (``SIMPLER``), or a graph launches kernels."""
+    run = row.run
+    if run.implementation.cuda_graph_impl != "none":
+        return None
+    room = row.peak + row.headroom / (1 + FRAGMENTATION)
+    found = [(run, row.time)]
+    for sequences in range(1, run.batch.micro_batch_size + 1):
+        with suppress(SpecError):
+            other = run.with_fields(**{"batch.micro_batch_size": sequences, "recompute": RecomputeSpec()})
+            time = step_time(other, hardware, constants)
+            if _unheld(time) < _unheld(found[0][1]) and max(stage.peak_bytes for stage in peaks(other)) <= room:
+                found[0] = other, time
+    return found[0] if _unheld(found[0][1]) < (1 - SIMPLER) * row.time.seconds else None
+
+
+def _unheld(time: StepTime) -> float:
+    return time.seconds - time.passes.host
 
 
 def exchanges_in_doubt(row: Row[StepTime], domain: int) -> float:
