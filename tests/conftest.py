@@ -27,6 +27,10 @@ if sys.dont_write_bytecode and "PYTHONPYCACHEPREFIX" not in os.environ:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     atexit.register(shutil.rmtree, os.environ["PYTHONPYCACHEPREFIX"], ignore_errors=True)
 
+# One thread a process, of torch's operations on the CPU and of numpy's: these are small, and as many threads as
+# processors, in each of several processes, spend most of their time waiting in loops for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 #: Folders and files of tests of code that looks at what is installed: they run again where torch is.
 LOOKS_AT_PACKAGES = {"live", "rehearsal", "te", "test_cold_start.py", "test_public_face.py"}
 
