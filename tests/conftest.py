@@ -1,6 +1,12 @@
 """Fixtures of every test, what every test's name must be, and which tests an earlier run of the check has done."""
 
+import atexit
+import gc
+import os
 import re
+import shutil
+import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +19,17 @@ __all__ = ["browser"]
 # How long an example takes says how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+# Where Python is told to write no bytecode, each command that a test starts would compile the package anew, which takes
+# as long as the command: it is kept in a folder of these tests, outside of the sources.
+if sys.dont_write_bytecode and "PYTHONPYCACHEPREFIX" not in os.environ:
+    os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp(prefix="bridge-memory-bytecode-")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    atexit.register(shutil.rmtree, os.environ["PYTHONPYCACHEPREFIX"], ignore_errors=True)
+
+# One thread a process, of torch's operations on the CPU and of numpy's: these are small, and as many threads as
+# processors, in each of several processes, spend most of their time waiting in loops for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 #: Folders and files of tests of code that looks at what is installed: they run again where torch is.
 LOOKS_AT_PACKAGES = {"live", "rehearsal", "te", "test_cold_start.py", "test_public_face.py"}
@@ -54,3 +71,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         covered = set(path.read_text(encoding="utf-8").splitlines())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in covered])
         items[:] = [item for item in items if item.nodeid not in covered]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _searches_for_cycles_are_short() -> None:
+    """Python's searches for reference cycles look at this module's objects alone, not at thousands of tests, torch and
+    what former modules left in caches: each of these would take half a second."""
+    gc.collect()
+    gc.freeze()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -46,12 +47,17 @@ def room_of(module: str) -> str:
     return module.partition(".")[0]
 
 
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """All of a source's syntax tree, its root first. Kept: to parse the package takes seconds."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def imports(sources: Sources) -> Iterator[Import]:
     """Every import of one module of the package by another, inside of functions too."""
     for module, source in sources.items():
-        tree = ast.parse(source)
-        for_types = {id(inner) for node in ast.walk(tree) if _asks_for_types(node) for inner in ast.walk(node)}
-        for node in ast.walk(tree):
+        for_types = {id(inner) for node in nodes(source) if _asks_for_types(node) for inner in ast.walk(node)}
+        for node in nodes(source):
             for name in _imported(node, sources):
                 yield Import(module, name, id(node) in for_types)
 
@@ -82,10 +88,9 @@ def names_of_modules(module: str, source: str) -> Iterator[Found]:
     """Strings that name a module of this package, which an import statement would show: texts that begin with
     ``bridge_memory.`` wherever they stand, ``__package__``, and ``bridge_memory`` or ``__name__`` where a name is put
     together or imported. A docstring may say what it likes."""
-    tree = ast.parse(source)
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    begins = {id(first) for node in ast.walk(tree) for first in _beginnings(node)}
-    for node in ast.walk(tree):
+    docstrings = {id(node.value) for node in nodes(source) if isinstance(node, ast.Expr)}
+    begins = {id(first) for node in nodes(source) for first in _beginnings(node)}
+    for node in nodes(source):
         found = False
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             found = node.value.startswith(f"{PACKAGE}.") or (node.value == PACKAGE and id(node) in begins)
@@ -131,9 +136,8 @@ _PUBLIC = ("_asdict", "_fields", "_make", "_replace")
 
 def private_names(module: str, source: str) -> Iterator[Found]:
     """Names with an underscore in front of another room: imported, or asked of what is imported."""
-    tree = ast.parse(source)
     foreign = {}
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE:
             path = (node.module or "").split(".")[1:]
             for alias in node.names:
@@ -149,7 +153,7 @@ def private_names(module: str, source: str) -> Iterator[Found]:
                     foreign[alias.asname or alias.name] = ".".join(path[1:])
                     if any(map(_private, path[1:])):
                         yield Found(module, node.lineno, f"import {alias.name}")
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Attribute) and _private(node.attr) and ast.unparse(node.value) in foreign:
             yield Found(module, node.lineno, ast.unparse(node))
         elif isinstance(node, ast.Call) and _called(node) == "getattr" and ast.unparse(node.args[0]) in foreign:

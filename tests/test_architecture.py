@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,17 @@ def rooms_of_the_page() -> dict[str, tuple[str, ...]]:
 
 ROOMS = rooms_of_the_page()
 SOURCES = rooms.sources_of(PACKAGE)
-STATEMENTS = tuple(rooms.imports(SOURCES))
-IMPORTS = (*STATEMENTS, *(i for module in BY_STRING for i in rooms.imports_by_string(module, SOURCES)))
+
+
+@cache
+def statements() -> tuple[rooms.Import, ...]:
+    return tuple(rooms.imports(SOURCES))
+
+
+@cache
+def imports() -> tuple[rooms.Import, ...]:
+    """By strings too."""
+    return (*statements(), *(i for module in BY_STRING for i in rooms.imports_by_string(module, SOURCES)))
 
 
 def test_the_page_draws_every_room_and_no_other() -> None:
@@ -48,7 +58,7 @@ def test_the_page_draws_every_room_and_no_other() -> None:
 def test_a_room_imports_what_the_page_says(room: str) -> None:
     """No more; and no less, so that the page shows what is, and an arrow that is gone is not drawn."""
     arrows = {
-        (rooms.room_of(i.imported), i.module) for i in IMPORTS
+        (rooms.room_of(i.imported), i.module) for i in imports()
         if rooms.room_of(i.module) == room != rooms.room_of(i.imported)
     }  # fmt: skip
     assert {(imported, by) for imported, by in arrows if imported not in ROOMS[room]} == set()
@@ -67,11 +77,11 @@ def test_data_goes_forward_only() -> None:
 def test_no_circle_inside_a_room(room: str) -> None:
     """Whichever module is imported first, and whichever function is called first. The table of commands is no import
     of them: the one that writes shell completions reads that table."""
-    assert rooms.circle_of_modules(STATEMENTS, room) is None
+    assert rooms.circle_of_modules(statements(), room) is None
 
 
 def test_no_circle_of_rooms() -> None:
-    assert rooms.circle_of_rooms(IMPORTS) is None
+    assert rooms.circle_of_rooms(imports()) is None
 
 
 def test_modules_are_imported_by_statements() -> None:
@@ -191,7 +201,7 @@ NOT_OURS = ("torch", "megatron", "model", "accelerate", "deepspeed", "json", "re
 def names_in(source: str) -> set[str]:
     """Every name that a module defines, imports or has as a field."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in rooms.nodes(source):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, (ast.Name, ast.Attribute)):
