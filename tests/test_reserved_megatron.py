@@ -136,11 +136,14 @@ def test_features_of_several_layers_are_not_replayed() -> None:
     assert "encoders whose features several layers make" in (why_not(run) or "")
 
 
-def test_a_tied_gradient_waits_through_an_overlapped_backward_pass() -> None:
-    """One microbatch of few tokens: the most is allocated where the gradients of both uses of the table are summed."""
+@pytest.mark.parametrize("sequences", [8, 64], ids=["one microbatch", "eight"])
+@pytest.mark.parametrize("tokens", [256, 1024])
+def test_a_tied_gradient_waits_through_an_overlapped_backward_pass(tokens: int, sequences: int) -> None:
+    """Few tokens: the most is allocated where the gradients of both uses of the table are summed. Of several
+    microbatches, all that the next one's forward pass has saved is there too."""
     run = run_of(QWEN, 6, implementation=OVERLAP, **EP)
     tied = replace(run.model, share_embeddings_and_output_weights=True)
-    run = run.with_(model=tied, batch=BatchSpec(seq_length=256, micro_batch_size=1, global_batch_size=8))
+    run = run.with_(model=tied, batch=BatchSpec(seq_length=tokens, micro_batch_size=1, global_batch_size=sequences))
     peak = estimate(run).peak_stage.peak_bytes
     assert replayed(run).allocated == pytest.approx(peak, rel=0.001)
 

@@ -254,11 +254,14 @@ def test_overlapped_losses_do_not_meet():
 
     The loss backward (150) with the next embedding (2): 152. Layers: 100 - 40 saved by either, 7 and 9 of temporaries.
     The loss forward (145) with the embedding of the one before. If layers are freed only when the chunk is done, their
-    50 bytes are alive too.
+    50 bytes are alive too. The embedding runs forward beside all that the microbatch before has saved (100), and
+    backward beside all that the next one has.
     """
     kept = {"saved": 100, "forward_peak": 145, "backward_peak": 150}
     for overlap, highest in (
-        (OverlapCost(2, 40, 7, 9), 152), (OverlapCost(2, 40, 90, 9), 159), (OverlapCost(2, 40, 7, 9, 50), 197),
+        (OverlapCost(2, 40, 7, 9, 2, 2), 152), (OverlapCost(2, 40, 90, 9, 2, 2), 159),
+        (OverlapCost(2, 40, 7, 9, 2, 2, 50), 197), (OverlapCost(2, 40, 7, 9, 60, 2), 160),
+        (OverlapCost(2, 40, 7, 9, 2, 70), 170), (OverlapCost(2, 40, 7, 9, 2, 70, 50), 220),
     ):
         both = dynamic_peak(1, 0, 64, [ChunkCost(**kept, overlap=overlap)], overlap_moe_expert_parallel_comm=True)
         assert (both.phase, both.alive, both.bytes) == ("overlapped", (1,), highest)

@@ -52,6 +52,9 @@ class OverlapCost(NamedTuple):
     #: Largest temporary memory of one layer, beyond what it saves: forward, and backward.
     forward: int
     backward: int
+    #: The most alive while the blocks before its layers run, with what they saved: forward, and backward.
+    forward_before: int
+    backward_before: int
     #: Held by layers that have run backward, until the chunk's forward and backward are over.
     held: int = 0
 
@@ -284,13 +287,15 @@ def overlapped(f: ChunkCost, b: ChunkCost, most: OfTwo = max, least: OfTwo = min
 
     Layer by layer ``f`` saves tensors while those of ``b`` are freed: at most the larger of the two is alive. Blocks
     after the layers run backward before the layers, and forward after them; of the other chunk only what was saved
-    before its layers is alive then (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).
+    before its layers is alive then. Blocks before the layers run forward first and backward last: all that the other
+    chunk saved is alive then (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).
     """
     if f.overlap is None or b.overlap is None:
         return f.forward_peak + b.backward_peak - least(f.saved, b.saved)
     layers = most(f.saved - f.overlap.after, b.saved - b.overlap.after) + f.overlap.forward + b.overlap.backward
-    layers = most(layers + b.overlap.held, f.forward_peak + b.overlap.before + b.overlap.held)
-    return most(b.backward_peak + f.overlap.before, layers)
+    last = most(f.forward_peak + b.overlap.before, f.saved + b.overlap.backward_before)
+    first = most(f.overlap.forward_before + b.saved, f.overlap.before + b.backward_peak)
+    return most(first, most(layers, last) + b.overlap.held)
 
 
 def highest(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes: int) -> PeakMoment:

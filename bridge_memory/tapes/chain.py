@@ -200,22 +200,30 @@ class ChunkInventory(NamedTuple):
         """Whether anything is offloaded to host memory between the passes."""
         return any([link.offloaded for link, _ in self.links])
 
-    def by_layer(self) -> tuple[int, int, int, int]:
-        """(retained by the embedding, retained by the final loss, largest temporary memory of any other link in
-        forward, the same in backward), where layers are scheduled one by one
-        (``models/common/model_chunk_schedule_plan.py``).
+    def by_layer(self) -> tuple[int, int, int, int, int, int]:
+        """Where layers are scheduled one by one (``models/common/model_chunk_schedule_plan.py``): (retained by the
+        blocks before them, retained by the losses, largest temporary memory of any other link in forward, the same in
+        backward, the most alive while the blocks before the layers run forward, the same in backward).
 
-        The other links include the losses of MTP depths: each follows its depth there. What links discard between the
-        passes is there during both.
+        What links discard between the passes is there during both.
         """
         present = sum([count * link.discarded for link, count in self.links])
-        links = [link for link, _ in self.links]
-        embedding = links.pop(0).retained if links and links[0].label is Label.EMBEDDING else 0
-        loss = links.pop().retained if links and links[-1].label is Label.LOSS else 0
+        links = list(self.links)
+        before = forward_before = backward_before = after = 0
+        while links and links[0][0].label in (Label.EMBEDDING, Label.ENCODER):
+            link, count = links.pop(0)
+            last = before + (count - 1) * link.retained
+            forward_before = largest(forward_before, last + link.forward_peak)
+            backward_before = largest(backward_before, last + link.backward_peak + self.output_bytes)
+            before += count * link.retained
+        while links and links[-1][0].label is Label.LOSS:
+            link, count = links.pop()
+            after += count * link.retained
+        forward = [link.forward_peak - link.retained - link.discarded for link, _ in links]
+        backward = [link.backward_peak - link.retained - link.discarded for link, _ in links]
         return (
-            embedding, loss,
-            present + max([link.forward_peak - link.retained - link.discarded for link in links], default=0),
-            present + max([link.backward_peak - link.retained - link.discarded for link in links], default=0),
+            before, after, present + max(forward, default=0), present + max(backward, default=0),
+            forward_before, backward_before,
         )
 
     def parts(self) -> dict[tuple[Part, Provenance], int]:
