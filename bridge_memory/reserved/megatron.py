@@ -40,6 +40,7 @@ from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.spec import LayerSpec, RunSpec
 from bridge_memory.spec.encoders import MEGATRON_KINDS
 from bridge_memory.spec.layout import ChunkShape, layout
+from bridge_memory.tapes.alive import NODES, TURNS
 from bridge_memory.tapes.allocation_trace import Nodes, Passes, Storages, tape_of
 from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
@@ -570,7 +571,7 @@ class _Turns:
     def run(self, gradient: int | None) -> tuple[int | None, int | None]:
         """(the output of the one, the gradient of the other's input); ``gradient``: that of the other's output."""
         f, b, out, grads = self.forward, self._back, None, {} if gradient is None else {0: gradient}
-        for backwards, node in _ORDER:
+        for backwards, node in TURNS:
             nodes = b if backwards else f
             if nodes is None or (len(nodes) == 1 and node):
                 continue
@@ -601,11 +602,3 @@ class _Turns:
         self.streams.recording = True
         self._done(number)
         self.streams.recording = False
-
-
-#: Nodes of a layer with experts: up to the router, the exchange, the experts, the exchange back. Odd ones exchange.
-NODES = 4
-#: Their order in two layers, one of which runs backward: (backward, node).
-_ORDER = (
-    (True, 3), (False, 0), (True, 2), (False, 1), (True, 1), (False, 2), (False, 3), (True, 0),
-)  # fmt: skip

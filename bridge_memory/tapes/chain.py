@@ -8,7 +8,7 @@ from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
 from bridge_memory.components import Part, Provenance
-from bridge_memory.tapes.alive import BlockCost
+from bridge_memory.tapes.alive import TURNS, BlockCost
 from bridge_memory.tapes.blocks import Block
 from bridge_memory.tapes.symbolic import chosen, largest
 
@@ -133,6 +133,25 @@ class Link(NamedTuple):
         more = (*self.more, ((Part.NOT_OFFLOADED, Provenance.FORMULA), self.offloaded))
         return self._replace(retained=self.retained + self.offloaded, more=more, offloaded=0)
 
+    def in_turns(self, gradient: int) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...]]:
+        """(what it saves, its peaks, and the most alive at each of ``TURNS``: ``ChunkInventory.by_layer``).
+        ``gradient``: of the chunk's output, which is alive during backward."""
+        saved, forward, backward = self.retained + self.discarded, self.forward_peak, self.backward_peak + gradient
+        turns = self.cost.turns if self.cost is not None else None
+        if turns is not None:
+            assert self.cost is not None
+            # What the chunk, or its engine, has in addition.
+            more, back = forward - self.cost.forward_peak, backward - self.cost.backward_peak
+            return saved, forward, backward, tuple(n + more for n in turns[0]), tuple(n + back for n in turns[1])
+        # It runs in the turns of the first node.
+        given = self.cost.input_bytes if self.cost is not None else 0
+        start = TURNS.index((False, 0))
+        last = len(TURNS) - 1
+        return (
+            saved, forward, backward, (*[given] * start, forward, *[saved] * (last - start)),
+            (*[saved + gradient] * last, backward),
+        )
+
     def parts(self) -> Iterator[tuple[tuple[Part, Provenance], int]]:
         """``retained`` by part of the model and provenance."""
         if self.cost is not None:
@@ -200,14 +219,14 @@ class ChunkInventory(NamedTuple):
         """Whether anything is offloaded to host memory between the passes."""
         return any([link.offloaded for link, _ in self.links])
 
-    def by_layer(self) -> tuple[int, int, int, int, int, int]:
+    def by_layer(self) -> tuple[int, int, int, int, tuple[Any, ...]]:
         """Where layers are scheduled one by one (``models/common/model_chunk_schedule_plan.py``): (retained by the
-        blocks before them, retained by the losses, largest temporary memory of any other link in forward, the same in
-        backward, the most alive while the blocks before the layers run forward, the same in backward).
+        blocks before them, retained by the losses, the most alive while the blocks before run forward, the same in
+        backward, the layers between: of each its number, what it saves, its forward and its backward peak, and the most
+        alive of it at each of ``alive.TURNS`` in forward and in backward).
 
         What links discard between the passes is there during both.
         """
-        present = sum([count * link.discarded for link, count in self.links])
         links = list(self.links)
         before = forward_before = backward_before = after = 0
         while links and links[0][0].label in (Label.EMBEDDING, Label.ENCODER):
@@ -216,15 +235,11 @@ class ChunkInventory(NamedTuple):
             forward_before = largest(forward_before, last + link.forward_peak)
             backward_before = largest(backward_before, last + link.backward_peak + self.output_bytes)
             before += count * link.retained
-        while links and links[-1][0].label is Label.LOSS:
+        while links and links[-1][0].label in (Label.LOSS, Label.FINAL_NORM):
             link, count = links.pop()
             after += count * link.retained
-        forward = [link.forward_peak - link.retained - link.discarded for link, _ in links]
-        backward = [link.backward_peak - link.retained - link.discarded for link, _ in links]
-        return (
-            before, after, present + max(forward, default=0), present + max(backward, default=0),
-            forward_before, backward_before,
-        )
+        layers = tuple([(count, *link.in_turns(self.output_bytes)) for link, count in links])
+        return before, after, forward_before, backward_before, layers
 
     def parts(self) -> dict[tuple[Part, Provenance], int]:
         """``retained`` by part of the model and provenance."""
