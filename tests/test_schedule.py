@@ -269,7 +269,7 @@ def test_overlapped_losses_do_not_meet():
 
     def parts(*before: int, forward: int = 30, backward: int = 31, held: int = 0) -> OverlapCost:
         turns = (0, 20, 20, forward, 29, 29, 29, 29), (31, 30, 30, backward, 20, 20, 20, 25)
-        return OverlapCost(2, 40, *before, (LayerTurns(2, 29, 35, 36, *turns),), held)
+        return OverlapCost(2, 2, 2, *before, (LayerTurns(2, 29, 35, 36, *turns),), held)
 
     for overlap, highest in (
         (parts(2, 2), 152), (parts(2, 2, forward=90, backward=50), 2 + 2 + 29 + 90 + 50),
@@ -440,7 +440,7 @@ def test_layers_of_two_chunks_run_in_pairs() -> None:
             forward, backward = ([chance.randint(1, 40) for _ in range(8)] for _ in range(2))
             saved, most = chance.randint(1, 30), (max(forward), max(backward))
             layers.append(LayerTurns(chance.randint(1, 3), saved, *most, tuple(forward), tuple(backward)))
-        return ChunkCost(0, 0, 0, OverlapCost(0, 0, 0, 0, tuple(layers)))
+        return ChunkCost(0, 0, 0, OverlapCost(0, 0, 0, 0, 0, tuple(layers)))
 
     def one_by_one(cost: ChunkCost) -> list[LayerTurns]:
         assert cost.overlap is not None

@@ -226,9 +226,7 @@ class _Depths:
         storages.drop_all(states)
         outs = []
         for _ in range(1 + self._number):
-            part = storages.make(self._hidden)
-            out, its_back = self._loss.forward(part)
-            storages.drop(part)
+            out, its_back = self._loss.forward(joined)  # a view of its part
             losses.append(its_back)
             outs.append(out)
         storages.drop(joined)

@@ -59,10 +59,12 @@ class LayerTurns(NamedTuple):
 class OverlapCost(NamedTuple):
     """The parts of a chunk that run separately when two chunks are overlapped, in bytes of one microbatch."""
 
-    #: Saved by the blocks before its layers, and by those after them.
+    #: Saved by the blocks before its layers.
     before: int
-    after: int
-    #: The most alive while the blocks before its layers run, with what they saved: forward, and backward.
+    #: Alive when these have run forward, and when everything after them has run backward.
+    entering: int
+    leaving: int
+    #: The most alive while they run, with what they saved: forward, and backward.
     forward_before: int
     backward_before: int
     layers: tuple[LayerTurns, ...]
@@ -296,14 +298,14 @@ def overlapped(f: ChunkCost, b: ChunkCost, most: OfTwo = max, least: OfTwo = min
     """The most bytes of both chunks while ``f`` runs forward and ``b`` backward, overlapped. ``most``, ``least``: of
     two; for arrays those of numpy.
 
-    Blocks after the layers run backward before the layers, and forward after them; of the other chunk only what was
-    saved before its layers is alive then. Blocks before the layers run forward first and backward last: all that the
+    Blocks after the layers run backward before the layers, and forward after them; of the other chunk only what enters
+    or leaves its layers is alive then. Blocks before the layers run forward first and backward last: all that the
     other chunk saved is alive then (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).
     """
     if f.overlap is None or b.overlap is None:
         return f.forward_peak + b.backward_peak - least(f.saved, b.saved)
-    last = most(f.forward_peak + b.overlap.before, f.saved + b.overlap.backward_before)
-    first = most(f.overlap.forward_before + b.saved, f.overlap.before + b.backward_peak)
+    last = most(f.forward_peak + b.overlap.leaving, f.saved + b.overlap.backward_before)
+    first = most(f.overlap.forward_before + b.saved, f.overlap.entering + b.backward_peak)
     layers = f.overlap.before + b.overlap.before + _in_turns(f.overlap.layers, b.overlap.layers, most)
     return most(first, most(layers, last) + b.overlap.held)
 

@@ -737,6 +737,8 @@ class _Run:
         self.landmark = 0
         #: At each cut of the pass: how many moments are before it, and the counts of everything alive.
         self.cuts: list[tuple[int, int]] = []
+        #: The gradients that a node took, to which whoever runs it backward refers until it has run.
+        self._taken: dict[int, _Grad] = {}
         #: Discarded storages: referenced, but without bytes.
         self.discarded: set[int] = set()
         #: Of every storage that operations in offloaded modules save, the modules around each of these.
@@ -759,7 +761,7 @@ class _Run:
         other.order, other._offloaded = self.order, self._offloaded
         other._grads, other._grad_units, other._recomputed, other._recomputing = {}, 0, {}, -1
         other._delayed, other._unsaved = {}, {}
-        other.moments, other.landmark, other.cuts = [], 0, []
+        other.moments, other.landmark, other.cuts, other._taken = [], 0, [], {}
         return other
 
     # ---- reference counting ----
@@ -830,6 +832,31 @@ class _Run:
 
     def _cut(self) -> None:
         self.cuts.append((len(self.moments), self.alive + self._grad_units))
+
+    # Nodes run backward one by one, each a graph of its own: what it takes from others are leaves, whose gradients
+    # autograd copies where something else refers to them (``accumulate_grad.h: accumulateGrad``).
+
+    def _begin_node(self) -> None:
+        self._taken = dict(self._grads)
+        for g in self._taken.values():
+            g.refs += 1
+
+    def _end_node(self) -> None:
+        units, known = self.plan.grad_units, {id(g) for g in self._taken.values()}
+        shared = {
+            i: g for i, g in self._grads.items()
+            if self._taken.get(i) is not g and (g.refs > 1 or id(g) in known)
+        }  # fmt: skip
+        for i, g in shared.items():
+            self._grads[i] = _Grad(units[i])
+            self._grad_units += units[i]
+            self._release_grad(g)
+        if shared:
+            self._mark("gradients of a node's inputs")
+        for g in self._taken.values():
+            self._release_grad(g)
+        self._cut()
+        self._begin_node()
 
     # ---- forward ----
 
@@ -904,6 +931,8 @@ class _Run:
                 self._grads[i].refs += hold
         self.moments, self.cuts = [], []
         self._mark("grad of output")
+        if any(type(step) is Cut for step in self.plan.steps):
+            self._begin_node()
         passed = self._back(self.plan.steps)
         self.landmark = passed if passed is not None else len(self.moments)
 
@@ -938,7 +967,7 @@ class _Run:
             if kind is _Step:
                 self._back_step(step)  # type: ignore[arg-type]
             elif kind is Cut:
-                self._cut()
+                self._end_node()
             elif kind is _Scope:
                 pass
             elif kind is _Part:

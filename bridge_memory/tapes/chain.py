@@ -219,27 +219,33 @@ class ChunkInventory(NamedTuple):
         """Whether anything is offloaded to host memory between the passes."""
         return any([link.offloaded for link, _ in self.links])
 
-    def by_layer(self) -> tuple[int, int, int, int, tuple[Any, ...]]:
+    def by_layer(self) -> tuple[int, int, int, int, int, tuple[Any, ...]]:
         """Where layers are scheduled one by one (``models/common/model_chunk_schedule_plan.py``): (retained by the
-        blocks before them, retained by the losses, the most alive while the blocks before run forward, the same in
-        backward, the layers between: of each its number, what it saves, its forward and its backward peak, and the most
-        alive of it at each of ``alive.TURNS`` in forward and in backward).
+        blocks before them; alive when these have run forward, and when all after them has run backward; the most alive
+        while they run forward, and backward; the layers: of each its number, what it saves, its forward and its
+        backward peak, and the most alive of it at each of ``alive.TURNS`` in forward and in backward).
 
         What links discard between the passes is there during both.
         """
         links = list(self.links)
-        before = forward_before = backward_before = after = 0
+        before = forward_before = backward_before = 0
         while links and links[0][0].label in (Label.EMBEDDING, Label.ENCODER):
             link, count = links.pop(0)
             last = before + (count - 1) * link.retained
             forward_before = largest(forward_before, last + link.forward_peak)
             backward_before = largest(backward_before, last + link.backward_peak + self.output_bytes)
             before += count * link.retained
+        received = len(links) == len(self.links)
         while links and links[-1][0].label in (Label.LOSS, Label.FINAL_NORM):
-            link, count = links.pop()
-            after += count * link.retained
+            links.pop()
+        first = links[0][0].cost if links else None
+        given = first.input_bytes if first is not None else 0
+        # The schedule holds what was received; the gradient of the first layer's input, and of the chunk's output.
+        entering, leaving = before + given, before + given * received + given + self.output_bytes
         layers = tuple([(count, *link.in_turns(self.output_bytes)) for link, count in links])
-        return before, after, forward_before, backward_before, layers
+        return (
+            before, entering, leaving, largest(forward_before, entering), largest(backward_before, leaving), layers,
+        )
 
     def parts(self) -> dict[tuple[Part, Provenance], int]:
         """``retained`` by part of the model and provenance."""
