@@ -25,7 +25,7 @@ from bridge_memory.inventory.stack import (
     stage_inventories,
 )
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StagePeak
-from bridge_memory.schedule.events import ChunkCost, OverlapCost, PeakMoment
+from bridge_memory.schedule.events import ChunkCost, PeakMoment
 from bridge_memory.schedule.peak import dynamic_peak, peak_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.encoders import default_words
@@ -36,7 +36,7 @@ from bridge_memory.tapes.chain import AtPeak, ChunkInventory, EngineBytes, Label
 from bridge_memory.tapes.context import TRACE_CACHE, BlockContext, context_of
 from bridge_memory.tapes.symbolic import largest
 from bridge_memory.workspaces.batch import batch_bytes, input_buffers
-from bridge_memory.workspaces.chunk_costs import chunk_costs
+from bridge_memory.workspaces.chunk_costs import chunk_costs, overlap_cost
 from bridge_memory.workspaces.dispatcher import held_by_nodes
 from bridge_memory.workspaces.graphs import GraphMemory, Passes, graph_memory
 from bridge_memory.workspaces.persistent import ChunkFacts, chunk_facts, persistent_buffers
@@ -452,7 +452,7 @@ class StageContents:
         if not self.run.implementation.overlap_moe_expert_parallel_comm:
             return costs
         overlap = [
-            OverlapCost(*inventory.by_layer(), held_by_nodes(chunk.facts.experts, self.ctx))
+            overlap_cost(inventory, held_by_nodes(chunk.facts.experts, self.ctx))
             for inventory, chunk in zip(inventories, chunks, strict=True)
         ]
         return [cost._replace(overlap=each) for cost, each in zip(costs, overlap, strict=True)]

@@ -15,7 +15,7 @@ from bridge_memory.cli import main
 from bridge_memory.estimation import estimate, stage_parts
 from bridge_memory.readers import resolve_model
 from bridge_memory.reserved import replayed, why_not
-from bridge_memory.reserved.megatron import COMPUTE, EXCHANGE, _Job, _Streams
+from bridge_memory.reserved.megatron import COMPUTE, EXCHANGE, _Job, _Streams, trace_of
 from bridge_memory.spec import BatchSpec, ImplementationSpec, MambaSpec, MoESpec, ParallelSpec, RecomputeSpec, SpecError
 from bridge_memory.tapes.allocation_trace import Passes, Storages
 from bridge_memory.tapes.tape import Tape
@@ -45,6 +45,21 @@ def modules(*names: str) -> RecomputeSpec:
 
 def full(number: int, method: str = "uniform") -> RecomputeSpec:
     return RecomputeSpec(granularity="full", method=method, num_layers=number)
+
+
+def asked_for(run: RunSpec, stage: int) -> int:
+    """The most bytes of a stage's storages at once, in its first two steps."""
+    trace = trace_of(run, stage)
+    sizes: dict[int, int] = {}
+    alive = highest = 0
+    for number, nbytes, _ in (*trace.first, *trace.each):
+        if nbytes > 0:
+            sizes[number] = nbytes
+            alive += nbytes
+            highest = max(highest, alive)
+        else:
+            alive -= sizes.pop(number, 0)
+    return highest
 
 
 LLAMA, QWEN, NANO = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
@@ -83,6 +98,10 @@ VP = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size":
         pytest.param(run_of(NANO, 14, implementation={**OVERLAP, **HYBRID_EP}, **EP), id="overlapped HybridEP"),
         pytest.param(run_of(QWEN, 8, world=16, implementation=OVERLAP, **VP), id="overlapped, interleaved"),
         pytest.param(
+            run_of("deepseek-ai/DeepSeek-V3", 8, world=16, implementation=OVERLAP, **VP),
+            id="overlapped, dense layers and latent attention",
+        ),
+        pytest.param(
             run_of(QWEN, 6, implementation=OVERLAP, **EP).with_fields(global_batch_size=8),
             id="overlapped, one microbatch",
         ),
@@ -94,10 +113,10 @@ VP = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size":
 )
 def test_most_is_allocated_where_the_estimate_says(run: RunSpec) -> None:
     """Two ways to one figure: the estimate adds up what links of a chain have at their highest moments, the replay what
-    comes and goes. The replay's has what allocators do not split off, below 1 MiB a block; the estimate's the hidden
-    states that an interleaved schedule's variables hold."""
+    comes and goes. What the allocator says has also what it does not split off, below 1 MiB a block."""
     assert why_not(run) is None
     for stage in estimate(run).stages:
+        assert asked_for(run, stage.stage) == pytest.approx(stage.peak_bytes, rel=0.0005)
         found = replayed(run, stage.stage)
         assert found.allocated == pytest.approx(stage.peak_bytes, rel=0.01)
         assert found.segments >= found.allocated
@@ -136,11 +155,14 @@ def test_features_of_several_layers_are_not_replayed() -> None:
     assert "encoders whose features several layers make" in (why_not(run) or "")
 
 
-def test_a_tied_gradient_waits_through_an_overlapped_backward_pass() -> None:
-    """One microbatch of few tokens: the most is allocated where the gradients of both uses of the table are summed."""
+@pytest.mark.parametrize("sequences", [8, 64], ids=["one microbatch", "eight"])
+@pytest.mark.parametrize("tokens", [256, 1024])
+def test_a_tied_gradient_waits_through_an_overlapped_backward_pass(tokens: int, sequences: int) -> None:
+    """Few tokens: the most is allocated where the gradients of both uses of the table are summed. Of several
+    microbatches, all that the next one's forward pass has saved is there too."""
     run = run_of(QWEN, 6, implementation=OVERLAP, **EP)
     tied = replace(run.model, share_embeddings_and_output_weights=True)
-    run = run.with_(model=tied, batch=BatchSpec(seq_length=256, micro_batch_size=1, global_batch_size=8))
+    run = run.with_(model=tied, batch=BatchSpec(seq_length=tokens, micro_batch_size=1, global_batch_size=sequences))
     peak = estimate(run).peak_stage.peak_bytes
     assert replayed(run).allocated == pytest.approx(peak, rel=0.001)
 

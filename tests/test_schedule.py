@@ -10,7 +10,15 @@ from types import SimpleNamespace
 import pytest
 from schedule_walk import in_flight, schedule_events, walked_peak
 
-from bridge_memory.schedule.events import ChunkCost, OverlapCost, num_warmup, schedule_table, walk
+from bridge_memory.schedule.events import (
+    ChunkCost,
+    LayerTurns,
+    OverlapCost,
+    num_warmup,
+    overlapped,
+    schedule_table,
+    walk,
+)
 from bridge_memory.schedule.peak import dynamic_peak, few_microbatches, peak_bytes, peak_moments
 
 # --------------------------------------------------------------------------------------------------
@@ -252,13 +260,20 @@ def test_overlapped_losses_do_not_meet():
     """Without a pipeline, forward of one microbatch overlaps backward of the one before. The loss (saved 40 of 100)
     runs backward before any layer runs forward, and forward after the last layer has run backward.
 
-    The loss backward (150) with the next embedding (2): 152. Layers: 100 - 40 saved by either, 7 and 9 of temporaries.
-    The loss forward (145) with the embedding of the one before. If layers are freed only when the chunk is done, their
-    50 bytes are alive too.
+    The loss backward (150) with the next embedding (2): 152. Two layers (29 each): one saved by either, and both of a
+    pair at the turn at which they have most. The loss forward (145) with the embedding of the one before. If layers are
+    freed only when the chunk is done, their 50 bytes are alive too. The embedding runs forward beside all that the
+    microbatch before has saved (100), and backward beside all that the next one has.
     """
     kept = {"saved": 100, "forward_peak": 145, "backward_peak": 150}
+
+    def parts(*before: int, forward: int = 30, backward: int = 31, held: int = 0) -> OverlapCost:
+        turns = (0, 20, 20, forward, 29, 29, 29, 29), (31, 30, 30, backward, 20, 20, 20, 25)
+        return OverlapCost(2, 2, 2, *before, (LayerTurns(2, 29, 35, 36, *turns),), held)
+
     for overlap, highest in (
-        (OverlapCost(2, 40, 7, 9), 152), (OverlapCost(2, 40, 90, 9), 159), (OverlapCost(2, 40, 7, 9, 50), 197),
+        (parts(2, 2), 152), (parts(2, 2, forward=90, backward=50), 2 + 2 + 29 + 90 + 50),
+        (parts(2, 2, held=50), 145 + 2 + 50), (parts(60, 2), 160), (parts(2, 70), 170), (parts(2, 70, held=50), 220),
     ):
         both = dynamic_peak(1, 0, 64, [ChunkCost(**kept, overlap=overlap)], overlap_moe_expert_parallel_comm=True)
         assert (both.phase, both.alive, both.bytes) == ("overlapped", (1,), highest)
@@ -413,3 +428,34 @@ def test_more_groups_of_microbatches_repeat_the_same_moments() -> None:
         options = (v, group, extra, overlap, keeps, None, carries)
         ours, theirs = (set(peak_moments(pp, rank, n, *options)) for n in (few, m))
         assert ours == theirs, (pp, rank, m, v, group, extra, overlap)
+
+
+def test_layers_of_two_chunks_run_in_pairs() -> None:
+    """Pair by pair and turn by turn, beside the sum over all layers of what runs of layers say."""
+    chance = random.Random(5)
+
+    def chunk() -> ChunkCost:
+        layers = []
+        for _ in range(chance.randint(0, 3)):
+            forward, backward = ([chance.randint(1, 40) for _ in range(8)] for _ in range(2))
+            saved, most = chance.randint(1, 30), (max(forward), max(backward))
+            layers.append(LayerTurns(chance.randint(1, 3), saved, *most, tuple(forward), tuple(backward)))
+        return ChunkCost(0, 0, 0, OverlapCost(0, 0, 0, 0, 0, tuple(layers)))
+
+    def one_by_one(cost: ChunkCost) -> list[LayerTurns]:
+        assert cost.overlap is not None
+        return [layers for layers in cost.overlap.layers for _ in range(layers.number)]
+
+    for _ in range(100):
+        f, b = chunk(), chunk()
+        forward, backward = one_by_one(f), one_by_one(b)
+        highest = saved = 0
+        for turn in range(max(len(forward), len(backward))):
+            one = forward[turn] if turn < len(forward) else None
+            other = backward.pop() if backward else None
+            beside = saved + sum(layer.saved for layer in backward)
+            for place in range(8):
+                alone = (one.forward[place] if one else 0) + (other.backward[place] if other else 0)
+                highest = max(highest, beside + alone)
+            saved += one.saved if one else 0
+        assert overlapped(f, b) == highest

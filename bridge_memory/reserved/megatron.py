@@ -35,11 +35,12 @@ from bridge_memory.inventory.tail import (
 )
 from bridge_memory.releases import MTP_LOSS_OUTSIDE, OVERLAPPED_LAYERS_FREED
 from bridge_memory.reserved.encoders import Encoders
-from bridge_memory.schedule.events import num_warmup, schedule_table
+from bridge_memory.schedule.events import Moment, num_warmup, schedule_table, walk
 from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.spec import LayerSpec, RunSpec
 from bridge_memory.spec.encoders import MEGATRON_KINDS
 from bridge_memory.spec.layout import ChunkShape, layout
+from bridge_memory.tapes.alive import NODES, TURNS
 from bridge_memory.tapes.allocation_trace import Nodes, Passes, Storages, tape_of
 from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
@@ -172,6 +173,28 @@ class _Streams:
         self._waiting, self._done = left, 0
 
 
+class _Variables:
+    """Hidden states of ``nbytes`` that the schedule refers to in addition to its chunks (``Moment.hidden``)."""
+
+    def __init__(self, storages: Storages, nbytes: int) -> None:
+        self._storages, self.nbytes = storages, nbytes
+        self._held: list[int] = []
+
+    def take(self, number: int) -> None:
+        """A reference that the schedule drops at the next pass, or later."""
+        if number in self._held:
+            self._storages.drop(number)
+        else:
+            self._held.append(number)
+
+    def hold(self, number: int) -> None:
+        """Hold so many: the newest, and new ones where there are fewer, which have been received."""
+        older = max(0, len(self._held) - number)
+        self._storages.drop_all(self._held[:older])
+        del self._held[:older]
+        self._held += [self._storages.make(self.nbytes) for _ in range(number - len(self._held))]
+
+
 class _Pass(NamedTuple):
     """A microbatch in a chunk, between its overlapped passes."""
 
@@ -203,9 +226,7 @@ class _Depths:
         storages.drop_all(states)
         outs = []
         for _ in range(1 + self._number):
-            part = storages.make(self._hidden)
-            out, its_back = self._loss.forward(part)
-            storages.drop(part)
+            out, its_back = self._loss.forward(joined)  # a view of its part
             losses.append(its_back)
             outs.append(out)
         storages.drop(joined)
@@ -428,7 +449,9 @@ class _Job:
     def _microbatches(self, hidden: int) -> None:
         """The passes of a step. A chunk's input is held to the end of its backward, and the gradient of its output."""
         waiting: dict[tuple[int, int], tuple[int | None, list[Back]]] = {}
-        for forward, microbatch, chunk in self._order():
+        variables = _Variables(self.storages, hidden)
+        for (forward, microbatch, chunk), moment in zip(self._order(), self._moments(), strict=True):
+            variables.hold(moment.hidden)
             shape = self.shapes[chunk]
             if forward:
                 x = None if shape.embedding else self.storages.make(hidden)
@@ -436,7 +459,7 @@ class _Job:
                 out, back = self._forward(chunk, x)
                 self.storages.drop(pixels)
                 if out is not None and out is not x:  # sent and freed, but where it is saved
-                    self.storages.drop(out)
+                    (self.storages.drop if shape.output else variables.take)(out)
                 waiting[microbatch, chunk] = x, back
                 continue
             x, back = waiting.pop((microbatch, chunk))
@@ -450,9 +473,12 @@ class _Job:
                     kept = self.storages.make(at_embedding.before)
             if at_embedding.own:
                 self.storages.drop_all([self.storages.make(at_embedding.own), self.storages.make(at_embedding.total)])
-            for number in (gradient, held, x, kept):
+            if kept is not None:
+                self.storages.drop(kept)
+            for number in (x, held, gradient):
                 if number is not None:
-                    self.storages.drop(number)
+                    variables.take(number)
+        variables.hold(0)
 
     def _tied(self, shape: ChunkShape) -> tuple[PendingGradients, PendingGradients]:
         """Gradients of the weight that a chunk's embedding and output layer share, at each of the two."""
@@ -468,15 +494,24 @@ class _Job:
                 if one is not None:
                     yield is_forward, *one
 
-    def _pairs(self) -> Iterator[tuple[tuple[int, int] | None, tuple[int, int] | None]]:
-        """(microbatch, chunk) of a pass forward and of the one backward after it, of this rank, of as many microbatches
-        as there are moments. None: only the other."""
+    def _schedule(self) -> tuple[int, int, int, int, int, bool]:
+        """Arguments of ``walk``: the pipeline, this rank, as many microbatches as there are moments, the virtual
+        stages, their group, and whether passes overlap."""
         p, v = self.run.parallel, len(self.shapes)
         group = p.microbatch_group_size_per_vp_stage or p.pp
         extra = self.run.implementation.overlap_moe_expert_parallel_comm
-        number = few_microbatches(p.pp, self.run.num_microbatches, v, group, extra)
+        return p.pp, self.stage, few_microbatches(p.pp, self.run.num_microbatches, v, group, extra), v, group, extra
+
+    def _moments(self) -> Iterator[Moment]:
+        """The moments of ``_order``, or of ``_pairs`` where passes overlap."""
+        return walk(*self._schedule())
+
+    def _pairs(self) -> Iterator[tuple[tuple[int, int] | None, tuple[int, int] | None]]:
+        """(microbatch, chunk) of a pass forward and of the one backward after it, of this rank. None: only the
+        other."""
+        pp, _, number, v, group, extra = self._schedule()
         table = schedule_table(number, v, group)
-        first = num_warmup(p.pp, self.stage, number, v, group, extra)
+        first = num_warmup(pp, self.stage, number, v, group, extra)
         backward = [(microbatch, v - 1 - chunk) for microbatch, chunk in table]
         for place in range(len(table) + first):
             yield table[place] if place < len(table) else None, backward[place - first] if place >= first else None
@@ -486,11 +521,16 @@ class _Job:
     def _overlapped(self, hidden: int) -> None:
         """The passes of a step, where a forward and a backward pass run in turns."""
         waiting: dict[tuple[int, int], _Pass] = {}
-        for forward, back in self._pairs():
+        variables = _Variables(self.storages, hidden)
+        for (forward, back), moment in zip(self._pairs(), self._moments(), strict=True):
+            variables.hold(moment.hidden)
             of_back = None if back is None else waiting.pop(back)
-            found = self._both(hidden, None if forward is None else forward[1], of_back, 0 if back is None else back[1])
+            found = self._both(
+                variables, None if forward is None else forward[1], of_back, 0 if back is None else back[1]
+            )
             if forward is not None:
                 waiting[forward] = found
+        variables.hold(0)
         self.streams.wait(everything=True)  # the norm of the gradients
 
     def _after(self, shape: ChunkShape) -> int:
@@ -498,10 +538,10 @@ class _Job:
         last node.)"""
         return holds_final_norm(self.run.model, shape, self.ctx) + shape.output
 
-    def _both(self, hidden: int, forward: int | None, back: _Pass | None, chunk: int) -> _Pass:
+    def _both(self, variables: _Variables, forward: int | None, back: _Pass | None, chunk: int) -> _Pass:
         """One pass forward of chunk ``forward`` and one backward of ``chunk``, layer by layer in turns. Returns the
         pass that has run forward."""
-        storages = self.storages
+        storages, hidden = self.storages, variables.nbytes
         new = _Pass(None, [], [], [])
         inside = gradient = held = None
         blocks: list[Passes | _Depths | Encoders] = []
@@ -546,15 +586,17 @@ class _Job:
                 storages.drop(inside)
             inside = out
         if inside is not None:
-            storages.drop(inside)
+            (storages.drop if tail and self.shapes[forward].output else variables.take)(inside)
         if back is not None:
             while back.before:
                 gradient = back.before.pop()(gradient).get(0)
             if at_embedding.own:
                 storages.drop_all([storages.make(at_embedding.own), storages.make(at_embedding.total)])
-            for number in (gradient, held, back.x, kept):
+            if kept is not None:
+                storages.drop(kept)
+            for number in (back.x, held, gradient):
                 if number is not None:
-                    storages.drop(number)
+                    variables.take(number)
         storages.drop_all(to_the_end)
         return new
 
@@ -570,7 +612,7 @@ class _Turns:
     def run(self, gradient: int | None) -> tuple[int | None, int | None]:
         """(the output of the one, the gradient of the other's input); ``gradient``: that of the other's output."""
         f, b, out, grads = self.forward, self._back, None, {} if gradient is None else {0: gradient}
-        for backwards, node in _ORDER:
+        for backwards, node in TURNS:
             nodes = b if backwards else f
             if nodes is None or (len(nodes) == 1 and node):
                 continue
@@ -601,11 +643,3 @@ class _Turns:
         self.streams.recording = True
         self._done(number)
         self.streams.recording = False
-
-
-#: Nodes of a layer with experts: up to the router, the exchange, the experts, the exchange back. Odd ones exchange.
-NODES = 4
-#: Their order in two layers, one of which runs backward: (backward, node).
-_ORDER = (
-    (True, 3), (False, 0), (True, 2), (False, 1), (True, 1), (False, 2), (False, 3), (True, 0),
-)  # fmt: skip

@@ -36,22 +36,38 @@ chunk's first operation does) and the gradient of its output during its backward
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import mul
+from functools import reduce
+from operator import add, mul
 from typing import Any, NamedTuple
 
 #: The larger, or the smaller, of two numbers.
 OfTwo = Callable[[Any, Any], Any]
 
 
+class LayerTurns(NamedTuple):
+    """Equal layers in a row, which an overlapped schedule runs node by node, in bytes of one microbatch."""
+
+    number: int
+    saved: int
+    forward_peak: int
+    backward_peak: int
+    #: The most alive of one of them at each turn of two layers, if it runs forward, and if it runs backward.
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
 class OverlapCost(NamedTuple):
     """The parts of a chunk that run separately when two chunks are overlapped, in bytes of one microbatch."""
 
-    #: Saved by the blocks before its layers, and by those after them.
+    #: Saved by the blocks before its layers.
     before: int
-    after: int
-    #: Largest temporary memory of one layer, beyond what it saves: forward, and backward.
-    forward: int
-    backward: int
+    #: Alive when these have run forward, and when everything after them has run backward.
+    entering: int
+    leaving: int
+    #: The most alive while they run, with what they saved: forward, and backward.
+    forward_before: int
+    backward_before: int
+    layers: tuple[LayerTurns, ...]
     #: Held by layers that have run backward, until the chunk's forward and backward are over.
     held: int = 0
 
@@ -282,15 +298,39 @@ def overlapped(f: ChunkCost, b: ChunkCost, most: OfTwo = max, least: OfTwo = min
     """The most bytes of both chunks while ``f`` runs forward and ``b`` backward, overlapped. ``most``, ``least``: of
     two; for arrays those of numpy.
 
-    Layer by layer ``f`` saves tensors while those of ``b`` are freed: at most the larger of the two is alive. Blocks
-    after the layers run backward before the layers, and forward after them; of the other chunk only what was saved
-    before its layers is alive then (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).
+    Blocks after the layers run backward before the layers, and forward after them; of the other chunk only what enters
+    or leaves its layers is alive then. Blocks before the layers run forward first and backward last: all that the
+    other chunk saved is alive then (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).
     """
     if f.overlap is None or b.overlap is None:
         return f.forward_peak + b.backward_peak - least(f.saved, b.saved)
-    layers = most(f.saved - f.overlap.after, b.saved - b.overlap.after) + f.overlap.forward + b.overlap.backward
-    layers = most(layers + b.overlap.held, f.forward_peak + b.overlap.before + b.overlap.held)
-    return most(b.backward_peak + f.overlap.before, layers)
+    last = most(f.forward_peak + b.overlap.leaving, f.saved + b.overlap.backward_before)
+    first = most(f.overlap.forward_before + b.saved, f.overlap.entering + b.backward_peak)
+    layers = f.overlap.before + b.overlap.before + _in_turns(f.overlap.layers, b.overlap.layers, most)
+    return most(first, most(layers, last) + b.overlap.held)
+
+
+def _in_turns(f: Sequence[LayerTurns], b: Sequence[LayerTurns], most: OfTwo) -> Any:
+    """The most bytes of two chunks' layers, while those of ``f`` run forward, from the first on, and those of ``b``
+    backward, from the last on, two at a time. Of equal layers in a row it is the first or the last."""
+    forward, backward = list(f), list(b)[::-1]
+    saved, left, highest = 0, sum([layers.number * layers.saved for layers in b]), 0
+    while forward and backward:
+        one, other = forward[0], backward[0]
+        number = min(one.number, other.number)
+        both = reduce(most, map(add, one.forward, other.backward)) - other.saved
+        highest = most(highest, saved + left + both)
+        saved, left = saved + number * one.saved, left - number * other.saved
+        highest = most(highest, saved - one.saved + left + other.saved + both)
+        for layers, rest in ((forward, one), (backward, other)):
+            layers[:1] = [rest._replace(number=rest.number - number)] if rest.number > number else []
+    for other in backward:
+        highest = most(highest, saved + left - other.saved + other.backward_peak)
+        left = left - other.number * other.saved
+    for one in forward:
+        saved = saved + one.number * one.saved
+        highest = most(highest, saved - one.saved + one.forward_peak)
+    return highest
 
 
 def highest(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes: int) -> PeakMoment:
@@ -298,6 +338,7 @@ def highest(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes
     saved, forward, backward, _, carried = zip(*chunks, strict=True)
     largest = max(saved)
     most, peak = -1, None
+    pairs: dict[tuple[int, int], int] = {}
     for moment in moments:
         phase, chunk, alive, hidden, forward_chunk, carrying = moment
         n = hidden * hidden_bytes + sum(map(mul, carrying, carried))
@@ -306,7 +347,10 @@ def highest(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes
         elif phase == "forward":
             n += forward[chunk] - saved[chunk]
         else:
-            n += overlapped(chunks[forward_chunk], chunks[chunk]) - saved[forward_chunk] - saved[chunk]
+            both = pairs.get((forward_chunk, chunk))
+            if both is None:
+                both = pairs[forward_chunk, chunk] = overlapped(chunks[forward_chunk], chunks[chunk])
+            n += both - saved[forward_chunk] - saved[chunk]
         if n + sum(alive) * largest <= most:
             continue  # even if every chunk saved as much as the largest
         n += sum(map(mul, alive, saved))

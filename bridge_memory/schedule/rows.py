@@ -69,18 +69,21 @@ def peak_of_many(
         if m > 0:
             of_schedules.setdefault(few_microbatches(pp, m, v, group, overlaps), []).append(m)
     out: Any = 0
+    pairs: dict[tuple[int, int], Any] = {}
     for m, alike in of_schedules.items():
         most: Any = 0
         for rank in ranks:
             for moment in peak_moments(pp, rank, m, v, group, overlaps, True, keeps_outputs, which, carries):
-                most = np.maximum(most, _bytes_at(moment, few, hidden_bytes))
+                most = np.maximum(most, _bytes_at(moment, few, hidden_bytes, pairs))
         here = np.isin(numbers, alike)
         out = most if len(of_schedules) == 1 else np.where(here, most, out)
     return out
 
 
-def _bytes_at(moment: Moment, chunks: Sequence[ChunkCost], hidden_bytes: Any) -> Any:
-    """As ``events.highest`` counts them."""
+def _bytes_at(
+    moment: Moment, chunks: Sequence[ChunkCost], hidden_bytes: Any, pairs: dict[tuple[int, int], Any]
+) -> Any:
+    """As ``events.highest`` counts them. ``pairs``: what is known of two chunks that overlap, by their numbers."""
     here = moment.hidden * hidden_bytes
     for chunk, alive in zip(chunks, moment.alive, strict=True):
         here = here + alive * chunk.saved if alive else here
@@ -88,5 +91,8 @@ def _bytes_at(moment: Moment, chunks: Sequence[ChunkCost], hidden_bytes: Any) ->
         here = here + number * chunk.carried_over if number else here
     one, other = chunks[moment.chunk], chunks[moment.forward_chunk]
     if moment.phase == "overlapped":
-        return here + overlapped(other, one, np.maximum, np.minimum) - other.saved - one.saved
+        pair = moment.forward_chunk, moment.chunk
+        if pair not in pairs:
+            pairs[pair] = overlapped(other, one, np.maximum, np.minimum)
+        return here + pairs[pair] - other.saved - one.saved
     return here + (one.backward_peak if moment.phase == "backward" else one.forward_peak) - one.saved

@@ -224,8 +224,8 @@ class Structure:
 
     __slots__ = (
         "_between", "_offloading", "backward", "backward_held", "discarded", "forward", "input_discarded",
-        "input_retained", "inputs", "no_grad", "no_grad_retained", "offloaded", "output_reached", "outputs", "retained",
-        "tensors",
+        "input_retained", "inputs", "no_grad", "no_grad_retained", "nodes", "offloaded", "output_reached", "outputs",
+        "retained", "tensors",
     )  # fmt: skip
 
     def __init__(self, tape: Tape, atoms: Atoms, *, without_gradients: bool = True) -> None:
@@ -253,7 +253,7 @@ class Structure:
         self.inputs = atoms.positions(sum(t.units for t in tape.input_tensors))
         self.outputs = atoms.positions(sum(t.units for t in tape.output_tensors))
         self.output_reached = any(t.has_gradient for t in tape.output_tensors)
-        forward = run.moments, run.landmark
+        forward, in_turns = (run.moments, run.landmark), _turns_forward(run)
         backward, held = run, run.copy()
         backward.backward(hold=False)
         held.backward(hold=True)
@@ -267,6 +267,12 @@ class Structure:
         self.backward = _split(backward.moments, backward.landmark, atoms)
         self.backward_held = _split(held.moments, held.landmark, atoms)
         self.no_grad = _split(no_grad.moments, no_grad.landmark, atoms)
+        #: If the tape has the nodes of an overlapped schedule, the candidates of each turn, of two passes, of which
+        #: one runs forward and the other backward: those of the first, then those of the second.
+        self.nodes: tuple[_PeakCandidates, ...] = ()
+        if len(in_turns) == len(TURNS):
+            in_turns += _turns_backward(backward)
+            self.nodes = tuple(_PeakCandidates(_undominated(moments, atoms), atoms) for moments in in_turns)
 
     def _keep(self, between: _Between, offloaded: set[int]) -> None:
         """What is kept between the passes. ``offloaded``: storages that go to host memory, which are alive during
@@ -311,6 +317,46 @@ class Structure:
             "no_grad_peak": self.no_grad,
         }  # fmt: skip
         return {name: (peaks.before, peaks.after) for name, peaks in passes.items()}
+
+
+#: Nodes of a layer with experts in an overlapped schedule: up to the router, the exchange, the experts, the exchange
+#: back. Odd ones exchange. Other layers have one, which runs in the turns of the first.
+NODES = 4
+#: The order of the nodes of two layers, of which one runs backward: (backward, node) (megatron-core
+#: ``models/common/model_chunk_schedule_plan.py: TransformerLayerSchedulePlan.run``).
+TURNS = (
+    (True, 3), (False, 0), (True, 2), (False, 1), (True, 1), (False, 2), (False, 3), (True, 0),
+)  # fmt: skip
+
+
+def _turns_forward(run: _Run) -> list[list[Moment]]:
+    """What is alive of a layer at each turn, if it runs forward; empty without cuts."""
+    if not run.cuts:
+        return []
+    before, out = run.moments[:1], []
+    ends = [at for at, _ in run.cuts] + [len(run.moments)]
+    after = [Moment("", alive) for _, alive in run.cuts] + [Moment("", run.alive)]
+    for backwards, node in TURNS:
+        if not backwards and node < len(ends):
+            out.append(run.moments[ends[node - 1] if node else 0 : ends[node]])
+            before = [after[node]]
+        else:
+            out.append(before)
+    return out if len(ends) == NODES else []
+
+
+def _turns_backward(run: _Run) -> list[list[Moment]]:
+    """The same of a layer that runs backward."""
+    before, out = run.moments[:1], []
+    ends = [len(run.moments)] + [at for at, _ in reversed(run.cuts)]
+    after = [Moment("", alive) for _, alive in reversed(run.cuts)]
+    for backwards, node in TURNS:
+        if backwards:
+            out.append(run.moments[ends[node + 1] if node + 1 < NODES else 0 : ends[node]])
+            before = [after[node - 1]] if node else []
+        else:
+            out.append(before)
+    return out
 
 
 def _split(moments: Sequence[Moment], landmark: int, atoms: Atoms) -> _Peaks:
@@ -424,6 +470,13 @@ class BlockCost:
             s.forward.before.highest(signed), s.backward.after.highest(signed), s.backward_held.after.highest(signed),
             s.no_grad.before.highest(signed),
         )
+
+    @property
+    def turns(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The most alive at each of ``TURNS`` if the block runs forward, and if it runs backward; None if it has no
+        nodes."""
+        found = tuple([candidates.highest(self._signed) for candidates in self._structure.nodes])
+        return (found[: len(TURNS)], found[len(TURNS) :]) if found else None
 
     @property
     def tensors(self) -> tuple[SavedTensor, ...]:
@@ -682,6 +735,10 @@ class _Run:
         #: All moments in order, and how many of them are before the landmark.
         self.moments: list[Moment] = []
         self.landmark = 0
+        #: At each cut of the pass: how many moments are before it, and the counts of everything alive.
+        self.cuts: list[tuple[int, int]] = []
+        #: The gradients that a node took, to which whoever runs it backward refers until it has run.
+        self._taken: dict[int, _Grad] = {}
         #: Discarded storages: referenced, but without bytes.
         self.discarded: set[int] = set()
         #: Of every storage that operations in offloaded modules save, the modules around each of these.
@@ -704,7 +761,7 @@ class _Run:
         other.order, other._offloaded = self.order, self._offloaded
         other._grads, other._grad_units, other._recomputed, other._recomputing = {}, 0, {}, -1
         other._delayed, other._unsaved = {}, {}
-        other.moments, other.landmark = [], 0
+        other.moments, other.landmark, other.cuts, other._taken = [], 0, [], {}
         return other
 
     # ---- reference counting ----
@@ -773,6 +830,34 @@ class _Run:
     def _mark(self, name: str, extra: int = 0) -> None:
         self.moments.append(Moment(name, self.alive + self._grad_units + extra))
 
+    def _cut(self) -> None:
+        self.cuts.append((len(self.moments), self.alive + self._grad_units))
+
+    # Nodes run backward one by one, each a graph of its own: what it takes from others are leaves, whose gradients
+    # autograd copies where something else refers to them (``accumulate_grad.h: accumulateGrad``).
+
+    def _begin_node(self) -> None:
+        self._taken = dict(self._grads)
+        for g in self._taken.values():
+            g.refs += 1
+
+    def _end_node(self) -> None:
+        units, known = self.plan.grad_units, {id(g) for g in self._taken.values()}
+        shared = {
+            i: g for i, g in self._grads.items()
+            if self._taken.get(i) is not g and (g.refs > 1 or id(g) in known)
+        }  # fmt: skip
+        for i, g in shared.items():
+            self._grads[i] = _Grad(units[i])
+            self._grad_units += units[i]
+            self._release_grad(g)
+        if shared:
+            self._mark("gradients of a node's inputs")
+        for g in self._taken.values():
+            self._release_grad(g)
+        self._cut()
+        self._begin_node()
+
     # ---- forward ----
 
     def forward(self, *, save: bool) -> None:
@@ -810,7 +895,10 @@ class _Run:
                         if self.refs[i] and i not in self.discarded:
                             self._discard(i)
                 continue
-            elif kind is Flush or kind is Cut:
+            elif kind is Cut:
+                self._cut()
+                continue
+            elif kind is Flush:
                 continue
             else:
                 self.landmark = len(self.moments)
@@ -841,8 +929,10 @@ class _Run:
                 self._grads[i] = _Grad(self.plan.grad_units[i])
                 self._grad_units += self.plan.grad_units[i]
                 self._grads[i].refs += hold
-        self.moments = []
+        self.moments, self.cuts = [], []
         self._mark("grad of output")
+        if any(type(step) is Cut for step in self.plan.steps):
+            self._begin_node()
         passed = self._back(self.plan.steps)
         self.landmark = passed if passed is not None else len(self.moments)
 
@@ -876,7 +966,9 @@ class _Run:
             kind = type(step)
             if kind is _Step:
                 self._back_step(step)  # type: ignore[arg-type]
-            elif kind is _Scope or kind is Cut:
+            elif kind is Cut:
+                self._end_node()
+            elif kind is _Scope:
                 pass
             elif kind is _Part:
                 inner = self._back_part(step)  # type: ignore[arg-type]

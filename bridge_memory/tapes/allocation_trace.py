@@ -281,6 +281,9 @@ class _Walk(_Run):
         """The storage of every gradient that is there, by tensor."""
         return {i: g.number for i, g in self._grads.items() if isinstance(g, _Gradient)}
 
+    def _end_node(self) -> None:
+        """Whoever runs nodes one by one does this (``Nodes.backward``)."""
+
     def copy_shared_gradients(self, before: dict[int, int]) -> None:
         """New gradients become storages of their own where they are one storage, or one of ``before``."""
         known = set(before.values())

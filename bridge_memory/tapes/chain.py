@@ -8,7 +8,7 @@ from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
 from bridge_memory.components import Part, Provenance
-from bridge_memory.tapes.alive import BlockCost
+from bridge_memory.tapes.alive import TURNS, BlockCost
 from bridge_memory.tapes.blocks import Block
 from bridge_memory.tapes.symbolic import chosen, largest
 
@@ -133,6 +133,25 @@ class Link(NamedTuple):
         more = (*self.more, ((Part.NOT_OFFLOADED, Provenance.FORMULA), self.offloaded))
         return self._replace(retained=self.retained + self.offloaded, more=more, offloaded=0)
 
+    def in_turns(self, gradient: int) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...]]:
+        """(what it saves, its peaks, and the most alive at each of ``TURNS``: ``ChunkInventory.by_layer``).
+        ``gradient``: of the chunk's output, which is alive during backward."""
+        saved, forward, backward = self.retained + self.discarded, self.forward_peak, self.backward_peak + gradient
+        turns = self.cost.turns if self.cost is not None else None
+        if turns is not None:
+            assert self.cost is not None
+            # What the chunk, or its engine, has in addition.
+            more, back = forward - self.cost.forward_peak, backward - self.cost.backward_peak
+            return saved, forward, backward, tuple(n + more for n in turns[0]), tuple(n + back for n in turns[1])
+        # It runs in the turns of the first node.
+        given = self.cost.input_bytes if self.cost is not None else 0
+        start = TURNS.index((False, 0))
+        last = len(TURNS) - 1
+        return (
+            saved, forward, backward, (*[given] * start, forward, *[saved] * (last - start)),
+            (*[saved + gradient] * last, backward),
+        )
+
     def parts(self) -> Iterator[tuple[tuple[Part, Provenance], int]]:
         """``retained`` by part of the model and provenance."""
         if self.cost is not None:
@@ -200,22 +219,32 @@ class ChunkInventory(NamedTuple):
         """Whether anything is offloaded to host memory between the passes."""
         return any([link.offloaded for link, _ in self.links])
 
-    def by_layer(self) -> tuple[int, int, int, int]:
-        """(retained by the embedding, retained by the final loss, largest temporary memory of any other link in
-        forward, the same in backward), where layers are scheduled one by one
-        (``models/common/model_chunk_schedule_plan.py``).
+    def by_layer(self) -> tuple[int, int, int, int, int, tuple[Any, ...]]:
+        """Where layers are scheduled one by one (``models/common/model_chunk_schedule_plan.py``): (retained by the
+        blocks before them; alive when these have run forward, and when all after them has run backward; the most alive
+        while they run forward, and backward; the layers: of each its number, what it saves, its forward and its
+        backward peak, and the most alive of it at each of ``alive.TURNS`` in forward and in backward).
 
-        The other links include the losses of MTP depths: each follows its depth there. What links discard between the
-        passes is there during both.
+        What links discard between the passes is there during both.
         """
-        present = sum([count * link.discarded for link, count in self.links])
-        links = [link for link, _ in self.links]
-        embedding = links.pop(0).retained if links and links[0].label is Label.EMBEDDING else 0
-        loss = links.pop().retained if links and links[-1].label is Label.LOSS else 0
+        links = list(self.links)
+        before = forward_before = backward_before = 0
+        while links and links[0][0].label in (Label.EMBEDDING, Label.ENCODER):
+            link, count = links.pop(0)
+            last = before + (count - 1) * link.retained
+            forward_before = largest(forward_before, last + link.forward_peak)
+            backward_before = largest(backward_before, last + link.backward_peak + self.output_bytes)
+            before += count * link.retained
+        received = len(links) == len(self.links)
+        while links and links[-1][0].label in (Label.LOSS, Label.FINAL_NORM):
+            links.pop()
+        first = links[0][0].cost if links else None
+        given = first.input_bytes if first is not None else 0
+        # The schedule holds what was received; the gradient of the first layer's input, and of the chunk's output.
+        entering, leaving = before + given, before + given * received + given + self.output_bytes
+        layers = tuple([(count, *link.in_turns(self.output_bytes)) for link, count in links])
         return (
-            embedding, loss,
-            present + max([link.forward_peak - link.retained - link.discarded for link in links], default=0),
-            present + max([link.backward_peak - link.retained - link.discarded for link in links], default=0),
+            before, entering, leaving, largest(forward_before, entering), largest(backward_before, leaving), layers,
         )
 
     def parts(self) -> dict[tuple[Part, Provenance], int]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridge_memory.spec import RecomputeSpec
-from bridge_memory.tapes.alive import COUNT_BYTES, Structure
+from bridge_memory.tapes.alive import COUNT_BYTES, TURNS, Structure
 from bridge_memory.tapes.batched import (
     AXES,
     Batched,
@@ -45,18 +45,26 @@ FLAGS = ("input_discarded", "input_retained", "output_reached")
 _BEFORE = ("before_forward", "before_backward", "before_held", "before_no_grad")
 
 
+#: Columns of every block.
+COLUMNS = (
+    "backward_peak", "backward_peak_held", "discarded", "forward_peak", "input_bytes", "input_discarded",
+    "input_retained", "no_grad_peak", "no_grad_retained", "offloaded", "output_bytes", "output_reached", "retained",
+    *_BEFORE,
+)  # fmt: skip
+#: And of blocks with nodes of an overlapped schedule: ``Structure.nodes``.
+OF_NODES = tuple(f"node {turn}" for turn in range(2 * len(TURNS)))
+
+
 class ManyCost:
     """As ``alive.BlockCost``, of many runs."""
 
-    __slots__ = (
-        "backward_peak", "backward_peak_held", "discarded", "forward_peak", "input_bytes", "input_discarded",
-        "input_retained", "no_grad_peak", "no_grad_retained", "offloaded", "output_bytes", "output_reached", "retained",
-        *_BEFORE,
-    )  # fmt: skip
+    __slots__ = (*COLUMNS, "turns")
 
     def __init__(self, columns: dict[str, Any]) -> None:
-        for name in self.__slots__:
+        for name in COLUMNS:
             setattr(self, name, columns[name])
+        found = tuple([columns[name] for name in OF_NODES if name in columns])
+        self.turns = (found[: len(TURNS)], found[len(TURNS) :]) if found else None
 
     @property
     def before_landmark_forward(self) -> Any:
@@ -334,8 +342,7 @@ class RunGrid:
         self._shapes = {shape: i for i, shape in enumerate(shapes)}
 
     def _columns(self, key: Hashable, record: Callable[[Any], None]) -> Columns:
-        names = (*ManyCost.__slots__,)
-        cost = {name: np.zeros(self.shape, bool if name in FLAGS else np.int64) for name in names}
+        cost = {name: np.zeros(self.shape, bool if name in FLAGS else np.int64) for name in COLUMNS}
         bare = self.bare_grid()
         # Parameters depend neither on the micro batch nor on recomputation.
         parameters = bare.block(bare.all, key, record).parameters if bare is not self else None
@@ -345,6 +352,8 @@ class RunGrid:
         for part, trace, sizes in self._leaves(key, record):
             s, atoms, here = trace.structure.offloading(self.cache.offloads), trace.atoms, part.index
             for name, values in evaluated(s, sizes[:atoms]).items():
+                if name not in cost:
+                    cost[name] = np.zeros(self.shape, np.int64)
                 cost[name][here] = values
             for name in FLAGS:
                 cost[name][here] = getattr(s, name)
@@ -453,7 +462,7 @@ def evaluated(structure: Structure, sizes: Sequence[Any]) -> dict[str, np.ndarra
     found = {
         name: totals[at].max(axis=0, initial=0).astype(np.int64).reshape(shape) for name, at in rows.items()
     }
-    out = {name: found[name] for name in structure.sums()}
+    out = {name: found[name] for name in (*structure.sums(), *OF_NODES) if name in found}
     for name, before, after in _PASSES:
         first, second = found[before], found[after]
         out[name] = np.maximum(first, second)
@@ -482,6 +491,10 @@ def _matrix(structure: Structure, number: int, *, every: bool) -> _Matrix:
             moments = _steps(candidates.steps, number) if every else _moments(candidates.counts(), number)
             pieces.append(moments)
             rows[sign + name] = slice(at, at := at + len(moments))
+    for name, candidates in zip(OF_NODES, structure.nodes, strict=False):
+        moments = _steps(candidates.steps, number) if every else _moments(candidates.counts(), number)
+        pieces.append(moments)
+        rows[name] = slice(at, at := at + len(moments))
     return _Matrix(np.concatenate(pieces).astype(float), rows)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge_memory.tapes.many import FLAGS, Columns, ManyCost, ManyParameters, Request, RunGrid
+from bridge_memory.tapes.many import COLUMNS, FLAGS, OF_NODES, Columns, ManyParameters, Request, RunGrid
 from bridge_memory.tapes.parameters import Parameter, ParameterList, Repeated, Use
 
 
@@ -30,8 +30,8 @@ def pack(grid: RunGrid) -> tuple[dict[str, np.ndarray], Any]:
     arrays: dict[str, np.ndarray] = {}
     blocks: dict[str, Any] = {}
     for number, (block, columns) in enumerate(grid.evaluated_blocks()):
-        for field in ManyCost.__slots__:
-            arrays[f"{number}.{field}"] = columns.cost[field]
+        for field, values in columns.cost.items():
+            arrays[f"{number}.{field}"] = values
         for i, request in enumerate(columns.persistent):
             arrays[f"{number}.what.{i}"], arrays[f"{number}.nbytes.{i}"] = request.what, request.nbytes
         parameters = columns.parameters
@@ -71,8 +71,9 @@ def _columns(grid: RunGrid, arrays: Mapping[str, np.ndarray], number: int, reque
     known = [ParameterList([_repeated(row) for row in rows]) for rows in lists]
     if not known or which.min() < 0 or which.max() >= len(known):
         raise ValueError("parameters are not of this grid")
+    of_nodes = [field for field in OF_NODES if f"{number}.{field}" in arrays]
     return Columns(
-        {field: array(field, "b" if field in FLAGS else "i") for field in ManyCost.__slots__},
+        {field: array(field, "b" if field in FLAGS else "i") for field in (*COLUMNS, *of_nodes)},
         ManyParameters(known, which),
         tuple(Request(array(f"what.{i}", "i"), array(f"nbytes.{i}", "i")) for i in range(requests)),
     )

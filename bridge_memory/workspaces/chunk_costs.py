@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bridge_memory.schedule.events import ChunkCost
+from bridge_memory.schedule.events import ChunkCost, LayerTurns, OverlapCost
 from bridge_memory.tapes.chain import ChunkInventory
 
 
@@ -16,3 +16,9 @@ def chunk_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
         ChunkCost(i.retained, i.forward_peak, i.backward_peak, None, i.carried_over if several else 0)
         for i in inventories
     ]
+
+
+def overlap_cost(chunk: ChunkInventory, held: int) -> OverlapCost:
+    """The parts of a chunk that overlapped schedules run separately; ``held``: ``OverlapCost.held``."""
+    *parts, layers = chunk.by_layer()
+    return OverlapCost(*parts, tuple([LayerTurns(*each) for each in layers]), held)

@@ -22,7 +22,7 @@ from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.inventory.layer_links import layer_link
 from bridge_memory.inventory.stack import chunk_before_its_backward, chunk_inventory
-from bridge_memory.schedule.events import ChunkCost, OverlapCost
+from bridge_memory.schedule.events import ChunkCost
 from bridge_memory.schedule.peak import peak_bytes
 from bridge_memory.spec import (
     AttentionSpec,
@@ -43,7 +43,7 @@ from bridge_memory.spec.graphs import static_masks
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.tapes.chain import ChunkInventory, Label, Link, compose
 from bridge_memory.tapes.context import BlockContext, context_of
-from bridge_memory.workspaces.chunk_costs import chunk_costs
+from bridge_memory.workspaces.chunk_costs import chunk_costs, overlap_cost
 
 _LAYERS = "transformer/cuda_graphs.py: CudaGraphManager, TECudaGraphHelper; TE graph.py: _make_graphed_callables"
 _FULL = "full_cuda_graph.py: FullCudaGraphWrapper"
@@ -113,7 +113,7 @@ class Passes(NamedTuple):
         if overlaps:
             costs = [
                 cost._replace(
-                    overlap=OverlapCost(*chunk.by_layer(), whole.overlap.held if whole.overlap and hidden_bytes else 0)
+                    overlap=overlap_cost(chunk, whole.overlap.held if whole.overlap and hidden_bytes else 0)
                 )
                 for cost, chunk, whole in zip(costs, chunks, self.costs, strict=True)
             ]
