@@ -30,7 +30,7 @@ from bridge_memory.releases import EXPERTS_APART_WITH_ETP, MTP_BUILT_IN_FP8, OTH
 from bridge_memory.spec import DTYPE_BYTES, PrecisionSpec, RunSpec
 from bridge_memory.spec.ranks import place_in_data_parallel
 from bridge_memory.tapes.chain import Label
-from bridge_memory.tapes.context import context_of
+from bridge_memory.tapes.context import mtp_without_gradients
 from bridge_memory.tapes.parameters import (
     PARAM_ALIGNMENT,
     Alike,
@@ -98,7 +98,7 @@ class MegatronDDP:
         #: Whether other parameters exist both in and outside of their buffer.
         self.twice = not OTHERS_MAPPED_BESIDE_MXFP8(run.implementation)
         #: MTP depths have no backward.
-        self.forward_depths = self.fp8 and context_of(run).mtp_without_gradients
+        self.forward_depths = self.fp8 and mtp_without_gradients(run)
         self.states = () if self.frozen else optimizer_states(run)
         self.expandable = run.implementation.expandable_segments
         remainders = not (self.expandable or run.peft.freezes)

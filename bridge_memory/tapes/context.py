@@ -381,9 +381,7 @@ class BlockContext:
     @property
     def mtp_without_gradients(self) -> bool:
         """Whether that recomputation detaches them from the graph, so that they have no backward."""
-        in_fp8 = self.te and self.fp8 is not None and self.fp8_recipe != "nvfp4"
-        cut = in_fp8 and not MTP_CHECKPOINT_DIFFERENTIATES(self.impl)
-        return cut and self.mtp_recomputed
+        return _detaches_depths(self.impl, self.fp8, self.fp8_recipe) and self.mtp_recomputed
 
     @property
     def recomputes_fully(self) -> bool:
@@ -414,12 +412,28 @@ def sizes_of(run: RunSpec) -> tuple[Any, ...]:
     return length // p.cp, sequences, p.tp, p.cp, p.ep, p.etp, run.model.padded_vocab_size(p.tp), p.sp
 
 
+def _recomputes_depths(rc: RecomputeSpec, impl: ImplementationSpec) -> bool:
+    return MTP_DEPTHS_RECOMPUTED(impl) and rc.granularity == "full" and rc.method == "uniform"
+
+
+def _detaches_depths(impl: ImplementationSpec, fp8: str | None, recipe: str) -> bool:
+    """Whether MTP depths that are recomputed have no backward."""
+    return impl.te and fp8 is not None and recipe != "nvfp4" and not MTP_CHECKPOINT_DIFFERENTIATES(impl)
+
+
+def mtp_without_gradients(run: RunSpec) -> bool:
+    """As ``BlockContext.mtp_without_gradients``; of many runs asked only for what decides it."""
+    impl, precision = run.implementation, run.precision
+    detaches = _detaches_depths(impl, precision.fp8 or precision.fp4, precision.recipe)
+    return detaches and _recomputes_depths(run.recompute, impl)
+
+
 def switches_of(rc: RecomputeSpec, impl: ImplementationSpec) -> tuple[bool, ...]:
     """The other DIMENSIONS: the switches of recomputation."""
     full = rc.granularity == "full"
     selected = rc.modules if rc.granularity == "selective" else ()
     return (
-        full and rc.method == "uniform" and MTP_DEPTHS_RECOMPUTED(impl), full,
+        _recomputes_depths(rc, impl), full,
         *[module in selected for module in RECOMPUTE_MODULES],
     )  # fmt: skip
 
