@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import few_fast
 
 from bridge_memory import SpecError, estimate, peaks, search
 from bridge_memory.calculator import (
@@ -321,9 +322,11 @@ def test_quick_offers_the_layout_that_search_finds(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     "words",
-    ["70 --gpus 64 --engine megatron", "13 --gpus 8 --engine megatron_deepspeed --batch-size 4",
-     "70 --gpus 48 --tp 8 --engine megatron_lm --seq-length 4096 --optimizer sgd",
-     "7 --gpus 16 --engine megatron --gpu-mem 24 --seq-length 8192", "Mixtral-8x7B-v0.1 --gpus 32 --engine megatron"],
+    few_fast([
+        "7 --gpus 16 --engine megatron --gpu-mem 24 --seq-length 8192",
+        "13 --gpus 8 --engine megatron_deepspeed --batch-size 4", "Mixtral-8x7B-v0.1 --gpus 32 --engine megatron",
+        "70 --gpus 48 --tp 8 --engine megatron_lm --seq-length 4096 --optimizer sgd", "70 --gpus 64 --engine megatron",
+    ]),
 )  # fmt: skip
 def test_the_command_that_quick_offers_fits(capsys: pytest.CaptureFixture[str], words: str) -> None:
     """Typed, it says so itself, of the same model, sequences of a step and card, and offers nothing more."""

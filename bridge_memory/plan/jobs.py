@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from threading import Lock
 from typing import Any, TypeVar
 
 from bridge_memory.processes import end_with_parent
@@ -16,6 +17,9 @@ from bridge_memory.spec import SpecError, show
 
 T = TypeVar("T")
 
+#: One thread forks at a time: what packages do before and after a fork may be theirs alone (filelock, which
+#: huggingface_hub imports, raises RuntimeError).
+_forking = Lock()
 #: What this process does, where it is a fork of ``spread``.
 _work: Callable[[Any], Any] | None = None
 
@@ -42,7 +46,9 @@ def spread(jobs: int, work: Callable[[Any], T], tasks: Iterable[Any], backend: s
     # A fork has the arguments of its initializer without their being sent.
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _begin, (work, os.getpid()))
     try:
-        yield from pool.map(_do, tasks)
+        with _forking:
+            done = pool.map(_do, tasks)  # it begins all processes and takes all tasks at once
+        yield from done
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -51,8 +57,8 @@ def _begin(work: Callable[[Any], Any], parent: int) -> None:
     """In a fork. Ctrl-C is for the process that shows what was found; its other signals are not for this one."""
     import signal
 
-    global _work
-    _work = work
+    global _work, _forking
+    _work, _forking = work, Lock()  # the one of before the fork is held
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for ends in ("SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, ends), signal.SIG_DFL)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
+from contextlib import redirect_stdout
+from functools import cache
 
 import pytest
 
@@ -26,24 +29,25 @@ COMMANDS = (
 )
 
 
-def test_what_a_command_prints_fits_a_screen(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    for command in COMMANDS:
+@cache
+def printed(command: str) -> str:
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as terminal, redirect_stdout(out):
+        terminal.setenv("COLUMNS", "100")
         main(shlex.split(command))
-        lines = capsys.readouterr().out.splitlines()
+    return out.getvalue()
+
+
+def test_what_a_command_prints_fits_a_screen() -> None:
+    for command in COMMANDS:
+        lines = printed(command).splitlines()
         assert 10 < len(lines) <= 40 and max(map(len, lines)) <= 100, (command, len(lines))
 
 
-def test_stages_and_components_are_always_seen(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_and_components_are_always_seen() -> None:
     """All stages up to eight, else the first, the highest and the last; five components of the highest and the rest."""
-    monkeypatch.setenv("COLUMNS", "100")
     for command in (one for one in COMMANDS if one.startswith("estimate")):
-        main(shlex.split(command))
-        text = capsys.readouterr().out
+        text = printed(command)
         table, components = (text.split(f"\n\n{title}")[1].split("\n\n")[0] for title in ("Memory of", "Largest"))
         stages = [int(n) for n in re.findall(r"^(\d+)(?: \*)? +\d", table, re.MULTILINE)]
         (highest,) = re.findall(r"^(\d+) \*", table, re.MULTILINE)
@@ -53,13 +57,11 @@ def test_stages_and_components_are_always_seen(
         assert len(re.findall(r"^ *\d+\.\d+ ", components, re.MULTILINE)) >= 6, command
 
 
-def test_what_was_left_out_is_counted_and_shown_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_left_out_is_counted_and_shown_on_demand() -> None:
     whatif = "whatif Qwen3-32B --num-gpus 8 --tp 8 --gpu H100 --pairs"
     for command, names, more in (
         (COMMANDS[0], "more that decide", "-v"), (COMMANDS[3], "more stage", "-v"),
         (COMMANDS[6], "-v also shows", "-v"), (whatif, "--top N", "--top 20"),
     ):  # fmt: skip
-        main(shlex.split(command))
-        short = capsys.readouterr().out
-        main(shlex.split(f"{command} {more}"))
-        assert names in short and len(capsys.readouterr().out) > len(short)
+        short = printed(command)
+        assert names in short and len(printed(f"{command} {more}")) > len(short)
