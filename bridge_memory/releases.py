@@ -412,6 +412,12 @@ FSDP_REDUCES_EACH_PARAMETER = since(core=(0, 16))
 #: Main parameters and gradients have configurable dtypes, ``megatron_fsdp_main_params_dtype`` and
 #: ``megatron_fsdp_main_grads_dtype`` (``distributed_data_parallel_config.py``).
 FSDP_MAIN_DTYPES = since(core=(0, 17))
+#: Nothing tells the buffers of a precision-aware optimizer, so that gradients are cast to the dtype of the optimizer's
+#: parameters (PGB: ``ParamAndGradBuffer.update_main_grads``); until ``FSDP_KNOWS_PRECISION_AWARE``.
+FSDP_CASTS_GRADIENTS = since(core=(0, 14))
+#: FusedAdam takes the gradients of the buffers, and has no main parameters beside Megatron-FSDP's (``optimizer/
+#: __init__.py: get_megatron_optimizer``).
+FSDP_KNOWS_PRECISION_AWARE = since(core=(0, 18))
 #: Parameters outside of units stay gathered between steps (PGB: ``AllGatherPipeline.reset``), and their modules gather
 #: no units ahead after the first backward pass (FSDP ``_root_pre_backward`` marks all modules).
 FSDP_KEEPS_ROOT = since(

@@ -50,13 +50,6 @@ def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
             order="static inputs of every graph, up to what forward and backward passes need",
             least=found.least, most=found.most, of_job=True,
         )
-    aware = optimizer.use_precision_aware_optimizer and run.data_parallel.engine == "megatron_fsdp"
-    if aware and core_of(impl) < (0, 19):
-        # Measured with megatron-core 0.16.1's own classes; what keeps them was not found.
-        yield Unmodelled(
-            "use_precision_aware_optimizer with Megatron-FSDP before megatron-core 0.19: part of its state", Effect.UP,
-            order="2 bytes for each parameter of a rank's shard",
-        )
     flex = impl.moe_token_dispatcher_type == "flex" and run.model.has_experts and not impl.torch_layers
     if flex and not any(found.name in DISPATCHERS for found in driver_buffers(run)):
         # transformer/moe/fused_a2a.py: get_buffer, which ends with an assertion.

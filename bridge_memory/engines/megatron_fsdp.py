@@ -32,8 +32,8 @@ from bridge_memory.engines.optimizer_states import (
     optimizer_states,
 )
 from bridge_memory.inventory.stack import Unit
-from bridge_memory.releases import FSDP_MAIN_DTYPES
-from bridge_memory.spec import RunSpec
+from bridge_memory.releases import FSDP_CASTS_GRADIENTS, FSDP_KNOWS_PRECISION_AWARE, FSDP_MAIN_DTYPES
+from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.tapes.chain import EngineBytes
 from bridge_memory.tapes.parameters import Column, gemm_elements, rounded_bytes
 from bridge_memory.workspaces.allocator import block_remainder
@@ -182,18 +182,32 @@ def _sum(units: Sequence[Unit], experts: bool, column: Column) -> int:
 # ---- optimizer ----
 
 
+def has_main_buffers(run: RunSpec) -> bool:
+    """Whether Megatron-FSDP has fp32 main parameters. Before ``FSDP_MAIN_DTYPES`` not beside a precision-aware
+    optimizer, which has its own (Megatron-LM ``training.py: get_model``: ``preserve_fp32_weights``)."""
+    return not run.optimizer.fused_main_parameters or FSDP_MAIN_DTYPES(run.implementation)
+
+
+def _casts_gradients(run: RunSpec) -> bool:
+    """Whether the buffers do not know that an optimizer is precision-aware."""
+    return FSDP_CASTS_GRADIENTS(run.implementation) and not FSDP_KNOWS_PRECISION_AWARE(run.implementation)
+
+
 def fsdp_states(run: RunSpec) -> tuple[OptimizerState, ...]:
     """The optimizer's states under Megatron-FSDP, which has fp32 main parameters for parameters of any dtype.
 
-    Source: ``ParamAndGradBuffer._init_each_parameter_group_buffers`` (``main_weight_buffer``). Before
-    ``FSDP_MAIN_DTYPES`` a precision-aware optimizer keeps main parameters instead (Megatron-LM ``training.py:
-    get_model``: ``preserve_fp32_weights``).
+    Source: ``ParamAndGradBuffer._init_each_parameter_group_buffers`` (``main_weight_buffer``), ``update_main_grads``.
+    Where gradients are cast without main parameters, nothing frees the copies (``zero_grad``). Where there are main
+    parameters, FusedAdam has a second copy of these, of which no remainders will do.
     """
-    states = optimizer_states(run)
-    if run.optimizer.fused_main_parameters and not FSDP_MAIN_DTYPES(run.implementation):
-        return states
+    o, states, width = run.optimizer, optimizer_states(run), DTYPE_BYTES[run.precision.params_dtype]
+    fused = o.fused_main_parameters and not o.optimizer_cpu_offload and _casts_gradients(run)
+    if not has_main_buffers(run):
+        cast = fused and gradient_width(run) != width
+        return (*states, OptimizerState(State.CAST_GRADIENTS, width)) if cast else states
+    second = OptimizerState(State.SECOND_MAIN_PARAMETERS, DTYPE_BYTES[o.main_params_dtype])
     return (
-        OptimizerState(State.MAIN_PARAMETERS, 4),
+        OptimizerState(State.MAIN_PARAMETERS, 4), *([second] if fused else []),
         *(s for s in states if s.state is not State.MAIN_PARAMETERS),
     )
 
@@ -201,7 +215,8 @@ def fsdp_states(run: RunSpec) -> tuple[OptimizerState, ...]:
 def _copies_gradients(run: RunSpec) -> bool:
     """Whether the optimizer gets fp32 copies of half-precision main gradients, which stay until the next step
     (``ParamAndGradBuffer.update_main_grads``)."""
-    return gradient_width(run) == 2 and not run.optimizer.use_precision_aware_optimizer
+    takes = run.optimizer.use_precision_aware_optimizer and not (has_main_buffers(run) and _casts_gradients(run))
+    return gradient_width(run) == 2 and not takes
 
 
 ENGINE = MegatronFSDP

@@ -40,7 +40,8 @@ def why_not_resumed(run: RunSpec) -> str | None:
         return f"engine megatron_fsdp: resume is not modelled before {FUSED_ADAM_KNOWS_DTENSORS}"
     if o.use_precision_aware_optimizer and "fp8" in (o.exp_avg_dtype, o.exp_avg_sq_dtype):
         return "engine megatron_fsdp: resume of moments in fp8 is not modelled"
-    if not any(s.state is State.MAIN_PARAMETERS and s.width == 4 for s in fsdp_states(run)):
+    states = {s.state: s.width for s in fsdp_states(run)}
+    if states.get(State.MAIN_PARAMETERS) != 4 or State.SECOND_MAIN_PARAMETERS in states:
         return "engine megatron_fsdp: resume is modelled for fp32 main parameters only"
     return None
 
