@@ -66,13 +66,11 @@ class State(_Word):
     MOMENTUM = "momentum"
     #: Of a 16-bit gradient, kept by an optimizer that is partly in host memory.
     FP32_GRADIENTS = "fp32 gradients"
-    CAST_GRADIENTS = "gradients in the parameters' dtype"
 
 
 #: Made by the optimizer's first step (torch.optim and TE FusedAdam: ``state`` is filled on the first ``step()``).
 MADE_BY_FIRST_STEP = (
-    State.EXP_AVG, State.EXP_AVG_SQ, State.MOMENTUM, State.FP32_GRADIENTS, State.CAST_GRADIENTS,
-    State.SECOND_MAIN_PARAMETERS,
+    State.EXP_AVG, State.EXP_AVG_SQ, State.MOMENTUM, State.FP32_GRADIENTS, State.SECOND_MAIN_PARAMETERS,
 )  # fmt: skip
 
 

@@ -103,6 +103,7 @@ def _wrapped(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
         "use_distributed_optimizer": True, "bucket_size": bucket_elements(run) if index == 0 else None,
         "data_parallel_sharding_strategy": d.data_parallel_sharding_strategy, "use_megatron_fsdp": True,
         "use_custom_fsdp": True, "preserve_fp32_weights": not run.optimizer.fused_main_parameters,
+        "megatron_fsdp_use_decoupled_grad": run.optimizer.use_precision_aware_optimizer,
         "megatron_fsdp_main_grads_dtype": main,
         "suggested_communication_unit_size": d.suggested_communication_unit_size,
         "fsdp_double_buffer": d.fsdp_double_buffer,
