@@ -584,9 +584,11 @@ PACKS_EXCHANGED_BY_KERNEL = since(te=(2, 20))
 #: States that an optimizer in host memory gets from a fully reshardable checkpoint reach its part on the device
 #: (``distrib_optimizer.py: load_parameter_state_from_fully_reshardable``; read in 0.16 and 0.19).
 WHOLE_STATES_SENT_TO_DEVICE = since(core=(0, 19))
-#: FusedAdam makes the states of a DTensor as large as this rank's part (``fused_adam.py: FusedAdam._initialize_state``;
-#: read in 2.11, where they are as large as the whole parameter, and in 2.20).
-FUSED_ADAM_KNOWS_DTENSORS = since(te=(2, 20))
+#: FusedAdam makes the states of a DTensor as large as the whole parameter, until ``FUSED_ADAM_KNOWS_DTENSORS``
+#: (``fused_adam.py: FusedAdam._initialize_state``; read in 2.4 and 2.9 to 2.16).
+FUSED_ADAM_MAKES_WHOLE_STATES = since(te=(2, 10))
+#: They are as large as this rank's part again (the same function).
+FUSED_ADAM_KNOWS_DTENSORS = since(te=(2, 12))
 
 # ---- PyTorch ----
 

@@ -14,7 +14,7 @@ import torch
 from bridge_memory.components import State
 from bridge_memory.estimation import stage_parts
 from bridge_memory.job.megatron.building import building, built
-from bridge_memory.job.megatron.loading import How, loading, refusal, why_not_resumed
+from bridge_memory.job.megatron.loading import How, loading, refusal
 from bridge_memory.outside.amount import total
 from bridge_memory.rehearsal.model import build_chunks
 from bridge_memory.rehearsal.model_state import optimizer
@@ -110,7 +110,7 @@ def stepped(run: RunSpec) -> tuple[int, int]:
 def dtensors() -> None:
     import transformer_engine
 
-    if (release_in(transformer_engine.__version__) or (0, 0)) < (2, 20):
+    if (release_in(transformer_engine.__version__) or (0, 0)) < (2, 12):
         pytest.skip("its FusedAdam makes states of whole parameters")
 
 
@@ -122,9 +122,6 @@ def test_a_resume_holds_what_is_predicted(name: str) -> None:
     found = resumed(run)
     assert total(building(run, 0) or ()).most == pytest.approx(found.building, rel=1e-3)
     assert total(built(run, 0) or ()).most == pytest.approx(found.built, rel=1e-3)
-    if (reason := why_not_resumed(run)) is not None:
-        assert run.optimizer.use_precision_aware_optimizer and "fp32 main parameters" in reason
-        return
     least, most = total(loading(run, 0, How.RESUME) or ())
     assert least * 0.997 <= found.resume <= most * 1.003
     assert most < 1.1 * least
