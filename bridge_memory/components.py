@@ -59,6 +59,8 @@ class State(_Word):
     FP8_COPIES = "fp8 weight copies"
     GRADIENTS = "gradients"
     MAIN_PARAMETERS = "main parameters"
+    #: Of FusedAdam, beside an engine's.
+    SECOND_MAIN_PARAMETERS = "main parameters of FusedAdam"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
     MOMENTUM = "momentum"
@@ -67,7 +69,9 @@ class State(_Word):
 
 
 #: Made by the optimizer's first step (torch.optim and TE FusedAdam: ``state`` is filled on the first ``step()``).
-MADE_BY_FIRST_STEP = (State.EXP_AVG, State.EXP_AVG_SQ, State.MOMENTUM, State.FP32_GRADIENTS)
+MADE_BY_FIRST_STEP = (
+    State.EXP_AVG, State.EXP_AVG_SQ, State.MOMENTUM, State.FP32_GRADIENTS, State.SECOND_MAIN_PARAMETERS,
+)  # fmt: skip
 
 
 class Lifetime(_Word):

@@ -412,6 +412,12 @@ FSDP_REDUCES_EACH_PARAMETER = since(core=(0, 16))
 #: Main parameters and gradients have configurable dtypes, ``megatron_fsdp_main_params_dtype`` and
 #: ``megatron_fsdp_main_grads_dtype`` (``distributed_data_parallel_config.py``).
 FSDP_MAIN_DTYPES = since(core=(0, 17))
+#: Nothing tells the buffers of a precision-aware optimizer, so that gradients are cast to the dtype of the optimizer's
+#: parameters (PGB: ``ParamAndGradBuffer.update_main_grads``); until ``FSDP_KNOWS_PRECISION_AWARE``.
+FSDP_CASTS_GRADIENTS = since(core=(0, 14))
+#: FusedAdam takes the gradients of the buffers, and has no main parameters beside Megatron-FSDP's (``optimizer/
+#: __init__.py: get_megatron_optimizer``).
+FSDP_KNOWS_PRECISION_AWARE = since(core=(0, 18))
 #: Parameters outside of units stay gathered between steps (PGB: ``AllGatherPipeline.reset``), and their modules gather
 #: no units ahead after the first backward pass (FSDP ``_root_pre_backward`` marks all modules).
 FSDP_KEEPS_ROOT = since(
@@ -578,9 +584,11 @@ PACKS_EXCHANGED_BY_KERNEL = since(te=(2, 20))
 #: States that an optimizer in host memory gets from a fully reshardable checkpoint reach its part on the device
 #: (``distrib_optimizer.py: load_parameter_state_from_fully_reshardable``; read in 0.16 and 0.19).
 WHOLE_STATES_SENT_TO_DEVICE = since(core=(0, 19))
-#: FusedAdam makes the states of a DTensor as large as this rank's part (``fused_adam.py: FusedAdam._initialize_state``;
-#: read in 2.11, where they are as large as the whole parameter, and in 2.20).
-FUSED_ADAM_KNOWS_DTENSORS = since(te=(2, 20))
+#: FusedAdam makes the states of a DTensor as large as the whole parameter, until ``FUSED_ADAM_KNOWS_DTENSORS``
+#: (``fused_adam.py: FusedAdam._initialize_state``; read in 2.4 and 2.9 to 2.16).
+FUSED_ADAM_MAKES_WHOLE_STATES = since(te=(2, 10))
+#: They are as large as this rank's part again (the same function).
+FUSED_ADAM_KNOWS_DTENSORS = since(te=(2, 12))
 
 # ---- PyTorch ----
 

@@ -147,12 +147,27 @@ def test_encoders_are_replayed(frozen: tuple[str, ...], again: RecomputeSpec) ->
         assert found.segments >= found.allocated
 
 
-def test_features_of_several_layers_are_not_replayed() -> None:
+def test_encoders_of_megatrons_layers_that_run_again_are_not_replayed() -> None:
     model = resolve_model("meta-llama/Llama-3.2-1B")
+    ours = replace(SEES, kind="qwen3_vl", deepstack_layers=(1, 3))
+    run = RunSpec(model=replace(model, encoders=(EncoderSpec("visual", 200_000_000, structure=ours),)),
+                  batch=BatchSpec(patches_per_image=400), recompute=full(1))  # fmt: skip
+    assert "layers that run again" in (why_not(run) or "")
+
+
+@pytest.mark.parametrize("frozen", [(), ("",)], ids=["trained", "frozen"])
+@pytest.mark.parametrize("overlap", [{}, OVERLAP], ids=["", "overlapped"])
+def test_features_of_several_layers_are_replayed(frozen: tuple[str, ...], overlap: dict[str, bool]) -> None:
+    """Two ways to one figure; the first stage's peak is in the encoder where that trains."""
     deep = replace(SEES, kind="qwen3_omni_vision", deepstack_layers=(1, 3))
-    run = RunSpec(model=replace(model, encoders=(EncoderSpec("visual", 200_000_000, structure=deep),)),
-                  batch=BatchSpec(patches_per_image=400))  # fmt: skip
-    assert "encoders whose features several layers make" in (why_not(run) or "")
+    run = run_of(QWEN, 8, world=16, implementation=overlap, **VP)
+    run = run.with_(
+        model=replace(run.model, encoders=(EncoderSpec("visual", 200_000_000, structure=deep, frozen=frozen),)),
+        batch=BatchSpec(patches_per_image=4000, seq_length=4096, global_batch_size=64),
+    )
+    assert why_not(run) is None
+    for stage in estimate(run).stages:
+        assert asked_for(run, stage.stage) == pytest.approx(stage.peak_bytes, rel=0.0005)
 
 
 @pytest.mark.parametrize("sequences", [8, 64], ids=["one microbatch", "eight"])

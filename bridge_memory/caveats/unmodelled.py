@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from bridge_memory.releases import (
     EXPERTS_IN_ONE_PARAMETER,
+    FUSED_ADAM_KNOWS_DTENSORS,
+    FUSED_ADAM_MAKES_WHOLE_STATES,
     PACKS_EXCHANGED_BY_KERNEL,
     SINKS_IN_PACKED_SEQUENCES,
     SPARSE_ATTENTION_KERNELS,
@@ -50,12 +52,13 @@ def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
             order="static inputs of every graph, up to what forward and backward passes need",
             least=found.least, most=found.most, of_job=True,
         )
-    aware = optimizer.use_precision_aware_optimizer and run.data_parallel.engine == "megatron_fsdp"
-    if aware and core_of(impl) < (0, 19):
-        # Measured with megatron-core 0.16.1's own classes; what keeps them was not found.
+    whole = FUSED_ADAM_MAKES_WHOLE_STATES(impl) and not FUSED_ADAM_KNOWS_DTENSORS(impl)
+    if whole and impl.te and run.data_parallel.engine == "megatron_fsdp" and optimizer.optimizer == "adam":
         yield Unmodelled(
-            "use_precision_aware_optimizer with Megatron-FSDP before megatron-core 0.19: part of its state", Effect.UP,
-            order="2 bytes for each parameter of a rank's shard",
+            "Megatron-FSDP with Transformer Engine 2.10 or 2.11: FusedAdam makes states of whole parameters, on every "
+            "rank",
+            Effect.UP,
+            order="8 bytes a parameter; a step of which may fail",
         )
     flex = impl.moe_token_dispatcher_type == "flex" and run.model.has_experts and not impl.torch_layers
     if flex and not any(found.name in DISPATCHERS for found in driver_buffers(run)):

@@ -75,12 +75,13 @@ class StageState(NamedTuple):
     amounts: tuple[tuple[Line, int], ...]
     #: Unsplit remainders of the allocator's blocks that hold it.
     remainders: int = 0
-    #: fp32 copies of gradients that stay from the optimizer's step until the next zero_grad.
+    #: Copies of gradients, mostly in fp32, that stay from the optimizer's step until the next zero_grad.
     gradient_copies: int = 0
     #: Gathered parameters that are alive during every pass, in addition to this rank's shard.
     gathered: int = 0
     #: The part of these parameters that stays between two steps.
     gathered_between_steps: int = 0
+    gradient_copies_name: str = "main gradients in fp32"
     #: Allocated for the optimizer's step and freed after it.
     in_step: int = 0
     #: For each chunk, what is gathered, reduced or made while its links run; empty if nothing is.
@@ -141,7 +142,7 @@ class StageState(NamedTuple):
         if any_nonzero(self.gradient_copies):
             out.append(
                 Component(
-                    "main gradients in fp32", self.gradient_copies, Role.BUFFERS, Provenance.FORMULA,
+                    self.gradient_copies_name, self.gradient_copies, Role.BUFFERS, Provenance.FORMULA,
                     lifetime=Lifetime.BETWEEN_STEPS, part=Part.DATA_PARALLEL,
                 )
             )

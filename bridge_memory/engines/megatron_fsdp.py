@@ -32,8 +32,8 @@ from bridge_memory.engines.optimizer_states import (
     optimizer_states,
 )
 from bridge_memory.inventory.stack import Unit
-from bridge_memory.releases import FSDP_MAIN_DTYPES
-from bridge_memory.spec import RunSpec
+from bridge_memory.releases import FSDP_CASTS_GRADIENTS, FSDP_KNOWS_PRECISION_AWARE, FSDP_MAIN_DTYPES
+from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.tapes.chain import EngineBytes
 from bridge_memory.tapes.parameters import Column, gemm_elements, rounded_bytes
 from bridge_memory.workspaces.allocator import block_remainder
@@ -65,7 +65,8 @@ class MegatronFSDP:
         self.sharding = Sharding(run)
         self.fp8 = run.precision.quantizes and run.implementation.te
         self.states = fsdp_states(run)
-        self.copies_gradients = any(s.state is State.MAIN_PARAMETERS for s in self.states) and _copies_gradients(run)
+        has_main = any(s.state is State.MAIN_PARAMETERS for s in self.states)
+        self.copied_gradients = copied_gradient_width(run) if has_main else 0
         self.lines = tuple(
             line for adapters in (False, True) for experts in (False, True) for line in self._lines(experts, adapters)
         )
@@ -94,6 +95,7 @@ class MegatronFSDP:
             in_step=copies_in_step(self.run, self.states, kept),
             remainders=sum(chunk.remainders for chunk in found),
             gradient_copies=sum(chunk.gradient_copies for chunk in found),
+            gradient_copies_name="main gradients in " + ("16 bits" if self.copied_gradients == 2 else "fp32"),
             pools=max((chunk.pools for chunk in found), default=0),
             gathered=sum(chunk.gathered for chunk in found),
             gathered_between_steps=sum(chunk.gathered_between_steps for chunk in found),
@@ -112,8 +114,8 @@ class MegatronFSDP:
             *self._amounts(buckets, units, adapters=False), *self._amounts(adapters, units, adapters=True),
         ]
         copies = 0
-        if self.copies_gradients:
-            copies = 4 * sum(sharding.share(b) for b in (*buckets, *adapters) if not b.frozen)
+        if self.copied_gradients:
+            copies = self.copied_gradients * sum(sharding.share(b) for b in (*buckets, *adapters) if not b.frozen)
         flow = Flow(sharding, buckets, units, places, limit)
         return ChunkState(
             sum(b.numel for b in buckets), tuple(amounts), flow.root_bytes, flow.between_steps(), copies,
@@ -182,26 +184,45 @@ def _sum(units: Sequence[Unit], experts: bool, column: Column) -> int:
 # ---- optimizer ----
 
 
+def has_main_buffers(run: RunSpec) -> bool:
+    """Whether Megatron-FSDP has fp32 main parameters. Before ``FSDP_MAIN_DTYPES`` not beside a precision-aware
+    optimizer, which has its own (Megatron-LM ``training.py: get_model``: ``preserve_fp32_weights``)."""
+    return not run.optimizer.fused_main_parameters or FSDP_MAIN_DTYPES(run.implementation)
+
+
+def _casts_gradients(run: RunSpec) -> bool:
+    """Whether the buffers do not know that an optimizer is precision-aware."""
+    return FSDP_CASTS_GRADIENTS(run.implementation) and not FSDP_KNOWS_PRECISION_AWARE(run.implementation)
+
+
 def fsdp_states(run: RunSpec) -> tuple[OptimizerState, ...]:
     """The optimizer's states under Megatron-FSDP, which has fp32 main parameters for parameters of any dtype.
 
-    Source: ``ParamAndGradBuffer._init_each_parameter_group_buffers`` (``main_weight_buffer``). Before
-    ``FSDP_MAIN_DTYPES`` a precision-aware optimizer keeps main parameters instead (Megatron-LM ``training.py:
-    get_model``: ``preserve_fp32_weights``).
+    Source: ``ParamAndGradBuffer._init_each_parameter_group_buffers`` (``main_weight_buffer``). While buffers do not
+    know of a precision-aware optimizer, FusedAdam has a second copy of main parameters, of which no remainders will do.
     """
-    states = optimizer_states(run)
-    if run.optimizer.fused_main_parameters and not FSDP_MAIN_DTYPES(run.implementation):
+    states, o = optimizer_states(run), run.optimizer
+    if not has_main_buffers(run):
         return states
+    twice = o.fused_main_parameters and not o.optimizer_cpu_offload and _casts_gradients(run)
+    second = OptimizerState(State.SECOND_MAIN_PARAMETERS, DTYPE_BYTES[o.main_params_dtype])
     return (
-        OptimizerState(State.MAIN_PARAMETERS, 4),
+        OptimizerState(State.MAIN_PARAMETERS, 4), *([second] if twice else []),
         *(s for s in states if s.state is not State.MAIN_PARAMETERS),
     )
 
 
-def _copies_gradients(run: RunSpec) -> bool:
-    """Whether the optimizer gets fp32 copies of half-precision main gradients, which stay until the next step
-    (``ParamAndGradBuffer.update_main_grads``)."""
-    return gradient_width(run) == 2 and not run.optimizer.use_precision_aware_optimizer
+def copied_gradient_width(run: RunSpec) -> int:
+    """Bytes of an element of the copies of main gradients in the dtype of the optimizer's parameters, which stay until
+    the next step's zero_grad (``ParamAndGradBuffer.update_main_grads``); 0: the optimizer takes the buffers'."""
+    width = 4 if has_main_buffers(run) else DTYPE_BYTES[run.precision.params_dtype]
+    takes = run.optimizer.use_precision_aware_optimizer and not _casts_gradients(run)
+    return 0 if takes or gradient_width(run) == width else width
+
+
+def _casts_gradients(run: RunSpec) -> bool:
+    """Whether the buffers do not know that an optimizer is precision-aware."""
+    return FSDP_CASTS_GRADIENTS(run.implementation) and not FSDP_KNOWS_PRECISION_AWARE(run.implementation)
 
 
 ENGINE = MegatronFSDP

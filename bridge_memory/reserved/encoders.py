@@ -17,9 +17,10 @@ Back = Callable[[int | None], dict[int, int]]
 
 
 class _Encoder(NamedTuple):
-    """Its blocks in order, each as often as it is repeated; and what its forward holds beside those after the first."""
+    """Its blocks in order, each as often as it is repeated, and whether it makes features of its own of what the layers
+    before it give to those after it; and what its forward holds beside those after the first."""
 
-    blocks: list[tuple[Passes, int]]
+    blocks: list[tuple[Passes, int, bool]]
     joined: Passes
     held: int
 
@@ -35,10 +36,10 @@ class Encoders:
             if run.items:
                 known: dict[int, Passes] = {}
                 blocks = []
-                for _, found, count in blocks_of_encoder(own, run, number):
+                for name, found, count in blocks_of_encoder(own, run, number):
                     tape = found.tape  # type: ignore[attr-defined]
                     passes = known.setdefault(id(found), Passes(tape, storages))
-                    blocks.append((passes, count))
+                    blocks.append((passes, count, name == "beside"))
                 joined = joined_block(own, run, number, enters=number == last).tape  # type: ignore[attr-defined]
                 self._all.append(_Encoder(blocks, Passes(joined, storages), sizes_of_encoder(run, ctx).held))
 
@@ -63,12 +64,15 @@ class Encoders:
         return out, back
 
     def _one(self, encoder: _Encoder, embeddings: int) -> tuple[int, Back]:
-        storages, backs = self._storages, list[Back]()
+        storages, backs = self._storages, list[tuple[Back, bool]]()
         inside = held = None
-        for passes, count in encoder.blocks:
+        for passes, count, beside in encoder.blocks:
             for _ in range(count):
                 out, its_back = passes.forward(inside)
-                backs.append(its_back)
+                backs.append((its_back, beside))
+                if beside:
+                    storages.drop(out)  # the language model has saved it
+                    continue
                 if inside is not None:
                     storages.drop(inside)
                 inside = out
@@ -82,8 +86,14 @@ class Encoders:
             found = joined_back(gradient)
             of_features = found.pop(0, None)
             while backs:
-                its_back = backs.pop()
-                if of_features is not None:
+                its_back, beside = backs.pop()
+                if beside:  # its gradient is added to that of the next layer
+                    added = its_back(None).get(0)
+                    if added is not None and of_features is not None:
+                        storages.drop(added)
+                    elif added is not None:
+                        of_features = added
+                elif of_features is not None:
                     of_features = its_back(of_features).get(0)
             if of_features is not None:
                 storages.drop(of_features)

@@ -68,7 +68,7 @@ def why_not(run: RunSpec) -> str | None:
         "offloaded activations": bool(impl.cpu_offloading_num_layers or impl.offload_modules),
         "CUDA graphs": impl.cuda_graph_impl != "none",
         "a teacher": run.teacher is not None or impl.distillation != "none",
-        "encoders whose features several layers make, that run again or beside exchanges": _not_replayed(run),
+        "encoders of megatron-core's layers that run again": _not_replayed(run),
         "adapters": run.peft.trains_adapters or run.peft.freezes,
         "outputs that stages keep": run.parallel.pp > 1 and not impl.deallocate_pipeline_outputs,
         "shards of saved inputs": run.recompute.granularity == "full" and run.recompute.distribute_saved_activations,
@@ -80,14 +80,9 @@ def why_not(run: RunSpec) -> str | None:
 
 
 def _not_replayed(run: RunSpec) -> bool:
-    """Whether a model has encoders that are not: with features of several layers, of megatron-core's layers run again,
-    or beside overlapped exchanges."""
+    """Whether a model has encoders of megatron-core's layers, which run again."""
     found = [e.structure for e in context_of(run).encoders if e.items] if run.model.encoders else []
-    again = run.recompute.granularity is not None
-    return bool(found) and (
-        run.implementation.overlap_moe_expert_parallel_comm
-        or any(s.deepstack_layers or (again and s.kind in MEGATRON_KINDS) for s in found)
-    )
+    return run.recompute.granularity is not None and any(s.kind in MEGATRON_KINDS for s in found)
 
 
 def _has_depths(run: RunSpec) -> bool:
@@ -552,9 +547,13 @@ class _Job:
             shape = self.shapes[forward]
             new = new._replace(x=None if shape.embedding else storages.make(hidden))
             inside = new.x if new.x is None else storages.hold(new.x)
-            if shape.embedding:
-                inside, its_back = blocks.pop(0).forward(None)
+            pixels = storages.make(self._pixels if shape.embedding else 0)
+            while shape.embedding and (not new.before or isinstance(blocks[0], Encoders)):
+                out, its_back = blocks.pop(0).forward(inside)
                 new.before.append(its_back)
+                if inside is not None:
+                    storages.drop(inside)
+                inside = out
         kept: int | None = None  # as in ``_microbatches``
         at_embedding, at_loss = self._tied(self.shapes[chunk])
         if back is not None:
@@ -585,6 +584,8 @@ class _Job:
             if inside is not None:
                 storages.drop(inside)
             inside = out
+        if forward is not None:
+            storages.drop(pixels)
         if inside is not None:
             (storages.drop if tail and self.shapes[forward].output else variables.take)(inside)
         if back is not None:

@@ -517,8 +517,13 @@ class Passes:
             second = self._walk({**self._given(x), **walk.held}, storages)
             second.until = dict(walk.held)
             second.forward(save=True)
+            # ``random.py: CheckpointFunction.backward`` refers to what it recomputed, and to its gradient.
+            held = [storages.hold(second.numbers[self._plan.output_storages[0]])]
+            held += [] if gradient is None else [storages.hold(gradient)]
+            found = second.back(gradient)
+            storages.drop_all(held)
             if x is not None:
                 storages.drop(x)
-            return second.back(gradient)
+            return found
 
         return out, back

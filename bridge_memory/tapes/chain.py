@@ -143,13 +143,13 @@ class Link(NamedTuple):
             # What the chunk, or its engine, has in addition.
             more, back = forward - self.cost.forward_peak, backward - self.cost.backward_peak
             return saved, forward, backward, tuple(n + more for n in turns[0]), tuple(n + back for n in turns[1])
-        # It runs in the turns of the first node.
-        given = self.cost.input_bytes if self.cost is not None else 0
+        # It runs in the turns of the first node; then there is its output, or its gradient.
+        given, out = (self.cost.input_bytes, self.cost.output_bytes) if self.cost is not None else (0, 0)
         start = TURNS.index((False, 0))
         last = len(TURNS) - 1
         return (
-            saved, forward, backward, (*[given] * start, forward, *[saved] * (last - start)),
-            (*[saved + gradient] * last, backward),
+            saved, forward, backward, (*[given] * start, forward, *[saved + out] * (last - start)),
+            (*[saved + gradient + out] * last, backward),
         )
 
     def parts(self) -> Iterator[tuple[tuple[Part, Provenance], int]]:

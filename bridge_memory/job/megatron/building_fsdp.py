@@ -11,7 +11,7 @@ from __future__ import annotations
 from bridge_memory.components import Lifetime, Provenance, Role, State, allocated
 from bridge_memory.engines.fsdp_buckets import Bucket, Sharding, places_of
 from bridge_memory.engines.megatron_ddp import bucket_elements
-from bridge_memory.engines.megatron_fsdp import fsdp_states
+from bridge_memory.engines.megatron_fsdp import fsdp_states, has_main_buffers
 from bridge_memory.estimation import stage_parts
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.outside.amount import Amount, exactly, total
@@ -37,9 +37,10 @@ def built(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     parts = stage_parts(run, stage)
     if why_not(run) is not None:
         return None
+    early = (State.PARAMETERS, State.MAIN_PARAMETERS) if has_main_buffers(run) else (State.PARAMETERS,)
     return tuple(
         exactly(c.name, c.bytes, c.provenance) for c in parts.persistent
-        if c.lifetime is Lifetime.MODEL and (c.role is Role.GRADIENTS or c.state in _EARLY) and c.bytes
+        if c.lifetime is Lifetime.MODEL and (c.role is Role.GRADIENTS or c.state in early) and c.bytes
     )  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def building(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     if highest is None:
         return None
     sharding = Sharding(run)
-    main = sum(s.width for s in fsdp_states(run) if s.state is State.MAIN_PARAMETERS)
+    main = 4 * any(s.state is State.MAIN_PARAMETERS for s in fsdp_states(run)) * has_main_buffers(run)
     chunks = _chunks(run, stage, sharding)
     left = sum(_in_modules(bucket, sharding) for chunk in chunks for bucket in chunk)
     weights = mains = gradients = 0
@@ -69,9 +70,6 @@ def building(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
             b.size // sharding.ranks("grads", b.experts) * sharding.gradient_width for b in chunk if not b.frozen
         )
     return highest
-
-
-_EARLY = (State.PARAMETERS, State.MAIN_PARAMETERS)
 
 
 def buckets_of(run: RunSpec, stage: int) -> list[Bucket]:

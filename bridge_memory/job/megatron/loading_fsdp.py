@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from bridge_memory.components import Provenance, Role, State
 from bridge_memory.engines.fsdp_buckets import Sharding
-from bridge_memory.engines.megatron_fsdp import fsdp_states
+from bridge_memory.engines.megatron_fsdp import fsdp_states, has_main_buffers
 from bridge_memory.engines.optimizer_states import copied_states
 from bridge_memory.estimation import stage_parts
 from bridge_memory.job.megatron.building_fsdp import buckets_of, built
 from bridge_memory.outside.amount import Amount, exactly, total
-from bridge_memory.releases import FUSED_ADAM_KNOWS_DTENSORS
-from bridge_memory.spec import RunSpec
+from bridge_memory.releases import FUSED_ADAM_KNOWS_DTENSORS, FUSED_ADAM_MAKES_WHOLE_STATES
+from bridge_memory.spec import DTYPE_BYTES, RunSpec
 
 _DUMMY = "distrib_optimizer.py: _init_optimizer_states_with_dummy_values"
 _ADAM = "TE fused_adam.py: FusedAdam.load_state_dict"
@@ -36,12 +36,13 @@ def why_not_resumed(run: RunSpec) -> str | None:
         return None
     if o.optimizer != "adam" or o.optimizer_cpu_offload:
         return "engine megatron_fsdp: resume is modelled for Adam on the GPU only"
-    if not FUSED_ADAM_KNOWS_DTENSORS(run.implementation):
-        return f"engine megatron_fsdp: resume is not modelled before {FUSED_ADAM_KNOWS_DTENSORS}"
+    if FUSED_ADAM_MAKES_WHOLE_STATES(run.implementation) and not FUSED_ADAM_KNOWS_DTENSORS(run.implementation):
+        return (
+            "engine megatron_fsdp: resume is not modelled with Transformer Engine 2.10 and 2.11, whose FusedAdam makes "
+            "states of whole parameters"
+        )
     if o.use_precision_aware_optimizer and "fp8" in (o.exp_avg_dtype, o.exp_avg_sq_dtype):
         return "engine megatron_fsdp: resume of moments in fp8 is not modelled"
-    if not any(s.state is State.MAIN_PARAMETERS and s.width == 4 for s in fsdp_states(run)):
-        return "engine megatron_fsdp: resume is modelled for fp32 main parameters only"
     return None
 
 
@@ -70,16 +71,18 @@ def resuming(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
         return ready
     elements = _elements(run, stage)
     moments = [(s.state, s.width) for s in fsdp_states(run) if s.state in _MOMENTS]
-    states = elements * sum(width for _, width in moments)
-    zeros = exactly("zeros for gradients", 4 * elements, Provenance.FORMULA, _DUMMY)
+    states = elements * sum(_held_widths(run))
+    parameters = 4 if has_main_buffers(run) else DTYPE_BYTES[run.precision.params_dtype]
+    zeros = exactly("zeros for gradients", parameters * elements, Provenance.FORMULA, _DUMMY)
     stepped = 4 * elements * sum(state in copied_states(run) for state, _ in moments)
     first = (
         exactly("states of optimizers", states, Provenance.FORMULA, _DUMMY), zeros,
         exactly("fp32 copies of states in the step", stepped, Provenance.FORMULA, "TE fused_adam.py: FusedAdam.step"),
     )
-    cast = 4 * elements * sum(width != 4 for _, width in moments)
+    cast = parameters * elements * sum(width != parameters for width in _held_widths(run))
     # Of one parameter also its new moments, and an fp32 copy.
-    one = _largest(run, stage) * (4 + sum(width for _, width in moments)) if cast else 0
+    narrow = any(width != 4 for _, width in moments)
+    one = _largest(run, stage) * (4 + sum(width for _, width in moments)) if narrow else 0
     least = max(states, cast)
     again = Amount("states made again, or cast to fp32", least, least + one, Provenance.FORMULA, _ADAM)
     then = (
@@ -90,10 +93,17 @@ def resuming(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     return (*ready, *(a for a in highest if a.most))
 
 
+def _held_widths(run: RunSpec) -> list[int]:
+    """Bytes of an element of each state that FusedAdam holds."""
+    own = (*_MOMENTS, State.SECOND_MAIN_PARAMETERS if has_main_buffers(run) else State.MAIN_PARAMETERS)
+    return [s.width for s in fsdp_states(run) if s.state in own]
+
+
 def _elements(run: RunSpec, stage: int) -> int:
     """Elements of main parameters on a rank."""
+    width = next((s.width for s in fsdp_states(run) if s.state is State.MAIN_PARAMETERS), 1)
     lines = (c for c in stage_parts(run, stage).persistent if c.state is State.MAIN_PARAMETERS)
-    return sum(c.bytes for c in lines if c.role is Role.OPTIMIZER) // 4
+    return sum(c.bytes for c in lines if c.role is Role.OPTIMIZER) // width
 
 
 def _largest(run: RunSpec, stage: int) -> int:
@@ -107,10 +117,12 @@ def host_of_saving(run: RunSpec, stage: int) -> tuple[Amount, ...] | None:
     (``FileSystemWriterAsync``), else one tensor and what is copied ahead of it. Raises SpecError."""
     if built(run, stage) is None or why_not_resumed(run) is not None:
         return None
-    elements, moments = _elements(run, stage), sum(s.width for s in fsdp_states(run) if s.state in _MOMENTS)
+    elements, moments = _elements(run, stage), sum(_held_widths(run))
+    parameters = 4 if has_main_buffers(run) else DTYPE_BYTES[run.precision.params_dtype]
     if run.checkpoint.async_save:
         return (
-            exactly("main parameters", 4 * elements, Provenance.FORMULA, "filesystem_async.py: preload_tensors"),
+            exactly("main parameters", parameters * elements, Provenance.FORMULA,
+                    "filesystem_async.py: preload_tensors"),
             exactly("optimizer states", moments * elements * run.checkpoint.save_optim, Provenance.FORMULA,
                     "filesystem_async.py: preload_tensors"),
         )  # fmt: skip
