@@ -76,14 +76,20 @@ class Parts(NamedTuple):
     offload: float = 0.0
 
     def plus(self, other: Parts, times: float = 1.0) -> Parts:
-        # A zero is not added to arrays.
+        # A zero is not added to arrays, nor are they to a zero, or taken once.
+        once = type(times) in (int, float) and times == 1
         return Parts(*[
-            a if type(b) is float and not b else a + times * b for a, b in zip(self, other, strict=True)
+            a if _is_none(b) else (b if once else times * b) if _is_none(a) else a + (b if once else times * b)
+            for a, b in zip(self, other, strict=True)
         ])  # fmt: skip
 
     @property
     def total(self) -> float:
         return added(self)
+
+
+def _is_none(seconds: Any) -> bool:
+    return type(seconds) is float and not seconds
 
 
 def added(seconds: Iterable[float]) -> float:
