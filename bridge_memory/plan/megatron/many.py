@@ -1037,8 +1037,11 @@ class Sorted:
 
     def peaks(self) -> Iterator[int]:
         """Of every layout."""
-        for start in range(0, len(self), _SORTED):
-            some = self._order[start : start + _SORTED]
+        start = 0
+        while start < len(self):
+            # Most callers look at the first few.
+            some = self._order[start : min(2 * start + 1024, start + _SORTED)]
+            start += len(some)
             peaks = np.zeros(len(some), np.int64)
             for (_, few), here, at in self._by_group(some):
                 peaks[here] = few.peaks[at]

@@ -57,9 +57,9 @@ class Layouts(Rows[StepTime]):
         """As ``best``."""
         yield from iter(self) if self._one else super().choices()
 
-    def candidates(self) -> Iterator[tuple[object, Row[StepTime]]]:
+    def candidates(self) -> Iterator[tuple[object, int]]:
         """Where nothing but the split varied, every split is a choice."""
-        yield from enumerate(self) if self._one else super().candidates()
+        yield from ((i, i) for i in range(len(self))) if self._one else super().candidates()
 
     @property
     def _one(self) -> bool:
