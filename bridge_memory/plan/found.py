@@ -107,8 +107,8 @@ class Rows(Sequence[Row[TimeT]]):
                 yield self[i]
 
     def candidates(self) -> Iterator[tuple[object, int]]:
-        """(choice, number of a row), the fastest first: of each choice the fastest row, and of the others those that need less
-        memory than every faster one of it."""
+        """(choice, number of a row), the fastest first: of each choice the fastest row, and of the others those that
+        need less memory than every faster one of it."""
         least: dict[object, int] = {}
         for i, peak in enumerate(self.peaks()):
             choice = self.choice(i)
