@@ -63,11 +63,11 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
 
 
 def mtp_block(
-    layer: LayerSpec, ctx: BlockContext, positions: int | None = 0, *, waits: bool = False, tables: bool = True
+    layer: LayerSpec, ctx: BlockContext, positions: int | None = 0, *, waits: bool = False
 ) -> Block:
     """One MTP depth without its output layer. Names are relative to ``mtp.layers.<i>.``.
 
-    ``positions``, ``waits`` and ``tables`` as for ``mtp.record_next_embedding``.
+    ``positions`` and ``waits`` as for ``mtp.record_next_embedding``.
     """
 
     # Depths are built and run in fp8 contexts only (``multi_token_prediction.py: _proj_and_transformer_layer``).
@@ -77,7 +77,7 @@ def mtp_block(
         r.tape.part = Part.MTP
         r.unquantized = layer.unquantized or r.unquantized
         x = r.tape.input("hidden_states", r.ctx.hidden_bytes)
-        embedded = record_next_embedding(r, positions, waits=waits, tables=tables)
+        embedded = record_next_embedding(r, positions, waits=waits)
         cut_off = r.ctx.mtp_without_gradients
         with r.tape.checkpoint("MTP depth", () if cut_off else (x, embedded), enabled=r.ctx.mtp_recomputed):
             streams = r.ctx.residual_streams > 1
@@ -93,7 +93,7 @@ def mtp_block(
         r.tape.output(out)
         r.tape.keep_alive(x)
 
-    return block(ctx, ("MTP", layer, positions, waits, tables), record)
+    return block(ctx, ("MTP", layer, positions, waits), record)
 
 
 def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:

@@ -73,7 +73,7 @@ def tail_links(
                 link = link if depths else link._replace(backward_peak=link.backward_peak_held - own)
             elif mtp_loss_is_outside(ctx):
                 number = shape.num_depths - depths
-                link = _with_joined_states(link, model, number, shape.num_depths, ctx)
+                link = _with_joined_states(link, found.cost, model, number, shape.num_depths, ctx)
         elif label is Label.LOSS:
             if ctx.adapters is not None and mtp_loss_is_outside(ctx):
                 # A variable holds the concatenated hidden states of all depths; frozen output layers do not save them.
@@ -116,17 +116,18 @@ def _with_held_states(link: Link, states: int, ctx: BlockContext) -> Link:
     return link._replace(forward_peak=link.forward_peak + states * ctx.hidden_bytes)
 
 
-def _with_joined_states(link: Link, model: ModelSpec, number: int, depths: int, ctx: BlockContext) -> Link:
+def _with_joined_states(
+    link: Link, cost: BlockCost, model: ModelSpec, number: int, depths: int, ctx: BlockContext
+) -> Link:
     """MTP depth ``number`` of ``depths``. Its backward runs while the gradient of the concatenated hidden states,
     [(1 + depths) T_sp, h], is kept alive by a view: the gradient of the first of them. The gradient of the last depth's
     output is a view of it too. The first depth adds its input's gradient to that view, in a new tensor, before the
     embedding's gradient is made."""
-    assert model.mtp_layer is not None
     hidden, alone, until_then = hidden_states_bytes(ctx), 0, link
     if number == 1:
-        found = mtp_block(model.mtp_layer, ctx, learned_positions(model), tables=False)
-        alone = link.backward_peak
-        until_then = _mtp_with_carried_over(plain_link(found, Label.MTP), found.cost, model, ctx)
+        alone, cost = link.backward_peak, cost.without_apart
+        until_then = link._replace(backward_peak=cost.backward_peak, backward_peak_held=cost.backward_peak_held)
+        until_then = _mtp_with_carried_over(until_then, cost, model, ctx)
     peak = until_then.backward_peak + (1 + depths) * hidden
     if number == depths:
         peak = until_then.backward_peak_held + depths * hidden

@@ -106,15 +106,15 @@ class Rows(Sequence[Row[TimeT]]):
                 known.add(choice)
                 yield self[i]
 
-    def candidates(self) -> Iterator[tuple[object, Row[TimeT]]]:
-        """(choice, row), the fastest first: of each choice the fastest row, and of the others those that need less
-        memory than every faster one of it."""
+    def candidates(self) -> Iterator[tuple[object, int]]:
+        """(choice, number of a row), the fastest first: of each choice the fastest row, and of the others those that
+        need less memory than every faster one of it."""
         least: dict[object, int] = {}
         for i, peak in enumerate(self.peaks()):
             choice = self.choice(i)
             if peak < least.get(choice, peak + 1):
                 least[choice] = peak
-                yield choice, self[i]
+                yield choice, i
 
     def best(self, number: int | None = None) -> tuple[Row[TimeT], ...]:
         """The fastest row of each choice: all of them, or the first ``number``."""
@@ -266,13 +266,13 @@ class Found(NamedTuple):
         free: dict[object, dict[object, int]] = {}
         #: Choices that were looked at, and whether a row of them keeps the reserve or was passed over.
         settled: dict[object, bool] = {}
-        for choice, row in self.rows.candidates():
+        for choice, at in self.rows.candidates():
             looked_at = len(settled)
             if len(keeping) == wanted or looked_at >= (wanted + LOOKED_FOR if keeping else wanted + LOOKED_FOR_ONE):
                 break
             if settled.get(choice):
                 continue
-            fastest = choice not in settled
+            fastest, row = choice not in settled, self.rows[at]
             settled[choice] = True
             kind, variant = self.alike(row) if self.alike else (looked_at, None)
             others = free.setdefault(kind, {})

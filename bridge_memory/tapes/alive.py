@@ -53,6 +53,8 @@ class Atoms:
         self._of_registers: dict[int, int] = {}
         #: In order of their positions.
         self.sizes: list[Any] = []
+        #: Positions of sizes that count apart.
+        self.apart: list[int] = []
 
     def unit(self, size: Any) -> int:
         """A count of 1 in the field of ``size``; 0 for the size 0."""
@@ -62,6 +64,12 @@ class Atoms:
             found = known[key] = 1 << (_FIELD * len(self.sizes))
             self.sizes.append(size)
         return found
+
+    def unit_apart(self, size: Any) -> int:
+        """As ``unit``, in a field that no other size shares."""
+        self.apart.append(len(self.sizes))
+        self.sizes.append(size)
+        return 1 << (_FIELD * self.apart[-1])
 
     @property
     def highest_bits(self) -> int:
@@ -223,7 +231,7 @@ class Structure:
     """What is alive when on one tape, whatever its sizes are."""
 
     __slots__ = (
-        "_between", "_offloading", "backward", "backward_held", "discarded", "forward", "input_discarded",
+        "_between", "_offloading", "apart", "backward", "backward_held", "discarded", "forward", "input_discarded",
         "input_retained", "inputs", "no_grad", "no_grad_retained", "nodes", "offloaded", "output_reached", "outputs",
         "retained", "tensors",
     )  # fmt: skip
@@ -250,6 +258,8 @@ class Structure:
         self._between = between if inside else None
         self._offloading: dict[frozenset[str], Structure] = {}
         self._keep(between, set(inside))
+        #: Positions of sizes without which costs are asked for too.
+        self.apart = tuple(atoms.apart)
         self.inputs = atoms.positions(sum(t.units for t in tape.input_tensors))
         self.outputs = atoms.positions(sum(t.units for t in tape.output_tensors))
         self.output_reached = any(t.has_gradient for t in tape.output_tensors)
@@ -445,6 +455,13 @@ class BlockCost:
         if self._held < 0:
             self._held = self._structure.backward_held.highest(self._signed)
         return self._held
+
+    @property
+    def without_apart(self) -> BlockCost:
+        """The same without scratch of backward that counts apart (``tape.Op.apart``)."""
+        apart = self._structure.apart
+        sizes = self._signed[: len(self._signed) // 2]
+        return BlockCost(self._structure, [0 if i in apart else size for i, size in enumerate(sizes)])
 
     @property
     def no_grad_peak(self) -> int:
@@ -684,7 +701,8 @@ class _Plan:
         step.storages = [storage[i] for i in step.outputs]
         step.saves = [storage[i] for i in map(number, op.saves)]
         step.inputs = [i for i in dict.fromkeys(map(number, op.inputs)) if self.grad_units[i]]
-        step.workspace, step.backward_workspace = unit(op.workspace), unit(op.backward_workspace)
+        step.workspace = unit(op.workspace)
+        step.backward_workspace = (self._atoms.unit_apart if op.apart else unit)(op.backward_workspace)
         same = op.no_grad_workspace is op.workspace
         step.no_grad_workspace = step.workspace if same else unit(op.no_grad_workspace)
         step.alias, step.in_place = op.alias, op.in_place

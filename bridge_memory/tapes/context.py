@@ -215,6 +215,11 @@ class TraceCache:
         if self.traced > MOST_TRACES:
             self.clear()
 
+    def forget(self, settings: Settings) -> None:
+        """Drop what is known of some settings. What others share with them stays (``SettingsCache.blocks``)."""
+        with self.lock:
+            self._by_settings.pop(settings, None)
+
     def clear(self) -> None:
         with self.lock:
             self._by_settings = {}

@@ -6,7 +6,8 @@ contexts are ``BlockContext``s with arrays for sizes; with such a context ``bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,13 +44,17 @@ class TooLarge(Exception):
 FLAGS = ("input_discarded", "input_retained", "output_reached")
 #: Peaks before the landmark, in the order of ``BlockCost.before_landmark``.
 _BEFORE = ("before_forward", "before_backward", "before_held", "before_no_grad")
+#: Peaks of backward -> their names without the sizes that count apart; 0 where nothing does.
+_APART = {
+    name: f"{name}_without_apart" for name in ("backward_peak", "backward_peak_held", "before_backward", "before_held")
+}
 
 
 #: Columns of every block.
 COLUMNS = (
     "backward_peak", "backward_peak_held", "discarded", "forward_peak", "input_bytes", "input_discarded",
     "input_retained", "no_grad_peak", "no_grad_retained", "offloaded", "output_bytes", "output_reached", "retained",
-    *_BEFORE,
+    *_BEFORE, *_APART.values(),
 )  # fmt: skip
 #: And of blocks with nodes of an overlapped schedule: ``Structure.nodes``.
 OF_NODES = tuple(f"node {turn}" for turn in range(2 * len(TURNS)))
@@ -73,6 +78,13 @@ class ManyCost:
     @property
     def before_landmark(self) -> tuple[Any, Any, Any, Any]:
         return tuple(getattr(self, name) for name in _BEFORE)
+
+    @property
+    def without_apart(self) -> ManyCost:
+        columns = {name: getattr(self, name) for name in COLUMNS}
+        found = ManyCost({**columns, **{name: columns[other] for name, other in _APART.items()}})
+        found.turns = self.turns
+        return found
 
     def forward_name(self) -> str:
         """Empty: the operation at the peak is reported for single runs only."""
@@ -455,27 +467,34 @@ def evaluated(structure: Structure, sizes: Sequence[Any]) -> dict[str, np.ndarra
     for i, values in enumerate(sizes):
         table[i] = values
     table = table.reshape(number, -1)
-    counts, rows = _matrix(structure, number, every=bool(number and table.min() < 0))
-    totals = counts @ table
-    if not np.all(np.abs(totals) < EXACT):
-        raise TooLarge
-    found = {
-        name: totals[at].max(axis=0, initial=0).astype(np.int64).reshape(shape) for name, at in rows.items()
-    }
-    out = {name: found[name] for name in (*structure.sums(), *OF_NODES) if name in found}
-    for name, before, after in _PASSES:
-        first, second = found[before], found[after]
-        out[name] = np.maximum(first, second)
-    for name, of in zip(_BEFORE, ("<forward_peak", ">backward_peak", ">backward_peak_held", "<no_grad_peak"),
-                        strict=True):
-        out[name] = found[of]
+    matrix = _matrix(structure, number, every=bool(number and table.min() < 0))
+
+    def highest(name: str) -> np.ndarray:
+        totals = matrix.counts[matrix.rows[name]] @ table
+        if not np.all(np.abs(totals) < EXACT):
+            raise TooLarge
+        found: np.ndarray = totals.max(axis=0, initial=0).astype(np.int64).reshape(shape)
+        return found
+
+    def peaks(names: Iterable[str]) -> Iterator[np.ndarray]:
+        known = {row: highest(row) for row in dict.fromkeys(row for name in names for row in _ROWS[name])}
+        return (reduce(np.maximum, map(known.__getitem__, _ROWS[name])) for name in names)
+
+    out = {name: highest(name) for name in (*structure.sums(), *OF_NODES) if name in matrix.rows}
+    out |= zip(_ROWS, peaks(_ROWS), strict=True)
+    if structure.apart:
+        table[[*structure.apart]] = 0
+        out |= zip(_APART.values(), peaks(_APART), strict=True)
     return out
 
 
-#: (peak, the rows of its candidates before the landmark, those after it).
-_PASSES = tuple(
-    (name, "<" + name, ">" + name) for name in ("forward_peak", "backward_peak", "backward_peak_held", "no_grad_peak")
-)
+#: Peak -> the rows of its candidates, those before the landmark ("<") and those after it.
+_ROWS: dict[str, tuple[str, ...]] = {
+    **{name: ("<" + name, ">" + name)
+       for name in ("forward_peak", "backward_peak", "backward_peak_held", "no_grad_peak")},
+    **dict(zip(_BEFORE, (("<forward_peak",), (">backward_peak",), (">backward_peak_held",), ("<no_grad_peak",)),
+               strict=True)),
+}  # fmt: skip
 
 
 def _matrix(structure: Structure, number: int, *, every: bool) -> _Matrix:

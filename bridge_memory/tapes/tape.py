@@ -102,7 +102,7 @@ class Op:
     """One operation of the forward pass, with what its backward will need."""
 
     __slots__ = (
-        "alias", "always_saves", "backward_workspace", "delayed", "flush", "in_place", "inputs", "name",
+        "alias", "always_saves", "apart", "backward_workspace", "delayed", "flush", "in_place", "inputs", "name",
         "no_grad_workspace", "offloaded", "outputs", "saves", "scope", "workspace",
     )
 
@@ -122,6 +122,7 @@ class Op:
         for_backward: Bytes = 0,
         delayed: Delayed | None = None,
         flush: Flush | None = None,
+        apart: bool = False,
     ) -> None:
         self.name = name
         self.inputs = inputs
@@ -132,6 +133,8 @@ class Op:
         same = type(for_backward) is int and not for_backward
         self.no_grad_workspace = workspace if same else workspace - for_backward
         self.backward_workspace = backward_workspace
+        #: Costs are asked for without its ``backward_workspace`` too (``BlockCost.without_apart``).
+        self.apart = apart
         #: Input gradients are the output gradient itself (addition, views that copy nothing backward).
         self.alias = alias
         #: How many saved tensors, the first ones, its input gradients overwrite.
@@ -247,9 +250,10 @@ class Tape:
         for_backward: Bytes = 0,
         trains: bool = False,
         delayed: Delayed | None = None,
+        apart: bool = False,
     ) -> None:
         """One operation. ``trains``: its weight has a gradient though the others are frozen. ``delayed``: what stays
-        for its weight gradient inside of ``delays``."""
+        for its weight gradient inside of ``delays``. ``apart`` as in ``Op``."""
         ins = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         outs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         if self._frozen and not trains and not any(t.has_gradient for t in ins):
@@ -260,7 +264,7 @@ class Tape:
             Op(
                 name, ins, outs, tuple(saves), workspace, backward_workspace, alias, in_place, self._offloading,
                 always_saves, for_backward=for_backward, delayed=delayed if self._flushes else None,
-                flush=self._flushes[-1] if self._flushes else None,
+                flush=self._flushes[-1] if self._flushes else None, apart=apart,
             )
         )
 
@@ -282,6 +286,7 @@ class Tape:
         for_backward: Bytes = 0,
         trains: bool = False,
         delayed: Delayed | None = None,
+        apart: bool = False,
     ) -> Tensor:
         """``op`` with one main output, which is returned, named ``label`` (default: the operation's name).
 
@@ -292,7 +297,7 @@ class Tape:
         self.op(
             name, inputs, (out, *also), saves=kept, workspace=workspace,
             backward_workspace=backward_workspace, alias=alias, in_place=in_place, for_backward=for_backward,
-            trains=trains, delayed=delayed,
+            trains=trains, delayed=delayed, apart=apart,
         )
         return out
 

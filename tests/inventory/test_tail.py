@@ -175,7 +175,8 @@ def test_depths_run_backward_beside_the_gradient_of_all_hidden_states() -> None:
     """[(1 + 2) T, h] waits: 3 H. The last depth's output has its gradient in there, 1 H of them; at the first depth
     the gradient of the embedding, from the last depth, waits beside it: 128 MiB. There nothing is left of the 3 H when
     the embedding's own gradient is made, which alone would be the higher."""
-    cost, before = mtp_block(KIND, context()).cost, mtp_block(KIND, context(), tables=False).cost
+    cost = mtp_block(KIND, context()).cost
+    before = cost.without_apart
     first, last = (link for link in links(2) if link.label is MTP)
     assert last.backward_peak == cost.backward_peak_held + 2 * H
     assert before.backward_peak < cost.backward_peak

@@ -139,6 +139,29 @@ def test_one_trace_serves_every_set_of_offloaded_modules(seed: int, sizes: list[
     assert found[0] == found[1]
 
 
+@given(SEEDS, BYTES)
+def test_one_trace_serves_with_and_without_what_counts_apart(seed: int, sizes: list[int]) -> None:
+    """As a tape without that scratch does."""
+
+    class Apart(Tape):
+        def __init__(self, *, there: bool) -> None:
+            super().__init__()
+            self.there, self.which = there, Random(seed)
+
+        def op(self, *args, backward_workspace=0, **kwargs):  # type: ignore[no-untyped-def]
+            apart = self.which.random() < 0.3
+            nbytes = backward_workspace if self.there or not apart else 0
+            super().op(*args, **{**kwargs, "backward_workspace": nbytes, "apart": apart and self.there})
+
+    both, neither = (
+        Writer(Random(seed), sizes.__getitem__, Apart(there=there)).write() for there in (True, False)
+    )  # fmt: skip
+    plain, numbers = cost_of(Writer(Random(seed), sizes.__getitem__).write()), cost_of(both)
+    for name in ("forward_peak", "backward_peak", "backward_peak_held", "retained", "before_landmark"):
+        assert getattr(numbers, name) == getattr(plain, name)
+        assert getattr(numbers.without_apart, name) == getattr(cost_of(neither), name)
+
+
 # ---- recorded once, for any size ----
 
 

@@ -48,13 +48,13 @@ def position_rows(ctx: BlockContext, rows: int | None) -> int:
 
 def embed(
     r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False, place: Tensor | None = None,
-    waits: bool = False, tables: bool = True, unscattered: bool = False,
+    waits: bool = False, unscattered: bool = False,
 ) -> Tensor:
     """The module's forward pass. ``positions``: rows of its position table, 0 without one. ``unscattered``: whole
     under sequence parallelism too (``scatter_embedding_sequence_parallel``), since features of images are to be put in.
 
     ``place``: position ids, if not the batch's. ``waits``: the gradient of the position table is alive while that of
-    the word table is made. ``tables``: gradients of the tables are made.
+    the word table is made. Gradients of the tables are what costs are asked for without too.
     """
     ctx, tape = r.ctx, r.tape
     h = ctx.hidden_size
@@ -72,7 +72,7 @@ def embed(
     # The weight's gradient is dense, of the parameter's size and dtype.
     out = tape.make(
         "word embeddings", (ids, weight), whole if mask is None else 0, saves=(ids,),
-        backward_workspace=(_rows(r) + (positions if waits else 0)) * h * ctx.act + copied if tables else 0,
+        backward_workspace=(_rows(r) + (positions if waits else 0)) * h * ctx.act + copied, apart=True,
     )
     if mask is not None:
         # In place in forward; backward makes a new gradient.
@@ -90,7 +90,7 @@ def embed(
             place = tape.input("position ids", 8 * ctx.tokens, requires_grad=False)
         position = tape.make(
             "position embeddings", (place, weight), whole, saves=(place,),
-            backward_workspace=positions * h * ctx.act + copied if tables else 0,
+            backward_workspace=positions * h * ctx.act + copied, apart=True,
         )
         out = tape.make("embeddings", (out, position), whole, alias=True)
         looked_up.append(position)

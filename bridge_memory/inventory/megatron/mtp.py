@@ -12,20 +12,20 @@ from bridge_memory.tapes.tape import Tensor
 
 
 def record_next_embedding(
-    r: Recorder, positions: int | None = 0, *, waits: bool = False, tables: bool = True
+    r: Recorder, positions: int | None = 0, *, waits: bool = False
 ) -> Tensor:
     """The embedding of the next token, [T_sp, h]; it is not part of what is recomputed.
 
     ``positions``: rows of a table of learned positions (``embedding.learned_positions``), whose ids are rolled
-    as token ids are. ``waits``: its gradient of that table is the first of several. ``tables`` as for ``embed``.
+    as token ids are. ``waits``: its gradient of that table is the first of several.
     """
     ids = r.tape.tensor("next token ids", 8 * r.ctx.tokens, grad=False)
     r.tape.op("roll", (), ids)
     if positions == 0:
-        return embed(r, ids, tables=tables)
+        return embed(r, ids)
     place = r.tape.tensor("next position ids", 8 * r.ctx.tokens, grad=False)
     r.tape.op("roll", (), place)
-    return embed(r, ids, positions=position_rows(r.ctx, positions), place=place, waits=waits, tables=tables)
+    return embed(r, ids, positions=position_rows(r.ctx, positions), place=place, waits=waits)
 
 
 def record_mtp_inputs(r: Recorder, x: Tensor, embedded: Tensor) -> Tensor:

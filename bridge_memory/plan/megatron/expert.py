@@ -43,7 +43,7 @@ class Judged(NamedTuple):
 
     def others(self) -> Iterator[Row[StepTime]]:
         """The fastest row of each choice, and slower ones of it that need less memory."""
-        return islice((row for _, row in self.found.rows.candidates()), LOOKED_FOR)
+        return islice((self.found.rows[at] for _, at in self.found.rows.candidates()), LOOKED_FOR)
 
     def keeps(self, row: Row[StepTime]) -> bool:
         """Whether a row leaves the reserve."""

@@ -1001,7 +1001,7 @@ class Sorted:
         self._found = found
         #: Of each of ``found`` the number of its first layout, where they are counted one after the other.
         self._starts = np.cumsum([0, *[len(few.at) for _, few in found]])
-        seconds = self._each([few.seconds for _, few in found])
+        seconds = np.concatenate([few.seconds for _, few in found]) if found else np.zeros(0)
         order = np.argsort(seconds, kind="stable").astype(np.int32 if len(seconds) < 1 << 31 else np.int64)
         seconds = seconds[order]
         known: dict[int, int] = {}
@@ -1020,11 +1020,6 @@ class Sorted:
     def __len__(self) -> int:
         return len(self._order)
 
-    @staticmethod
-    def _each(values: Sequence[np.ndarray]) -> np.ndarray:
-        found: np.ndarray = np.concatenate(values) if values else np.zeros(0)
-        return found
-
     def _by_group(self, numbers: np.ndarray) -> Iterator[tuple[tuple[Sheet, Fitting], np.ndarray, np.ndarray]]:
         """(one of ``found``, places of its layouts in ``numbers``, and in it)."""
         group = np.searchsorted(self._starts, numbers, "right") - 1
@@ -1040,7 +1035,14 @@ class Sorted:
         group = int(np.searchsorted(self._starts, at, "right")) - 1
         return *self._found[group], at - int(self._starts[group])
 
-    def peaks(self) -> np.ndarray:
+    def peaks(self) -> Iterator[int]:
         """Of every layout."""
-        found: np.ndarray = self._each([few.peaks for _, few in self._found])[self._order]
-        return found
+        start = 0
+        while start < len(self):
+            # Most callers look at the first few.
+            some = self._order[start : min(2 * start + 1024, start + _SORTED)]
+            start += len(some)
+            peaks = np.zeros(len(some), np.int64)
+            for (_, few), here, at in self._by_group(some):
+                peaks[here] = few.peaks[at]
+            yield from peaks.tolist()

@@ -33,6 +33,7 @@ from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, 
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import StepTime, step_time
+from bridge_memory.tapes.context import TRACE_CACHE, settings_of
 from bridge_memory.verdict import FRAGMENTATION
 
 if TYPE_CHECKING:
@@ -56,9 +57,9 @@ class Layouts(Rows[StepTime]):
         """As ``best``."""
         yield from iter(self) if self._one else super().choices()
 
-    def candidates(self) -> Iterator[tuple[object, Row[StepTime]]]:
+    def candidates(self) -> Iterator[tuple[object, int]]:
         """Where nothing but the split varied, every split is a choice."""
-        yield from enumerate(self) if self._one else super().candidates()
+        yield from ((i, i) for i in range(len(self))) if self._one else super().candidates()
 
     @property
     def _one(self) -> bool:
@@ -343,6 +344,7 @@ def _in_batches(
                     share((through + done / len(sheet.pipelines)) / len(sheets))
                 progress(looked_at, fit)
             if len(sheets) > 1:
+                TRACE_CACHE.forget(settings_of(sheet.base))
                 gc.collect()  # what a sheet has worked out holds itself
     except KeyboardInterrupt:
         stopped = True
@@ -392,7 +394,7 @@ class _Batched(Layouts):
         return pipeline.pp, sheet.sizes[pipeline.at[sizes]], batch, pipeline.recomputes[recompute], id(sheet)
 
     def peaks(self) -> Iterable[int]:
-        return map(int, self._sorted.peaks())
+        return self._sorted.peaks()
 
     def seconds(self, number: int) -> float:
         """The step time by which row ``number`` stands where it does."""

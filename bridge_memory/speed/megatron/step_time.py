@@ -76,14 +76,20 @@ class Parts(NamedTuple):
     offload: float = 0.0
 
     def plus(self, other: Parts, times: float = 1.0) -> Parts:
-        # A zero is not added to arrays.
+        # A zero is not added to arrays, nor are they to a zero, or taken once.
+        once = type(times) in (int, float) and times == 1
         return Parts(*[
-            a if type(b) is float and not b else a + times * b for a, b in zip(self, other, strict=True)
+            a if _is_none(b) else (b if once else times * b) if _is_none(a) else a + (b if once else times * b)
+            for a, b in zip(self, other, strict=True)
         ])  # fmt: skip
 
     @property
     def total(self) -> float:
         return added(self)
+
+
+def _is_none(seconds: Any) -> bool:
+    return type(seconds) is float and not seconds
 
 
 def added(seconds: Iterable[float]) -> float:
@@ -330,25 +336,31 @@ class Step:
         # 1F1B receives before it can go on; interleaved schedules receive while another chunk runs.
         messages = 4 if passes.kernels.separate_sends and p.pp > 2 else 2
         sends: Any = 0.0 if p.vpp > 1 or p.pp == 1 else messages * m * hop
-        slowest: list[Any] = []
-        for of, seconds in zip(stages, totals, strict=True):
+        slowest: Any = 0
+        total = totals[0]
+        for number, seconds in enumerate(totals[1:], 1):
+            later = seconds > total
+            slowest, total = chosen(later, number, slowest), chosen(later, seconds, total)
+        found: list[Any] = []
+        for number, of in enumerate(stages):
+            here = slowest == number
+            if not any_nonzero(here if self._asked is None else here & self._asked):
+                continue
             work, recomputation = Parts(), 0.0
             for x, times in of:
-                number = times * m
-                work = work.plus(x.forward, number).plus(x.backward, number)
-                work = work._replace(host=work.host + number * late[x])
-                recomputation = recomputation + number * x.recomputation
-            here = [seconds, recomputation, *work]
-            later = slowest and here[0] > slowest[0]
-            slowest = [chosen(later, a, b) for a, b in zip(here, slowest, strict=True)] if slowest else here
-        total, recomputation, *parts = slowest
+                passed = times * m
+                work = work.plus(x.forward, passed).plus(x.backward, passed)
+                work = work._replace(host=work.host + passed * late[x])
+                recomputation = recomputation + passed * x.recomputation
+            own = [recomputation, *work]
+            found = [chosen(here, a, b) for a, b in zip(own, found, strict=True)] if found else own
+        recomputation, *parts = found
         bubble = (added(totals[kind] for kind in self._kind) - total) / p.vpp + 2 * (p.pp - 1) * hop
         if p.vpp > 1 and p.pp > 1:  # what one direction of a link takes longer than the chunks beside it
             sends = m * largest(0.0, p.vpp * hop - total)
         data_parallel = largest(*map(self._data_parallel, self._distinct, stages))
-        own = largest(*map(self._own_elements, self._distinct))
-        waits = self.waiting(m)
-        return StepTime(Parts(*parts), recomputation, bubble, sends, data_parallel, self._optimizer(own), waits)
+        optimizer = self._optimizer(largest(*map(self._own_elements, self._distinct)))
+        return StepTime(Parts(*parts), recomputation, bubble, sends, data_parallel, optimizer, self.waiting(m))
 
     def waiting(self, microbatches: Any = None) -> Any:
         """Seconds in which the slowest stage waits for others, beside the bubble; None: a microbatch of a long step."""
