@@ -6,7 +6,6 @@ Each is a whole estimate of the run with that one thing changed (``peaks``), so 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import lru_cache
@@ -136,26 +135,13 @@ _PACKAGES = (
 class _Watching:
     """Collects the rules of one run, and answers ``flipped`` otherwise."""
 
-    def __init__(self, apart: object, flipped: Rule | None = None) -> None:
+    def __init__(self, flipped: Rule | None = None) -> None:
         self.rules: dict[Rule, None] = {}
-        self.apart = apart
         self.flipped = flipped
-        self._noted: list[dict[Rule, bool]] = []
 
     def asked(self, rule: Rule, holds: bool) -> bool:
         self.rules[rule] = None
-        answer = holds != (rule is self.flipped)
-        for noted in self._noted:
-            noted[rule] = answer
-        return answer
-
-    @contextmanager
-    def noting(self) -> Iterator[dict[Rule, bool]]:
-        self._noted.append({})
-        try:
-            yield self._noted[-1]
-        finally:
-            self._noted.pop()
+        return holds != (rule is self.flipped)
 
 
 class _Watched(ImplementationSpec):
@@ -191,7 +177,7 @@ def _watched(kind: object, release: ImplementationSpec, flipped: Rule | None) ->
     impl = object.__new__(_Watched)
     for field in fields(ImplementationSpec):
         object.__setattr__(impl, field.name, getattr(release, field.name))
-    watch = _Watching(replace(release, **dict.fromkeys([package.field for package in _PACKAGES])), flipped)
+    watch = _Watching(flipped)
     object.__setattr__(impl, "watch", watch)
     return impl, watch
 

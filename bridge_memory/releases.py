@@ -17,7 +17,6 @@ range as the nearer end of that range (every rule changes within it, so comparin
 from __future__ import annotations
 
 import re
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -79,13 +78,7 @@ PINNED_BY_BRIDGE = {(0, 3): Running((0, 16), (2, 12))}
 class Watch(Protocol):
     """What is asked of the rules of one run, and may answer otherwise: see ``decisive``."""
 
-    #: Equal for implementations that differ in their releases alone.
-    apart: object
-
     def asked(self, rule: Rule, holds: bool) -> bool: ...
-
-    def noting(self) -> AbstractContextManager[dict[Rule, bool]]:
-        """The rules that are asked inside of the context, with the answers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from bridge_memory.releases import Rule, Watch
 from bridge_memory.spec import RecomputeSpec
 from bridge_memory.tapes.alive import Atoms, BlockCost, Structure
 from bridge_memory.tapes.context import BlockContext
@@ -17,7 +15,6 @@ from bridge_memory.tapes.parameters import Parameter, ParameterList, Repeated
 from bridge_memory.tapes.recorder import Recorder, Scratch
 from bridge_memory.tapes.symbolic import DIMENSIONS, ShapeEnv, SymInt, Traces
 
-NO_RULES: Mapping[Rule, bool] = {}
 #: Parameter lists that are cached of one template.
 MOST_LISTS = 1024
 
@@ -63,8 +60,6 @@ class _Trace(NamedTuple):
     parameter_sizes: int
     #: Persistent scratch: (kind, number of dimensions of its shape).
     persistent: tuple[tuple[Scratch, int], ...]
-    #: The rules of releases that it asked, and their answers, where they are watched.
-    rules: Mapping[Rule, bool]
 
 
 class Block:
@@ -89,11 +84,6 @@ class Block:
             found = self if same else Block(self._trace._replace(structure=structure), self._sizes)
             self._offloading[modules] = found
         return found
-
-    @property
-    def rules(self) -> Mapping[Rule, bool]:
-        """As ``_Trace.rules``."""
-        return self._trace.rules
 
     @property
     def parameters(self) -> ParameterList:
@@ -144,32 +134,15 @@ def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) 
         many: Block = ctx.many.block(key, record)
         ctx.blocks[key] = many
         return many
-    made = _made(ctx, key, record) if ctx.impl.watch is None else _watched(ctx, key, record, ctx.impl.watch)
-    if ctx.cache.offloads is not None:
-        made = made.offloading(ctx.cache.offloads)
-    ctx.blocks[key] = made
-    return made
-
-
-def _made(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) -> Block:
     traces = ctx.cache.traces(key)
     made: Block | None = traces.kept(ctx.dimensions)
     if made is None:
         made = Block(*traced(ctx, key, traces, record))
         traces.keep(ctx.dimensions, made)
+    if ctx.cache.offloads is not None:
+        made = made.offloading(ctx.cache.offloads)
+    ctx.blocks[key] = made
     return made
-
-
-def _watched(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None], watch: Watch) -> Block:
-    """Of runs that differ in releases alone, one block for those to which the rules that its trace asked answer the
-    same: nothing else that a trace depends on knows a release."""
-    name = ctx.cache.settings._replace(impl=watch.apart), key, ctx.dimensions
-    blocks: list[Block] = ctx.cache.owner.watched.setdefault(name, [])
-    for known in blocks:
-        if all(rule(ctx.impl) is answer for rule, answer in known.rules.items()):
-            return known
-    blocks.append(_made(ctx, key, record))
-    return blocks[-1]
 
 
 def traced(
@@ -191,9 +164,7 @@ def add_trace(ctx: BlockContext, traces: Traces, record: Callable[[Recorder], No
     """Trace the block of one run. The caller holds the lock of the ``TraceCache``."""
     env = ShapeEnv(ctx.dimensions)
     r = Recorder(BlockContext(ctx.cache, env.sizes[: len(DIMENSIONS)]))
-    watch = ctx.impl.watch
-    with nullcontext(NO_RULES) if watch is None else watch.noting() as rules:
-        record(r)
+    record(r)
     atoms = Atoms()
     structure = Structure(r.tape, atoms, without_gradients=r.without_gradients)
     sizes = list(atoms.sizes)
@@ -219,8 +190,8 @@ def add_trace(ctx: BlockContext, traces: Traces, record: Callable[[Recorder], No
         template = owner.parameter_lists[template_key] = _ParameterTemplate(named)
     trace = _Trace(
         structure, len(atoms.sizes), template, of_parameters,
-        tuple((kind, len(shape)) for kind, shape, _ in requests), rules,
-    )  # fmt: skip
+        tuple((kind, len(shape)) for kind, shape, _ in requests),
+    )
     traces.add(env, trace, [n if type(n) is SymInt else env.constant(n) for n in sizes])
     env.free()
     owner.count_trace()

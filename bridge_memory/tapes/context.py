@@ -196,8 +196,6 @@ class TraceCache:
         self.parameter_lists: dict[Any, Any] = {}
         #: Results that depend on parameters and an engine's options, but not on tokens; each user chooses its keys.
         self.replays: dict[Any, Any] = {}
-        #: Blocks of runs whose rules of releases are watched (``blocks.py``).
-        self.watched: dict[Any, Any] = {}
         self.traced = 0
 
     def cache(self, settings: Settings) -> SettingsCache:
@@ -222,7 +220,6 @@ class TraceCache:
             self._by_settings = {}
             self.parameter_lists = {}
             self.replays = {}
-            self.watched = {}
             self.traced = 0
 
 
