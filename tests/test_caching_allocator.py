@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 from itertools import pairwise
 
 import pytest
 
-from bridge_memory.workspaces.caching_allocator import CachingAllocator, DeviceFull, Event
+from bridge_memory.workspaces.caching_allocator import CachingAllocator, Calls, DeviceFull, Event, Replay, Trace
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -221,9 +222,9 @@ def test_no_two_tensors_overlap_and_nothing_is_lost(seed: int, expandable: bool)
     allocator = CachingAllocator(expandable_segments=expandable, capacity=3000 * MIB)
     for event in _random_events(seed, 500):
         allocator.replay([event])
-        used = sorted((b.address, b.size) for b in allocator._blocks.values())
-        assert all(a + n <= b for (a, n), (b, _) in pairwise(used))
-        free = sum(size for pool in allocator._pools.values() for size, _, _ in pool.free)
+        used = sorted((start, end) for start, end, _ in allocator._blocks.values())
+        assert all(end <= start for (_, end), (start, _) in pairwise(used))
+        free = sum(end - start for pool in allocator._pools for start, end in pool.ends.items())
         assert free + allocator.allocated == allocator.reserved
 
 
@@ -241,3 +242,54 @@ def test_a_full_device_waits_for_blocks_that_another_stream_uses(expandable: boo
     with pytest.raises(KeyError):
         allocator.reuse(0)
     assert allocator.reserved == 80 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_replay_without_a_limit_says_what_one_with_it_does(seed: int, expandable: bool) -> None:
+    """Whether a trace fits a device is found from states on the way of a replay that has none."""
+    first, step = _calls(seed, 150, 0), [*_calls(seed + 10, 100, 1000), *_calls(seed + 20, 100, 1300)]
+    trace = Trace(first, step, 10_000, 2)
+    replay = Replay(trace, expandable=expandable)
+    assert replay.reserved == trace.held(expandable=expandable)
+    fitting = []
+    for share in (0.2, 0.5, 0.8, 0.9, 0.95, 1.0):
+        capacity = int(share * replay.reserved)
+        allocator = CachingAllocator(expandable_segments=expandable, capacity=capacity)
+        try:
+            trace.follow(allocator)
+        except DeviceFull:
+            fitting.append(False)
+        else:
+            fitting.append(True)
+        assert replay.fits(capacity) is fitting[-1], share
+    assert not fitting[0] and fitting[-1]
+
+
+def _calls(seed: int, number: int, base: int) -> list[tuple[int, int, Hashable]]:
+    """Random calls that free most of what they allocate, some of it at once."""
+    calls = Calls()
+    alive = []
+    for event in _random_events(seed, number):
+        if event.nbytes is None:
+            alive.remove(event.tensor)
+            calls.free(base + event.tensor)
+        else:
+            alive.append(event.tensor)
+            calls.stream = event.stream
+            calls.play([(event.tensor, event.nbytes), (number + event.tensor, -event.nbytes)], base)
+    for tensor in alive[len(alive) // 2 if not base else 0 :]:
+        calls.free(base + tensor)
+    return calls.taken()
+
+
+def test_what_is_freed_at_once_is_as_an_allocation_and_a_free() -> None:
+    """The second of two tensors of 15 MiB needs a segment of 16 MiB while the first is there, and none after it."""
+    for freed, reserved_bytes in ((False, 32 * MIB), (True, 16 * MIB)):
+        calls = Calls()
+        calls.play([(0, 15 * MIB), *([(0, 0)] if freed else []), (1, -15 * MIB), (2, -1)], 5)
+        allocator = CachingAllocator()
+        allocator.follow(calls.taken())
+        assert allocator.reserved == reserved_bytes + 2 * MIB and allocator.holds(5) is not freed
+        assert allocator.allocated == (0 if freed else 16 * MIB)
+        assert allocator.peak_allocated == reserved_bytes

@@ -7,7 +7,6 @@ import shlex
 from typing import Any
 
 from bridge_memory.arguments.flags import FLAGS
-from bridge_memory.emit.bridge import bridge_overrides
 from bridge_memory.emit.commands import Emitted, estimate_words, given_fields
 from bridge_memory.emit.megatron_args import megatron_arguments
 from bridge_memory.plan.megatron.settings import FIELDS, SET_BESIDE
@@ -29,7 +28,11 @@ def emitted(how: str, run: RunSpec, args: argparse.Namespace, gpu: str) -> Emitt
     """A layout in one of the formats of ``formats.FORMATS`` for megatron-core."""
     if how == "megatron-args":
         return megatron_arguments(run)
-    return bridge_overrides(run) if how == "bridge" else Emitted(estimate_command(run, args, gpu))
+    if how == "bridge":
+        from bridge_memory.emit.bridge import bridge_overrides
+
+        return bridge_overrides(run)
+    return Emitted(estimate_command(run, args, gpu))
 
 
 def layout_fields(run: RunSpec) -> dict[str, Any]:

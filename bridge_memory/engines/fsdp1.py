@@ -98,16 +98,16 @@ class FSDP1(FSDP2):
         gathers = self.ranks > 1 or flat.computed != flat.width
         return rounded(flat.shard * self.ranks * flat.computed) if gathers else 0
 
-    def _group(self, modules: Sequence[Module], *, root: bool) -> Group:
+    def _group_bytes(self, modules: Sequence[Module]) -> tuple[int, int, int, int, int, int]:
         flats = self.units(modules)
         frozen = [flat for flat in flats if not flat.trains]
         trained = [flat for flat in flats if flat.trains]
         full = sum(map(self.whole_bytes, frozen)) + max(map(self.whole_bytes, trained), default=0)
         casts = [rounded(flat.shard * flat.computed) for flat in flats if flat.computed != flat.width]
-        return Group(
-            tuple(m.place for m in modules), root, full, full if self._prefetches else 0, max(casts, default=0),
-            max(map(self._reduced, trained), default=0), 0, sum(rounded(f.shard * f.width) for f in trained),
-        )
+        return (
+            full, full if self._prefetches else 0, max(casts, default=0), max(map(self._reduced, trained), default=0),
+            0, sum(rounded(f.shard * f.width) for f in trained),
+        )  # fmt: skip
 
     def _reduced(self, flat: Flat) -> int:
         """Bytes of a reduction: first the flat gradient, made from the separate gradients while the gathered parameters

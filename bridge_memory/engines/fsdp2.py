@@ -195,19 +195,13 @@ class FSDP2:
         return found
 
     def _group(self, modules: Sequence[Module], *, root: bool) -> Group:
-        ranks = self.ranks
-        whole, shards, cast, trained = self.kinds.of("group", modules, partial(self._sums, modules))
-        return Group(
-            tuple(m.place for m in modules), root, whole, rounded(shards * ranks) if ranks > 1 else 0,
-            rounded(cast) if ranks > 1 else 0,
-            rounded(trained * ranks * self.reduce_width), rounded(trained * self.reduce_width),
-            rounded(trained * self.trained_width),
-        )
+        places = tuple([m.place for m in modules])
+        return Group(places, root, *self.kinds.of("group", modules, partial(self._group_bytes, modules)))
 
-    def _sums(self, modules: Sequence[Module]) -> tuple[int, int, int, int]:
-        """Of a group: bytes of whole parameters, of gathered shards and of those that are cast; trained elements of a
-        shard."""
+    def _group_bytes(self, modules: Sequence[Module]) -> tuple[int, int, int, int, int, int]:
+        """The bytes of a ``Group``, in the order of its fields."""
         ranks = self.ranks
+        #: Bytes of whole parameters, of gathered shards and of those that are cast; trained elements of a shard.
         whole = shards = cast = trained = 0
         for module in modules:
             for p, times, kept, computed in self.gathered_parameters(module):
@@ -216,7 +210,11 @@ class FSDP2:
                 shards += times * n * computed
                 cast += times * n * computed * (computed != kept)
             trained += sum(times * prod(shard(p.shape, ranks)) for p, times in module.trained_parameters())
-        return whole, shards, cast, trained
+        return (
+            whole, rounded(shards * ranks) if ranks > 1 else 0, rounded(cast) if ranks > 1 else 0,
+            rounded(trained * ranks * self.reduce_width), rounded(trained * self.reduce_width),
+            rounded(trained * self.trained_width),
+        )  # fmt: skip
 
     def gathered_parameters(self, module: Module) -> Iterator[Gathered]:
         """Of ``module``: those that train, then the frozen ones."""

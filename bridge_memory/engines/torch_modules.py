@@ -16,7 +16,7 @@ from bridge_memory.inventory.stack import Unit
 from bridge_memory.inventory.torch.quantized import is_quantized, weight_bytes
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.tapes.chain import Concurrent, EngineBytes, Label
-from bridge_memory.tapes.parameters import ALLOCATION_UNIT, Parameter, ParameterList, Use, pad
+from bridge_memory.tapes.parameters import ALLOCATION_UNIT, Parameter, ParameterList, Use
 
 T = TypeVar("T")
 
@@ -92,14 +92,16 @@ def model_of(run: RunSpec, units: Sequence[Unit]) -> Model:
             first = next((i for i, unit in enumerate(units) if unit.label is Label.LAYER), 0)
             adapters[first] = found[0].parameters
     kinds: dict[int, tuple[ParameterList, ParameterList]] = {}
-    modules = []
+    modules = list[Module]()
     for unit, place, of_unit in zip(units, places.first, adapters, strict=True):
-        for position in range(place, place + unit.times):
-            if run.peft.freezes:
-                modules.append(Module(position, unit.label, of_unit or _NONE, unit.parameters, unit.prefix))
-            else:
-                trained, kept = kinds.setdefault(id(unit.parameters), _by_training(unit))
-                modules.append(Module(position, unit.label, trained, kept, unit.prefix))
+        if run.peft.freezes:
+            trained, kept = of_unit or _NONE, unit.parameters
+        else:
+            trained, kept = kinds.get(id(unit.parameters)) or _by_training(unit)
+            kinds[id(unit.parameters)] = trained, kept
+        modules += [
+            Module(position, unit.label, trained, kept, unit.prefix) for position in range(place, place + unit.times)
+        ]
     return Model(places, tuple(modules), sum(unit.times * unit.parameters.numel for unit in units))
 
 
@@ -114,7 +116,7 @@ def _by_training(unit: Unit) -> tuple[ParameterList, ParameterList]:
 
 def rounded(nbytes: int) -> int:
     """Bytes that torch's allocator takes for a separate tensor."""
-    return pad(nbytes, ALLOCATION_UNIT)
+    return -(-nbytes // ALLOCATION_UNIT) * ALLOCATION_UNIT
 
 
 #: Bytes at which a flat tensor of a broadcast of parameters is full (``nn/parallel/distributed.py:

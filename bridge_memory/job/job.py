@@ -35,7 +35,7 @@ from bridge_memory.spec.canonical import adopts_optim_states
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.unmodelled import Unmodelled, bounds
 from bridge_memory.verdict import BEST_FIRST, Fit, MemoryLimit, Verdict, fits, reserved_bytes, within
-from bridge_memory.workspaces.caching_allocator import TooManyCalls, Trace
+from bridge_memory.workspaces.caching_allocator import Replay, TooManyCalls
 
 SCHEMA = "bridge-memory/job/1"
 #: What says that a resume copies Adam's moments.
@@ -245,13 +245,13 @@ class Traces:
         # Pages that a capture empties are returned: what runs beside graphs reserves what it needs (``graphs``).
         self.run = run.with_fields(cuda_graph_impl="none") if run.implementation.expandable_segments else run
         self.why_not = reserved.why_not(self.run) or ""
-        self._found: dict[tuple[int, float], tuple[Trace, int]] = {}
+        self._found: dict[tuple[int, float], Replay] = {}
 
-    def of(self, stage: int, uneven: float = 1.0) -> tuple[Trace, int]:
-        """The trace, and what it reserves at most, bytes. Raises TooManyCalls."""
+    def of(self, stage: int, uneven: float = 1.0) -> Replay:
+        """Raises TooManyCalls."""
         if (stage, uneven) not in self._found:
             trace = reserved.trace_of(self.run, stage, uneven)
-            self._found[stage, uneven] = trace, trace.held(expandable=self.run.implementation.expandable_segments)
+            self._found[stage, uneven] = Replay(trace, expandable=self.run.implementation.expandable_segments)
         return self._found[stage, uneven]
 
 
@@ -444,13 +444,13 @@ def _replayed(traces: Traces, stage: int, room: int) -> Generator[None, None, _R
     """At most: with routing as uneven as was seen from scratch, where sizes vary. At least: ``room``, if training
     goes on in it with retries of the allocator."""
     run = traces.run
-    trace, least = traces.of(stage)
-    most = least
+    replay = traces.of(stage)
+    most = least = replay.reserved
     yield
     factor = likely_overload(run)
     if factor > 1 and reserved.sizes_vary(run):
-        most = max(most, traces.of(stage, factor)[1])
-    retries = least > room > 0 and trace.fits(room, expandable=run.implementation.expandable_segments)
+        most = max(most, traces.of(stage, factor).reserved)
+    retries = least > room > 0 and replay.fits(room)
     return _Replayed(Range(room if retries else least, most), None if most == least else factor, retries)
 
 

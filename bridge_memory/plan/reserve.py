@@ -48,8 +48,9 @@ class Reserve(NamedTuple):
         """Whether the upper end of the band of the row's peak fits, and the peak under an overload of ``OVERLOAD``,
         beside the pools of CUDA graphs."""
         run, peak = row.run, row.peak
-        graphs = stage_graphs(run, row.stage)
-        if graphs is not None:
+        if run.implementation.cuda_graph_impl != "none":
+            graphs = stage_graphs(run, row.stage)
+            assert graphs is not None
             peak += graphs.total.most
         above = int(peak * evidence_of(run).above)
         if row.headroom < peak + above - row.peak or self.limit.headroom(run, peak + above).least < 0:

@@ -256,13 +256,13 @@ class _Job:
     def __init__(self, run: RunSpec, stage: int, uneven: float = 1.0, *, repeats: bool = False) -> None:
         self._repeats = repeats
         self.run, self.stage = run, stage
-        self._calls = Calls()
+        self._calls = Calls(stream=COMPUTE)
         self.streams = _Streams((self._calls,))
         #: The passes of a step that is not overlapped: calls, the number of the first storage, and of how many.
         self._recorded: tuple[list[Call], int, int] | None = None
         #: Of the last step: what is kept until the next.
         self._between: list[int] = []
-        self.storages = Storages(self._report)
+        self.storages = self._new_storages()
         self.ctx = context_of(run)
         self.parts = stage_parts(run, stage)
         self.shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
@@ -286,10 +286,11 @@ class _Job:
             for parameter in named_parameters(chunk_units(run.model, shape, self.ctx)):
                 self.numels[parameter.expert].append(parameter.numel)
 
-    @property
-    def _report(self) -> Callable[[int, int | None], None]:
-        """Takes each allocation, with its bytes, and each free."""
-        return self.streams.report
+    def _new_storages(self) -> Storages:
+        """They report each allocation, with its bytes, and each free."""
+        if self.run.implementation.overlap_moe_expert_parallel_comm:
+            return Storages(self.streams.report)
+        return Storages(self._calls.report, self._calls.play)
 
     # ---- the model ----
 

@@ -93,9 +93,8 @@ class _Job:
 
     def __init__(self, run: RunSpec) -> None:
         self.run = run
-        self._calls = Calls()
-        self.stream = COMPUTE
-        self.storages = Storages(self._report)
+        self._calls = Calls(stream=COMPUTE)
+        self.storages = Storages(self._calls.report, self._calls.play)
         self.parts = stage_parts(run, 0)
         ctx = context_of(run)
         shape = layout(run.model, run.parallel).shapes(run.model)[0][0]
@@ -123,16 +122,10 @@ class _Job:
         self.gathered: tuple[tuple[int, ...], int] | None = None
         self.reducing: int | None = None
 
-    def _report(self, number: int, nbytes: int | None) -> None:
-        if nbytes is None:
-            self._calls.free(number)
-        else:
-            self._calls.allocate(number, nbytes, self.stream)
-
     def _make(self, nbytes: int, stream: str = COMPUTE) -> int:
-        self.stream = stream
+        self._calls.stream = stream
         number = self.storages.make(nbytes)
-        self.stream = COMPUTE
+        self._calls.stream = COMPUTE
         return number
 
     # ---- the model ----

@@ -578,6 +578,9 @@ class ModelSpec:
             raise SpecError(f"encoders ({show(self.encoders)}) is not made of EncoderSpecs; give them in a tuple")
         if self.diffusion is not None and type(self.diffusion) is not DiffusionSpec:
             raise SpecError(f"diffusion ({show(self.diffusion)}) is no DiffusionSpec; give one or None")
+        # Equal layers are one object, which is fast to compare.
+        one = {layer: layer for layer in reversed(self.layers)}
+        object.__setattr__(self, "layers", tuple([one[layer] for layer in self.layers]))
         kinds = tuple(dict.fromkeys(self.layers))
         runs: list[tuple[LayerSpec, int, int]] = []
         for i, layer in enumerate(self.layers):

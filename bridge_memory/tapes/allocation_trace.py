@@ -21,11 +21,16 @@ class Storages:
     """References to storages, by number.
 
     ``report`` is called with (number, bytes) of each storage that is allocated and (number, None) when it is freed;
-    zero-size storages are skipped.
+    zero-size storages are skipped. ``events``, if given, is called in its place with many at once, as a ``_Script`` has
+    them, and how much higher their numbers are.
     """
 
-    def __init__(self, report: Callable[[int, int | None], None]) -> None:
+    def __init__(
+        self, report: Callable[[int, int | None], None],
+        events: Callable[[Sequence[tuple[int, int]], int], None] | None = None,
+    ) -> None:  # fmt: skip
         self._report = report
+        self._events = events or self._one_by_one
         self._refs: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._next = 0
@@ -70,14 +75,12 @@ class Storages:
 
     def play(self, script: _Script, numbers: Callable[[int], int]) -> int:
         """Do what ``script`` says; the number of its first storage. ``numbers``: of storages that were there before."""
-        base, report = self._next, self._report
-        for number, what in script.events:
-            if what > 0:
-                report(base + number, what)
-            elif what == _FREE:
-                report(base + number, None)
-            else:
-                (self.hold if what == _HOLD else self.drop)(numbers(number))
+        base, report = self._next, self._events
+        for events, hold, outside in script.parts:
+            if events:
+                report(events, base)
+            if outside is not None:
+                (self.hold if hold else self.drop)(numbers(outside))
         for number, references, nbytes in script.left:
             self._refs[base + number] = references
             if nbytes > 0:
@@ -85,19 +88,31 @@ class Storages:
         self._next = base + script.made
         return base
 
+    def _one_by_one(self, events: Sequence[tuple[int, int]], base: int) -> None:
+        for number, what in events:
+            if what:
+                self._report(base + number, abs(what))
+            if what <= 0:
+                self._report(base + number, None)
 
-#: Beside the bytes of an allocation: what an event of a script does.
-_FREE, _HOLD, _DROP = -1, -2, -3
+
+#: Beside the bytes of a storage: what is asked for.
+_HOLD, _DROP = -1, -2
 #: Numbers, in scripts, of a pass's input and of the gradient of its output.
 _INPUT, _GRADIENT = -1, -2
 
 
-class _Script(NamedTuple):
-    """What a pass does with storages, whatever their numbers. ``events``: (number, bytes or what is done), the number
-    from that of the first storage of the pass, but for those that were there before. ``left``: (number, references,
-    bytes) of storages that outlive the pass."""
+#: A storage's number from that of the first storage of a pass; its bytes where it is allocated, 0 where it is freed, or
+#: minus its bytes where it is freed at once.
+_Event = tuple[int, int]
 
-    events: list[tuple[int, int]]
+
+class _Script(NamedTuple):
+    """What a pass does with storages, whatever their numbers. ``parts``: events up to a reference to a storage that was
+    there before the pass, which is held (True) or dropped, and the number of that storage; None: there is none.
+    ``left``: (number, references, bytes) of storages that outlive the pass."""
+
+    parts: list[tuple[list[_Event], bool, int | None]]
     left: list[tuple[int, int, int]]
     made: int
 
@@ -124,11 +139,12 @@ class _Noted(Storages):
 
     def taken(self) -> _Script:
         """What was asked for since the last time."""
-        since, events = self._since, list[tuple[int, int]]()
+        since, parts, events = self._since, list[tuple[list[_Event], bool, int | None]](), list[_Event]()
         references, sizes = dict[int, int](), dict[int, int]()
         for number, what in self._asked:
             if number < since:
-                events.append((number, what))
+                parts.append((events, what == _HOLD, number))
+                events = []
             elif what >= 0:
                 references[number], sizes[number] = 1, what
                 if what:
@@ -140,10 +156,17 @@ class _Noted(Storages):
                 if not references[number]:
                     del references[number]
                     if sizes[number]:
-                        events.append((number - since, _FREE))
+                        self._freed(events, number - since)
         left = [(number - since, count, sizes[number]) for number, count in references.items()]
         self._asked, self._since = [], self._next
-        return _Script(events, left, self._next - since)
+        return _Script([*parts, (events, False, None)], left, self._next - since)
+
+    @staticmethod
+    def _freed(events: list[_Event], number: int) -> None:
+        if events and events[-1][0] == number:
+            events[-1] = number, -events[-1][1]
+        else:
+            events.append((number, 0))
 
 
 def tape_of(ctx: BlockContext, block: Callable[[BlockContext], Any]) -> Tape:
@@ -475,7 +498,7 @@ class Passes:
         if (has_input, has_gradient) not in self._backwards:
             self._note(has_input, has_gradient)
         scripts = self._forwards[has_input][0], self._backwards[has_input, has_gradient][0]
-        return sum(what > _HOLD for script in scripts for _, what in script.events)
+        return sum(2 if what < 0 else 1 for script in scripts for part in script.parts for _, what in part[0])
 
     def _back(self, x: int | None, base: int, gradient: int | None) -> dict[int, int]:
         which = x is not None, gradient is not None

@@ -201,6 +201,10 @@ class _OfOne:
 
 def chosen(condition: Any, yes: Any, no: Any) -> Any:
     """``yes`` where the condition holds, else ``no``: elementwise for an array; a symbolic size records a guard."""
+    if condition is True:
+        return yes
+    if condition is False:
+        return no
     if type(condition) is SymInt:
         return yes if condition.is_on() else no
     where = getattr(condition, "where", None)
@@ -226,6 +230,8 @@ elementwise: dict[type, Callable[[str, Any, Any], Any]] = {}
 
 def _stepped(operation: Operation, left: Any, right: Any) -> Any:
     a, b = type(left), type(right)
+    if a is int and b is int:
+        return operation(left, right)
     if a is SymInt or b is SymInt:
         env = left.env if a is SymInt else right.env
         return env.step(operation, left, right)

@@ -16,8 +16,8 @@ set_fraction). When a stream has come far enough is for the caller to say (``fre
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from copy import copy
 from typing import NamedTuple
 
 MIB = 1 << 20
@@ -42,9 +42,10 @@ class DeviceFull(Exception):
     """An allocation that does not fit into the device's capacity."""
 
 
-#: (tensor, bytes, stream) of an allocation; else (tensor, what is called, "").
+#: (tensor, bytes, stream) of an allocation; (tensor, minus its bytes, stream) of one that is freed at once; else
+#: (tensor, what is called, a stream that does not matter).
 Call = tuple[int, int, Hashable]
-_FREE, _FREE_LATER, _REUSE = 0, -1, -2
+_FREE, _FREE_LATER, _REUSE = 0, -(1 << 62), -(1 << 63)
 
 
 class TooManyCalls(Exception):
@@ -56,31 +57,52 @@ MOST_CALLS = 200_000
 
 
 class Calls:
-    """Calls of an allocator, to be made of others (``CachingAllocator.follow``); up to ``most`` at a time."""
+    """Calls of an allocator, to be made of others (``CachingAllocator.follow``); up to ``most`` at a time. ``stream``:
+    of what ``report`` and ``play`` allocate."""
 
-    def __init__(self, most: int = MOST_CALLS) -> None:
+    def __init__(self, most: int = MOST_CALLS, stream: Hashable = 0) -> None:
+        self.stream = stream
         self._calls: list[Call] = []
         self._most = most
+        #: Calls that stand for two.
+        self._double = 0
 
     def taken(self) -> list[Call]:
         """The calls since the last time."""
-        calls, self._calls = self._calls, []
+        calls, self._calls, self._double = self._calls, [], 0
         return calls
 
     def again(self, calls: Iterable[Call], shift: int = 0) -> None:
         """``calls`` that were taken, of tensors with numbers higher by ``shift``."""
-        self._calls += [(tensor + shift, nbytes, stream) for tensor, nbytes, stream in calls]
+        more = [(tensor + shift, nbytes, stream) for tensor, nbytes, stream in calls] if shift else list(calls)
+        self._calls += more
+        self._double += sum([_FREE_LATER < nbytes < 0 for _, nbytes, _ in more])
+        self.check(0)
+
+    def report(self, tensor: int, nbytes: int | None) -> None:
+        """An allocation of more than 0 bytes; or a free (None)."""
+        if nbytes is None:
+            self.free(tensor)
+        else:
+            self.allocate(tensor, nbytes, self.stream)
+
+    def play(self, events: Sequence[tuple[int, int]], base: int) -> None:
+        """(tensor, bytes of an allocation, or 0 of a free, or minus those of both at once), of tensors with numbers
+        higher by ``base``."""
+        stream = self.stream
+        self._calls += [(base + tensor, what, stream) for tensor, what in events]
+        self._double += sum([what < 0 for _, what in events])
         self.check(0)
 
     def allocate(self, tensor: int, nbytes: int, stream: Hashable = 0) -> None:
         """``nbytes``: more than 0."""
-        if len(self._calls) >= self._most:
+        if len(self._calls) + self._double >= self._most:
             self.check(1)
         self._calls.append((tensor, nbytes, stream))
 
     def check(self, more: int) -> None:
         """Raise TooManyCalls where ``more`` calls are too many."""
-        if len(self._calls) + more > self._most:
+        if len(self._calls) + self._double + more > self._most:
             raise TooManyCalls(f"training asks the allocator for more than {self._most:,} blocks")
 
     def free(self, tensor: int) -> None:
@@ -122,54 +144,135 @@ class Trace(NamedTuple):
             self.follow(one)
         return reserved_by(plain, expandable)
 
-    def fits(self, capacity: int, *, expandable: bool) -> bool:
+
+class Replay:
+    """A trace that an allocator followed without a limit; ``reserved``: the most that it reserved, bytes."""
+
+    def __init__(self, trace: Trace, *, expandable: bool) -> None:
+        self._trace, self._expandable = trace, expandable
+        one = CachingAllocator(expandable_segments=expandable)
+        #: On the way, wherever more was reserved than before: (parts that are done, the allocator).
+        self._states: list[tuple[int, CachingAllocator]] = []
+        for number, (calls, shift) in enumerate(parts := self._parts()):
+            before = one.reserved
+            one.follow(calls, shift)
+            if one.reserved > before and number + 1 < len(parts):
+                self._states.append((number + 1, one.copy()))
+        self.reserved = one.peak_reserved
+
+    def _parts(self) -> list[tuple[list[Call], int]]:
+        """(calls, how much higher the numbers of their tensors are), in order."""
+        first, each, shift, steps = self._trace
+        size = max(1, -(-len(each) // _PARTS))
+        pieces = [each[at : at + size] for at in range(0, len(each), size)]
+        return [(first, 0), *((piece, shift * step) for step in range(steps) for piece in pieces)]
+
+    def fits(self, capacity: int) -> bool:
         """Whether the allocations succeed where ``capacity`` bytes can be reserved: an allocator whose device is full
         returns what is free and tries again (``malloc``, ``release_cached_blocks``), which takes time."""
-        one = CachingAllocator(expandable_segments=expandable, capacity=capacity)
+        if self.reserved <= capacity and not self._expandable:
+            return True
+        done, one = 0, CachingAllocator(expandable_segments=self._expandable, capacity=capacity)
+        # Up to a full device, an allocator does the same with a limit and without; but for its address ranges.
+        for parts, state in () if self._expandable else self._states:
+            if state.reserved <= capacity:
+                done, one = parts, state
+        one = one.copy()
+        one.capacity = capacity
         try:
-            self.follow(one)
+            for calls, shift in self._parts()[done:]:
+                one.follow(calls, shift)
         except DeviceFull:
             return False
         return True
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
-    pool: _Pool
-    address: int
-    size: int
-    mapped: bool = True
-    allocated: bool = False
-    prev: _Block | None = None
-    next: _Block | None = None
-
-    @property
-    def room(self) -> int:
-        """Bytes to which it can grow (``expandable_size``)."""
-        after = self.next
-        return self.size + (after.size if after is not None and not after.mapped else 0)
+#: Of a step, after which a state is kept.
+_PARTS = 4
 
 
-@dataclass(slots=True, eq=False)
-class _Pool:
-    """Free blocks of one stream and size class, smallest and lowest first; and unmapped blocks, lowest first."""
+#: Addresses are below 2 ** _BITS; what is free is sorted by ``size << _BITS | address``.
+_BITS = 60
+_ADDRESS = (1 << _BITS) - 1
+#: An address range without a capacity, bytes: practically unlimited.
+_UNLIMITED = 1 << 50
+
+
+class _Unmapped(NamedTuple):
+    """Unmapped blocks of a pool's address ranges, lowest first, the end of each by its address, and its address by its
+    end. Neighbours are one block. ``page``: bytes that are mapped at once."""
 
     page: int
-    free: list[tuple[int, int, _Block]] = field(default_factory=list)
-    unmapped: list[tuple[int, _Block]] = field(default_factory=list)
+    blocks: list[int]
+    ends: dict[int, int]
+    starts: dict[int, int]
 
-    def add(self, block: _Block) -> None:
-        # Addresses are unique, so that blocks themselves are never compared.
-        if block.mapped:
-            insort(self.free, (block.size, block.address, block))
-        else:
-            insort(self.unmapped, (block.address, block))
+    def give(self, start: int, end: int) -> None:
+        """A block, one with its neighbours."""
+        if (low := self.starts.get(start)) is not None:
+            self.drop(low, start)
+            start = low
+        if (high := self.ends.get(end)) is not None:
+            self.drop(end, high)
+            end = high
+        self.ends[start], self.starts[end] = end, start
+        insort(self.blocks, start)
 
-    def drop(self, block: _Block) -> None:
-        if block.mapped:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
-        else:
-            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+    def drop(self, start: int, end: int) -> None:
+        del self.ends[start], self.starts[end]
+        del self.blocks[bisect_left(self.blocks, start)]
+
+    def copy(self) -> _Unmapped:
+        return _Unmapped(self.page, self.blocks.copy(), self.ends.copy(), self.starts.copy())
+
+
+class _Pool(NamedTuple):
+    """Of one stream and size class: free blocks, smallest and lowest first, the end of each by its address, and its
+    address by its end. Neighbours are one block."""
+
+    free: list[int]
+    ends: dict[int, int]
+    starts: dict[int, int]
+    #: The largest remainder that is not split off.
+    most_left: int
+    unmapped: _Unmapped
+
+    def add(self, start: int, end: int) -> None:
+        """A free block, which has no free neighbour."""
+        self.ends[start], self.starts[end] = end, start
+        insort(self.free, end - start << _BITS | start)
+
+    def drop(self, start: int, end: int) -> None:
+        del self.ends[start], self.starts[end]
+        del self.free[bisect_left(self.free, end - start << _BITS | start)]
+
+    def give(self, start: int, end: int) -> None:
+        """A block, free with its free neighbours."""
+        if (low := self.starts.get(start)) is not None:
+            self.drop(low, start)
+            start = low
+        if (high := self.ends.get(end)) is not None:
+            self.drop(end, high)
+            end = high
+        self.add(start, end)
+
+    def least_room(self, at: int) -> int:
+        """The place of the free block for a request; one at the end of an address range counts with the size to which
+        it can grow. ``at``: the place of the smallest that is large enough."""
+        room, last = self._room(at), len(self.free) - 1
+        while at < last and (more := self._room(at + 1)) < room:
+            at, room = at + 1, more
+        return at
+
+    def _room(self, at: int) -> int:
+        """Bytes to which the free block at this place can grow (``expandable_size``)."""
+        size, start = self.free[at] >> _BITS, self.free[at] & _ADDRESS
+        return self.unmapped.ends.get(start + size, start + size) - start
+
+    def copy(self) -> _Pool:
+        return _Pool(
+            self.free.copy(), self.ends.copy(), self.starts.copy(), self.most_left, self.unmapped.copy(),
+        )  # fmt: skip
 
 
 class CachingAllocator:
@@ -185,12 +288,25 @@ class CachingAllocator:
         self.peak_reserved = self.peak_allocated = 0
         #: How often all free memory was returned to the device because it was full.
         self.retries = 0
-        self._pools: dict[tuple[Hashable, bool], _Pool] = {}
-        self._blocks: dict[int, _Block] = {}
+        #: Of every stream two pools, of small blocks and of large ones.
+        self._pools: list[_Pool] = []
+        self._of: dict[Hashable, int] = {}
+        #: (address, end, number of the pool) by tensor.
+        self._blocks: dict[int, tuple[int, int, int]] = {}
+        #: Segments, by address; address ranges are none.
+        self._segments: dict[int, int] = {}
         #: Tensors of ``free_later`` whose blocks wait; and those whose blocks a full device made it wait for.
         self._waiting: set[int] = set()
         self._waited_for: set[int] = set()
         self._next_address = 0
+
+    def copy(self) -> CachingAllocator:
+        """Another allocator in the same state."""
+        other = copy(self)
+        other._pools = [pool.copy() for pool in self._pools]
+        other._of, other._blocks, other._segments = self._of.copy(), self._blocks.copy(), self._segments.copy()
+        other._waiting, other._waited_for = self._waiting.copy(), self._waited_for.copy()
+        return other
 
     def replay(self, events: Iterable[Event]) -> None:
         """Apply events in order. Raises DeviceFull, and KeyError for a free of a tensor that is not allocated."""
@@ -201,26 +317,82 @@ class CachingAllocator:
                 self.allocate(event.tensor, event.nbytes, event.stream)
 
     def follow(self, calls: Iterable[Call], shift: int = 0) -> None:
-        """Make ``calls``, of tensors with numbers higher by ``shift``. Raises DeviceFull."""
-        allocate, free = self.allocate, self.free
+        """Make ``calls``, of tensors with numbers higher by ``shift``. Raises DeviceFull, and KeyError for a free of a
+        tensor that is not allocated."""
+        # One loop over plain integers: a run makes tens of thousands of calls.
+        blocks, pools, expandable = self._blocks, self._pools, self.expandable
+        now, peak = self.allocated, self.peak_allocated
+        of, small = object(), 0  # the last stream, and its pool of small blocks
         for tensor, nbytes, stream in calls:
             if nbytes > 0:
-                allocate(tensor + shift, nbytes, stream)
-            elif nbytes == _FREE:
-                free(tensor + shift)
-            elif nbytes == _FREE_LATER:
-                self.free_later(tensor + shift)
+                if stream != of:
+                    of, small = stream, self._pool(stream)
+                size = (nbytes + BLOCK - 1) & -BLOCK
+                number = small if size <= SMALL else small + 1
+                free, ends, starts, most_left, _ = pools[number]
+                at = bisect_left(free, size << _BITS)
+                if at < len(free):
+                    if expandable:
+                        at = pools[number].least_room(at)
+                    start = free.pop(at) & _ADDRESS
+                    end = ends.pop(start)
+                    del starts[end]
+                else:
+                    self.allocated, self.peak_allocated = now, peak
+                    start, end = self._fresh(pools[number], size)
+                    now = self.allocated
+                left = end - start - size
+                if left > most_left:  # as ``_Pool.add``
+                    rest = end
+                    end -= left
+                    ends[end], starts[rest] = rest, end
+                    insort(free, left << _BITS | end)
+                blocks[tensor + shift] = start, end, number
+                now += end - start
+                if now > peak:
+                    peak = now
+            elif not nbytes:
+                start, end, number = blocks.pop(tensor + shift)
+                now -= end - start
+                free, ends, starts, _, _ = pools[number]
+                if start in starts:  # as ``_Pool.give``
+                    low = starts.pop(start)
+                    del free[bisect_left(free, start - low << _BITS | low)]
+                    start = low
+                if end in ends:
+                    high = ends.pop(end)
+                    del free[bisect_left(free, high - end << _BITS | end)]
+                    end = high
+                ends[start], starts[end] = end, start
+                insort(free, end - start << _BITS | start)
+            elif nbytes > _FREE_LATER:  # all is as before, where a free block is large enough
+                if stream != of:
+                    of, small = stream, self._pool(stream)
+                size = (BLOCK - 1 - nbytes) & -BLOCK
+                free, _, _, most_left, _ = pools[small if size <= SMALL else small + 1]
+                at = bisect_left(free, size << _BITS)
+                if at < len(free):
+                    left = (free[at] >> _BITS) - size
+                    peak = max(peak, now + size + (0 if left > most_left else left))
+                else:
+                    self.allocated, self.peak_allocated = now, peak
+                    self.follow(((tensor, -nbytes, stream), (tensor, _FREE, "")), shift)
+                    peak = self.peak_allocated
             else:
-                self.reuse(tensor + shift)
+                self.allocated = now
+                (self.free_later if nbytes == _FREE_LATER else self.reuse)(tensor + shift)
+                now = self.allocated
+        self.allocated, self.peak_allocated = now, peak
 
     def by_stream(self) -> dict[Hashable, int]:
         """Bytes reserved now for each stream."""
         found: dict[Hashable, int] = {}
-        held = [(b.pool, b.size) for b in self._blocks.values()]
-        held += [(pool, size) for pool in self._pools.values() for size, _, _ in pool.free]
-        streams = {id(pool): stream for (stream, _), pool in self._pools.items()}
-        for pool, size in held:
-            found[streams[id(pool)]] = found.get(streams[id(pool)], 0) + size
+        held = [(number, end - start) for start, end, number in self._blocks.values()]
+        held += [(number, free >> _BITS) for number, pool in enumerate(self._pools) for free in pool.free]
+        streams = list(self._of)
+        for number, size in held:
+            stream = streams[number // 2]
+            found[stream] = found.get(stream, 0) + size
         return found
 
     # ---- tensors ----
@@ -231,39 +403,18 @@ class CachingAllocator:
         """
         if tensor in self._blocks:
             raise ValueError(f"tensor {tensor} is there already")
-        if nbytes <= 0:
-            return
-        size = -(-nbytes // BLOCK) * BLOCK
-        small = size <= SMALL
-        pool = self._pools.get((stream, small))
-        if pool is None:
-            pool = self._pools[stream, small] = _Pool(SMALL_SEGMENT if small else LARGE_SEGMENT)
-        block = self._best(pool, size) or self._fresh(pool, size)
-        if block is None:
-            self.retries += 1
-            self._give_back()
-            block = self._fresh(pool, size)
-        if block is None:
-            raise DeviceFull(f"{size} bytes more than {self.reserved} do not fit {self.capacity}")
-        remainder = block.size - size
-        if remainder and (remainder >= BLOCK if small or self.expandable else remainder > SMALL):
-            block = self._split(block, size)
-        block.allocated = True
-        self._blocks[tensor] = block
-        self.allocated += block.size
-        if self.allocated > self.peak_allocated:
-            self.peak_allocated = self.allocated
+        if nbytes > 0:
+            self.follow(((tensor, nbytes, stream),))
 
     def free(self, tensor: int) -> None:
         """Free a tensor. Raises KeyError if it is not allocated; a tensor of 0 bytes never is."""
-        block = self._blocks.pop(tensor)
-        self.allocated -= block.size
-        self._give(block)
+        self.follow(((tensor, _FREE, ""),))
 
     def free_later(self, tensor: int) -> None:
         """Free a tensor that another stream still uses (``record_stream``): its block waits for ``reuse``, when that
         stream has come so far (``insert_events``, ``process_events``), or for a full device. Raises KeyError."""
-        self.allocated -= self._blocks[tensor].size
+        start, end, _ = self._blocks[tensor]
+        self.allocated -= end - start
         self._waiting.add(tensor)
 
     def reuse(self, tensor: int) -> None:
@@ -275,58 +426,22 @@ class CachingAllocator:
         self._return(tensor)
 
     def _return(self, tensor: int) -> None:
-        self._give(self._blocks.pop(tensor))
-
-    def _give(self, block: _Block) -> None:
-        """To its pool, one with free neighbours."""
-        block.allocated = False
-        self._merge(block)
-        insort(block.pool.free, (block.size, block.address, block))
+        start, end, number = self._blocks.pop(tensor)
+        self._pools[number].give(start, end)
 
     def holds(self, tensor: int) -> bool:
         return tensor in self._blocks
 
-    # ---- blocks ----
-
-    def _best(self, pool: _Pool, size: int) -> _Block | None:
-        """The smallest free block; one at the end of an address range counts with the size to which it can grow."""
-        free = pool.free
-        at = bisect_left(free, (size,))
-        if at == len(free):
-            return None
-        if self.expandable:
-            room, last = free[at][2].room, len(free) - 1
-            while at < last and (more := free[at + 1][2].room) < room:
-                at, room = at + 1, more
-        return free.pop(at)[2]
-
-    def _split(self, block: _Block, size: int) -> _Block:
-        """The first ``size`` bytes of a block; the remainder goes to its pool."""
-        before, address, pool = block.prev, block.address, block.pool
-        first = _Block(pool, address, size, True, False, before, block)
-        if before is not None:
-            before.next = first
-        block.prev, block.address, block.size = first, address + size, block.size - size
-        insort(pool.free, (block.size, block.address, block))
-        return first
-
-    def _merge(self, block: _Block) -> None:
-        """Merge with free neighbours that are mapped, or unmapped, like the block."""
-        before, after = block.prev, block.next
-        if before is not None and not before.allocated and before.mapped is block.mapped:
-            block.pool.drop(before)
-            block.address, block.prev = before.address, before.prev
-            if block.prev is not None:
-                block.prev.next = block
-            block.size += before.size
-        if after is not None and not after.allocated and after.mapped is block.mapped:
-            block.pool.drop(after)
-            block.next = after.next
-            if block.next is not None:
-                block.next.prev = block
-            block.size += after.size
-
     # ---- the device ----
+
+    def _pool(self, stream: Hashable) -> int:
+        """The number of a stream's pool of small blocks."""
+        number = self._of.get(stream)
+        if number is None:
+            number = self._of[stream] = len(self._pools)
+            for most_left, page in ((0, SMALL_SEGMENT), (0 if self.expandable else SMALL, LARGE_SEGMENT)):
+                self._pools.append(_Pool([], {}, {}, most_left, _Unmapped(page, [], {}, {})))
+        return number
 
     def _take(self, nbytes: int) -> bool:
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
@@ -335,7 +450,18 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
 
-    def _fresh(self, pool: _Pool, size: int) -> _Block | None:
+    def _fresh(self, pool: _Pool, size: int) -> tuple[int, int]:
+        """A block from the device, which is in no pool. A full device is asked again once all is returned."""
+        block = self._asked(pool, size)
+        if block is None:
+            self.retries += 1
+            self._give_back()
+            block = self._asked(pool, size)
+        if block is None:
+            raise DeviceFull(f"{size} bytes more than {self.reserved} do not fit {self.capacity}")
+        return block
+
+    def _asked(self, pool: _Pool, size: int) -> tuple[int, int] | None:
         """A block of a new segment from the device; None if the device is full."""
         if self.expandable:
             return self._grown(pool, size)
@@ -345,61 +471,57 @@ class CachingAllocator:
             segment = LARGE_SEGMENT
         else:
             segment = -(-size // SEGMENT_UNIT) * SEGMENT_UNIT
-        return _Block(pool, self._addresses(segment), segment) if self._take(segment) else None
+        if not self._take(segment):
+            return None
+        start = self._addresses(segment)
+        self._segments[start] = start + segment
+        return start, start + segment
 
     def _addresses(self, nbytes: int) -> int:
-        # Blocks of different segments are never merged: neighbours are linked within a segment.
+        # Blocks of different segments are never merged: a gap lies between them. All begin at a page.
         address = self._next_address
-        self._next_address += nbytes
+        self._next_address += (nbytes // LARGE_SEGMENT + 1) * LARGE_SEGMENT
         return address
 
-    def _grown(self, pool: _Pool, size: int) -> _Block | None:
+    def _grown(self, pool: _Pool, size: int) -> tuple[int, int] | None:
         """Map pages at the lowest place of an address range with enough room."""
-        block = self._place(pool, size)
-        if not block.mapped and not self._map(block, min(block.size, size)):
-            return None
-        while block.size < size:
-            after = block.next
-            assert after is not None
-            if not self._map(after, min(size - block.size, after.size)):
+        start = self._place(pool, size)
+        end = pool.ends.get(start, start)
+        while end - start < size:
+            # The page may be of free bytes before the block: what is mapped is one with them.
+            if not self._map(pool, end, size - (end - start)):
                 return None
-            block = after
-        pool.drop(block)
-        return block
+            end = pool.ends[start]
+        pool.drop(start, end)
+        return start, end
 
-    def _place(self, pool: _Pool, size: int) -> _Block:
-        for _, block in pool.unmapped:
-            first = block.prev if block.prev is not None and not block.prev.allocated else block
-            room = 0
-            at: _Block | None = first
-            while room < size and at is not None and not at.allocated:
-                room += at.size
-                at = at.next
-            if room >= size:
+    def _place(self, pool: _Pool, size: int) -> int:
+        """The address of such a place, at which free or unmapped bytes begin."""
+        ends, unmapped = pool.ends, pool.unmapped.ends
+        for block in pool.unmapped.blocks:
+            first = at = pool.starts.get(block, block)
+            while at - first < size and (after := ends.get(at, unmapped.get(at))) is not None:
+                at = after
+            if at - first >= size:
                 return first
-        # Address space of 1 1/8 of the device's capacity; practically unlimited without one.
-        length = max((self.capacity or 1 << 60) * 9 // 8, size)
-        length = -(-length // pool.page) * pool.page
-        block = _Block(pool, self._addresses(length), length, False)
-        pool.add(block)
-        return block
+        # Address space of 1 1/8 of the device's capacity.
+        length = max((self.capacity or _UNLIMITED) * 9 // 8, size)
+        length = -(-length // pool.unmapped.page) * pool.unmapped.page
+        start = self._addresses(length)
+        pool.unmapped.give(start, start + length)
+        return start
 
-    def _map(self, block: _Block, nbytes: int) -> bool:
-        """Map whole pages at the beginning of an unmapped block."""
-        pool = block.pool
-        nbytes = min(-(-nbytes // pool.page) * pool.page, block.size)
+    def _map(self, pool: _Pool, start: int, nbytes: int) -> bool:
+        """Map whole pages at the beginning of an unmapped block, up to ``nbytes`` or all of it."""
+        unmapped = pool.unmapped
+        end = unmapped.ends[start]
+        nbytes = min(-(-nbytes // unmapped.page) * unmapped.page, end - start)
         if not self._take(nbytes):
             return False
-        pool.drop(block)
-        if nbytes < block.size:
-            remainder = _Block(pool, block.address + nbytes, block.size - nbytes, False, prev=block, next=block.next)
-            if remainder.next is not None:
-                remainder.next.prev = remainder
-            block.next, block.size = remainder, nbytes
-            pool.add(remainder)
-        block.mapped = True
-        self._merge(block)
-        pool.add(block)
+        unmapped.drop(start, end)
+        if start + nbytes < end:
+            unmapped.give(start + nbytes, end)
+        pool.give(start, start + nbytes)
         return True
 
     def _give_back(self) -> None:
@@ -409,37 +531,27 @@ class CachingAllocator:
             self._return(tensor)
         self._waited_for |= self._waiting
         self._waiting.clear()
-        for pool in self._pools.values():
-            for _, _, block in list(pool.free):
+        for pool in self._pools:
+            for start, end in list(pool.ends.items()):
                 if self.expandable:
-                    self._unmap(block)
-                elif block.prev is None and block.next is None:
-                    pool.drop(block)
-                    self.reserved -= block.size
+                    self._unmap(pool, start, end)
+                elif self._segments.get(start) == end:
+                    pool.drop(start, end)
+                    del self._segments[start]
+                    self.reserved -= end - start
 
-    def _unmap(self, block: _Block) -> None:
-        pool = block.pool
-        first = -(-block.address // pool.page) * pool.page
-        last = (block.address + block.size) // pool.page * pool.page
+    def _unmap(self, pool: _Pool, start: int, end: int) -> None:
+        page = pool.unmapped.page
+        first, last = -(-start // page) * page, end // page * page
         if last <= first:
             return
-        pool.drop(block)
-        if first > block.address:
-            before = _Block(pool, block.address, first - block.address, prev=block.prev, next=block)
-            if before.prev is not None:
-                before.prev.next = before
-            block.prev = before
-            pool.add(before)
-        if block.address + block.size > last:
-            after = _Block(pool, last, block.address + block.size - last, prev=block, next=block.next)
-            if after.next is not None:
-                after.next.prev = after
-            block.next = after
-            pool.add(after)
-        block.address, block.size, block.mapped = first, last - first, False
-        self.reserved -= block.size
-        self._merge(block)
-        pool.add(block)
+        pool.drop(start, end)
+        if first > start:
+            pool.add(start, first)
+        if end > last:
+            pool.add(last, end)
+        self.reserved -= last - first
+        pool.unmapped.give(first, last)
 
 
 class Reserved(NamedTuple):

@@ -17,6 +17,7 @@ from bridge_memory.readers import resolve_model
 from bridge_memory.reserved.megatron import _Job
 from bridge_memory.spec import AttentionSpec, MambaSpec
 from bridge_memory.spec.layout import ChunkShape
+from bridge_memory.tapes.allocation_trace import Storages
 from bridge_memory.workspaces.caching_allocator import CachingAllocator, DeviceFull
 
 LLAMA, NANO, QWEN = "meta-llama/Llama-3.1-8B", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Qwen/Qwen3-30B-A3B"
@@ -91,6 +92,9 @@ class TwoPools(_Job):
         self.pieces, self.active = pieces, False
         self.now, self.most, self.where = [0, 0, 0], [0, 0, 0], dict[int, tuple[int, int]]()
         super().__init__(run, stage)
+
+    def _new_storages(self) -> Storages:
+        return Storages(self._report)
 
     def _report(self, number: int, nbytes: int | None) -> None:
         if nbytes is None:

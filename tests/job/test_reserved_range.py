@@ -22,7 +22,7 @@ from bridge_memory.outside.phase import Phase
 from bridge_memory.report.phases import job_table
 from bridge_memory.reserved import megatron, torch_engines
 from bridge_memory.verdict import Verdict, reserved_bytes
-from bridge_memory.workspaces.caching_allocator import CachingAllocator, Calls
+from bridge_memory.workspaces.caching_allocator import CachingAllocator, Calls, Replay
 
 FIELD = Path(__file__).resolve().parents[1] / "data" / "field" / "runs.jsonl"
 ROWS = {row["id"]: row for row in map(json.loads, FIELD.read_text().splitlines())}
@@ -72,7 +72,7 @@ def test_a_full_device_makes_the_allocator_try_again() -> None:
 def test_retries_do_not_make_more_fit_than_is_allocated() -> None:
     run = run_of("nano30b-pretrain/E-044-on").with_fields(expandable_segments=False)
     allocated = replays.replayed(run, 0).allocated
-    assert not replays.trace_of(run, 0).fits(int(0.98 * allocated), expandable=False)
+    assert not Replay(replays.trace_of(run, 0), expandable=False).fits(int(0.98 * allocated))
 
 
 def test_sizes_that_do_not_vary() -> None:

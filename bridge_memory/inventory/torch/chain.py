@@ -160,7 +160,7 @@ def mask_bytes(model: ModelSpec, ctx: BlockContext, *, taken: bool = False) -> i
 
 def _windows(model: ModelSpec) -> set[int | None]:
     """The sliding windows of the model's attention layers; None: a layer attends to all tokens."""
-    mixers = [kind.mixer for kind in dict.fromkeys(model.layers)]
+    mixers = [kind.mixer for kind, _, _ in model.layer_runs]
     windows = {mixer.window_size for mixer in mixers if isinstance(mixer, AttentionSpec)}
     return windows | {None for mixer in mixers if isinstance(mixer, MLASpec)}
 

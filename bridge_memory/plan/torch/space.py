@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from bridge_memory.plan.found import Refused
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import ModelSpec, RunSpec, SpecError
 from bridge_memory.spec.parts import ENGINE_OPTIONS, ENGINES, WITH_MEGATRON_LAYOUTS
 from bridge_memory.spec.transformers import family_of, usable_attention
 from bridge_memory.speed.torch.step_time import TIMED
@@ -109,7 +109,10 @@ def is_of(engine: str, field: str) -> bool:
 
 def configurations(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:
     """Every run of the space, those together that differ in micro batch, checkpointing and kernels alone."""
-    for base in space.bases.values():
+    models: dict[ModelSpec, ModelSpec] = {}
+    for given in space.bases.values():
+        # Equal models are one object, which is fast to compare.
+        base = given.with_(model=models.setdefault(given.model, given.model))
         total, ranks = base.batch.global_batch_size, base.parallel.data_parallel_size
         of_engine = [_values(space, axis, base) for axis in _OF_ENGINE]
         of_passes = [_values(space, axis, base) for axis in _OF_PASSES]
