@@ -246,14 +246,16 @@ class ZeRO3:
         """Weights and their replay. Cached by everything that ``weights`` and ``_live`` read, since layouts of a search
         that differ in micro batch or recomputation share them."""
         z = self.z
-        of_modules = tuple([
-            (module.place, module.prefix, *[
+        kinds = {(id(module.trained), id(module.frozen)): module for module in model.modules}
+        of_kinds = {
+            kind: tuple([
                 (p.name, p.numel, times, trains)
                 for trains, held in ((True, module.trained), (False, module.frozen))
                 for parameters, times in held.rows for p in parameters
             ])
-            for module in model.modules
-        ])  # fmt: skip
+            for kind, module in kinds.items()
+        }  # fmt: skip
+        of_modules = tuple([(m.place, m.prefix, of_kinds[id(m.trained), id(m.frozen)]) for m in model.modules])
         key = (
             "zero3", of_modules, model.number, self.ranks, self.width, z.stage3_param_persistence_threshold,
             z.stage3_model_persistence_threshold, z.stage3_max_live_parameters, z.stage3_prefetch_bucket_size,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Provenance, Role, State, allocated
 from bridge_memory.engines.by_name import engine_of
@@ -19,9 +19,9 @@ from bridge_memory.estimation import stage_parts
 from bridge_memory.inventory.stack import chunk_units, named_parameters
 from bridge_memory.job.megatron import building_fsdp
 from bridge_memory.outside.amount import Amount, exactly, total
-from bridge_memory.spec import DTYPE_BYTES, RunSpec
-from bridge_memory.spec.layout import layout
-from bridge_memory.tapes.context import context_of
+from bridge_memory.spec import DTYPE_BYTES, ModelSpec, RecomputeSpec, RunSpec
+from bridge_memory.spec.layout import ChunkShape, layout
+from bridge_memory.tapes.context import TRACE_CACHE, BlockContext, Settings, context_of
 from bridge_memory.tapes.parameters import Parameter
 
 _MODULES = "training.py: get_model"
@@ -83,10 +83,19 @@ def _made_early(run: RunSpec, component: Component) -> bool:
 
 @lru_cache(maxsize=1)  # asked for by every phase of a stage in turn
 def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
-    """The parameters of every virtual stage, in the modules' order."""
+    """The parameters of every virtual stage, in the modules' order. Not to be changed: others get the same lists."""
     ctx = context_of(run)
     shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
-    return [list(named_parameters(chunk_units(run.model, shape, ctx))) for shape in shapes]
+    return _parameters(run.model, tuple(shapes), ctx.cache.settings, ctx.dimensions, run.recompute)
+
+
+@lru_cache(maxsize=1)  # phases ask for those of one stage, one after the other; there may be tens of thousands
+def _parameters(
+    model: ModelSpec, shapes: tuple[ChunkShape, ...], settings: Settings, dimensions: tuple[Any, ...],
+    recompute: RecomputeSpec,
+) -> list[list[Parameter]]:  # fmt: skip
+    ctx = BlockContext(TRACE_CACHE.cache(settings), dimensions, recompute)
+    return [list(named_parameters(chunk_units(model, shape, ctx))) for shape in shapes]
 
 
 class _Buffer(NamedTuple):
