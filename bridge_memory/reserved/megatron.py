@@ -339,6 +339,8 @@ class _Job:
         discarding = [at for at, block in enumerate(blocks) if isinstance(block, Passes) and block.discards]
         again: list[int] = []
         for at, block in enumerate(blocks):
+            out: int | None
+            its_back: Back
             if isinstance(block, list):
                 out, its_back = self._group(block, inside)
             elif isinstance(block, Passes):
@@ -612,7 +614,8 @@ class _Job:
         if forward is not None:
             storages.drop(pixels)
         if inside is not None:
-            (storages.drop if tail and self.shapes[forward].output else variables.take)(inside)
+            is_loss = forward is not None and self.shapes[forward].output
+            (storages.drop if tail and is_loss else variables.take)(inside)
         if back is not None:
             while back.before:
                 gradient = back.before.pop()(gradient).get(0)

@@ -485,7 +485,9 @@ class Passes:
         script, out = self._forwards[has_input]
         base = self._storages.play(script, lambda _: -1 if x is None else x)
         if discards is not None:
-            discards += [base + n if n >= 0 else x for n in self._discards[has_input] if n >= 0 or x is not None]
+            of_input = [] if x is None else [x]
+            for n in self._discards[has_input]:
+                discards += [base + n] if n >= 0 else of_input
         return base + out, partial(self._back, x, base)
 
     def forward_of(self, inputs: Sequence[int]) -> tuple[int, Callable[[int | None], dict[int, int]]]:
