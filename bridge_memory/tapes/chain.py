@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from bridge_memory.components import Part, Provenance
 from bridge_memory.tapes.alive import TURNS, BlockCost
 from bridge_memory.tapes.blocks import Block
-from bridge_memory.tapes.symbolic import any_nonzero, chosen, largest
+from bridge_memory.tapes.symbolic import chosen, largest
 
 Parts = tuple[tuple[tuple[Part, Provenance], int], ...]
 
@@ -138,9 +138,6 @@ class Link(NamedTuple):
         ``gradient``: of the chunk's output, which is alive during backward."""
         saved, forward, backward = self.retained + self.discarded, self.forward_peak, self.backward_peak + gradient
         turns = self.cost.turns if self.cost is not None else None
-        if any_nonzero(self.offloaded):
-            # Copies to and from host memory run behind and ahead of the nodes: at any turn it may have its most.
-            return saved, forward, backward, (forward,) * len(TURNS), (backward,) * len(TURNS)
         if turns is not None:
             assert self.cost is not None
             # What the chunk, or its engine, has in addition.
