@@ -190,11 +190,6 @@ def has_main_buffers(run: RunSpec) -> bool:
     return not run.optimizer.fused_main_parameters or FSDP_MAIN_DTYPES(run.implementation)
 
 
-def _casts_gradients(run: RunSpec) -> bool:
-    """Whether the buffers do not know that an optimizer is precision-aware."""
-    return FSDP_CASTS_GRADIENTS(run.implementation) and not FSDP_KNOWS_PRECISION_AWARE(run.implementation)
-
-
 def fsdp_states(run: RunSpec) -> tuple[OptimizerState, ...]:
     """The optimizer's states under Megatron-FSDP, which has fp32 main parameters for parameters of any dtype.
 

@@ -73,7 +73,8 @@ def why_not(run: RunSpec) -> str | None:
         "outputs that stages keep": run.parallel.pp > 1 and not impl.deallocate_pipeline_outputs,
         "shards of saved inputs": run.recompute.granularity == "full" and run.recompute.distribute_saved_activations,
         "embeddings of every layer": bool(run.model.per_layer_vocab_size),
-        "recomputed hyper-connections": run.recompute.selects("mhc"),
+        "recomputed hyper-connections beside overlapped exchanges": run.recompute.selects("mhc")
+        and impl.overlap_moe_expert_parallel_comm,
     }  # fmt: skip
     missing = [name for name, given in asked.items() if given]
     return f"reserved memory with {', '.join(missing)} is not replayed" if missing else None
@@ -335,14 +336,40 @@ class _Job:
     def _forward(self, chunk: int, x: int | None) -> tuple[int | None, list[Back]]:
         """Run a chunk; the caller keeps its reference to the input ``x`` and gets one to the output."""
         back: list[Back] = []
-        inside = x
-        for block in self.chunks[chunk]:
-            out, its_back = self._group(block, inside) if isinstance(block, list) else block.forward(inside)
+        inside, blocks = x, self.chunks[chunk]
+        discarding = [at for at, block in enumerate(blocks) if isinstance(block, Passes) and block.discards]
+        again: list[int] = []
+        for at, block in enumerate(blocks):
+            out: int | None
+            its_back: Back
+            if isinstance(block, list):
+                out, its_back = self._group(block, inside)
+            elif isinstance(block, Passes):
+                out, its_back = block.forward(inside, again)
+            else:
+                out, its_back = block.forward(inside)
+            if discarding and at == discarding[0]:  # its input is no checkpoint's output
+                again = [number for number in again if number != inside]
+            if discarding and at == discarding[-1]:
+                its_back = self._discarded(list(dict.fromkeys(again)), its_back)
             back.append(its_back)
             if inside is not None and inside is not x:
                 self.storages.drop(inside)
             inside = out
         return inside, back
+
+    def _discarded(self, numbers: Sequence[int], last: Back) -> Back:
+        """The chunk's storages of these ``numbers`` are freed, and made again when its ``last`` layer with any runs
+        backward."""
+        for number in numbers:
+            self.storages.discard(number)
+
+        def back(gradient: int | None) -> dict[int, int]:
+            for number in numbers:
+                self.storages.refill(number)
+            return last(gradient)
+
+        return back
 
     def _group(self, blocks: list[Passes], x: int | None) -> tuple[int, Back]:
         """Layers recomputed together: only their input is kept. Backward runs all of them forward, saving, first."""
@@ -588,7 +615,8 @@ class _Job:
         if forward is not None:
             storages.drop(pixels)
         if inside is not None:
-            (storages.drop if tail and self.shapes[forward].output else variables.take)(inside)
+            is_loss = forward is not None and self.shapes[forward].output
+            (storages.drop if tail and is_loss else variables.take)(inside)
         if back is not None:
             while back.before:
                 gradient = back.before.pop()(gradient).get(0)

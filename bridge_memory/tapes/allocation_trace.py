@@ -33,6 +33,7 @@ class Storages:
         self._events = events or self._one_by_one
         self._refs: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
+        self._discarded: dict[int, int] = {}
         self._next = 0
 
     @property
@@ -62,8 +63,21 @@ class Storages:
         self._refs[number] -= 1
         if not self._refs[number]:
             del self._refs[number]
+            self._discarded.pop(number, None)
             if self._sizes.pop(number, 0):
                 self._report(number, None)
+
+    def discard(self, number: int) -> None:
+        """Free a storage, to which references stay."""
+        if nbytes := self._sizes.pop(number, 0):
+            self._discarded[number] = nbytes
+            self._report(number, None)
+
+    def refill(self, number: int) -> None:
+        """Allocate it again."""
+        if nbytes := self._discarded.pop(number, 0):
+            self._sizes[number] = nbytes
+            self._report(number, nbytes)
 
     def size(self, number: int) -> int:
         """Bytes of a storage; 0 once it is freed."""
@@ -441,6 +455,8 @@ class Passes:
         self._kept = [self._plan.storage[known[id(t)]] for t in kept if id(t) in known]
         #: By whether there is an input and, of backward, whether a gradient arrives: the passes are all alike.
         self._forwards: dict[bool, tuple[_Script, int]] = {}
+        #: Numbers, as in the script of forward, of what loses its storage between the chunk's passes.
+        self._discards: dict[bool, tuple[int, ...]] = {}
         self._backwards: dict[tuple[bool, bool], tuple[_Script, dict[int, int]]] = {}
 
     def _walk(self, given: dict[int, int], storages: Storages | None = None) -> _Walk:
@@ -459,6 +475,11 @@ class Passes:
         return out
 
     @property
+    def discards(self) -> bool:
+        """Whether anything loses its storage between the chunk's passes."""
+        return bool(self._plan.discarded_between_passes)
+
+    @property
     def number_of_nodes(self) -> int:
         return 1 + sum(isinstance(step, Cut) for step in self._plan.steps)
 
@@ -472,17 +493,24 @@ class Passes:
                 parts[-1].append(step)
         return Nodes(self._walk(self._given(x)), parts, self._storages)
 
-    def forward(self, x: int | None) -> tuple[int, Callable[[int | None], dict[int, int]]]:
+    def forward(
+        self, x: int | None, discards: list[int] | None = None
+    ) -> tuple[int, Callable[[int | None], dict[int, int]]]:
         """Run forward; returns (storage of the output, backward pass).
 
         ``x``: the storage of the input; the caller keeps its reference, and gets one to the output. The backward pass
-        is to be called once; arguments and result as ``_Walk.back``.
+        is to be called once; arguments and result as ``_Walk.back``. ``discards`` gets the storages that are to be
+        discarded once the chunk has run forward, and refilled before it runs backward.
         """
         has_input = x is not None
         if has_input not in self._forwards:
             self._note(has_input, None)
         script, out = self._forwards[has_input]
         base = self._storages.play(script, lambda _: -1 if x is None else x)
+        if discards is not None:
+            of_input = [] if x is None else [x]
+            for n in self._discards[has_input]:
+                discards += [base + n] if n >= 0 else of_input
         return base + out, partial(self._back, x, base)
 
     def forward_of(self, inputs: Sequence[int]) -> tuple[int, Callable[[int | None], dict[int, int]]]:
@@ -518,13 +546,17 @@ class Passes:
     def _note(self, has_input: bool, has_gradient: bool | None) -> None:
         """Walk the tape once, and note its passes; ``has_gradient`` is None where only forward is asked for."""
         noted = _Noted()
-        out, back = self._walked(_INPUT if has_input else None, noted)
+        discards: list[int] = []
+        out, back = self._walked(_INPUT if has_input else None, noted, discards)
         self._forwards[has_input] = noted.taken(), out
+        self._discards[has_input] = tuple(discards)
         if has_gradient is not None:
             found = back(_GRADIENT if has_gradient else None)
             self._backwards[has_input, has_gradient] = noted.taken(), found
 
-    def _walked(self, x: int | None, storages: Storages) -> tuple[int, Callable[[int | None], dict[int, int]]]:
+    def _walked(
+        self, x: int | None, storages: Storages, discards: list[int]
+    ) -> tuple[int, Callable[[int | None], dict[int, int]]]:
         """As ``forward``, operation by operation."""
         walk = self._walk(self._given(x), storages)
         walk.kept = self._kept
@@ -532,6 +564,7 @@ class Passes:
         out = storages.hold(walk.numbers[self._plan.output_storages[0]])
         walk.leave()
         if not self._recompute:
+            discards += [walk.numbers[i] for i in sorted(self._plan.discarded_between_passes) if i in walk.numbers]
             return out, walk.back
         if x is not None:
             storages.hold(x)

@@ -18,7 +18,11 @@ def chunk_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
     ]
 
 
-def overlap_cost(chunk: ChunkInventory, held: int) -> OverlapCost:
-    """The parts of a chunk that overlapped schedules run separately; ``held``: ``OverlapCost.held``."""
-    *parts, layers = chunk.by_layer()
-    return OverlapCost(*parts, tuple([LayerTurns(*each) for each in layers]), held)
+def overlap_cost(chunk: ChunkInventory, held: int) -> OverlapCost | None:
+    """The parts of a chunk that overlapped schedules run separately; ``held``: ``OverlapCost.held``. None if it
+    offloads: copies to and from host memory run behind and ahead of the nodes, so that what a turn has is not known."""
+    if chunk.offloads:
+        return None
+    before, entering, leaving, forward, backward, layers = chunk.by_layer()
+    turns = tuple([LayerTurns(*each) for each in layers])
+    return OverlapCost(before, entering, leaving, forward, backward, turns, held)

@@ -82,9 +82,20 @@ def test_what_megatron_lm_refuses_beside_it(modules: tuple[str, ...], options: d
         estimate(run(*modules).with_(implementation=ImplementationSpec(**options)))  # type: ignore[arg-type]
 
 
-def test_reserved_memory_is_not_replayed_without_them() -> None:
-    assert replay.why_not(run("moe_act")) is None
-    assert "recomputed hyper-connections" in (replay.why_not(run("mhc")) or "")
+@pytest.mark.parametrize("chunks", [None, 3])
+@pytest.mark.parametrize("modules", [("moe_act",), ("moe_act", "mhc")], ids=["kept", "recomputed"])
+def test_a_replay_allocates_what_is_estimated(modules: tuple[str, ...], chunks: int | None) -> None:
+    """Two ways to one figure."""
+    job = run(*modules).with_fields(virtual_pipeline_model_parallel_size=chunks)
+    for stage in estimate(job).stages:
+        found = replay.replayed(job, stage.stage)
+        assert found.expandable >= found.allocated
+        assert found.allocated == pytest.approx(stage.peak_bytes, rel=0.01)
+
+
+def test_recomputed_streams_beside_overlapped_exchanges_are_not_replayed() -> None:
+    job = run("mhc").with_fields(virtual_pipeline_model_parallel_size=3, overlap_moe_expert_parallel_comm=True)
+    assert "recomputed hyper-connections" in (replay.why_not(job) or "")
 
 
 def test_it_needs_streams() -> None:
