@@ -47,12 +47,16 @@ class Constants(NamedTuple):
     #: launches: a half of a layer takes at least what the host takes for it.
     launch: float = 2.5e-5
     launch_expert: float = 1.5e-5
+    #: What the GPU takes from the end of a kernel to the beginning of the next, however they are launched, and to fill
+    #: and drain its processors.
+    kernel: float = 1e-6
     #: Share of NVLink's bandwidth: V100 and A100; Hopper and later, whose switches multicast and add up (NVLink SHARP).
     #: Seconds of one collective.
     nvlink: float = 0.6
     nvlink_sharp: float = 0.7
     #: The same of exchanges of all with all, on every generation.
-    nvlink_exchange: float = 0.6
+    nvlink_exchange: float = 0.7
+    deepep_processor: float = 1.7e10
     nvlink_latency: float = 2e-5
     #: Seconds of one exchange with experts beside its bytes: ranks first tell each other how many tokens go where, and
     #: the host waits for that.
@@ -121,37 +125,39 @@ FITTED_ON: tuple[str, ...] = (
 #: were fitted again, the others as they are, when copies of tokens were counted by rank, and when overlap, graphs and
 #: maps of tokens were counted as they are. ``nvlink_exchange`` is weakly determined: at 0.58 the loss is 3 % higher.
 DEFAULT = Constants(
-    gemm_ampere=0.757,
-    gemm_hopper=0.707,
-    gemm_blackwell=0.515,
-    gemm_blackwell_ultra=0.644,
-    gemm_fp8=0.901,
-    gemm_fp8_blackwell=1.03,
-    block_scaled=0.953,
-    gemm_fp4=0.846,
-    gemm_half_inner=200.0,
-    attention=0.748,
-    scan=0.0182,
-    memory=0.849,
-    layer=6.84e-05,
-    layer_blocking=0.00161,
-    launch=4.31e-05,
-    launch_expert=1.51e-05,
-    nvlink=0.41,
-    nvlink_sharp=0.644,
-    nvlink_exchange=0.447,
-    nvlink_latency=2.51e-05,
-    exchange_latency=0.000136,
-    tensor_parallel_exposed=0.417,
-    expert_parallel_exposed=0.355,
-    network=0.811,
-    network_exchange=0.732,
-    network_latency=3.99e-05,
-    efa_exchange=0.302,
-    efa_latency=0.00108,
-    efa_latency_deepep=0.00272,
+    gemm_ampere=0.766,
+    gemm_hopper=0.836,
+    gemm_blackwell=0.554,
+    gemm_blackwell_ultra=0.756,
+    gemm_fp8=0.856,
+    gemm_fp8_blackwell=1.01,
+    block_scaled=0.908,
+    gemm_fp4=0.939,
+    gemm_half_inner=212.0,
+    attention=0.845,
+    scan=0.0201,
+    memory=0.698,
+    layer=5.96e-05,
+    layer_blocking=0.00155,
+    launch=4.26e-05,
+    launch_expert=1.5e-05,
+    kernel=1.07e-06,
+    nvlink=0.419,
+    nvlink_sharp=0.406,
+    nvlink_exchange=0.7,
+    deepep_processor=17000000000.0,
+    nvlink_latency=2.27e-05,
+    exchange_latency=0.000109,
+    tensor_parallel_exposed=0.401,
+    expert_parallel_exposed=0.299,
+    network=0.743,
+    network_exchange=0.705,
+    network_latency=4.46e-05,
+    efa_exchange=0.309,
+    efa_latency=0.00118,
+    efa_latency_deepep=0.00276,
 )
 #: Of an exchange between experts inside of an NVLink domain, the part of its time that it may take less: the fit's loss
 #: rises by no more than 3 % from the fitted ``nvlink_exchange`` up to 0.58, and no measured runs differ in EP inside of
 #: a domain.
-EXCHANGE_DOUBT = 1 - DEFAULT.nvlink_exchange / 0.58
+EXCHANGE_DOUBT = 0.0
