@@ -25,6 +25,7 @@ from bridge_memory.spec import (
 )
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
+from bridge_memory.spec.parts import DEEPEP_SMS
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.encoders import encoder_work
 from bridge_memory.speed.hardware import Hardware
@@ -43,7 +44,6 @@ from bridge_memory.speed.megatron.work import (
 from bridge_memory.tapes.context import BlockContext, context_of
 from bridge_memory.tapes.parameters import elements
 from bridge_memory.tapes.symbolic import any_nonzero, chosen, computed, largest, smallest
-from bridge_memory.workspaces.driver import DEEPEP_SMS
 
 T = TypeVar("T")
 
@@ -152,7 +152,7 @@ class _Rates:
         self.attention = (hardware.fp8_flops if in_fp8 else hardware.flops) * share * c.attention
         self.scan = hardware.flops * c.scan
         self.memory = hardware.memory * c.memory
-        self.host_memory = hardware.host_memory * c.memory
+        self.host_memory = hardware.host_memory * c.host_memory
         # Every rank of a node copies at once, and each copy is read or written in host memory.
         self.host_link = min(hardware.host_link * c.host_link, self.host_memory)
         self.nvlink = hardware.nvlink * (c.nvlink_sharp if later or hardware.generation == "hopper" else c.nvlink)

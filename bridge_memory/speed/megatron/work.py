@@ -178,8 +178,8 @@ def _casts(half: Work, of: Mixer | FeedForward | None, ctx: BlockContext) -> tup
     for i, p in enumerate(half.products):
         if not p.quantized:
             continue
-        inside = p.expert and fused_by_ops(ctx)
-        if not (normed and i == 0 or inside and p is not experts[0]):
+        inside = p.expert and fused_by_ops(ctx) and ctx.fp8_recipe == "mxfp8"
+        if not ((normed and i == 0) or (inside and p is not experts[0])):
             forward = forward + width * p.rows * p.inner * p.times
         if not (inside and p is experts[0]):
             backward = backward + width * p.rows * p.columns * p.times
@@ -422,7 +422,7 @@ def _feed_forward_traffic(ffn: FeedForward, ctx: BlockContext) -> float:
     if _copies(ffn, ctx) is not None:
         once = chosen(ctx.ep > 1, ctx.tokens_sp * computed(partial(ranks_per_token, ffn), ctx.ep), once)
     traffic += 2 * (once + routed) * width
-    if ctx.impl.moe_token_dispatcher_type == "alltoall":  # sorted by local expert after an all-to-all, and back before the other
+    if ctx.impl.moe_token_dispatcher_type == "alltoall":  # sorted by local expert after the first, and back
         traffic += chosen((ctx.ep > 1) & (ctx.ep < ffn.num_experts), 2 * 2 * routed * width, 0.0)
     traffic += 4 * ctx.tokens_sp * ffn.num_experts * 4  # the router's scores in fp32
     if ffn.add_bias and not fused_by_ops(ctx):
