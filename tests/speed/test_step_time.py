@@ -125,7 +125,7 @@ def test_an_allgather_dispatcher_sends_every_token_to_every_rank() -> None:
 
 
 def test_deepep_takes_tokens_as_they_are() -> None:
-    """Qwen3-30B-A3B on 64 ranks, 4,096 tokens of 2,048 elements: before an all-to-all a token is read once and written 8
+    """Qwen3-30B-A3B on 64 ranks, 4,096 tokens of 2,048: before an all-to-all a token is read once and written 8
     times, after it 8 copies are sorted by expert, and both undone. DeepEP's are read once a rank, of two of 128 experts
     each, and written for each expert."""
     def traffic(dispatcher: str) -> float:
@@ -383,8 +383,8 @@ def test_hybrid_ep_sends_maps_and_probabilities_of_all_experts() -> None:
 
 
 def test_casts_are_not_a_part_of_products() -> None:
-    """Llama-3.1-8B, 4,096 tokens: inputs of QKV and fc1 are cast by the norms before them, those of the other two (4,096
-    and 14,336 wide) are read in bf16 and written twice in eight bits; gradients of all four outputs likewise. With a
+    """Llama-3.1-8B, 4,096 tokens: inputs of QKV and fc1 are cast by the norms before them, those of the other two, of
+    4,096 and 14,336, are read in bf16 and written twice in eight bits; gradients of all four outputs likewise. With a
     scale of the tensor's own all of them are read twice, and no norm knows it."""
     def casts(recipe: str) -> tuple[float, float]:
         r = run(fp8="hybrid", gpu_arch="blackwell", **{"precision.fp8_recipe": recipe})
@@ -575,7 +575,8 @@ def test_a_copy_is_no_faster_than_host_memory() -> None:
         for rate in SLOW
     ]
     nbytes = 32 * 8 * 4096 * (4096 + 2 * 1024) * 2
-    assert there[0] - there[1] == pytest.approx(2 * nbytes / DEFAULT.host_memory * (1 / SLOW[0] - 1 / SLOW[1]), rel=1e-9)
+    longer = 2 * nbytes / DEFAULT.host_memory * (1 / SLOW[0] - 1 / SLOW[1])
+    assert there[0] - there[1] == pytest.approx(longer, rel=1e-9)
 
 
 def test_layers_that_run_again_offload_nothing() -> None:
