@@ -14,15 +14,17 @@ from statistics import fmean, median
 from bridge_memory.accuracy.ranking import FEWEST_LAYOUTS, FamilyScore, GroupScore, score_families, score_groups
 from bridge_memory.accuracy.throughput import MeasuredRun
 from bridge_memory.spec import SpecError
-from bridge_memory.speed.constants import FITTED_ON, STARTING_POINT, Constants
+from bridge_memory.speed.constants import FITTED_ON, NOT_FITTED, STARTING_POINT, Constants
 from bridge_memory.speed.megatron.step_time import Step
 
 #: Shares of a peak rate, and the most that one can be: products draw more power than a card sustains at its peak rate,
 #: and memory refreshes and turns round.
 SHARES, MOST = (
-    "network", "network_exchange", "efa_exchange", "nvlink", "nvlink_sharp", "nvlink_exchange", "memory", "attention",
+    "network", "network_exchange", "efa_exchange", "nvlink", "nvlink_sharp", "memory", "attention",
     "gemm_ampere", "gemm_hopper", "gemm_blackwell", "gemm_blackwell_ultra",
 ), 0.85  # fmt: skip
+#: What the fit moves.
+FITTED = tuple([name for name in Constants._fields if name not in NOT_FITTED])
 #: Bound of a logarithmic error: a larger one (a faulty node, a misread run) counts as this.
 WORST = 0.5
 #: Sweeps over all constants after which the loss hardly moves.
@@ -54,7 +56,7 @@ class Fit:
 
     def best(
         self, rounds: int = ROUNDS, log: Callable[[str], None] = lambda text: None,
-        start: Constants = STARTING_POINT, names: Sequence[str] = Constants._fields,
+        start: Constants = STARTING_POINT, names: Sequence[str] = FITTED,
     ) -> Constants:  # fmt: skip
         """The constants with the least loss that the search finds from ``start``, of which ``names`` move. ``log``:
         called with a line per round."""

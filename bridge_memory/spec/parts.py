@@ -76,6 +76,8 @@ OFFLOAD_MODULES = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm
 GRAPHED_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 #: Default ranks per NVLink domain (``deep_ep/hybrid_ep_buffer.py``: default of the environment variable).
 HYBRIDEP_DOMAIN = 8
+#: Multiprocessors of DeepEP's kernels, megatron-core's default (``token_dispatcher.py``: set_deepep_num_sms).
+DEEPEP_SMS = 20
 #: GPU generations, oldest first.
 GPU_ARCHITECTURES = tuple(GENERATIONS)
 #: Generations for which Transformer Engine has neither FlashAttention nor cuDNN's fused attention.

@@ -13,12 +13,15 @@ from bridge_memory.speed.megatron.step_time import Step, StepTime
 
 #: Shares of a rate, which a faster machine raises, and seconds, which it lowers.
 _COMPUTING = (
-    ("gemm_ampere", "gemm_hopper", "gemm_blackwell", "gemm_blackwell_ultra", "scan", "memory"),
-    ("layer", "layer_blocking", "launch", "launch_expert"),
+    ("gemm_ampere", "gemm_hopper", "gemm_blackwell", "gemm_blackwell_ultra", "scan", "memory", "host_memory"),
+    ("layer", "layer_blocking", "launch", "launch_expert", "kernel"),
 )
 _SENDING = (
-    ("nvlink", "nvlink_sharp", "network", "network_exchange", "efa_exchange", "host_link"),
-    ("nvlink_latency", "network_latency", "efa_latency", "efa_latency_deepep"),
+    (
+        "nvlink", "nvlink_sharp", "nvlink_exchange", "deepep_processor", "network", "network_exchange", "efa_exchange",
+        "host_link",
+    ),
+    ("nvlink_latency", "exchange_latency", "network_latency", "efa_latency", "efa_latency_deepep"),
 )
 #: A measured step so many times longer or shorter than predicted is a mistake and no measurement.
 MOST = 10.0

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from bridge_memory.inventory.megatron.moe import DEEPEP_PEERS
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.model import ModelSpec, MoESpec
-from bridge_memory.spec.parts import HYBRIDEP_DOMAIN
+from bridge_memory.spec.parts import DEEPEP_SMS, HYBRIDEP_DOMAIN
 from bridge_memory.spec.run import RunSpec
 
 #: Backends of the flex dispatcher, by which their buffers are named.
@@ -102,8 +102,6 @@ def _experts(model: ModelSpec) -> MoESpec | None:
 # DeepEP
 # ---------------------------------------------------------------------------------------------------------------
 
-#: Multiprocessors, megatron-core's default (``token_dispatcher.py``: set_deepep_num_sms).
-DEEPEP_SMS = 20
 #: Ranks of a group -> (tokens that a channel receives over NVLink, the same over RDMA rounded up to whole messages);
 #: the larger of dispatch and combine (DeepEP ``deep_ep/buffer.py: Buffer.get_dispatch_config, get_combine_config``).
 DEEPEP_TOKENS: dict[int, tuple[int, int]] = {

@@ -290,12 +290,12 @@ def test_nvidias_split_never_beats_the_first_row_of_a_search(name: str, chunks: 
 
 
 @pytest.mark.parametrize(
-    ("split", "kept"), [("Et*6|t*7|t*6|t*4L", True), ("Et*6|t*6|t*7|t*4L", True), ("Et*8|t*6|t*6|t*3L", False)]
+    ("split", "kept"), [("Et*6|t*7|t*6|t*5L", True), ("Et*6|t*6|t*7|t*5L", True), ("Et*8|t*6|t*6|t*4L", False)]
 )
 def test_a_given_split_that_is_as_good_is_kept(split: str, kept: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a run that says everything; several splits of its 23 layers have no more than 7 in a stage."""
+    """Of a run that says everything; several splits of its 24 layers have no more than 7 in a stage."""
     flags = (
-        "--num-layers 23 --hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --max-position-embeddings 2048 "
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --max-position-embeddings 2048 "
         "--micro-batch-size 1 --global-batch-size 32 --pipeline-model-parallel-size 4 --bf16 --swiglu --tokenizer-type "
         "NullTokenizer --transformer-impl transformer_engine --vocab-size 65535 --pipeline-model-parallel-layout "
     )

@@ -37,12 +37,12 @@ def more(run: RunSpec) -> list[float]:
 
 
 def test_the_first_stage_takes_longer() -> None:
-    """By the products of its layers, by hand, at between a third and the whole of the card's rate."""
+    """By the products of its layers, by hand, at between a quarter and the whole of the card's rate."""
     n, h, f = 4096, 1152, 4304
     forward = 27 * (2 * n * (4 * h * h + 2 * h * f) + 4 * n * n * h)
     first, last = more(beside())
     assert last == 0.0
-    assert 3 * forward / 989e12 < first < 9 * forward / 989e12
+    assert 3 * forward / 989e12 < first < 12 * forward / 989e12
 
 
 def test_it_grows_with_images_and_less_if_it_is_frozen() -> None:

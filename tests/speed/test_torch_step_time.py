@@ -152,7 +152,7 @@ def test_the_host() -> None:
     """ZeRO-2 with states on the host: gradients of each of four microbatches there, parameters back, over PCIe 5."""
     plain, there = time("zero2"), time("zero2", offload_optimizer_device="cpu")
     assert plain.host == 0 == there.optimizer
-    share = 64e9 * DEFAULT.host_link, 77e9 * DEFAULT.memory
+    share = 64e9 * DEFAULT.host_link, 77e9 * DEFAULT.host_memory
     assert there.host == pytest.approx(5 * N / 8 * 2 / share[0] + 34 * N / 8 / share[1])
     assert time("fsdp2", fsdp_offload_params=True).host > 0
     # One short sequence of a small model: the host starts kernels more slowly than they run.

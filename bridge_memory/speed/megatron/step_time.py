@@ -25,6 +25,7 @@ from bridge_memory.spec import (
 )
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
+from bridge_memory.spec.parts import DEEPEP_SMS
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.encoders import encoder_work
 from bridge_memory.speed.hardware import Hardware
@@ -144,20 +145,28 @@ class _Rates:
         precision, later = run.precision, hardware.generation == "blackwell"
         share = c.gemm(hardware.generation, ultra=hardware.ultra)
         self.flops = self.quantized = hardware.flops * share
+        #: How much faster narrower products pass over their terms: a tile's ends take the same time.
+        self.narrower = 1.0
         if precision.fp4 is not None and hardware.fp4_flops:
             self.quantized = hardware.fp4_flops * share * c.gemm_fp4
+            self.narrower = hardware.fp4_flops / hardware.flops
         elif precision.quantizes and hardware.fp8_flops:
             scaled = c.block_scaled if precision.fp8_recipe == "mxfp8" else 1.0
             self.quantized = hardware.fp8_flops * share * (c.gemm_fp8_blackwell if later else c.gemm_fp8) * scaled
+            self.narrower = hardware.fp8_flops / hardware.flops
         in_fp8 = ctx.fp8_attention and hardware.fp8_flops
         self.attention = (hardware.fp8_flops if in_fp8 else hardware.flops) * share * c.attention
         self.scan = hardware.flops * c.scan
         self.memory = hardware.memory * c.memory
-        self.host_memory = hardware.host_memory * c.memory
+        self.host_memory = hardware.host_memory * c.host_memory
         # Every rank of a node copies at once, and each copy is read or written in host memory.
         self.host_link = min(hardware.host_link * c.host_link, self.host_memory)
         self.nvlink = hardware.nvlink * (c.nvlink_sharp if later or hardware.generation == "hopper" else c.nvlink)
         self.nvlink_exchange = hardware.nvlink * c.nvlink_exchange
+        impl = run.implementation
+        if impl.moe_token_dispatcher_type == "flex" and impl.moe_flex_dispatcher_backend == "deepep":
+            processors = impl.moe_flex_dispatcher_num_sms or DEEPEP_SMS
+            self.nvlink_exchange = min(self.nvlink_exchange, processors * c.deepep_processor)
         self.network = hardware.network * c.network
         self.network_exchange = hardware.network * (c.efa_exchange if kernels.efa else c.network_exchange)
         # A graph of the whole iteration has no host that waits for counts.
@@ -186,7 +195,8 @@ class _Rates:
         upright = high * -(-columns // _TILE[1])
         lying = low * -(-columns // _TILE[0])
         rounds = -(-(p.times * smallest(upright, lying)) // processors)
-        flops = 2.0 * _TILE[0] * _TILE[1] * processors * rounds * (inner + self.c.gemm_half_inner)
+        ends = self.c.gemm_half_inner * (self.narrower if p.quantized else 1)
+        flops = 2.0 * _TILE[0] * _TILE[1] * processors * rounds * (inner + ends)
         return flops / (self.quantized if p.quantized else self.flops)
 
     def exchange(self, nbytes: Any, times: Any, ranks: Any) -> Any:
@@ -220,13 +230,13 @@ class _Rates:
         far = w.expert_parallel * (ranks - near) / largest(1, ranks - 1)
         routed = w.expert_copies
         if routed is not None:  # a copy for each other node with experts of a token, and for each rank of a node
-            copy = w.expert_parallel / routed.topk * ranks / largest(1, ranks - 1)
+            copy = w.expert_parallel / routed.topk * ranks / largest(1, ranks - 1) + w.probabilities / nodes
             taken = partial(ranks_per_token, routed)
             far = copy * (nodes - 1) / nodes * computed(taken, nodes)
             inside = copy * (near - 1) / near * computed(taken, ranks)
         else:
             inside = w.expert_parallel * (near - 1) / largest(1, ranks - 1)
-        latency = self.counts_exchanged + chosen(near < ranks, self.network_latency, c.nvlink_latency)
+        latency = chosen(near < ranks, self.network_latency, c.nvlink_latency)
         near_by = inside / self.nvlink_exchange
         seconds = largest(far / self.network_exchange, near_by) + w.expert_exchanges * latency
         return chosen(w.expert_parallel > 0, seconds, 0.0)
@@ -562,15 +572,17 @@ class Passes:
         r = self.rates
         attention = self._slower * w.attention / r.attention
         products, attended = added(map(r.product, w.products)), attention + w.scan / r.scan
-        return Parts(products, attended, w.traffic / r.memory, *self._sends(w, attention, 1))
+        traffic = (w.traffic + w.casts) / r.memory + w.kernels * self.c.kernel
+        return Parts(products, attended, traffic, *self._sends(w, attention, 1))
 
     def _backward(self, w: Work) -> Parts:
         r, frozen = self.rates, self.run.peft.freezes
         attention = self._slower * FUSED_BACKWARD * w.attention / r.attention
-        traffic = 2 * w.traffic + (0.0 if frozen else self._accumulated(w))
+        traffic = 2 * w.traffic + w.casts_backward + (0.0 if frozen else self._accumulated(w))
         products = added(r.gradients(p, frozen=frozen) for p in w.products)
         attended = attention + FUSED_BACKWARD * w.scan / r.scan
-        return Parts(products, attended, traffic / r.memory, *self._sends(w, attention, 2))
+        between = 2 * w.kernels * self.c.kernel
+        return Parts(products, attended, traffic / r.memory + between, *self._sends(w, attention, 2))
 
     def _launched(self, w: Work, passed: int, kernels: Parts) -> Parts:
         """``kernels`` with the host's time that they do not hide: a fixed part, and what launching takes longer than
@@ -601,8 +613,11 @@ class Passes:
         if self.kernels.tensor_parallel_overlap:
             tensor *= self.c.tensor_parallel_exposed
         experts = self.rates.experts(w, p.ep, p.etp)
-        if passed == 1 and any_nonzero(w.routing_map):  # backward knows it
-            experts = experts + self.rates.gathered(w.routing_map * (p.ep - 1), 1, p.ep * p.etp)
+        if passed == 1:  # backward knows who sends what
+            if any_nonzero(w.routing_map):
+                experts = experts + self.rates.gathered(w.routing_map * (p.ep - 1), 1, p.ep * p.etp)
+            if not w.expert_gathers:
+                experts = experts + chosen(w.expert_parallel > 0, self.rates.counts_exchanged, 0.0)
         return tensor, experts, self._context(w, attention, passed)
 
     def _context(self, w: Work, attention: Any, passed: int) -> Any:

@@ -81,14 +81,21 @@ class Work(NamedTuple):
     expert_copies: MoESpec | None = None
     #: Whether these are gathers and reductions of all tokens (``allgather``), and not an exchange of those routed.
     expert_gathers: bool = False
-    #: Bytes of one rank's map of tokens to experts, which all ranks gather before they exchange tokens.
+    #: Bytes of one rank's map of tokens to experts, which all ranks gather before they exchange tokens, and of its
+    #: tokens' probabilities of all experts, of which those of a domain go with each copy one way.
     routing_map: float = 0.0
+    probabilities: float = 0.0
     #: Bytes of keys and values that context parallelism passes round, and of queries and what attention makes of them.
     context_parallel: float = 0.0
     context_queries: float = 0.0
     #: Floating-point operations of a state-space scan.
     scan: float = 0.0
-    #: Kernels that the host launches one by one, and experts' products that a loop in C++ does; 0: a CUDA graph does.
+    #: Bytes of casts to eight or four bits, of inputs forward and of outputs' gradients backward.
+    casts: float = 0.0
+    casts_backward: float = 0.0
+    #: Kernels one after the other, whoever launches them.
+    kernels: float = 0.0
+    #: Those that the host launches one by one, and experts' products that a loop in C++ does; 0: a CUDA graph does.
     launches: float = 0.0
     expert_launches: float = 0.0
 
@@ -107,16 +114,23 @@ def layer_work(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kerne
     if kernels.grouped_experts:  # in bf16, whatever linears compute in
         products = tuple(p._replace(quantized=p.quantized and not p.expert) for p in feed_forward.products)
         feed_forward = feed_forward._replace(products=products)
-    return LayerWork(*[
-        _with_launches(half._replace(traffic=half.traffic + norm), of, ctx, kernels) if half.products else half
-        for half, of in ((mixer, layer.mixer), (feed_forward, layer.ffn))
-    ])
+    halves = []
+    for half, of in ((mixer, layer.mixer), (feed_forward, layer.ffn)):
+        if half.products:
+            casts, backward = _casts(half, of, ctx)
+            half = half._replace(traffic=half.traffic + norm, casts=casts, casts_backward=backward)
+            half = _with_launches(half, of, ctx, kernels)
+        halves.append(half)
+    return LayerWork(*halves)
 
 
 #: Kernels forward beside the products: of a mixer or MLP norm, casts, split, rotation or activation, attention, bias
 #: and dropout; of a router top-k, its probabilities, the balancing loss, counts and sorts, in half a dozen where fused
 #: (``moe_router_fusion``); of experts permutation there and back, their activation and what the dispatcher launches.
 _BESIDE, _ROUTER, _ROUTER_FUSED, _EXPERTS = 10, 40, 15, 20
+#: Streams that Transformer Engine deals experts' products to, so that as many begin at once
+#: (``common/util/multi_stream.cpp: get_num_compute_streams``).
+_STREAMS = 4
 
 
 def _with_launches(half: Work, of: Mixer | FeedForward | None, ctx: BlockContext, kernels: Kernels) -> Work:
@@ -128,8 +142,6 @@ def _with_launches(half: Work, of: Mixer | FeedForward | None, ctx: BlockContext
     name = "moe" if isinstance(of, MoESpec) else "mlp" if isinstance(of, MLPSpec) else "attn"
     if isinstance(of, MambaSpec | GatedDeltaNetSpec):
         name = "mamba"
-    if impl.cuda_graph_impl != "none" and (not graphs or name in graphs):
-        return half
     launches: Any = 0
     of_experts: Any = 0
     for p in half.products:
@@ -140,22 +152,63 @@ def _with_launches(half: Work, of: Mixer | FeedForward | None, ctx: BlockContext
             launches = launches + each
         else:
             of_experts = of_experts + each * p.times
-    if not isinstance(of, MoESpec):
-        return half._replace(launches=launches + _BESIDE)
-    router = 0 if "moe_router" in graphs else _ROUTER_FUSED if impl.moe_router_fusion else _ROUTER
-    return half._replace(launches=launches + router + _EXPERTS, expert_launches=of_experts)
+    router = _ROUTER_FUSED if impl.moe_router_fusion else _ROUTER
+    launches = launches + (router + _EXPERTS if isinstance(of, MoESpec) else _BESIDE)
+    half = half._replace(kernels=launches + of_experts / _STREAMS)
+    if impl.cuda_graph_impl != "none" and (not graphs or name in graphs):
+        return half
+    if "moe_router" in graphs and isinstance(of, MoESpec):
+        launches = launches - router
+    return half._replace(launches=launches, expert_launches=of_experts)
+
+
+def _casts(half: Work, of: Mixer | FeedForward | None, ctx: BlockContext) -> tuple[Any, Any]:
+    """Bytes with which quantized products' inputs are cast forward and their outputs' gradients backward: read, and
+    written by rows and by columns; read once more for their largest element by recipes that scale a tensor by its own
+    (TE ``pytorch/tensor/{float8,mxfp8,nvfp4}_tensor.py``). A norm that is part of a linear casts what it makes, as a
+    kernel of experts' gated product with its activation does what comes after it."""
+    if not ctx.fp8:
+        return 0.0, 0.0
+    own = ctx.fp8_recipe in ("tensorwise", "nvfp4")
+    width = ctx.act * (2 if own else 1) + (1 if ctx.fp8_recipe == "nvfp4" else 2)
+    forward: Any = 0.0
+    backward: Any = 0.0
+    normed = ctx.te and not own and isinstance(of, AttentionSpec | MLPSpec)
+    experts = [p for p in half.products if p.expert and p.quantized]
+    for i, p in enumerate(half.products):
+        if not p.quantized:
+            continue
+        inside = p.expert and fused_by_ops(ctx) and ctx.fp8_recipe == "mxfp8"
+        if not ((normed and i == 0) or (inside and p is not experts[0])):
+            forward = forward + width * p.rows * p.inner * p.times
+        if not (inside and p is experts[0]):
+            backward = backward + width * p.rows * p.columns * p.times
+    return forward, backward
 
 
 def output_work(model: ModelSpec, ctx: BlockContext) -> Work:
     """Output layer and loss."""
     logits = ctx.tokens * (ctx.padded_vocab // ctx.tp)
-    # Fused: read for the maximum, the sum and the gradient, which is written; else a copy in fp32 and a softmax more.
-    passes = 4 * ctx.act if ctx.impl.cross_entropy_loss_fusion else 2 * ctx.act + 8 * 4
+    passes = _loss_passes(ctx) / 3  # backward counts as twice forward
     gathered = chosen(ctx.tp > 1, ctx.tokens * model.hidden_size * ctx.act, 0.0)
     return Work(
         (Product(ctx.tokens, ctx.padded_vocab // ctx.tp, model.hidden_size, quantized=False),), traffic=logits * passes,
         tensor_parallel=2.0 * gathered, tensor_collectives=_two(gathered),
     )  # fmt: skip
+
+
+def _loss_passes(ctx: BlockContext) -> float:
+    """Bytes a logit that the loss reads and writes, forward and backward."""
+    impl, act = ctx.impl, ctx.act
+    if impl.cross_entropy_loss_fusion and impl.cross_entropy_fusion_impl != "native":
+        # Read for maximum and sum, and for the gradient, which is written; backward scales it (TE
+        # ``common/triton/cross_entropy.py``).
+        return 5 * act
+    if impl.cross_entropy_loss_fusion:  # ``fused_cross_entropy.py``: a copy in fp32, its exponential, and the quotient
+        return act + 4 + 8 + 8 + 4 + act
+    # ``cross_entropy.py: VocabParallelCrossEntropy``: a copy in fp32, its maximum; less it; its exponential, their sum,
+    # the quotient; backward times the loss's gradient, and cast back.
+    return act + 4 + 4 + 8 + 8 + 4 + 8 + 8 + 4 + act
 
 
 def model_flops(run: RunSpec) -> float:
@@ -222,7 +275,7 @@ def _feed_forward_work(layer: LayerSpec, ctx: BlockContext) -> Work:
     half = LayerSpec(None, ffn, layer.post_layernorms, layer.pre_layernorms)
     return Work(
         tuple(_products(half, ffn, ctx)), 0.0, _feed_forward_traffic(ffn, ctx), tensor, _two(tensor), exchanged,
-        _two(exchanged), _copies(ffn, ctx), gathers, _routing_map(ffn, ctx),
+        _two(exchanged), _copies(ffn, ctx), gathers, *_of_all_experts(ffn, ctx),
     )  # fmt: skip
 
 
@@ -253,12 +306,14 @@ def _copies(ffn: FeedForward, ctx: BlockContext) -> MoESpec | None:
     return ffn if isinstance(ffn, MoESpec) and ctx.impl.moe_token_dispatcher_type == "flex" else None
 
 
-def _routing_map(ffn: FeedForward, ctx: BlockContext) -> Any:
-    """HybridEP's is a byte for every token and expert (DeepEP ``csrc/hybrid_ep``, "allgather_routing_map")."""
+def _of_all_experts(ffn: FeedForward, ctx: BlockContext) -> tuple[Any, Any]:
+    """HybridEP's (map, probabilities): a byte and a number in fp32 for every token and expert (DeepEP
+    ``docs/Hybrid-EP_Implementation.md``, 4.2; ``csrc/hybrid_ep``, "allgather_routing_map")."""
     copies = _copies(ffn, ctx)
     if copies is None or ctx.impl.moe_flex_dispatcher_backend != "hybridep":
-        return 0.0
-    return chosen(ctx.ep > 1, ctx.tokens_sp * copies.num_experts, 0.0)
+        return 0.0, 0.0
+    of_all = chosen(ctx.ep > 1, ctx.tokens_sp * copies.num_experts, 0.0)
+    return of_all, 4 * of_all
 
 
 def _two(nbytes: Any) -> Any:
@@ -315,6 +370,9 @@ def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> flo
     if isinstance(mixer, AttentionSpec):
         qkv = (mixer.num_attention_heads + 2 * mixer.num_query_groups) * mixer.kv_channels / ctx.tp
         traffic += 2 * 2 * ctx.tokens * qkv * ctx.act  # split and rotate
+        if mixer.qk_layernorm:
+            normed = (mixer.num_attention_heads + mixer.num_query_groups) * mixer.kv_channels / ctx.tp
+            traffic += 2 * ctx.tokens * normed * ctx.act
         if kernels.unfused_attention:
             scores = ctx.tokens * ctx.seq * ctx.cp * mixer.num_attention_heads / ctx.tp
             traffic += 8 * scores * ctx.act  # scores, scaled and masked, softmax, dropout: each out and in
@@ -357,14 +415,15 @@ def _feed_forward_traffic(ffn: FeedForward, ctx: BlockContext) -> float:
     routed = ctx.tokens_sp * ffn.topk
     traffic += experts_activation_traffic(ffn, ctx)
     width = ctx.etp * (ffn.latent_size or ctx.hidden_size) * ctx.act
+    # A token is read once and written for each of its experts, and back: of one rank before an all-to-all, of all
+    # their ranks after DeepEP's and HybridEP's, whose kernels read and write beside the link what they send (TE
+    # ``common/triton/permutation.py``; DeepEP ``csrc/hybrid_ep/extension/permute.cu``).
+    once: Any = ctx.tokens_sp
     if _copies(ffn, ctx) is not None:
-        # Received tokens are copied out of the dispatcher's buffers, and results read from them to be added up (DeepEP
-        # ``csrc/kernels/intranode.cu: dispatch, combine``); permute to experts and put back.
-        once = ctx.tokens_sp * computed(partial(ranks_per_token, ffn), ctx.ep)
-        traffic += 2 * 2 * (chosen(ctx.ep > 1, once, 0.0) + routed) * width
-    else:
-        moves: int = chosen(ctx.ep > 1, 4, 2)  # permute and put back, once more by local expert after an exchange
-        traffic += moves * 2 * routed * width
+        once = chosen(ctx.ep > 1, ctx.tokens_sp * computed(partial(ranks_per_token, ffn), ctx.ep), once)
+    traffic += 2 * (once + routed) * width
+    if ctx.impl.moe_token_dispatcher_type == "alltoall":  # sorted by local expert after the first, and back
+        traffic += chosen((ctx.ep > 1) & (ctx.ep < ffn.num_experts), 2 * 2 * routed * width, 0.0)
     traffic += 4 * ctx.tokens_sp * ffn.num_experts * 4  # the router's scores in fp32
     if ffn.add_bias and not fused_by_ops(ctx):
         # Bias times probability in fp32, the sum, its concatenation and cast (``experts.py: _apply_bias``), 28 bytes an
