@@ -20,7 +20,8 @@ def chunk_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
 
 def overlap_cost(chunk: ChunkInventory, held: int) -> OverlapCost | None:
     """The parts of a chunk that overlapped schedules run separately; ``held``: ``OverlapCost.held``. None if it
-    offloads: copies to and from host memory run behind and ahead of the nodes, so that what a turn has is not known."""
+    offloads: copies from host memory run a whole layer ahead of the nodes, behind which other tensors wait
+    (``fine_grained_activation_offload.py: on_group_start_backward``), so that what a turn has is not known."""
     if chunk.offloads:
         return None
     before, entering, leaving, forward, backward, layers = chunk.by_layer()
