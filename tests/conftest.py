@@ -1,12 +1,9 @@
 """Fixtures of every test, what every test's name must be, and which tests an earlier run of the check has done."""
 
-import atexit
 import gc
 import os
 import re
-import shutil
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,12 +17,13 @@ __all__ = ["browser"]
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-# Where Python is told to write no bytecode, each command that a test starts would compile the package anew, which takes
-# as long as the command: it is kept in a folder of these tests, outside of the sources.
+# Where Python is told to write no bytecode, each run would rewrite all assertions, and each command that a test starts
+# compile the package anew, which takes as long as the command: it is kept for later runs, outside of the sources.
 if sys.dont_write_bytecode and "PYTHONPYCACHEPREFIX" not in os.environ:
-    os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp(prefix="bridge-memory-bytecode-")
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    sys.dont_write_bytecode = False
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    atexit.register(shutil.rmtree, os.environ["PYTHONPYCACHEPREFIX"], ignore_errors=True)
 
 # One thread a process, of torch's operations on the CPU and of numpy's: these are small, and as many threads as
 # processors, in each of several processes, spend most of their time waiting in loops for each other.
