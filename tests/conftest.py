@@ -1,14 +1,12 @@
 """Fixtures of every test, what every test's name must be, and which tests an earlier run of the check has done."""
 
-import atexit
 import gc
 import os
 import re
-import shutil
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,12 +18,13 @@ __all__ = ["browser"]
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-# Where Python is told to write no bytecode, each command that a test starts would compile the package anew, which takes
-# as long as the command: it is kept in a folder of these tests, outside of the sources.
+# Where Python is told to write no bytecode, each run would rewrite all assertions, and each command that a test starts
+# compile the package anew, which takes as long as the command: it is kept for later runs, outside of the sources.
 if sys.dont_write_bytecode and "PYTHONPYCACHEPREFIX" not in os.environ:
-    os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp(prefix="bridge-memory-bytecode-")
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    sys.dont_write_bytecode = False
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    atexit.register(shutil.rmtree, os.environ["PYTHONPYCACHEPREFIX"], ignore_errors=True)
 
 # One thread a process, of torch's operations on the CPU and of numpy's: these are small, and as many threads as
 # processors, in each of several processes, spend most of their time waiting in loops for each other.
@@ -59,6 +58,14 @@ class _Passed:
         if report.when == "call" and report.passed and counts:
             with self._path.open("a", encoding="utf-8") as out:
                 out.write(f"{report.nodeid}\n")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests in one process of pytest-xdist: what they share is worked out once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -19,7 +19,7 @@ from bridge_memory.sweep import COLUMNS, Cell, cells_of, layout_words, left_to_d
 
 SMALL = """models: [meta-llama/Llama-3.2-1B, meta-llama/Llama-3.1-70B]
 gpus: [H100, L4]
-num_gpus: [2, 4]
+num_gpus: [1, 2]
 seq_lengths: 4096
 global_batch_size: 16
 tokens: 2e9
@@ -75,7 +75,7 @@ def test_csv_asks_the_same_as_yaml(question: Path, tmp_path: Path) -> None:
     lines = ["model,gpu,num_gpus,seq_length,global_batch_size,tokens"]
     lines += [
         f"{model},{gpu},{n},4096,16,2000000000"
-        for model in ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-70B") for gpu in ("H100", "L4") for n in (2, 4)
+        for model in ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-70B") for gpu in ("H100", "L4") for n in (1, 2)
     ]  # fmt: skip
     other = tmp_path / "fleet.csv"
     other.write_text("\n".join([*lines, lines[-1]]) + "\n")
@@ -140,7 +140,7 @@ def test_a_cell_without_a_layout_names_its_engine(tmp_path: Path, capsys: pytest
         ("a.yaml", "models: [a]\n", "gpus is missing"),
         ("a.yaml", "- 1\n", "no mapping"),
         ("a.yaml", "models: [\n", "no YAML"),
-        ("a.yaml", SMALL.replace("[2, 4]", "[2, x]"), "num_gpus ('x')"),
+        ("a.yaml", SMALL.replace("[1, 2]", "[2, x]"), "num_gpus ('x')"),
         ("a.yaml", SMALL.replace("tokens: 2e9", "tokens: -1"), "tokens (-1)"),
         ("a.yaml", SMALL.replace("global_batch_size: 16", ""), "global_batch_size is missing"),
         ("a.yaml", SMALL + "precisions: [fp7]\n", "precision ('fp7')"),

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from bridge_memory.arguments.flags import add_run_arguments, number
 from bridge_memory.arguments.run import run_on_gpus
-from bridge_memory.cli.garbage import few_collections
 from bridge_memory.cli.output import USUAL, add_output_arguments
 from bridge_memory.components import GIB
+from bridge_memory.garbage import few_collections
 from bridge_memory.releases import known_releases, nearest_known, release_words
 from bridge_memory.report.document import one_line
 from bridge_memory.report.json import SCHEMA

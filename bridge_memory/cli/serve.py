@@ -9,9 +9,9 @@ import sys
 import threading
 from typing import Any
 
-from bridge_memory.cli.garbage import collections_when_idle
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.threads import multiply_in_one_thread
+from bridge_memory.garbage import collections_when_idle
 from bridge_memory.spec import SpecError
 
 SCHEMA = "bridge-memory/serve/1"

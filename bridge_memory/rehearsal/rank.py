@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bridge_memory.garbage import existing_objects_frozen
 from bridge_memory.rehearsal import patches, te_kernels
 from bridge_memory.rehearsal.diffusion import import_diffusion
 from bridge_memory.rehearsal.patches.modules import has_te
@@ -63,7 +63,7 @@ def on_rank(run: RunSpec, rank: int, supported: tuple[str, ...] = ()) -> Iterato
     _check_loss(run)
     moe = limits.moes[0] if limits.moes else None
     with (
-        quiet(), _existing_objects_frozen(), _environment_of(run), _determinism(run), fake_world(run.parallel, rank),
+        quiet(), existing_objects_frozen(), _environment_of(run), _determinism(run), fake_world(run.parallel, rank),
         patches.running(*((moe.topk, moe.num_experts) if moe else ()), multiple=_multiple(run)),
         _transformer_engine(run), refusals_named(),
     ):  # fmt: skip
@@ -146,16 +146,3 @@ def _transformer_engine(run: RunSpec) -> Any:
     fp8_parameters = run.precision.quantized_param
     flash = runs_flash(run)
     return te_kernels.running(run.implementation.gpu_arch, fp8_parameters=fp8_parameters, flash=flash)
-
-
-@contextmanager
-def _existing_objects_frozen() -> Iterator[None]:
-    """Exclude existing objects from ``gc.collect``: those of torch and megatron-core take 0.2 s each time."""
-    mine = not gc.get_freeze_count()
-    if mine:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if mine:
-            gc.unfreeze()

@@ -28,7 +28,7 @@ def main() -> int:
     lines = held.PAGE.read_text().split("\n")
     rows = {m[1]: (number, m[2]) for number, line in enumerate(lines) if (m := _ROW.match(line)) and "/" not in m[1]}
     below: dict[str, set[str]] = {rooms.room_of(module): set() for module in held.SOURCES}
-    for found in held.IMPORTS:
+    for found in held.imports():
         here, there = rooms.room_of(found.module), rooms.room_of(found.imported)
         if here != there:
             below[here].add(there)

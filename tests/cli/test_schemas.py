@@ -88,7 +88,9 @@ def of_every_kind(capsys: pytest.CaptureFixture[str], command: str, tmp_path: Pa
         local = [command, *model, "--transformer-impl", "local"]
         return [printed(capsys, *local), printed(capsys, *local, "--layer", "0")]
     if command == "accuracy":
-        return [printed(capsys, command, str(SPEEDS))]
+        some = tmp_path / "runs.jsonl"
+        some.write_text("\n".join(SPEEDS.read_text().splitlines()[:300]) + "\n")
+        return [printed(capsys, command, str(some))]
     if command == "serve":
         return [printed(capsys, command, "--port", "0", "--check")]
     if command == "mcp":

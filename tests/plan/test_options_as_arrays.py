@@ -214,7 +214,7 @@ def drawn(chance: random.Random, names: Sequence[str]) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("few_recomputations")
-@pytest.mark.parametrize("number", few_fast(range(24), 6))
+@pytest.mark.parametrize("number", few_fast(range(24), 4))
 def test_many_options_at_once_are_searched_as_arrays(number: int) -> None:
     """Every option in one of these, as many at once as a run takes."""
     chance = random.Random(number)

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.arguments.template import template
-from bridge_memory.cli.garbage import few_collections
 from bridge_memory.cli.measured import measured_steps
 from bridge_memory.cli.phased import job_notes
 from bridge_memory.cli.progress import Progress
@@ -19,6 +18,7 @@ from bridge_memory.cli.ranked import Shown, Style, headroom_bytes, how_words, pr
 from bridge_memory.components import GIB
 from bridge_memory.emit.formats import emitted, formats_of
 from bridge_memory.emit.megatron import recompute_words, split_words
+from bridge_memory.garbage import few_collections
 from bridge_memory.plan.found import Found, OneByOne, Row
 from bridge_memory.plan.megatron.asked import Asked, asked_space, read
 from bridge_memory.plan.megatron.expert import held_by_the_host

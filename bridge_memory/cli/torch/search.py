@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bridge_memory.arguments.files import named
 from bridge_memory.arguments.flags import spelling
 from bridge_memory.arguments.run import run_on_gpus
-from bridge_memory.cli.garbage import few_collections
 from bridge_memory.cli.measured import named_seconds
 from bridge_memory.cli.phased import job_notes
 from bridge_memory.cli.progress import Progress
@@ -22,6 +21,7 @@ from bridge_memory.emit.commands import Emitted
 from bridge_memory.emit.formats import emitted, formats_of
 from bridge_memory.emit.torch_words import checkpointing_words, liger_words, offload_words, overlap_words, sharded_words
 from bridge_memory.estimation import estimate
+from bridge_memory.garbage import few_collections
 from bridge_memory.plan.found import Found, Row
 from bridge_memory.plan.nearest import TIMES
 from bridge_memory.plan.reserve import reserve_words

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.estimation import model_state, peaks
+from bridge_memory.garbage import existing_objects_frozen
 from bridge_memory.outside.amount import Range
 from bridge_memory.plan.found import SIMPLER, Found, Limit, Listed, OneByOne, Refused, Row, Rows
 from bridge_memory.plan.jobs import spread
@@ -114,7 +115,8 @@ def search(
         from bridge_memory.tapes.many import TooLarge
 
         try:
-            found = _in_batches(space, hardware, limit, constants, report, share, jobs, backend, cache)
+            with existing_objects_frozen():
+                found = _in_batches(space, hardware, limit, constants, report, share, jobs, backend, cache)
             return _as_an_expert(found, space, hardware, limit, constants)
         except TooLarge:
             reason = OneByOne.LARGE
