@@ -239,8 +239,8 @@ class RunSpec:
         """Whether ``apply_rope_fusion`` has its effect.
 
         Megatron-LM and Megatron Bridge turn it off with YaRN (``arguments.py: validate_args``, ``utils/fusions.py:
-        validate_rope_fusion_compatibility``). So does megatron-core, from 0.16 on and unless sequences are packed, where
-        YaRN multiplies cosine and sine (``rope_utils.py: apply_rotary_pos_emb``).
+        validate_rope_fusion_compatibility``). So does megatron-core from 0.16 on where YaRN multiplies cosine and sine,
+        unless sequences are packed (``rope_utils.py: apply_rotary_pos_emb``).
         """
         return self.implementation.apply_rope_fusion and not self.model.yarn
 
