@@ -163,6 +163,8 @@ def _model(run: RunSpec, described: dict[str, Any]) -> dict[str, Any]:
     found |= {
         name: getattr(impl, name) for name in _ALIKE if (experts or not name.startswith("moe_")) and name not in idle
     }
+    if run.model.yarn:
+        found["apply_rope_fusion"] = run.fuses_rotation
     found |= {
         "attention_backend": Expression(f"AttnBackend.{impl.attention_backend}", impl.attention_backend),
         "fp32_residual_connection": run.precision.fp32_residual_connection,

@@ -148,6 +148,7 @@ def _arguments(run: RunSpec) -> dict[str, Any]:
     for name in _ALIKE:
         if run.model.has_experts or not name.startswith("moe_"):
             said[name] = getattr(impl, name)
+    said["apply_rope_fusion"] = run.fuses_rotation
     fused = said.pop("bias_activation_fusion", impl.bias_activation_fusion)
     said |= {
         "bias_swiglu_fusion": fused, "bias_gelu_fusion": fused,

@@ -848,6 +848,8 @@ def _implementation(
             "overlap_moe_expert_parallel_comm moe_paged_stash tp_comm_overlap"
         )
     }
+    if _get(m, "position_embedding_type", "rope") in ("yarn", "mrope"):
+        on["apply_rope_fusion"] = False  # ``utils/fusions.py: validate_rope_fusion_compatibility``
     dispatcher = str(_get(m, "moe_token_dispatcher_type", "allgather"))
     if _get(m, "moe_enable_deepep", False):
         dispatcher = "flex"

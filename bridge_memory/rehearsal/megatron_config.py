@@ -167,7 +167,7 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         "is_hybrid_model": model.hybrid,
         "apply_query_key_layer_scaling": impl.apply_query_key_layer_scaling,
         # Only Transformer Engine has the kernel; local modules ignore the option.
-        "apply_rope_fusion": impl.apply_rope_fusion and impl.te and model.position_embedding_type == "rope",
+        "apply_rope_fusion": run.fuses_rotation and impl.te and model.position_embedding_type == "rope",
         "attention_backend": _attention_backend(impl),
     }
     if parallel.cp > 1:

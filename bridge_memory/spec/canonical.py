@@ -88,6 +88,7 @@ def _model(run: RunSpec) -> ModelSpec:
             model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
         ),
         rotary_dim=model.rotary_dim if rotary else 0,
+        yarn=False,  # apply_rope_fusion says it
         assumptions=(),
         not_modelled=(),
     )
@@ -261,7 +262,7 @@ def idle_options(run: RunSpec) -> list[str]:
     if not any(isinstance(ffn, MoESpec) and ffn.activation == "squared_relu" for ffn in ffns):
         idle.append("use_fused_weighted_squared_relu")
     latent = any(isinstance(mixer, MLASpec) for mixer in limits.mixers)
-    if not latent and model.position_embedding_type != "rope":
+    if not latent and (model.position_embedding_type != "rope" or model.yarn):
         idle.append("apply_rope_fusion")
     if i.te or run.precision.params_dtype == "fp32":
         idle.append("masked_softmax_fusion")
@@ -284,4 +285,5 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
     i = run.implementation
     if i.moe_token_dispatcher_type == "alltoall_seq":
         i = replace(i, moe_token_dispatcher_type="alltoall")
-    return _reset(i, *idle_options(run))
+    i = _reset(i, *idle_options(run))
+    return replace(i, apply_rope_fusion=False) if run.model.yarn and run.model.position_embedding_type == "rope" else i

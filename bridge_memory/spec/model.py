@@ -528,6 +528,8 @@ class ModelSpec:
     output_bias: bool = False
     #: Channels of a head that are rotated: the width of the persistent table of rotary frequencies.
     rotary_dim: int = 0
+    #: Angles scaled by YaRN, outside of multi-latent attention (``position_embedding_type`` "yarn").
+    yarn: bool = False
     mtp_num_layers: int = 0
     #: The layer inside one MTP depth (None: no MTP).
     mtp_layer: LayerSpec | None = None

@@ -235,6 +235,16 @@ class RunSpec:
         )
 
     @property
+    def fuses_rotation(self) -> bool:
+        """Whether ``apply_rope_fusion`` has its effect.
+
+        Megatron-LM and Megatron Bridge turn it off with YaRN (``arguments.py: validate_args``, ``utils/fusions.py:
+        validate_rope_fusion_compatibility``). So does megatron-core from 0.16 on where YaRN multiplies cosine and sine,
+        unless sequences are packed (``rope_utils.py: apply_rotary_pos_emb``).
+        """
+        return self.implementation.apply_rope_fusion and not self.model.yarn
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches per step and data-parallel replica (``num_microbatches_calculator``)."""
         p, b = self.parallel, self.batch

@@ -462,7 +462,7 @@ def settings_of(run: RunSpec) -> Settings:
         _fp8_attention(run),
         # Scaling by the layer number keeps the softmax in fp32 (TransformerConfig.__post_init__).
         precision.attention_softmax_in_fp32 or run.implementation.apply_query_key_layer_scaling,
-        run.implementation,
+        run.implementation if not m.yarn else replace(run.implementation, apply_rope_fusion=run.fuses_rotation),
         m.position_embedding_type == "rope",
         m.rotary_dim,
         _adapters(run.peft),

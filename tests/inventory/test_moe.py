@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from math import comb
+from statistics import fmean
+
+import pytest
 
 from bridge_memory.inventory.layer import layer_block
+from bridge_memory.inventory.megatron.moe import ranks_per_token
 from bridge_memory.readers import resolve_model
-from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec
+from bridge_memory.spec import BatchSpec, ImplementationSpec, MoESpec, ParallelSpec, RunSpec
 from bridge_memory.tapes.alive import BlockCost
 from bridge_memory.tapes.context import context_of
 from bridge_memory.tapes.recorder import Scratch
@@ -82,3 +87,13 @@ def test_deepep_keeps_a_place_on_every_node_and_rank_of_it() -> None:
 
     (handle,) = (t.bytes for t in cost.tensors if t.name == "DeepEP's handle")
     assert handle == 4096 * 16 + 4 * 4096 * 2 + 4 * 8 * reached(2) + 8 * reached(16)
+
+
+@pytest.mark.parametrize("selected", (None, 1, 2, 3))
+@pytest.mark.parametrize("ep", (1, 2, 4, 8, 16))
+def test_ranks_of_a_token_by_every_choice(selected: int | None, ep: int) -> None:
+    """16 experts in 4 groups, of which some are selected, and 3 of their experts: each choice is as likely."""
+    spec = MoESpec(16, 3, 64, router_num_groups=selected and 4, router_group_topk=selected)
+    chosen = [[e for e in range(16) if e // 4 in groups] for groups in combinations(range(4), selected or 4)]
+    hit = fmean(len({e * ep // 16 for e in experts}) for of in chosen for experts in combinations(of, 3))
+    assert ranks_per_token(spec, ep) == pytest.approx(hit)

@@ -201,3 +201,10 @@ def test_bridge_switches_fused_weight_gradients_off_with_megatron_fsdp(bridge: t
     assert run.implementation.gradient_accumulation_fusion is fused
     plain = namespace(model__gradient_accumulation_fusion=True)
     assert run_of_container(plain, Running(), bridge=bridge).implementation.gradient_accumulation_fusion
+
+
+@pytest.mark.parametrize(("kind", "fused"), [("rope", True), ("yarn", False), ("mrope", False)])
+def test_bridge_fuses_plain_rotary_embeddings_alone(kind: str, fused: bool) -> None:
+    """``utils/fusions.py: validate_rope_fusion_compatibility``, of every GPT provider."""
+    config = namespace(model__apply_rope_fusion=True, model__position_embedding_type=kind)
+    assert run_of_container(config, Running()).fuses_rotation is fused

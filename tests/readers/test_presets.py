@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bridge_memory.readers import list_presets, model_from_json_text, presets, resolve_model
+from bridge_memory.readers import list_presets, model_from_hf_config, model_from_json_text, presets, resolve_model
 from bridge_memory.readers.presets import preset_path
 from bridge_memory.spec import SpecError
 
@@ -92,3 +93,17 @@ def test_the_shipped_configs_carry_no_quantization_and_no_remote_code() -> None:
     for preset in list_presets():
         config = json.loads(Path(preset_path(preset)).read_text())
         assert not {"quantization_config", "auto_map"} & set(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling", "yarn"),
+    [
+        ("openai/gpt-oss-120b", None, True), ("deepseek-ai/DeepSeek-V3", None, False),
+        ("meta-llama/Llama-3.1-8B", None, False),
+        ("Qwen/Qwen3-8B", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, True),
+    ],
+)  # fmt: skip
+def test_yarn_outside_of_latent_attention(name: str, scaling: dict[str, Any] | None, yarn: bool) -> None:
+    """Bridge makes these models with ``position_embedding_type`` "yarn", and fuses no rotation then."""
+    config = json.loads(Path(preset_path(name)).read_text(encoding="utf-8"))
+    assert model_from_hf_config({**config, "rope_scaling": scaling} if scaling else config, name).yarn is yarn

@@ -102,6 +102,18 @@ def test_an_exchange_with_experts_uses_both_links() -> None:
     assert rates.all_to_all(Work(expert_parallel=sent), 8, 1) == pytest.approx(sent / rates.nvlink_exchange)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stride", "near"), [(64, 1, 64), (72, 1, 72), (128, 1, 64), (128, 2, 32), (144, 1, 72)]
+)
+def test_ranks_are_spread_evenly_over_domains(ranks: int, stride: int, near: int) -> None:
+    """Domains of 72: of ``ranks`` as many are in each of as few as hold them; every other rank is sent a copy."""
+    rates = Step(run(gpu_arch="blackwell"), HARDWARE["GB300"]).passes.rates
+    far = (ranks - near) * 1e9 / (HARDWARE["GB300"].network * DEFAULT.network_exchange)
+    inside = (near - 1) * 1e9 / rates.nvlink_exchange
+    found = rates.all_to_all(Work(expert_parallel=(ranks - 1) * 1e9), ranks, stride)
+    assert found == pytest.approx(max(far, inside))
+
+
 def test_a_gather_over_several_domains_leaves_each_by_all_adapters() -> None:
     """16 ranks on two H100 nodes: a ring passes each node's border once, which eight adapters of 50 GB/s share, faster
     than NVLink is fitted to be; each of its collectives waits for the network twice."""

@@ -10,7 +10,18 @@ from test_saved_tensors import GQA, model
 from test_state_space_layers import MIXERS, check, check_mixer
 
 from bridge_memory.readers import resolve_model
-from bridge_memory.spec import AttentionSpec, ImplementationSpec, MLPSpec, MoESpec
+from bridge_memory.rehearsal import model as rehearsed
+from bridge_memory.rehearsal.compare import compare_layer
+from bridge_memory.rehearsal.world import installed_release
+from bridge_memory.spec import (
+    AttentionSpec,
+    BatchSpec,
+    ImplementationSpec,
+    MLPSpec,
+    MoESpec,
+    ParallelSpec,
+    RunSpec,
+)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -48,3 +59,27 @@ def test_an_activation_times_its_probability(activation: str, router: Any) -> No
     experts = MoESpec(8, 2, 14336, gated=activation == "silu", activation=activation)
     implementation = ImplementationSpec(transformer_engine=HERE, bias_activation_fusion=False, moe_router_dtype=router)
     check(model(GQA, experts, 4096), 1, implementation, ep=4)
+
+
+@pytest.mark.skipif((installed_release() or (0, 0)) < (0, 16), reason="before, attention knows nothing of YaRN")
+@pytest.mark.parametrize(("tp", "batch", "seq"), [(1, 1, 1024), (2, 1, 4096), (1, 2, 2048)])
+def test_yarn_is_not_fused(tp: int, batch: int, seq: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss: whatever the option says, megatron-core rotates unfused where YaRN multiplies cosine and sine."""
+
+    def asked(run: RunSpec, **more: Any) -> Any:
+        config = of_run(run, **more)
+        config.apply_rope_fusion, config.yarn_rotary_scaling_factor = True, 32.0
+        return config
+
+    of_run = rehearsed.transformer_config
+    monkeypatch.setattr(rehearsed, "transformer_config", asked)
+    run = RunSpec(
+        model=resolve_model("openai/gpt-oss-20b"),
+        parallel=ParallelSpec(
+            world_size=64, tensor_model_parallel_size=tp, expert_model_parallel_size=4, expert_tensor_parallel_size=1
+        ),
+        batch=BatchSpec(seq_length=seq, micro_batch_size=batch),
+        implementation=ImplementationSpec(transformer_engine=HERE),
+    )
+    found = compare_layer(run, 1)
+    assert max(map(abs, (found.saved_error, found.forward_error, found.backward_error))) < 3e-4, found.lines()

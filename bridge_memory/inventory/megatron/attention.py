@@ -22,6 +22,7 @@ from bridge_memory.releases import (
     STEPS_OF_ALL_GATHER_DROPPED,
 )
 from bridge_memory.spec import AttentionSpec, divide
+from bridge_memory.tapes.context import BlockContext
 from bridge_memory.tapes.recorder import Recorder, Scratch
 from bridge_memory.tapes.symbolic import largest, smallest
 from bridge_memory.tapes.tape import Region, Tensor
@@ -176,10 +177,15 @@ def _borrowed(r: Recorder, key: Tensor, d: int, heads: int, value_bytes: int) ->
     return key, value
 
 
+def rotation_fused(ctx: BlockContext) -> bool:
+    """Whether one kernel rotates; the settings have the option off where YaRN keeps it from it."""
+    return ctx.impl.apply_rope_fusion and ctx.te
+
+
 def rope_of(r: Recorder, name: str, x: Tensor, nbytes: int, head_dim: int) -> Tensor:
     """Rotary embedding of q or k. Fused: TE saves the frequencies only, which all layers share. Unfused: the cosine and
     sine are saved, and there are four temporaries."""
-    if r.ctx.impl.apply_rope_fusion and r.ctx.te:
+    if rotation_fused(r.ctx):
         return r.tape.make(name, x, nbytes)
     angles = cosine_and_sine(r, name, r.ctx.rotary_dim or head_dim)
     return r.tape.make(
@@ -566,8 +572,7 @@ def fused_softmax(r: Recorder, heads: int, sink: bool, *, te: bool) -> bool:
 def sequences_first(r: Recorder) -> bool:
     """Whether megatron-core copies query, key and value to [b, s, a, d]; with one sequence that is a view."""
     ctx = r.ctx
-    fused = ctx.te and ctx.rotary and ctx.impl.apply_rope_fusion
-    return fused and ctx.batch > 1 and not ATTENTION_TOKENS_FIRST(ctx.impl)
+    return ctx.rotary and rotation_fused(ctx) and ctx.batch > 1 and not ATTENTION_TOKENS_FIRST(ctx.impl)
 
 
 def _contiguous(r: Recorder, qkv: tuple[Tensor, ...], q_bytes: int, kv_bytes: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ Shapes: q = a (d_nope + d_rope) / t, v = a d_v / t, T = s b, T_sp = T / t under 
 
 from __future__ import annotations
 
-from bridge_memory.inventory.megatron.attention import core_attention, cosine_and_sine
+from bridge_memory.inventory.megatron.attention import core_attention, cosine_and_sine, rotation_fused
 from bridge_memory.inventory.megatron.sparse_attention import MODULES, record_sparse_attention
 from bridge_memory.releases import (
     LATENTS_HELD,
@@ -120,7 +120,7 @@ def _query_key_value(
         q_bytes, v_bytes = ctx.tokens * q_width * act, ctx.tokens * v_width * act
         query = q  # The fused form rotates in place (``fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbQ``).
         angles: tuple[Tensor, ...] = ()
-        if not (ctx.impl.apply_rope_fusion and ctx.te):
+        if not rotation_fused(ctx):
             angles = tuple(cosine_and_sine(r, part, spec.qk_pos_emb_head_dim) for part in ("query", "key"))
             query = tape.make("query", q, q_bytes, workspace=q_bytes // 2, saves=angles[:1], also=angles[:1])
         key = tape.make("key", (kv, k_rope), q_bytes, saves=angles[1:], also=angles[1:])

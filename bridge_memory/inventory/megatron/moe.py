@@ -123,14 +123,27 @@ def _alignment(ctx: BlockContext) -> int:
 def ranks_per_token(spec: MoESpec, ep: int) -> float:
     """Expected expert-parallel ranks that hold one of a token's k experts, under uniform routing.
 
-    Group-limited routing selects from group_topk of num_groups groups, which are on that share of the ranks.
+    Group-limited routing selects from group_topk of num_groups groups. A rank holds a part of one group, or several
+    groups, of which any number may be selected.
     """
-    share = 1.0
-    if spec.router_num_groups and spec.router_group_topk:
-        share = min(1.0, spec.router_group_topk / spec.router_num_groups)
-    candidates, ranks = round(spec.num_experts * share), max(1.0, ep * share)
-    elsewhere = candidates - round(candidates / ranks)
-    return ranks * (1 - comb(elsewhere, spec.topk) / comb(candidates, spec.topk)) if elsewhere else 1.0
+    groups, selected = spec.router_num_groups or 1, spec.router_group_topk or spec.router_num_groups or 1
+    if selected >= groups:
+        groups = selected = 1
+    in_group = spec.num_experts / groups
+    candidates = round(selected * in_group)
+
+    def holds_one(experts: int) -> float:
+        """Of so many of the candidates."""
+        return 1 - comb(candidates - experts, spec.topk) / comb(candidates, spec.topk)
+
+    if ep >= groups:
+        return max(1.0, ep * selected / groups * holds_one(round(spec.num_experts / ep)))
+    own = round(groups / ep)
+    some = sum(
+        comb(own, n) * comb(groups - own, selected - n) * holds_one(round(n * in_group))
+        for n in range(1, min(own, selected) + 1)
+    )
+    return ep * some / comb(groups, selected)
 
 
 def record_moe(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:

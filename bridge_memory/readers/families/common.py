@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from bridge_memory.readers.fields import MAX_LAYERS, Fields, shown
-from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, divide
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, divide
 
 #: Hugging Face activation -> the function that Megatron runs (Bridge: model_bridge.py ACTIVATION_MAPPING; gelu
 #: variants that it does not list are the tanh form, megatron.core.activations.fast_gelu).
@@ -85,6 +85,14 @@ def rotary_factor(f: Fields, default: float) -> float:
             default = float(value)
     f.ignore("rope_theta", "rotary_emb_base")
     return f.number("partial_rotary_factor", "rotary_pct", "rotary_percent", default=default, most=1.0)
+
+
+def _yarn(f: Fields, layers: Sequence[LayerSpec]) -> bool:
+    """Whether Bridge gives the model YaRN's positions (``model_bridge.py: hf_config_to_provider_kwargs``), which
+    multi-latent attention has inside it."""
+    scaled = [f.config.get(key) for key in ("rope_parameters", "rope_scaling")]
+    kinds = [one.get("rope_type", one.get("type")) for one in scaled if isinstance(one, Mapping)]
+    return "yarn" in kinds and not any(isinstance(layer.mixer, MLASpec) for layer in layers)
 
 
 def heads(f: Fields, hidden_size: int, head_dim: int | None) -> tuple[int, int, int]:
@@ -248,6 +256,7 @@ def model(
         embedding_layernorm=embedding_layernorm,
         output_bias=output_bias,
         rotary_dim=rotary_dim,
+        yarn=position_embedding_type == "rope" and _yarn(f, layers),
         mtp_num_layers=mtp_num_layers,
         mtp_layer=mtp_layer,
         hybrid=hybrid,

@@ -223,10 +223,11 @@ class _Rates:
         return self.all_to_all(w, ranks, stride)
 
     def all_to_all(self, w: Work, ranks: Any, stride: Any) -> Any:
-        """As many bytes to each of them, by NVLink inside of a domain and beside it by the network."""
+        """As many bytes to each of them, by NVLink inside of a domain and beside it by the network. Ranks have equal
+        parts of as few domains as hold them: 128 have 64 of the 72 GPUs of two."""
         c, domain = self.c, self.hardware.domain
-        near = smallest(ranks, largest(1, domain // stride))
-        nodes = ranks / near
+        nodes = -(-ranks // largest(1, domain // stride))
+        near = ranks / nodes
         far = w.expert_parallel * (ranks - near) / largest(1, ranks - 1)
         routed = w.expert_copies
         if routed is not None:  # a copy for each other node with experts of a token, and for each rank of a node

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from bridge_memory.inventory.layer import layer_block
+from bridge_memory.inventory.megatron.attention import rotation_fused
 from bridge_memory.inventory.megatron.moe import fused_by_ops, ranks_per_token
 from bridge_memory.spec import (
     AttentionSpec,
@@ -128,6 +129,9 @@ def layer_work(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kerne
 #: and dropout; of a router top-k, its probabilities, the balancing loss, counts and sorts, in half a dozen where fused
 #: (``moe_router_fusion``); of experts permutation there and back, their activation and what the dispatcher launches.
 _BESIDE, _ROUTER, _ROUTER_FUSED, _EXPERTS = 10, 40, 15, 20
+#: Of query and key, rotated by plain operations in the place of a kernel each: 12 forward and 7 backward
+#: (``_unfused_rotation``), as a third of both.
+_ROTATION = 2 * ((12 + 7) / 3 - 1)
 #: Streams that Transformer Engine deals experts' products to, so that as many begin at once
 #: (``common/util/multi_stream.cpp: get_num_compute_streams``).
 _STREAMS = 4
@@ -154,6 +158,8 @@ def _with_launches(half: Work, of: Mixer | FeedForward | None, ctx: BlockContext
             of_experts = of_experts + each * p.times
     router = _ROUTER_FUSED if impl.moe_router_fusion else _ROUTER
     launches = launches + (router + _EXPERTS if isinstance(of, MoESpec) else _BESIDE)
+    if _rotates_unfused(of, ctx):
+        launches = launches + _ROTATION
     half = half._replace(kernels=launches + of_experts / _STREAMS)
     if impl.cuda_graph_impl != "none" and (not graphs or name in graphs):
         return half
@@ -370,6 +376,9 @@ def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> flo
     if isinstance(mixer, AttentionSpec):
         qkv = (mixer.num_attention_heads + 2 * mixer.num_query_groups) * mixer.kv_channels / ctx.tp
         traffic += 2 * 2 * ctx.tokens * qkv * ctx.act  # split and rotate
+        if _rotates_unfused(mixer, ctx):
+            d, groups = mixer.kv_channels, largest(1, mixer.num_query_groups / ctx.tp)
+            traffic += _unfused_rotation(ctx, mixer.num_attention_heads / ctx.tp + groups, ctx.rotary_dim or d, d)
         if mixer.qk_layernorm:
             normed = (mixer.num_attention_heads + mixer.num_query_groups) * mixer.kv_channels / ctx.tp
             traffic += 2 * ctx.tokens * normed * ctx.act
@@ -391,6 +400,27 @@ def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> flo
     else:
         traffic += 12 * stream
     return traffic + _merged(layer, ctx)
+
+
+def _rotates_unfused(mixer: Mixer | FeedForward | None, ctx: BlockContext) -> bool:
+    """Whether queries and keys are rotated by plain operations."""
+    return isinstance(mixer, AttentionSpec) and mixer.rotary and ctx.rotary and not rotation_fused(ctx)
+
+
+def _unfused_rotation(ctx: BlockContext, heads: Any, turned: int, width: int) -> Any:
+    """Bytes with which plain operations rotate ``turned`` channels of heads ``width`` wide, beyond one kernel's, which
+    reads and writes them once (megatron-core ``rope_utils.py: _apply_rotary_pos_emb_bshd``).
+
+    Forward: times cosine, half of it negated and joined with the other, times sine, their sum, 10 tensors read and
+    written, and 2 as the result is joined with the channels that stay. Backward: both products, the half negated and
+    joined, the sum of two gradients, 10; zeros for the channels that stay, and their sum with the others, 4, or 7 where
+    both parts have channels. All is a third of what both passes take. Cosine and sine are made for query and for key:
+    from angles in fp32, multiplied by YaRN's factor, and cast, 20 bytes and the cast's; two products read each.
+    """
+    joined = 2 + (4 if turned == width else 7)
+    rotated = ctx.tokens * heads * ((10 + 10) * turned + joined * width) / 3 * ctx.act
+    tables = 2 * 2 * (20 + (1 + 2) * ctx.act) * ctx.seq * turned / 3
+    return rotated + tables - 2 * ctx.tokens * heads * width * ctx.act
 
 
 def _merged(layer: LayerSpec, ctx: BlockContext) -> float:
