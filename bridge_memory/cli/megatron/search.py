@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         )
         last = [*_host_words(found, hardware, constants)]
         if experts:
-            last.append("how layouts with different EP compare is not tested: no group of measured runs varies EP")
+            last.append("how layouts with different EP compare is hardly tested: where measured runs vary EP, so does PP")
         return print_found(
             Shown(
                 layout_style(varied, experts=experts), found, base, gpu, space.num_gpus,
