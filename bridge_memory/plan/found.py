@@ -177,9 +177,7 @@ class OneByOne(Enum):
 
 #: Choices beyond those shown that are asked whether they keep the reserve; and where none of them does.
 LOOKED_FOR, LOOKED_FOR_ONE = 100, 1000
-#: Of the fastest choices, as many are improved (``Found.improves``).
-IMPROVED = 3
-#: Of the fastest choices, as many may stand first, however many are asked for.
+#: Of the fastest choices, as many are improved (``Found.improves``) and may stand first, however many are asked for.
 CANDIDATES = 12
 #: Of the step time what every mechanism has to save (``Found.mechanisms``): each is something to set up, to tune and
 #: to fail. Of rows within ``TIE`` of the fastest, on no more GPUs a replica than that one, the one stands first that is
@@ -249,7 +247,7 @@ class Found(NamedTuple):
 
         Evaluates at most ``LOOKED_FOR`` choices more, or ``LOOKED_FOR_ONE`` until one keeps the reserve, and then those
         that need less memory than every faster one. The fastest
-        ``IMPROVED`` are improved. Choices that ``refuses`` refuses are skipped, unless it refuses all, and those that
+        ``CANDIDATES`` are improved. Choices that ``refuses`` refuses are skipped, unless it refuses all, and those that
         leave no more memory than a faster one that is ``alike``. Of a choice whose fastest row is tight, a slower one
         that keeps the reserve counts (fewer virtual stages, say). Row 1 is the
         fastest, or a simpler one (``SIMPLER``). A candidate for row 1 whose whole job is not ``certain`` to fit is
@@ -295,8 +293,8 @@ class Found(NamedTuple):
             keeping = list(islice(filter(self._may_lead, self.front()), 1))
             tight = [row for row in tight if row not in keeping]
         if self.improves is not None and not self.stopped:
-            first = [self.improves(row) for row in keeping[:IMPROVED]]
-            keeping = sorted([*first, *keeping[IMPROVED:]], key=lambda row: row.time.seconds)
+            first = [self.improves(row) for row in keeping[:CANDIDATES]]
+            keeping = sorted([*first, *keeping[CANDIDATES:]], key=lambda row: row.time.seconds)
         keeping, uncertain = self._with_the_first(keeping)
         if not keeping:
             sure, may_not = self._with_the_first(tight)

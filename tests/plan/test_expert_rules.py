@@ -275,4 +275,4 @@ def test_what_the_host_holds_up_is_said_where_it_fits_and_graphs_would_spare_it(
     assert found is not None
     assert (found[0].batch.micro_batch_size, found[0].recompute.granularity) == (1, None)
     assert held(0) is None  # no room for what it keeps
-    assert held(1 << 36, run.with_fields(cuda_graph_impl="transformer_engine")) is None
+    assert held(1 << 36, run.with_fields(cuda_graph_impl="full_iteration")) is None

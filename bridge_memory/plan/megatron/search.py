@@ -189,9 +189,9 @@ def _balanced(
             enough = least * (1 + SIMPLER)
             with suppress(SpecError):
                 run = any_split(row.run, replace(p, virtual_pipeline_model_parallel_size=None))
-                even = default_split(run)
-                if even is None or not tried(even, enough):
-                    balanced(run, enough, float("inf"))
+                usual = default_split(run)
+                even = usual is not None and tried(usual, enough)
+                balanced(run, least * (1 - SIMPLER) if even else enough, float("inf"))
         return best
 
     by_hand = p.pipeline_model_parallel_layout is not None
