@@ -201,6 +201,8 @@ LAYOUT_STRINGS = since(core=(0, 13))
 GRAPH_OF_THE_ITERATION = since(core=(0, 18))
 #: ``TransformerConfig.offload_modules``: saved tensors of single modules go to host memory.
 OFFLOADS_BY_MODULE = since(core=(0, 16))
+#: Checks of what CUDA graphs cover beside recomputation and dropless experts (``TransformerConfig.__post_init__``).
+GRAPHS_CHECKED = since(core=(0, 16))
 #: ``cuda_graph_modules`` takes the place of ``cuda_graph_scope``.
 GRAPHED_BY_MODULES = since(core=(0, 18))
 #: MTP in such a string; NotImplementedError before (``PipelineParallelLayerLayout.validate_layer_layout``).

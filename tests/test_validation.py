@@ -484,6 +484,44 @@ def test_what_transformer_config_refuses_is_refused():
     assert accepted > 100
 
 
+@pytest.mark.parametrize(
+    ("graphs", "again", "fits"),
+    [
+        (("attn",), {}, True), (("attn", "moe_router", "moe_preprocess"), {}, True), ((), {}, True),
+        (("moe",), {}, False), (("moe", "moe_router"), {"moe_pad_expert_input_to_capacity": True}, False),
+        (("moe",), {"moe_pad_expert_input_to_capacity": True}, True), (("moe_preprocess",), {}, False),
+        (("attn",), {"recompute_modules": ("moe",)}, True), (("moe_router",), {"recompute_modules": ("moe",)}, False),
+        (("attn",), {"recompute_method": "uniform", "recompute_num_layers": 1}, False),
+    ],
+)  # fmt: skip
+def test_graphs_of_modules_are_refused_as_megatron_core_refuses_them(graphs, again, fits):
+    torch = pytest.importorskip("torch")
+    core = pytest.importorskip("megatron.core")
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    here = release_in(core.__version__)
+    kind = "full" if "recompute_method" in again else "selective" if again and "recompute_modules" in again else None
+    fields = {"cuda_graph_impl": "transformer_engine", "recompute_granularity": kind, **again}
+    if "moe_pad_expert_input_to_capacity" in again:
+        fields["moe_expert_capacity_factor"] = 1.0
+    theirs = {
+        **fields, "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "bf16": True,
+        "params_dtype": torch.bfloat16, "num_moe_experts": 64, "moe_ffn_hidden_size": 1408, "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False,
+        "cuda_graph_modules" if here >= (0, 18) else "cuda_graph_scope": list(graphs),
+        "recompute_modules": [*again.get("recompute_modules", ("core_attn",))],
+    }  # fmt: skip
+    ours = {**fields, "cuda_graph_modules": graphs, "megatron_core": here}
+    if fits:
+        TransformerConfig(**theirs)
+        run("moe", **ours)
+        return
+    with pytest.raises(AssertionError, match=r"cuda.?graph|CUDA graph"):
+        TransformerConfig(**theirs)
+    with pytest.raises(SpecError, match="cuda_graph_"):
+        run("moe", **ours)
+
+
 @pytest.mark.parametrize("at_start", [True, False])
 def test_no_more_layers_stay_in_bf16_than_a_stage_has(at_start):
     """32 layers over 4 stages: 8 at either end, as megatron-core's TransformerConfig says."""

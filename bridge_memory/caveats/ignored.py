@@ -110,6 +110,9 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
         yield NoEffect(
             f"min_offloaded_tensor_size ({impl.min_offloaded_tensor_size}) does nothing without offload_modules"
         )
+    if impl.cuda_graph_modules and impl.cuda_graph_impl == "none":
+        modules = ", ".join(impl.cuda_graph_modules)
+        yield NoEffect(f"cuda_graph_modules ({modules}) does nothing without cuda_graph_impl")
     if impl.delay_wgrad_compute and not impl.te:
         # tensor_parallel/layers.py: backward_dw, which does nothing.
         yield NoEffect("delay_wgrad_compute does nothing with transformer_impl local")

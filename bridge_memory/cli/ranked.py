@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.components import GIB
 from bridge_memory.emit.commands import field_words
-from bridge_memory.plan.found import IMPROVED, SIMPLER, TIE, Found, Ranked, Row, pareto, ties
+from bridge_memory.plan.found import CANDIDATES, SIMPLER, TIE, Found, Ranked, Row, pareto, ties
 from bridge_memory.plan.nearest import Nearest
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.verdict import FRAGMENTATION
@@ -194,15 +194,16 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
     if keeping < len(best):
         rows = f"row {keeping + 1}" if keeping + 1 == len(best) else f"rows {keeping + 1} to {len(best)}"
         note(f"{rows}: tight, without that room or by the whole job, and after the others however fast")
-    if found.improves is not None and any(row.run.parallel.pp > 1 for row in best[:IMPROVED]):
-        note(f"layers of the {IMPROVED} fastest are balanced over their stages", detail=True)
+    if found.improves is not None and any(row.run.parallel.pp > 1 for row in best[:CANDIDATES]):
+        note(f"layers of the {CANDIDATES} fastest are balanced over their stages", detail=True)
     note(*(f"passed over, however fast: {number:,} with {reason}" for reason, number in refused.items()), detail=True)
     if keeping > 1 and best[1].time.seconds < best[0].time.seconds:
         note(f"row 1 is within {TIE:.0%} of the fastest, row 2, and simpler: a mechanism has to save {SIMPLER:.0%}")
     if (tied := ties(best[:keeping] or best)) > 1:
         note(f"rows 1 to {tied} are a tie: step times within {TIE:.0%}, the precision of the prediction")
-    note(f"free GiB of a row sets {FRAGMENTATION:.1%} of its peak aside for fragmentation; the answer is that of "
-         "estimate, with row 1's allocator replayed and its whole job")
+    graphs = ", and nothing for the pools of CUDA graphs" * (best[0].run.implementation.cuda_graph_impl != "none")
+    note(f"free GiB of a row sets {FRAGMENTATION:.1%} of its peak aside for fragmentation{graphs}; the answer is that "
+         "of estimate, with row 1's allocator replayed and its whole job")
     note(*shown.times)
     if names := shown.not_timed(best):
         note(f"the time model does not know {', '.join(names)}: times are those of the run without")

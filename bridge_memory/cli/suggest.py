@@ -44,6 +44,7 @@ MEANT = {
 #: A flag and a value that it does not take -> what says it here.
 MEANT_VALUES = {
     ("--precision", "fp8"): "use --fp8 hybrid beside it", ("--precision", "fp4"): "use --fp4 e2m1 beside it",
+    ("--precision", "mxfp8"): "use --fp8 e4m3 --fp8-recipe mxfp8", ("--precision", "nvfp4"): "use --fp4 e2m1",
     ("--engine", "fsdp"): "use fsdp2 or fsdp1 (PyTorch's), or megatron_fsdp",
     ("--engine", "deepspeed"): "use zero1, zero2 or zero3", ("--engine", "zero"): "use zero1, zero2 or zero3",
 }

@@ -177,14 +177,12 @@ class OneByOne(Enum):
 
 #: Choices beyond those shown that are asked whether they keep the reserve; and where none of them does.
 LOOKED_FOR, LOOKED_FOR_ONE = 100, 1000
-#: Of the fastest choices, as many are improved (``Found.improves``).
-IMPROVED = 3
-#: Of the fastest choices, as many may stand first, however many are asked for.
+#: Of the fastest choices, as many are improved (``Found.improves``) and may stand first, however many are asked for.
 CANDIDATES = 12
 #: Of the step time what every mechanism has to save (``Found.mechanisms``): each is something to set up, to tune and
 #: to fail. Of rows within ``TIE`` of the fastest, on no more GPUs a replica than that one, the one stands first that is
-#: the fastest with this added for each; of as many mechanisms and within this, the one that cuts the model into the
-#: fewest parts.
+#: the fastest with this added for each; of as many mechanisms and within this, the one whose experts stay inside of an
+#: NVLink domain, and that cuts the model into the fewest parts.
 SIMPLER = 0.02
 
 
@@ -233,8 +231,8 @@ class Found(NamedTuple):
     improves: Callable[[Row[Any]], Row[Any]] | None = None
     #: The verdict of the whole job of a row, as an estimate of it says; None: that is not asked.
     whole: Callable[[Row[Any]], Verdict] | None = None
-    #: (how many mechanisms a row needs, such as a pipeline or recomputation; GPUs of a replica; other parts into which
-    #: it cuts the model).
+    #: (how many mechanisms a row needs, such as a pipeline or recomputation; whether experts exchange tokens over the
+    #: network; GPUs of a replica; other parts into which it cuts the model).
     mechanisms: Callable[[Row[Any]], tuple[int, ...]] | None = None
     #: (what a row shares with those that differ in recomputation alone, its recomputation): of rows that share the one
     #: and not the other, those that are not faster have to leave more memory.
@@ -249,7 +247,7 @@ class Found(NamedTuple):
 
         Evaluates at most ``LOOKED_FOR`` choices more, or ``LOOKED_FOR_ONE`` until one keeps the reserve, and then those
         that need less memory than every faster one. The fastest
-        ``IMPROVED`` are improved. Choices that ``refuses`` refuses are skipped, unless it refuses all, and those that
+        ``CANDIDATES`` are improved. Choices that ``refuses`` refuses are skipped, unless it refuses all, and those that
         leave no more memory than a faster one that is ``alike``. Of a choice whose fastest row is tight, a slower one
         that keeps the reserve counts (fewer virtual stages, say). Row 1 is the
         fastest, or a simpler one (``SIMPLER``). A candidate for row 1 whose whole job is not ``certain`` to fit is
@@ -295,8 +293,8 @@ class Found(NamedTuple):
             keeping = list(islice(filter(self._may_lead, self.front()), 1))
             tight = [row for row in tight if row not in keeping]
         if self.improves is not None and not self.stopped:
-            first = [self.improves(row) for row in keeping[:IMPROVED]]
-            keeping = sorted([*first, *keeping[IMPROVED:]], key=lambda row: row.time.seconds)
+            first = [self.improves(row) for row in keeping[:CANDIDATES]]
+            keeping = sorted([*first, *keeping[CANDIDATES:]], key=lambda row: row.time.seconds)
         keeping, uncertain = self._with_the_first(keeping)
         if not keeping:
             sure, may_not = self._with_the_first(tight)
@@ -347,12 +345,12 @@ class Found(NamedTuple):
         """Of rows by time the one that ``SIMPLER`` puts first."""
         if self.mechanisms is None:
             return rows[0]
-        (_, replica, *_) = self.mechanisms(rows[0])
+        _, _, replica, *_ = self.mechanisms(rows[0])
         near = []
         for row in rows:
-            number, gpus, *parts = self.mechanisms(row)
+            number, beyond, gpus, *parts = self.mechanisms(row)
             if self.slower(row, rows[0]) <= TIE and gpus <= replica:
-                near.append((row.time.seconds * (1 + SIMPLER * number), row, (number, gpus, *parts)))
+                near.append((row.time.seconds * (1 + SIMPLER * number), row, (number, beyond, gpus, *parts)))
         _, lead, (most, *_) = min(near, key=lambda one: one[0])
         simple = [one for one in near if self.slower(one[1], lead) <= SIMPLER and one[2][0] <= most]
         return min(simple, key=lambda one: one[2])[1]

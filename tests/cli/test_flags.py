@@ -157,7 +157,9 @@ CASES = {
     "--mixer-kernels": (HUGGING.replace("Llama-3.2-1B", "Qwen3-Next-80B-A3B-Instruct --num-layers 4"), ""),
     "--experts-implementation": (
         f"{HUGGING} --transformers-version 5.0".replace("Llama-3.2-1B", "Qwen3-30B-A3B --num-layers 2"), "eager"),
-    "--cuda-graph-impl": (DENSE, "local"), "--cpu-offloading-num-layers": (DENSE, "4"),
+    "--cuda-graph-impl": (DENSE, "local"),
+    "--cuda-graph-modules": (f"{DENSE} --cuda-graph-impl transformer_engine", "mlp"),
+    "--cpu-offloading-num-layers": (DENSE, "4"),
     "--offload-modules": (DENSE, "core_attn"),
     "--min-offloaded-tensor-size": (f"{DENSE} --offload-modules core_attn", "8388609"),
     "--sync-each-batch": (f"{FSDP2} --global-batch-size 32", ""), "--torch-implementation": (DDP, "fused"),
@@ -221,7 +223,8 @@ def said(command: str) -> tuple[object, ...]:
     except SpecError as error:
         return (str(error),)
     stages: object = tuple((s.components, s.host, s.phases) for s in found.stages)
-    if command.startswith((SAVED, SHARED_EXPERTS)):  # which read or write checkpoints
+    # Which read or write checkpoints, or capture graphs.
+    if command.startswith((SAVED, SHARED_EXPERTS)) or "--cuda-graph-impl transformer_engine" in command:
         stages = stages, whole_of(found)
     return stages, found.assumptions, found.not_modelled
 

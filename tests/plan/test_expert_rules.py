@@ -152,7 +152,9 @@ def test_a_mechanism_has_to_save_its_share_of_the_step() -> None:
     staged = parallel(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
     rows = [row(DENSE, 1, 0, staged), row(DENSE, 1.01, 0, parallel(tensor_model_parallel_size=2))]
     rows.append(row(DENSE, 1.045, 0, parallel()))
-    assert [mechanisms(one) for one in rows] == [(2, 4, 1, 8, -1), (1, 2, 1, 1, -1), (0, 1, 1, 1, -1)]
+    assert [mechanisms(one) for one in rows] == [
+        (2, False, 4, 1, 8, -1), (1, False, 2, 1, 1, -1), (0, False, 1, 1, 1, -1),
+    ]  # fmt: skip
     found = found_of(*rows)._replace(mechanisms=mechanisms)
     assert found.ranked(3).rows == (rows[1], rows[0], rows[2])
     few = row(DENSE, 1.015, 0, parallel(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=1))
@@ -222,6 +224,17 @@ def test_of_a_tie_experts_on_all_ranks_of_a_domain_lead() -> None:
     assert found_of(two, slow)._replace(mechanisms=mechanisms, doubt=doubt).ranked(2).rows[0] == slow
 
 
+def test_exchanges_over_the_network_are_a_mechanism_and_the_first_that_a_tie_avoids() -> None:
+    """Sixteen ranks of experts where eight are a domain, beside eight of them and a pipeline: as many mechanisms, and a
+    replica of as many GPUs as the fastest's."""
+    network = row(MOE, 1.001, 0, parallel(expert_model_parallel_size=16))
+    both = row(MOE, 1, 0, parallel(expert_model_parallel_size=16, pipeline_model_parallel_size=2, world_size=32))
+    inside = row(MOE, 1.002, 0, parallel(expert_model_parallel_size=8, pipeline_model_parallel_size=2))
+    assert [mechanisms(one)[:2] for one in (network, both, inside)] == [(1, True), (2, True), (1, False)]
+    assert found_of(both, network, inside)._replace(mechanisms=mechanisms).ranked(3).rows[0] == inside
+    assert partial(expert.mechanisms, domain=72)(network)[:2] == (0, False)
+
+
 def test_a_choice_whose_fastest_row_is_tight_keeps_its_slower_ones() -> None:
     """Virtual stages leave too little, and the same pipeline without them enough: it is not passed over for another."""
     class OneChoice(Every):
@@ -262,4 +275,4 @@ def test_what_the_host_holds_up_is_said_where_it_fits_and_graphs_would_spare_it(
     assert found is not None
     assert (found[0].batch.micro_batch_size, found[0].recompute.granularity) == (1, None)
     assert held(0) is None  # no room for what it keeps
-    assert held(1 << 36, run.with_fields(cuda_graph_impl="transformer_engine")) is None
+    assert held(1 << 36, run.with_fields(cuda_graph_impl="full_iteration")) is None

@@ -304,6 +304,24 @@ def test_dispatchers_that_a_card_has(
     assert {row["dispatcher"] for row in rows} == shown
 
 
+def test_a_recipe_in_an_unusual_format_has_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek-V3's own: blockwise scales, E4M3 in both passes."""
+    arguments = ["search", LLAMA, "--num-gpus", "4", "--gpu", "H100", "--global-batch-size", "8"]
+    assert main([*arguments, "--vary", "tp", "--fp8", "e4m3", "--fp8-recipe", "blockwise"]) == 0
+    assert ", fp8-blockwise-e4m3, " in " ".join(capsys.readouterr().out.split())
+    assert main([*arguments, "--precision", "mxfp8"]) == 2
+    assert "--fp8 e4m3 --fp8-recipe mxfp8" in capsys.readouterr().err
+
+
+def test_fewer_virtual_stages_are_no_reason_for_a_split_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """80 layers over 4 stages: 20 virtual stages are the fastest, 10 and 5 divide too, 7 need a layout string."""
+    arguments = ["search", "meta-llama/Llama-3.1-70B", "--num-gpus", "64", "--gpu", "H100", "--seq-length", "8192"]
+    arguments += ["--global-batch-size", "128", "--tp", "4", "--cp", "2", "--micro-batch-size", "1", "--json"]
+    assert main([*arguments, "--vary", "vpp,split,pp=4/8"]) == 0
+    first = json.loads(capsys.readouterr().out)["best"][0]
+    assert (first["pp"], first["split"]) == (4, "even") and first["vpp"] in (5, 10)
+
+
 @pytest.mark.slow
 def test_rows_that_keep_the_reserve_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     """Each row in front fits by ``fits`` (the band included) and with 1.3 times the tokens; no tight one does both."""

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         )
         last = [*_host_words(found, hardware, constants)]
         if experts:
-            last.append("how layouts with different EP compare is not tested: no group of measured runs varies EP")
+            last.append("how layouts of different EP compare is hardly tested: measured runs that vary it vary PP too")
         return print_found(
             Shown(
                 layout_style(varied, experts=experts), found, base, gpu, space.num_gpus,
@@ -117,10 +117,12 @@ def _host_words(found: Found, hardware: Hardware, constants: Constants) -> Itera
         other = held_by_the_host(row, hardware, constants)
         if other is not None:
             run, time = other
+            modules = " transformer_engine --cuda-graph-modules attn,moe_router,moe_preprocess"
+            experts = run.model.has_experts and not run.implementation.moe_pad_expert_input_to_capacity
             yield (
                 f"launching kernels takes {time.passes.host:.2f} of {time.seconds:.2f} s with row 1's sizes, micro "
                 f"batch {run.batch.micro_batch_size}, recompute {recompute_words(run.recompute)}; with CUDA graphs "
-                "(--cuda-graph-impl) other rows may be the fastest"
+                f"(--cuda-graph-impl{modules if experts else ''}) other rows may be the fastest"
             )
 
 

@@ -229,17 +229,18 @@ def exchanges_in_doubt(row: Row[StepTime], domain: int) -> float:
     return row.time.passes.expert_parallel * EXCHANGE_DOUBT if 1 < p.ep * p.etp <= domain else 0.0
 
 
-def mechanisms(row: Row[StepTime], domain: int) -> tuple[int, int, int, int, int]:
+def mechanisms(row: Row[StepTime], domain: int) -> tuple[int, bool, int, int, int, int]:
     """(how many of these a layout needs: tensor, pipeline and context parallelism, virtual stages, a split of the
-    layers by hand, recomputation, and recomputation that takes more than ``TIE`` of the step; GPUs of one replica of
-    the model; parts of a sequence; chunks of layers on all stages; EP, the largest first that stays inside of an NVLink
-    ``domain``, where it costs no more and leaves more memory, then the smallest beyond)."""
+    layers by hand, recomputation, recomputation that takes more than ``TIE`` of the step, and experts that exchange
+    tokens beyond an NVLink ``domain``; whether they do; GPUs of one replica of the model; parts of a sequence; chunks
+    of layers on all stages; EP, the largest first that stays inside of a domain, where it costs no more and leaves more
+    memory, then the smallest beyond)."""
     run, p = row.run, row.run.parallel
     again = row.time.recomputation > TIE * row.time.seconds
     by_hand = p.pipeline_model_parallel_layout is not None
-    used = p.tp > 1, p.pp > 1, p.cp > 1, p.vpp > 1, by_hand, run.recompute.granularity is not None, again
-    spread = -p.ep if p.ep * p.etp <= domain else p.ep
-    return sum(used), p.tp * p.pp * p.cp, p.cp, p.pp * p.vpp, spread
+    beyond = p.ep * p.etp > domain and run.model.has_experts
+    used = p.tp > 1, p.pp > 1, p.cp > 1, p.vpp > 1, by_hand, run.recompute.granularity is not None, again, beyond
+    return sum(used), beyond, p.tp * p.pp * p.cp, p.cp, p.pp * p.vpp, p.ep if beyond else -p.ep
 
 
 def recomputation_apart(row: Row[StepTime]) -> tuple[object, object]:

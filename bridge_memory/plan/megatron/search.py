@@ -156,7 +156,7 @@ def _balanced(
 ) -> Row[StepTime]:  # fmt: skip
     """The row with its layers balanced over its stages, where that is faster and the reserve stays, or as NVIDIA splits
     them; in place of a split that Megatron makes by itself where it saves ``SIMPLER``. With no more virtual stages than
-    its time needs, where their number is free (``interleaves``)."""
+    its time needs and such a split has, where their number is free (``interleaves``)."""
     from bridge_memory.plan.megatron.balance import any_split, balance, default_split, described, with_sizes
     from bridge_memory.plan.megatron.published import PUBLISHED
 
@@ -191,21 +191,22 @@ def _balanced(
             enough = least * (1 + SIMPLER)
             with suppress(SpecError):
                 run = any_split(row.run, replace(p, virtual_pipeline_model_parallel_size=None))
-                even = default_split(run)
-                if even is None or not tried(even, enough):
-                    balanced(run, enough, float("inf"))
+                usual = default_split(run)
+                even = usual is not None and tried(usual, enough)
+                balanced(run, least * (1 - SIMPLER) if even else enough, float("inf"))
         return best
 
+    by_hand = p.pipeline_model_parallel_layout is not None
     few = _few_virtual_stages(row) if interleaves else p.vpp
     if few < p.vpp:
         with suppress(SpecError):
-            run = any_split(row.run, replace(p, virtual_pipeline_model_parallel_size=few))
-            usual = default_split(run)
             enough = as_it_was * (1 + FEWER_STAGES)
-            even = usual is not None and tried(usual, enough)
-            if balanced(run, least * (1 - SIMPLER) if even else enough) or even:
+            runs = [
+                any_split(row.run, replace(p, virtual_pipeline_model_parallel_size=v)) for v in range(few, p.vpp)
+            ]
+            even = any(usual is not None and tried(usual, enough) for usual in map(default_split, runs))
+            if balanced(runs[0], enough if by_hand and not even else least * (1 - SIMPLER)) or even:
                 return plain()
-    by_hand = p.pipeline_model_parallel_layout is not None
     balanced(row.run, as_it_was * (1 if by_hand else 1 - SIMPLER))
     theirs = PUBLISHED.get(row.run.model.name, {}).get(p.pp * p.vpp)
     if theirs is not None:

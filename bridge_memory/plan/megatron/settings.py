@@ -165,6 +165,9 @@ def word_of(axis: str, run: RunSpec) -> str:
         if all(_at(run, name) == value for name, value in fields.items() if not name.endswith("_param")
                and not name.startswith("optimizer.")):  # fmt: skip
             return word
+    if axis == "precision" and run.precision.fp8:  # a recipe in a format that is not the usual one
+        words = {fields.get("precision.fp8_recipe"): word for word, fields in PRECISIONS.items()}
+        return f"{words[run.precision.fp8_recipe]}-{run.precision.fp8}"
     return ",".join(str(_at(run, name)) for name in FIELDS[axis])
 
 

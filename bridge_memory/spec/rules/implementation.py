@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bridge_memory.releases import LOSS_REFUSES_FP16
+from bridge_memory.releases import GRAPHS_CHECKED, LOSS_REFUSES_FP16
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.limits import Limits
 from bridge_memory.spec.parts import ImplementationSpec
@@ -36,6 +36,8 @@ def check_implementation(run: RunSpec, limits: Limits) -> None:
                 raise SpecError(f"{name} ({getattr(i, name)}) does nothing without policy_loss; give whose, or drop it")
     elif i.distillation != "none":
         raise SpecError(f"policy_loss ({i.policy_loss}) does not go with distillation ({i.distillation}); drop one")
+    if i.cuda_graph_impl in ("local", "transformer_engine") and not i.torch_layers and GRAPHS_CHECKED(i):
+        _check_graphs(run)
     if i.defer_embedding_wgrad_compute:  # MPC
         if p.pipeline_model_parallel_size == 1:
             raise SpecError(
@@ -56,6 +58,27 @@ def check_implementation(run: RunSpec, limits: Limits) -> None:
         raise SpecError(
             "delay_wgrad_compute (True) needs overlap_moe_expert_parallel_comm; set that to True or drop it"
         )
+
+
+def _check_graphs(run: RunSpec) -> None:
+    """TC."""
+    i, r = run.implementation, run.recompute
+    name = f"cuda_graph_impl ({i.cuda_graph_impl})"
+    if r.granularity == "full":
+        raise SpecError(f"{name} does not go with recompute_granularity (full); use selective, or full_iteration")
+    modules = i.cuda_graph_modules
+    if "moe" in modules and "moe_router" in modules:
+        raise SpecError("cuda_graph_modules (moe) does not go with moe_router; drop one of them")
+    if "moe_preprocess" in modules and "moe_router" not in modules and i.cuda_graph_impl == "transformer_engine":
+        raise SpecError("cuda_graph_modules (moe_preprocess) needs moe_router beside it; add moe_router")
+    if "moe" in modules and not i.moe_pad_expert_input_to_capacity:
+        raise SpecError(
+            "cuda_graph_modules (moe) needs moe_pad_expert_input_to_capacity; set that to True, or use "
+            "attn,moe_router,moe_preprocess"
+        )
+    again = r.granularity == "selective" and "moe" in r.modules
+    if again and "moe_router" in modules and i.cuda_graph_impl == "transformer_engine":
+        raise SpecError("cuda_graph_modules (moe_router) does not go with moe in recompute_modules; drop one of them")
 
 
 def _check_cpu_offloading(run: RunSpec) -> None:
