@@ -51,8 +51,8 @@ def test_errors_stay_within_the_targets(tiers, tier: str, metric: str, median: f
 
 
 def test_families_of_gib_scale_are_predicted(scales) -> None:
-    """The headline: peaks of 4 GiB and above, toys apart, each family counted once. The worst offloads beside overlapped
-    exchanges (``references/accuracy.md``)."""
+    """The headline: peaks of 4 GiB and above, toys apart, each family counted once. The worst offloads beside
+    overlapped exchanges (``references/accuracy.md``)."""
     peak = scales["4 GiB and above"].per_family["max_allocated"]
     assert peak.count == 20
     assert peak.median < 0.002
