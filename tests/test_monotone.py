@@ -73,7 +73,7 @@ def test_twice_the_sequences_save_twice_the_bytes(model, implementation, precisi
     and the mask of an unfused softmax, such as one with sinks.
     From two on: FlashAttention copies its tensors into [b, s] order, which for one sequence is theirs already. In fp8
     the rows of experts are rounded up."""
-    assume(implementation.apply_rope_fusion)
+    assume(implementation.apply_rope_fusion and not model.yarn)
     mixers = {layer.mixer for layer in model.layers}
     sinks = any(isinstance(mixer, AttentionSpec) and mixer.learnable_softmax_sink for mixer in mixers)
     assume(implementation.attention_backend != "unfused" or not sinks)
