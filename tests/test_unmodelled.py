@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -220,6 +221,20 @@ def test_graphs_that_add_everything_again_have_a_bound() -> None:
     static = [s.static_bytes - sum(c.bytes for c in s.carried_over) for s in answer.stages]
     assert found.least == 0
     assert found.most == max(s.peak_bytes - n for s, n in zip(answer.stages, static, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, True), ({"cuda_graph_modules": ("attn", "moe_router")}, False), ({"cuda_graph_impl": "none"}, False),
+        ({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, False),
+    ],
+)  # fmt: skip
+def test_whole_layers_with_dropless_experts_are_not_captured(fields: dict[str, Any], said: bool) -> None:
+    """Their sizes are on the device, and the host waits for them in ``_maybe_dtoh_and_synchronize``."""
+    graphs = {"cuda_graph_impl": "transformer_engine", "world_size": 8, "expert_model_parallel_size": 8, **fields}
+    answer = estimate(RunSpec(model="Qwen/Qwen3-30B-A3B").with_fields(**graphs))
+    assert any("cannot capture dropless experts" in words for words in answer.assumptions) is said
 
 
 def test_graphs_alone_leave_no_verdict_unknown() -> None:

@@ -20,6 +20,7 @@ from bridge_memory.spec.canonical import idle_checkpoint_options
 from bridge_memory.spec.checkpoint import DEFAULT_CHECKPOINT_SPEC
 from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT_FSDP_OPTIONS
 from bridge_memory.spec.errors import show
+from bridge_memory.spec.graphs import BEFORE_EXPERTS, waits_for_experts
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import GatedDeltaNetSpec, KimiDeltaSpec, Mamba1Spec, MambaSpec, ModelSpec, ShortConvSpec
@@ -193,6 +194,11 @@ def _assumed(run: RunSpec) -> Iterator[str]:
         yield (
             f"{found.of} ({found.nbytes / (1 << 30):.2f} GiB on every rank{with_what}) are outside of "
             "torch's allocator: in the margin of each GPU, not in the peak"
+        )
+    if waits_for_experts(run):
+        yield (
+            f"cuda_graph_impl ({impl.cuda_graph_impl}) of whole layers cannot capture dropless experts, whose tokens "
+            f"the host counts: set cuda_graph_modules to {','.join(BEFORE_EXPERTS)}"
         )
     if run.batch.packed_sequences:
         yield "packed sequences fill every micro batch to micro_batch_size x seq_length tokens"

@@ -1,4 +1,4 @@
-"""Static inputs that exist only because of CUDA graphs: the attention masks of Transformer Engine's graphs."""
+"""What CUDA graphs of layers need: static attention masks, and experts whose sizes the host need not know."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ from bridge_memory.spec.run import RunSpec
 
 #: Attention mixers. In a GPTModel a TransformerLayer may also hold a GatedDeltaNetSpec in their place.
 _ATTENTIONS = (AttentionSpec, CompressedAttentionSpec, MLASpec)
+
+
+#: Modules of a layer with experts that graphs can cover without their capacity.
+BEFORE_EXPERTS = "attn", "moe_router", "moe_preprocess"
+
+
+def waits_for_experts(run: RunSpec) -> bool:
+    """Whether graphs cover whole layers whose dropless experts make the host wait for the numbers of their tokens, so
+    that a capture fails (``token_dispatcher.py: _maybe_dtoh_and_synchronize``)."""
+    impl = run.implementation
+    whole = impl.cuda_graph_impl in ("local", "transformer_engine") and not impl.cuda_graph_modules
+    static = impl.moe_pad_expert_input_to_capacity or impl.moe_expert_rank_capacity_factor is not None
+    return whole and run.model.has_experts and not static and not impl.torch_layers
 
 
 class Masks(NamedTuple):

@@ -28,6 +28,7 @@ from bridge_memory.plan.megatron.space import AXES, Space
 from bridge_memory.plan.nearest import TIMES
 from bridge_memory.plan.reserve import reserve_words
 from bridge_memory.spec import SpecError
+from bridge_memory.spec.graphs import BEFORE_EXPERTS, waits_for_experts
 from bridge_memory.speed.megatron.step_time import StepTime, not_timed
 
 if TYPE_CHECKING:
@@ -92,6 +93,11 @@ def run(args: argparse.Namespace) -> int:
             "comm (communication not overlapped), bubble and recompute time", *calibration.values(),
         )
         last = [*_host_words(found, hardware, constants)]
+        if any(map(waits_for_experts, (base, *space.others))):
+            last.append(
+                "graphs of whole layers cannot capture dropless experts, whose tokens the host counts: give "
+                f"--cuda-graph-modules {','.join(BEFORE_EXPERTS)}"
+            )
         if experts:
             last.append("how layouts of different EP compare is hardly tested: measured runs that vary it vary PP too")
         return print_found(
@@ -117,7 +123,7 @@ def _host_words(found: Found, hardware: Hardware, constants: Constants) -> Itera
         other = held_by_the_host(row, hardware, constants)
         if other is not None:
             run, time = other
-            modules = " transformer_engine --cuda-graph-modules attn,moe_router,moe_preprocess"
+            modules = f" transformer_engine --cuda-graph-modules {','.join(BEFORE_EXPERTS)}"
             experts = run.model.has_experts and not run.implementation.moe_pad_expert_input_to_capacity
             yield (
                 f"launching kernels takes {time.passes.host:.2f} of {time.seconds:.2f} s with row 1's sizes, micro "
