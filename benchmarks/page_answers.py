@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bridge_memory import BatchSpec, DataParallelSpec, ParallelSpec, RunSpec, estimate
-from bridge_memory.cli.garbage import collections_when_idle
+from bridge_memory.garbage import collections_when_idle
 from bridge_memory.web.server import Server
 
 GOAL_MS, LATE_MS = 100, 150
