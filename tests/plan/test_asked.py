@@ -80,6 +80,9 @@ def test_precisions_that_a_card_does_not_compute_are_left_out(capsys: pytest.Cap
     assert [line.partition(":")[0] for line in answer["left_out"]] == ["precision mxfp8", "precision nvfp4"]
     assert main([*asked, "--gpu", "A100-80GB", "--vary", "mbs=1,precision=fp8"]) == 2
     assert "--fp8 (hybrid) does not run on --gpu A100-80GB" in capsys.readouterr().err
+    assert main(["estimate", *asked[1:6], "--gpu", "A100-80GB", "--fp4", "e2m1"]) == 2
+    said = capsys.readouterr().err
+    assert "drop --fp4, or name a GPU that has nvfp4" in said and "fp8" not in said
 
 
 def test_all_settings_at_once_are_arrays(capsys: pytest.CaptureFixture[str]) -> None:
