@@ -50,10 +50,10 @@ def check_computes(gpu: Gpu, precision: PrecisionSpec) -> None:
     if not missing:
         return
     field = f"fp8 ({precision.fp8})" if missing == "fp8" else f"fp8_recipe ({precision.fp8_recipe})"
-    if precision.fp4 is not None:
-        field = f"fp4 ({precision.fp4})"
-    able = [card.name for card in common_gpus() if not lacks(card, precision)]
     other = "drop fp8" if missing == "fp8" else "use another recipe"
+    if precision.fp4 is not None:
+        field, missing, other = f"fp4 ({precision.fp4})", "nvfp4", "drop fp4"
+    able = [card.name for card in common_gpus() if not lacks(card, precision)]
     raise SpecError(
         f"{field} does not run on --gpu {gpu.name}, of compute capability {capability_words(gpu)}; {other}, or name a "
         f"GPU that has {missing}, such as {', '.join(able)}"

@@ -72,6 +72,19 @@ def test_values_are_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> No
                                                                         capsys)["best"]
 
 
+def test_precisions_that_a_card_does_not_compute_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """``estimate`` refuses them on that card: no row may have one. Hopper has no mxfp8 and no NVFP4, Ampere no fp8."""
+    asked = [*MOE[:2], "--num-layers", "2", "--num-gpus", "2", "--global-batch-size", "4", "--fix", "recompute=none"]
+    answer = found([*asked, "--gpu", "H100", "--vary", "mbs=1,precision=mxfp8/fp8/nvfp4"], capsys)
+    assert {row["precision"] for row in answer["best"]} == {"fp8"}
+    assert [line.partition(":")[0] for line in answer["left_out"]] == ["precision mxfp8", "precision nvfp4"]
+    assert main([*asked, "--gpu", "A100-80GB", "--vary", "mbs=1,precision=fp8"]) == 2
+    assert "--fp8 (hybrid) does not run on --gpu A100-80GB" in capsys.readouterr().err
+    assert main(["estimate", *asked[1:6], "--gpu", "A100-80GB", "--fp4", "e2m1"]) == 2
+    said = capsys.readouterr().err
+    assert "drop --fp4, or name a GPU that has nvfp4" in said and "fp8" not in said
+
+
 def test_all_settings_at_once_are_arrays(capsys: pytest.CaptureFixture[str]) -> None:
     vary = "ep,precision=bf16/mxfp8,offload=none/core_attn,optimizer_offload=0/1,graphs=none/local,cp_comm=p2p/a2a,cp"
     answer = found([*MOE, "--vary", f"{vary},dp_overlap=none/grads+params"], capsys)

@@ -128,7 +128,7 @@ def asked_space(
                     raise SpecError(f"{dashes}exclude {axis} leaves no value of {axis}; leave out fewer")
     without = {axis: frozenset(values) for axis, values in asked.exclude.items() if axis in AXES}
     free = {axis: ends.get(axis, (1, 1 << 20)) for axis in RANGED if axis not in fixed_axes}
-    runs = settled(run, {axis: words for axis, words in of_settings.items() if words}, free)
+    runs = settled(run, {axis: words for axis, words in of_settings.items() if words}, free, card)
     base, *others = runs.runs
     space = Space(
         base, num_gpus, domain, frozenset(fixed_axes), ends, exhaustive, total, tuple(others),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.plan.megatron.space import AXES, DISPATCHER, Space, flex_backends
 from bridge_memory.spec import RunSpec, SpecError
-from bridge_memory.spec.gpus import lacks
+from bridge_memory.spec.gpus import check_computes, lacks
 
 if TYPE_CHECKING:
     from bridge_memory.cards.gpu import Gpu
@@ -218,9 +218,12 @@ class Settled(NamedTuple):
     refused: tuple[str, ...]
 
 
-def settled(run: RunSpec, asked: Mapping[str, Sequence[str]], free: Mapping[str, tuple[int, int]]) -> Settled:
-    """``run`` with every combination of the words of ``asked``. ``free``: axes of sizes that vary, and their ends: a
-    run that its own sizes refuse is tried with others, since it need not be one of the layouts. Raises SpecError."""
+def settled(
+    run: RunSpec, asked: Mapping[str, Sequence[str]], free: Mapping[str, tuple[int, int]], card: Gpu
+) -> Settled:
+    """``run`` with every combination of the words of ``asked`` that ``card`` computes. ``free``: axes of sizes that
+    vary, and their ends: a run that its own sizes refuse is tried with others, since it need not be one of the
+    layouts. Raises SpecError."""
     number = prod(len(words) for words in asked.values())
     if number > MOST_COMBINATIONS:
         axes = " x ".join(f"{axis} {len(words)}" for axis, words in asked.items())
@@ -233,7 +236,10 @@ def settled(run: RunSpec, asked: Mapping[str, Sequence[str]], free: Mapping[str,
         for axis, word in zip(asked, words, strict=True):
             fields |= value_of(axis, word, run)
         try:
-            found[_with(run, fields, free)] = None
+            one = _with(run, fields, free)
+            if "precision" in asked:
+                check_computes(card, one.precision)
+            found[one] = None
         except SpecError as error:
             first = first or error
             refused[f"{', '.join(f'{a} {w}' for a, w in zip(asked, words, strict=True))}: {error}"] = None
