@@ -209,12 +209,7 @@ class _Unmapped(NamedTuple):
 
     def give(self, start: int, end: int) -> None:
         """A block, one with its neighbours."""
-        if (low := self.starts.get(start)) is not None:
-            self.drop(low, start)
-            start = low
-        if (high := self.ends.get(end)) is not None:
-            self.drop(end, high)
-            end = high
+        start, end = _with_neighbours(self, start, end)
         self.ends[start], self.starts[end] = end, start
         insort(self.blocks, start)
 
@@ -248,12 +243,7 @@ class _Pool(NamedTuple):
 
     def give(self, start: int, end: int) -> None:
         """A block, free with its free neighbours."""
-        if (low := self.starts.get(start)) is not None:
-            self.drop(low, start)
-            start = low
-        if (high := self.ends.get(end)) is not None:
-            self.drop(end, high)
-            end = high
+        start, end = _with_neighbours(self, start, end)
         self.add(start, end)
 
     def least_room(self, at: int) -> int:
@@ -273,6 +263,17 @@ class _Pool(NamedTuple):
         return _Pool(
             self.free.copy(), self.ends.copy(), self.starts.copy(), self.most_left, self.unmapped.copy(),
         )  # fmt: skip
+
+
+def _with_neighbours(blocks: _Pool | _Unmapped, start: int, end: int) -> tuple[int, int]:
+    """The block with those that it touches, which are dropped."""
+    if (low := blocks.starts.get(start)) is not None:
+        blocks.drop(low, start)
+        start = low
+    if (high := blocks.ends.get(end)) is not None:
+        blocks.drop(end, high)
+        end = high
+    return start, end
 
 
 class CachingAllocator:
