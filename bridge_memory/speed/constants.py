@@ -62,7 +62,7 @@ class Constants(NamedTuple):
     #: DeepEP 0.68 on 8 of an H800. Bytes a second that one of DeepEP's multiprocessors moves (B200 and GB200, 16 and
     #: 24 of them): on Blackwell its 20 take less than the link.
     nvlink_exchange: float = 0.7
-    deepep_processor: float = 1.7e10
+    deepep_sm: float = 1.7e10
     nvlink_latency: float = 2e-5
     #: Seconds that a layer's exchanges with experts take forward beside those of each: ranks first tell each other how
     #: many tokens go where, and the host waits for that. Backward knows it.
@@ -128,7 +128,7 @@ FITTED_ON: tuple[str, ...] = (
     *(f"mb|26.06 NeMo Container|{group}" for group in _TABLE),
 )  # fmt: skip
 #: Not fitted: what documents say, or assumed.
-NOT_FITTED = ("host_memory", "host_link", "nvlink_exchange", "deepep_processor")
+NOT_FITTED = ("host_memory", "host_link", "nvlink_exchange", "deepep_sm")
 #: As the fit left them, but for ``nvlink_sharp``, as an earlier fit did: with it the loss is 3 % less, at 0.45, where
 #: NCCL's rings are known to reach more, and groups that were not fitted are predicted no better.
 DEFAULT = Constants(
@@ -152,7 +152,7 @@ DEFAULT = Constants(
     nvlink=0.437,
     nvlink_sharp=0.644,
     nvlink_exchange=0.7,
-    deepep_processor=17000000000.0,
+    deepep_sm=17000000000.0,
     nvlink_latency=2.37e-05,
     exchange_latency=0.000109,
     tensor_parallel_exposed=0.408,

@@ -18,7 +18,7 @@ _COMPUTING = (
 )
 _SENDING = (
     (
-        "nvlink", "nvlink_sharp", "nvlink_exchange", "deepep_processor", "network", "network_exchange", "efa_exchange",
+        "nvlink", "nvlink_sharp", "nvlink_exchange", "deepep_sm", "network", "network_exchange", "efa_exchange",
         "host_link",
     ),
     ("nvlink_latency", "exchange_latency", "network_latency", "efa_latency", "efa_latency_deepep"),

@@ -166,7 +166,7 @@ class _Rates:
         impl = run.implementation
         if impl.moe_token_dispatcher_type == "flex" and impl.moe_flex_dispatcher_backend == "deepep":
             processors = impl.moe_flex_dispatcher_num_sms or DEEPEP_SMS
-            self.nvlink_exchange = min(self.nvlink_exchange, processors * c.deepep_processor)
+            self.nvlink_exchange = min(self.nvlink_exchange, processors * c.deepep_sm)
         self.network = hardware.network * c.network
         self.network_exchange = hardware.network * (c.efa_exchange if kernels.efa else c.network_exchange)
         # A graph of the whole iteration has no host that waits for counts.
