@@ -37,7 +37,7 @@ from bridge_memory import (
     whatif,
 )
 from bridge_memory.cli import main
-from bridge_memory.plan.found import pareto
+from bridge_memory.plan.found import front_with
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 GIB = 1 << 30
@@ -80,7 +80,7 @@ def test_a_search_finds_what_the_command_finds(
     assert (found.looked_at, len(found.rows), found.too_large) == (
         command["looked_at"], command["fit"], command["too_large"]
     )  # fmt: skip
-    rows = pareto([*found.front(), *found.ranked(20).rows])  # those whose layers are balanced too
+    rows = front_with(found, found.ranked(20).rows)  # those whose layers are balanced too
     front = [(row.peak, row.headroom, row.time.seconds) for row in rows]
     assert front == [(row["peak_bytes"], row["headroom_bytes"], row["step_seconds"]) for row in command["front"]]
 

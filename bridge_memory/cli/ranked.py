@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.components import GIB
 from bridge_memory.emit.commands import field_words
-from bridge_memory.plan.found import CANDIDATES, SIMPLER, TIE, Found, Ranked, Row, pareto, ties
+from bridge_memory.plan.found import CANDIDATES, SIMPLER, TIE, Found, Ranked, Row, front_with, ties
 from bridge_memory.plan.nearest import Nearest
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.verdict import FRAGMENTATION
@@ -118,7 +118,7 @@ def print_found(shown: Shown, args: argparse.Namespace) -> int:
         from bridge_memory.report.summary import runs_with
 
         ranked = found.ranked(args.top)
-        best, front = _records(shown, ranked), [style.record(row) for row in _front(found, ranked)]
+        best, front = _records(shown, ranked), [style.record(row) for row in front_with(found, ranked.rows)]
         run = runs_with(ranked.rows[0].run if ranked.rows else shown.base)
         known = {**shown.document, **_first_verdict(shown, ranked)}
         known["passed_over"] = dict(ranked.refused)
@@ -183,7 +183,7 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
     if shown.brief:
         stopped = (f"stopped early: {found.looked_at:,} {style.noun}s evaluated",) * found.stopped
         return [answer, *_table(title, best, style, args, stopped, keeping)]
-    front = _front(found, ranked, args.top)
+    front = front_with(found, ranked.rows)[: args.top]
     notes: list[tuple[str, bool]] = []
 
     def note(*words: str, detail: bool = False) -> None:
@@ -233,11 +233,6 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
 
     every = [(number, details) for details in (True, False) for number in FRONT if number or not details]
     return first_that_fits(version(number, details) for number, details in [(None, True), *every])
-
-
-def _front(found: Found, ranked: Ranked, most: int | None = None) -> list[Row[Any]]:
-    """The front of all rows, and of those that were improved."""
-    return pareto([*found.front(), *ranked.rows])[:most]
 
 
 def _table(
@@ -353,7 +348,7 @@ def _chart(found: Found, ranked: Ranked, style: Style, gpu: Gpu) -> Chart:
     def points(rows: Sequence[Row[Any]]) -> list[list[Any]]:
         return [[row.time.seconds, row.peak / GIB, style.words(row)] for row in rows]
 
-    front = _front(found, ranked)
+    front = front_with(found, ranked.rows)
     others = [row for row in found.best(CHARTED) if row not in front]
     series: list[dict[str, Any]] = [
         {"name": "others that fit", "tone": "some", "line": "", "points": points(others)},

@@ -97,15 +97,6 @@ class Rows(Sequence[Row[TimeT]]):
     def peaks(self) -> Iterable[int]:
         """The highest peak of each row, bytes."""
 
-    def choices(self) -> Iterator[Row[TimeT]]:
-        """The fastest row of each choice, the fastest first."""
-        known = set()
-        for i in range(len(self)):
-            choice = self.choice(i)
-            if choice not in known:
-                known.add(choice)
-                yield self[i]
-
     def candidates(self) -> Iterator[tuple[object, int]]:
         """(choice, number of a row), the fastest first: of each choice the fastest row, and of the others those that
         need less memory than every faster one of it."""
@@ -399,10 +390,10 @@ def _whole(row: Row[Any], gpu: Gpu) -> Verdict:
     return whole_fit(row.run, gpu).verdict
 
 
-def pareto(rows: Iterable[Row[Any]]) -> list[Row[Any]]:
-    """Of some rows those than which no other is both faster and smaller, the fastest first."""
+def front_with(found: Found, rows: Iterable[Row[Any]]) -> list[Row[Any]]:
+    """The front of what was found and of ``rows``, some of which were improved (``Found.improves``)."""
     out: list[Row[Any]] = []
-    for row in sorted(rows, key=lambda row: (row.time.seconds, row.peak)):
+    for row in sorted([*found.front(), *rows], key=lambda row: (row.time.seconds, row.peak)):
         if not out or row.peak < out[-1].peak:
             out.append(row)
     return out

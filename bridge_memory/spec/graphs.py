@@ -21,8 +21,14 @@ def waits_for_experts(run: RunSpec) -> bool:
     that a capture fails (``token_dispatcher.py: _maybe_dtoh_and_synchronize``)."""
     impl = run.implementation
     whole = impl.cuda_graph_impl in ("local", "transformer_engine") and not impl.cuda_graph_modules
+    return whole and counts_tokens(run)
+
+
+def counts_tokens(run: RunSpec) -> bool:
+    """Whether the host has to know how many tokens each expert has."""
+    impl = run.implementation
     static = impl.moe_pad_expert_input_to_capacity or impl.moe_expert_rank_capacity_factor is not None
-    return whole and run.model.has_experts and not static and not impl.torch_layers
+    return run.model.has_experts and not static and not impl.torch_layers
 
 
 class Masks(NamedTuple):

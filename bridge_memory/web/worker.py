@@ -57,7 +57,7 @@ def main() -> None:
 
 def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Layouts that fit, or configurations of an engine outside of megatron-core, fastest first."""
-    from bridge_memory.plan.found import pareto, ties
+    from bridge_memory.plan.found import front_with, ties
     from bridge_memory.report.said import names_of
     from bridge_memory.speed.torch.step_time import TIMED
     from bridge_memory.web import torch_search
@@ -83,7 +83,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
         "global_batch_size_given": given, "ties": ties(best),
         "not_timed": list(_not_timed(best[0].run, of_torch)) if best else [],
         "not_modelled": names_of(_decisive(best[0], gpu)) if best else [], "rows": [as_row(row) for row in best],
-        "front": [as_row(row) for row in pareto([*found.front(), *best])[:_FRONT]],
+        "front": [as_row(row) for row in front_with(found, best)[:_FRONT]],
     }  # fmt: skip
 
 

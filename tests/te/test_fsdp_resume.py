@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,42 +70,43 @@ class Resumed(NamedTuple):
     resume: int
 
 
-def resumed(run: RunSpec) -> Resumed:
+@contextmanager
+def wrapped_model(run: RunSpec) -> Iterator[tuple[Any, Any]]:
+    """(what counts storages on the device, the model under Megatron-FSDP)."""
     with on_rank(replace(run, data_parallel=DataParallelSpec()), 0):
         tracker = fsdp_on_meta._Everything()
         with (
             fsdp_on_meta._no_gpu_for_fsdp(), tracker.following(torch.nn.Module()), tensors_call_themselves_cuda()
         ):  # fmt: skip
-            wrapped = fsdp_on_meta._wrapped(run, build_chunks(run)[0], 0)
-            highest = tracker.peak().bytes
-            held = optimizer(run, [wrapped])
-            gc.collect()
-            before = tracker.live_bytes
-            tracker.reset_peak()
-            metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
-            states = held.sharded_state_dict({}, is_loading=True, metadata=metadata)
-            wrapped.load_state_dict(wrapped.state_dict_for_save_checkpoint(), strict=False)
-            with torch.no_grad():
-                held.load_state_dict(states)
-            return Resumed(highest, before, tracker.peak().bytes)
+            yield tracker, fsdp_on_meta._wrapped(run, build_chunks(run)[0], 0)
+
+
+def resumed(run: RunSpec) -> Resumed:
+    with wrapped_model(run) as (tracker, wrapped):
+        highest = tracker.peak().bytes
+        held = optimizer(run, [wrapped])
+        gc.collect()
+        before = tracker.live_bytes
+        tracker.reset_peak()
+        metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+        states = held.sharded_state_dict({}, is_loading=True, metadata=metadata)
+        wrapped.load_state_dict(wrapped.state_dict_for_save_checkpoint(), strict=False)
+        with torch.no_grad():
+            held.load_state_dict(states)
+        return Resumed(highest, before, tracker.peak().bytes)
 
 
 def stepped(run: RunSpec) -> tuple[int, int]:
     """Bytes on the device after a step, and when gradients are zero again."""
-    with on_rank(replace(run, data_parallel=DataParallelSpec()), 0):
-        tracker = fsdp_on_meta._Everything()
-        with (
-            fsdp_on_meta._no_gpu_for_fsdp(), tracker.following(torch.nn.Module()), tensors_call_themselves_cuda()
-        ):  # fmt: skip
-            wrapped = fsdp_on_meta._wrapped(run, build_chunks(run)[0], 0)
-            held = optimizer(run, [wrapped])
-            wrapped.param_and_grad_buffer.update_main_grads()
-            for part in getattr(held, "chained_optimizers", [held]):
-                part.optimizer.step()
-            after = tracker.live_bytes
-            held.zero_grad()
-            gc.collect()
-            return after, tracker.live_bytes
+    with wrapped_model(run) as (tracker, wrapped):
+        held = optimizer(run, [wrapped])
+        wrapped.param_and_grad_buffer.update_main_grads()
+        for part in getattr(held, "chained_optimizers", [held]):
+            part.optimizer.step()
+        after = tracker.live_bytes
+        held.zero_grad()
+        gc.collect()
+        return after, tracker.live_bytes
 
 
 @pytest.fixture(autouse=True)

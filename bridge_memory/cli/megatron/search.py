@@ -28,7 +28,7 @@ from bridge_memory.plan.megatron.space import AXES, Space
 from bridge_memory.plan.nearest import TIMES
 from bridge_memory.plan.reserve import reserve_words
 from bridge_memory.spec import SpecError
-from bridge_memory.spec.graphs import BEFORE_EXPERTS, waits_for_experts
+from bridge_memory.spec.graphs import BEFORE_EXPERTS, counts_tokens, waits_for_experts
 from bridge_memory.speed.megatron.step_time import StepTime, not_timed
 
 if TYPE_CHECKING:
@@ -124,11 +124,10 @@ def _host_words(found: Found, hardware: Hardware, constants: Constants) -> Itera
         if other is not None:
             run, time = other
             modules = f" transformer_engine --cuda-graph-modules {','.join(BEFORE_EXPERTS)}"
-            experts = run.model.has_experts and not run.implementation.moe_pad_expert_input_to_capacity
             yield (
                 f"launching kernels takes {time.passes.host:.2f} of {time.seconds:.2f} s with row 1's sizes, micro "
                 f"batch {run.batch.micro_batch_size}, recompute {recompute_words(run.recompute)}; with CUDA graphs "
-                f"(--cuda-graph-impl{modules if experts else ''}) other rows may be the fastest"
+                f"(--cuda-graph-impl{modules if counts_tokens(run) else ''}) other rows may be the fastest"
             )
 
 

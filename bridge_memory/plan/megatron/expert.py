@@ -209,14 +209,14 @@ def held_by_the_host(row: Row[StepTime], hardware: Hardware, constants: Constant
     if run.implementation.cuda_graph_impl != "none":
         return None
     room = row.peak + row.headroom / (1 + FRAGMENTATION)
-    found = [(run, row.time)]
+    found = run, row.time
     for sequences in range(1, run.batch.micro_batch_size + 1):
         with suppress(SpecError):
             other = run.with_fields(**{"batch.micro_batch_size": sequences, "recompute": RecomputeSpec()})
             time = step_time(other, hardware, constants)
-            if _unheld(time) < _unheld(found[0][1]) and max(stage.peak_bytes for stage in peaks(other)) <= room:
-                found[0] = other, time
-    return found[0] if _unheld(found[0][1]) < (1 - SIMPLER) * row.time.seconds else None
+            if _unheld(time) < _unheld(found[1]) and max(stage.peak_bytes for stage in peaks(other)) <= room:
+                found = other, time
+    return found if _unheld(found[1]) < (1 - SIMPLER) * row.time.seconds else None
 
 
 def _unheld(time: StepTime) -> float:

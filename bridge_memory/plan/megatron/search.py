@@ -54,18 +54,10 @@ class Layouts(Rows[StepTime]):
         sizes = p.tp, p.pp, p.cp, p.ep, p.etp, row.run.batch.micro_batch_size
         return sizes, row.run.recompute, words_of(row.run)
 
-    def choices(self) -> Iterator[Row[StepTime]]:
-        """As ``best``."""
-        yield from iter(self) if self._one else super().choices()
-
     def candidates(self) -> Iterator[tuple[object, int]]:
         """Where nothing but the split varied, every split is a choice."""
-        yield from ((i, i) for i in range(len(self))) if self._one else super().candidates()
-
-    @property
-    def _one(self) -> bool:
-        """Whether all rows are one choice."""
-        return next((False for number in range(1, len(self)) if self.choice(number) != self.choice(0)), True)
+        one = next((False for number in range(1, len(self)) if self.choice(number) != self.choice(0)), True)
+        yield from ((i, i) for i in range(len(self))) if one else super().candidates()
 
     def best(self, number: int | None = None) -> tuple[Row[StepTime], ...]:
         """The fastest layout of each choice; where nothing but the split varied, every split."""
